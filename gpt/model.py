@@ -1,0 +1,165 @@
+"""GPT-2 (Radford et al. 2019): token and position embeddings, pre-norm transformer blocks, a tied output head.
+
+Letters in shapes: B batch, T tokens, C d_model, V vocabulary, L layers, H heads.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt.attention import KVCache, MultiHeadAttention
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a model, all but its vocabulary, which the tokenizer decides. The defaults are GPT-2 124M."""
+
+    context_length: int = 1024
+    d_model: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    dropout: float = 0.0
+    qkv_bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "d_model", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} is out of range: it must be at least 1")
+        if self.d_model % self.num_heads != 0:
+            raise ValueError(
+                f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}: "
+                f"try d_model={math.ceil(self.d_model / self.num_heads) * self.num_heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout={self.dropout} is out of range: it must be at least 0 and below 1")
+
+
+@dataclass
+class GPTConfig(ModelConfig):
+    """A `ModelConfig` with its vocabulary: all that is needed to build a model."""
+
+    vocab_size: int = 50257
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size} is out of range: it must be at least 1")
+
+
+class FeedForward(nn.Module):
+    """Two linear maps, C -> 4C -> C, with the tanh form of GELU between them."""
+
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.expand = nn.Linear(d_model, 4 * d_model)
+        self.contract = nn.Linear(4 * d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(x), approximate="tanh"))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        C = config.d_model
+        self.norm1 = nn.LayerNorm(C)
+        self.attention = MultiHeadAttention(
+            C, C, config.context_length, config.dropout, config.num_heads, config.qkv_bias
+        )
+        self.norm2 = nn.LayerNorm(C)
+        self.feed_forward = FeedForward(C)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), cache))
+        return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    """A GPT-2-style language model. Its output head is the transposed token embedding, so it has no weights of its own."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.d_model)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw the initial weights as GPT-2 does.
+
+        | weights                                       | distribution                   |
+        | embeddings, linear layers                     | N(0, 0.02)                     |
+        | linear layers that end in the residual stream | N(0, 0.02 / sqrt(2 num_layers))|
+        | biases; gains of the norms                    | 0; 1                           |
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_residual = name.endswith(("out_proj.weight", "contract.weight"))
+                std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_residual else 0.02
+                parameter.normal_(0.0, std)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
+
+    def forward(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """Logits (B, T, V) of the token after each of the tokens idx (B, T)."""
+        return self.head(self.hidden(idx, caches))
+
+    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
+
+        With `caches` (from `new_caches`) idx continues the tokens already seen, and the caches grow by T.
+        """
+        x = self._embed(idx, seen=0 if caches is None else caches[0].length)
+        for i, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[i])
+        return self.final_norm(x)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., C)."""
+        return F.linear(hidden, self.token_embedding.weight)
+
+    def new_caches(self) -> list[KVCache]:
+        """An empty key-value cache for each layer."""
+        return [KVCache(self.config.context_length) for _ in self.blocks]
+
+    @torch.no_grad()
+    def attention_maps(self, idx: Tensor) -> Tensor:
+        """Every head's attention weights (B, L, H, T, T) on the tokens idx (B, T)."""
+        x = self._embed(idx)
+        maps = []
+        for block in self.blocks:
+            maps.append(block.attention.weights(block.norm1(x)))
+            x = block(x)
+        return torch.stack(maps, dim=1)
+
+    def num_parameters(self) -> int:
+        """How many numbers training adjusts; the tied head counts once, as the token embedding."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, tokens: int) -> int:
+        """Floating-point operations to train on one token of a sequence of `tokens`.
+
+        Six for every weight that multiplies (two forward, four backward), and 12 C a layer for each token attended
+        to, counting the full square of scores: Chowdhery et al. 2022 (PaLM), appendix B.
+        """
+        matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2) - self.position_embedding.weight.numel()
+        return 6 * matrices + 12 * self.config.num_layers * self.config.d_model * tokens
+
+    def _embed(self, idx: Tensor, seen: int = 0) -> Tensor:
+        end = seen + idx.shape[1]
+        if end > self.config.context_length:
+            raise ValueError(f"{end} tokens do not fit a context of {self.config.context_length}: pass the last ones only")
+        positions = self.position_embedding.weight[seen:end]  # (T, C)
+        return self.dropout(self.token_embedding(idx) + positions)  # (B, T, C)
