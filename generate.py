@@ -1,0 +1,167 @@
+"""Sample text from a trained model: python generate.py --prompt "..." """
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from gpt.errors import UserError, command_line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python generate.py --help")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = _Parser(prog="generate.py", description="Continue a prompt with a trained model.", allow_abbrev=False)
+    prompt = parser.add_argument_group("prompt (without one: standard input, or a document from its beginning)")
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped")
+    prompt.add_argument("--interactive", action="store_true", help="ask for prompts until Ctrl-D")
+    model = parser.add_argument_group("model")
+    model.add_argument("--checkpoint", metavar="PATH", help="a run directory or file; default: the newest run in runs/")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    model.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="auto: bf16 on a GPU")
+    text = parser.add_argument_group("text")
+    text.add_argument("--max-new-tokens", metavar="N", type=int, default=300)
+    text.add_argument("--num-samples", metavar="N", type=int, default=1)
+    text.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
+    text.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text; default: a new one")
+    text.add_argument("--slide", metavar="N", type=int, default=1, help="past the context, move on by N tokens at a time: "
+                      "1 sees the most, more is faster (default: 1)")  # fmt: skip
+    text.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    draw = parser.add_argument_group("sampling")
+    draw.add_argument("--temperature", metavar="X", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    draw.add_argument("--top-k", metavar="N", type=int, default=0, help="keep the N likeliest tokens (default: off)")
+    draw.add_argument("--top-p", metavar="X", type=float, default=0.95, help="keep the likeliest that together reach X")
+    draw.add_argument("--min-p", metavar="X", type=float, default=0.0, help="drop tokens X times less likely than the first")
+    draw.add_argument("--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 discourages repetition")
+    args = parser.parse_args(arguments)
+    for name in ("max_new_tokens", "num_samples"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}={getattr(args, name)} is out of range: it must be at least 1")
+    if args.seed is not None and not 0 <= args.seed < 1 << 63:
+        raise UserError(f"--seed={args.seed} is out of range: it must be at least 0 and below 2^63")
+    if "" in args.stop:
+        raise UserError("--stop='' would end every text before it begins: give at least one character")
+    if sum([args.prompt is not None, args.prompt_file is not None, args.interactive]) > 1:
+        raise UserError("--prompt, --prompt-file and --interactive exclude each other: give one of them")
+    return args
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt from the command line, a file or standard input."""
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file is not None:
+        source = str(args.prompt_file)
+        try:
+            content = args.prompt_file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+    else:
+        source = "standard input"
+        content = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    try:
+        return content.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start})") from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    # Only now the slow imports: a mistyped option is answered at once.
+    import torch
+
+    from gpt import checkpoint
+    from gpt.generation import Sampling, TextStream, generate
+    from gpt.hardware import choose_device
+
+    sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
+    device = choose_device(args.device)
+    prompt = None if args.interactive else read_prompt(args)
+    path = checkpoint.find(args.checkpoint)
+    model, tokenizer = checkpoint.build_model(checkpoint.load(path))
+    bf16 = args.precision == "bf16" or (args.precision == "auto" and device.type == "cuda")
+    model.to(device, torch.bfloat16 if bf16 else torch.float32)
+    seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1
+    generator = torch.Generator(device).manual_seed(seed)
+    context = model.config.context_length
+    if args.slide > context:
+        raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
+
+    def continue_text(prompt: str, stream: bool) -> list[TextStream]:
+        """Samples of a continuation; a single one is printed as it is made."""
+        ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+        if len(ids) > context:
+            cut = len(ids) - context
+            print(f"the prompt has {len(ids)} tokens and the model sees {context}: the first {cut} are cut", file=sys.stderr)
+            ids = ids[-context:]
+        streams = [TextStream(tokenizer, tuple(args.stop)) for _ in range(args.num_samples)]
+        idx = torch.tensor([ids] * args.num_samples, device=device)
+        for tokens in generate(model, idx, args.max_new_tokens, sampling, generator, slide=args.slide):
+            for out, token in zip(streams, tokens.tolist(), strict=True):
+                if out.finish_reason is None:
+                    piece = out.feed(token)
+                    if stream:
+                        print(piece, end="", flush=True)
+            if all(out.finish_reason for out in streams):
+                break
+        for out in streams:
+            rest = out.finish() if out.finish_reason is None else ""
+            if stream:
+                print(rest, flush=True)
+        return streams
+
+    if prompt is None:
+        interact(continue_text, args.num_samples)
+    elif args.json:
+        start = time.perf_counter()
+        streams = continue_text(prompt, stream=False)
+        seconds = time.perf_counter() - start
+        report = {
+            "prompt": prompt,
+            "samples": [
+                {"text": out.text, "tokens": len(out.tokens), "finish_reason": out.finish_reason} for out in streams
+            ],
+            "checkpoint": str(path),
+            "seed": seed,
+            "sampling": vars(sampling),
+            "tokens_per_second": round(sum(len(out.tokens) for out in streams) / seconds, 1),
+        }
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+    elif args.num_samples == 1:
+        print(printable(prompt), end="", flush=True)
+        continue_text(prompt, stream=True)
+    else:
+        for number, out in enumerate(continue_text(prompt, stream=False), start=1):
+            print(f"--- {number} of {args.num_samples} ---\n{printable(prompt)}{out.text}")
+
+
+def interact(continue_text, num_samples: int) -> None:
+    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        try:
+            streams = continue_text(prompt, stream=num_samples == 1)
+            if num_samples > 1:
+                print("\n---\n".join(out.text for out in streams))
+        except KeyboardInterrupt:
+            print()
+
+
+def printable(text: str) -> str:
+    """The text as any terminal takes it: lone surrogates become U+FFFD, as they do for the model."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+if __name__ == "__main__":
+    with command_line("generate.py"):
+        main()

@@ -1,0 +1,96 @@
+"""Which tokens a training step sees: a pure function of the seed and the step, so that any step can be made again.
+
+The corpus is a circle of n tokens, cut into n // T windows. Each epoch sees each window once, in an order of its own and
+with the cuts at places of its own; both follow from the seed and the number of the epoch. The circle closes at the first
+token, an end-of-text, as every document begins.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt.errors import UserError
+from gpt.loss import IGNORE
+
+
+def windows_per_epoch(num_tokens: int, context_length: int) -> int:
+    """How many windows of `context_length` tokens an epoch has; a corpus too short for one raises `UserError`."""
+    if num_tokens <= context_length:
+        raise UserError(
+            f"the training text has {num_tokens} tokens, fewer than one window of model.context_length={context_length} "
+            f"and a target: give more text or set model.context_length={max(1, num_tokens - 1)} or less"
+        )
+    return num_tokens // context_length
+
+
+def train_batch(tokens: np.ndarray, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (B, T), of the windows number `first` to `first + batch_size` of the whole training.
+
+    Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
+    """
+    n, T = len(tokens), context_length
+    per_epoch = windows_per_epoch(n, T)
+    number = np.arange(first, first + batch_size, dtype=np.uint64)
+    epoch, place = np.divmod(number, np.uint64(per_epoch))
+    window = np.empty_like(place)
+    shift = np.empty_like(place)
+    for e in np.unique(epoch):
+        of_epoch = epoch == e
+        window[of_epoch] = permute(place[of_epoch], per_epoch, _mix(np.uint64(seed), e))
+        shift[of_epoch] = _mix(np.uint64(seed) ^ np.uint64(0x5A17), e) % np.uint64(T) if e else 0
+    start = window * np.uint64(T) + shift
+    positions = (start[:, None] + np.arange(T + 1, dtype=np.uint64)) % np.uint64(n)
+    block = torch.from_numpy(tokens[positions].astype(np.int64))  # (B, T + 1)
+    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def validation_batches(tokens: np.ndarray, batch_size: int, context_length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, each (up to B, T), that predict every token but the first exactly once.
+
+    Windows do not overlap; where the last one is short its targets end in `IGNORE`.
+    """
+    if len(tokens) < 2:
+        raise UserError(f"the validation text has {len(tokens)} tokens and needs at least 2: give more text")
+    T = min(context_length, len(tokens) - 1)
+    count = -(-(len(tokens) - 1) // T)
+    for first in range(0, count, batch_size):
+        starts = np.arange(first, min(first + batch_size, count)) * T
+        positions = starts[:, None] + np.arange(T + 1)  # (B, T + 1)
+        inside = positions < len(tokens)
+        block = torch.from_numpy(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int64))
+        targets = torch.where(torch.from_numpy(inside[:, 1:]), block[:, 1:], IGNORE)
+        yield block[:, :-1].contiguous(), targets
+
+
+def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
+    """Where a seeded permutation of range(size) sends each index: in memory that does not grow with `size`.
+
+    A Feistel network of four rounds permutes the next power of four; indices that fall outside go round again until they
+    fall inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    result = index.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        x = result[outside]
+        left, right = x >> np.uint64(half), x & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(key ^ np.uint64(turn), right) & mask)
+        result[outside] = (left << np.uint64(half)) | right
+        outside[outside] = result[outside] >= size
+    return result
+
+
+def _mix(key: np.uint64, value: np.ndarray | np.uint64) -> np.ndarray:
+    """A 64-bit hash of a key and a value: the finaliser of SplitMix64 (Steele, Lea and Flood 2014), twice."""
+    with np.errstate(over="ignore"):
+        x = np.asarray(value, dtype=np.uint64) + key * np.uint64(0x9E3779B97F4A7C15)
+        for _ in range(2):
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x = x ^ (x >> np.uint64(31))
+            x = x + np.uint64(0x9E3779B97F4A7C15)
+    return x

@@ -1,0 +1,124 @@
+"""Checkpoints: one file that stands alone, written whole or not at all, and checked when it is read.
+
+A checkpoint is a dictionary of plain types and tensors. The weights lie under `state_dict` by the model's own names; with
+them come the configuration, the tokenizer, the optimizer's state, the step, the hash of the corpus and the versions of
+what made it. It is read with `weights_only=True`, so that no file can run code.
+"""
+
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt.errors import UserError
+from gpt.model import GPT, GPTConfig
+from gpt.tokenizer import Tokenizer
+
+FORMAT = 1  # raise it when an older program could not read what is written
+
+
+def save(payload: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint in the folder it belongs to, under another name, and rename it when it is safe on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as stream:
+            torch.save(payload, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def link(source: Path, target: Path) -> None:
+    """Let `target` name the same file as `source`, replacing what it named before, in one step."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    os.link(source, temporary)
+    os.replace(temporary, target)
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU. Raises `UserError` where it is missing, damaged, or not one of ours."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load itself does not notice flipped bits
+        if damaged:
+            raise UserError(f"{path}: damaged (the checksum of {damaged} does not fit); use another checkpoint")
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such checkpoint") from None
+    except UserError:
+        raise
+    except Exception as error:  # zipfile, pickle and torch each have their own ways to fail on a foreign file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            reason = "it holds objects other than tensors and plain types, which are never loaded"
+        raise UserError(f"{path}: not a checkpoint of this project ({reason})") from None
+    missing = [key for key in ("format", "state_dict", "config", "tokenizer") if not _has(payload, key)]
+    if missing:
+        raise UserError(f"{path}: not a checkpoint of this project (it has no {missing[0]!r})")
+    if payload["format"] > FORMAT:
+        raise UserError(f"{path}: written by a newer version of this project (format {payload['format']}); update first")
+    return payload
+
+
+def _has(payload: Any, key: str) -> bool:
+    return isinstance(payload, dict) and key in payload
+
+
+def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
+    """The model and the tokenizer that a checkpoint holds."""
+    tokenizer = Tokenizer.from_dict(payload["tokenizer"])
+    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **payload["config"]["model"]))
+    model.load_state_dict(payload["state_dict"])
+    return model, tokenizer
+
+
+def find(path: str | Path | None = None, prefer: str = "best", runs: Path = Path("runs")) -> Path:
+    """The checkpoint file that a path means: a file itself; of a run directory `prefer` or the other one.
+
+    Without a path, the newest run below `runs` that has a checkpoint.
+    """
+    if path is None:
+        found = [f for name in ("best", "last") for f in runs.glob(f"*/checkpoints/{name}.ckpt")]
+        if not found:
+            raise UserError(f"there is no run to sample from below {runs}/: train one first with python train.py")
+        path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent
+    path = Path(path)
+    if path.is_dir():
+        order = [prefer, *(name for name in ("best", "last", "previous") if name != prefer)]
+        folder = path if path.name == "checkpoints" else path / "checkpoints"
+        candidates = [folder / f"{name}.ckpt" for name in order]
+        existing = [file for file in candidates if file.is_file()]
+        if not existing:
+            raise UserError(f"{path}: a folder without checkpoints/best.ckpt or last.ckpt; give a run directory")
+        return existing[0]
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such checkpoint or run directory")
+    return path
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit of the checkout in `folder`, or None outside one."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

@@ -1,0 +1,168 @@
+"""The whole configuration as plain, checked objects. Each part is defined beside what it configures; the root nests them."""
+
+import dataclasses
+import difflib
+import re
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from gpt.corpus import DataConfig
+from gpt.errors import UserError
+from gpt.model import ModelConfig
+from gpt.optim import OptimConfig
+from gpt.tokenizer import TokenizerConfig
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+_HORIZON = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|B)?\s*(steps?|tokens?)|(epochs?)|(s|min|h))")
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long a run trains: an amount of `steps`, `tokens`, `epochs` or `seconds`."""
+
+    amount: float
+    unit: str
+
+
+def parse_horizon(text: str) -> Horizon:
+    """Read `2000steps`, `100Mtokens`, `3epochs`, `90s`, `3min` or `2h`; anything else raises `ValueError`."""
+    match = _HORIZON.fullmatch(text.strip())
+    if not match or float(match[1]) <= 0:
+        raise ValueError(
+            f"horizon={text!r} is not a horizon: give a number above 0 and a unit, such as "
+            "2000steps, 100Mtokens, 3epochs, 90s, 3min or 2h"
+        )
+    if match[5]:
+        return Horizon(float(match[1]) * _SECONDS[match[5]], "seconds")
+    if match[4]:
+        return Horizon(float(match[1]), "epochs")
+    amount = float(match[1]) * _THOUSANDS[match[2] or ""]
+    return Horizon(amount, match[3].rstrip("s") + "s")
+
+
+@dataclass
+class TrainerConfig:
+    """Where and how the training runs. Intervals are in optimizer steps."""
+
+    device: str = "auto"  # auto, cpu, cuda or mps
+    devices: int = 1  # how many of them
+    precision: str = "auto"  # auto, fp32 or bf16
+    strategy: str = "auto"  # auto, or one of Lightning's: ddp, fsdp, ...
+    compile: str = "auto"  # auto, true or false
+    tokens_per_step: int = 1024  # of one optimizer step, over all devices
+    micro_batch_size: str = "auto"  # windows that go through the model at once; the rest accumulates
+    log_every: int = 10
+    validate_every: int = 250
+    checkpoint_every: int = 250
+
+    def __post_init__(self) -> None:
+        _choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
+        _choice("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        self.compile = self.compile.lower()
+        _choice("trainer.compile", self.compile, ("auto", "true", "false"))
+        for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
+        if self.micro_batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", self.micro_batch_size):
+            raise ValueError(
+                f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"
+            )
+
+
+@dataclass
+class Config:
+    """All of it: see configs/train.yaml for the values that a run starts from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    horizon: str = "3000steps"
+    seed: int = 1
+    run_dir: str | None = None  # where to write; by default runs/<date>_<time>_<data>-<model>
+    resume: str | None = None  # a run directory to continue
+    init_from: str | None = None  # a run, a checkpoint or a Hugging Face GPT-2 directory to start from
+
+    def __post_init__(self) -> None:
+        parse_horizon(self.horizon)
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
+        if self.resume and self.init_from:
+            raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
+        window, step = self.model.context_length, self.trainer.tokens_per_step
+        if step % (window * self.trainer.devices) != 0:
+            raise ValueError(
+                f"trainer.tokens_per_step={step} is not divisible by model.context_length={window} times "
+                f"trainer.devices={self.trainer.devices}: try {max(1, step // (window * self.trainer.devices)) * window}"
+            )
+        windows = step // (window * self.trainer.devices)
+        if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:
+            raise ValueError(
+                f"trainer.micro_batch_size={self.trainer.micro_batch_size} does not divide the {windows} windows of a "
+                "step on a device: choose a divisor, or auto"
+            )
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
+
+
+def validate(composed: DictConfig | dict) -> Config:
+    """A checked `Config` from a composed or stored configuration; `UserError` names the key that is wrong."""
+    plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+    assert isinstance(plain, dict)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), _whole_floats_to_ints(plain, Config))
+        config = OmegaConf.to_object(merged)
+    except ConfigKeyError as error:
+        raise UserError(unknown_key(str(error.full_key))) from None
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        key = getattr(error, "full_key", None)
+        raise UserError(f"{key}: {reason}" if key else reason) from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The configuration as dictionaries, lists, strings and numbers, for YAML files and checkpoints."""
+    return dataclasses.asdict(config)
+
+
+def unknown_key(key: str) -> str:
+    """One line about a key that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(key, _keys(Config), n=1)
+    if not near:
+        near = [known for known in _keys(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
+    return f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/ for those there are")
+
+
+def _keys(kind: type, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        keys.append(prefix + name)
+        if dataclasses.is_dataclass(hint):
+            keys += _keys(hint, f"{prefix}{name}.")
+    return keys
+
+
+def _whole_floats_to_ints(values: dict, kind: type) -> dict:
+    """1e3 is read as a float; where an integer is wanted and the value is whole, take it as one."""
+    hints = typing.get_type_hints(kind)
+    result = dict(values)
+    for name, value in values.items():
+        hint = hints.get(name)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
+            result[name] = _whole_floats_to_ints(value, hint)
+        elif hint is int and isinstance(value, float) and value.is_integer():
+            result[name] = int(value)
+    return result

@@ -1,0 +1,66 @@
+"""GPT-2 weights in Hugging Face's layout, the only place where GPT-2's own names for things appear."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gpt.errors import UserError
+from gpt.model import GPTConfig
+
+# Ours on the left. Their linear layers hold the transposed weight (Conv1D), which `_TRANSPOSED` names.
+_OUTER = {"token_embedding.weight": "wte.weight", "position_embedding.weight": "wpe.weight"}
+_NORM = {"final_norm": "ln_f"}
+_BLOCK = {
+    "norm1": "ln_1",
+    "attention.W_qkv": "attn.c_attn",
+    "attention.out_proj": "attn.c_proj",
+    "norm2": "ln_2",
+    "feed_forward.expand": "mlp.c_fc",
+    "feed_forward.contract": "mlp.c_proj",
+}
+_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def _names(num_layers: int) -> dict[str, str]:
+    """Our parameter names to theirs."""
+    pairs = dict(_NORM)
+    for i in range(num_layers):
+        pairs |= {f"blocks.{i}.{ours}": f"h.{i}.{theirs}" for ours, theirs in _BLOCK.items()}
+    both = {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in pairs.items() for kind in ("weight", "bias")}
+    return _OUTER | both
+
+
+def from_huggingface(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Our state dict from that of a GPT2Model or GPT2LMHeadModel."""
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    state = {}
+    for ours, theirs in _names(num_layers).items():
+        if theirs not in weights:
+            raise UserError(f"the Hugging Face weights lack {theirs!r}: only GPT-2 models can be loaded")
+        state[ours] = weights[theirs].T if theirs.endswith(_TRANSPOSED) else weights[theirs]
+    return state
+
+
+def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The configuration and the weights of a Hugging Face GPT-2 directory (config.json and model.safetensors)."""
+    try:
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename or folder / 'model.safetensors'}: missing; give a GPT-2 directory") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
+    if stored.get("model_type") != "gpt2":
+        raise UserError(f"{folder}: model_type is {stored.get('model_type')!r}, and only 'gpt2' can be loaded")
+    config = GPTConfig(
+        context_length=stored["n_positions"],
+        d_model=stored["n_embd"],
+        num_layers=stored["n_layer"],
+        num_heads=stored["n_head"],
+        vocab_size=stored["vocab_size"],
+    )
+    return config, {name: t.to(torch.float32) for name, t in from_huggingface(weights, config.num_layers).items()}

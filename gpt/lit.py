@@ -1,0 +1,212 @@
+"""The model and the data as Lightning wants them. Beside callbacks.py this is the only training code that knows Lightning."""
+
+import logging
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+import lightning
+import numpy as np
+import tiktoken
+import torch
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+
+from gpt import checkpoint
+from gpt.batches import train_batch, windows_per_epoch
+from gpt.config import Config, parse_horizon, to_plain
+from gpt.errors import UserError
+from gpt.hardware import choose_precision
+from gpt.loss import next_token_loss
+from gpt.model import GPT, GPTConfig
+from gpt.optim import build_optimizer, lr_factor, set_lr
+from gpt.shards import Shards
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the configuration comes to on this machine and corpus, once everything automatic is decided."""
+
+    total_steps: int
+    windows_per_step: int  # over all devices
+    micro_batch_size: int  # on each device
+    accumulation: int  # micro-batches of a step, on each device
+
+
+class GPTModule(LightningModule):
+    """The training step of a GPT. Its state dict is the model's own, so that checkpoints carry plain names."""
+
+    def __init__(self, config: Config, plan: Plan, shards: Shards, commit: str | None = None):
+        super().__init__()
+        self.config = config
+        self.plan = plan
+        self.shards = shards
+        self.commit = commit
+        torch.manual_seed(config.seed)
+        self.model = GPT(GPTConfig(vocab_size=shards.tokenizer.vocab_size, **asdict(config.model)))
+        if config.trainer.compile == "true":
+            for block in self.model.blocks:  # in place, so that state dicts keep their names
+                block.compile()
+        self.losses = torch.zeros(())  # summed over the micro-batches since `mean_loss` was last asked for
+        self.num_losses = 0
+        self.grad_norm = torch.zeros(())  # of the last step, before clipping
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The loss of one micro-batch of inputs and targets, each (B, T)."""
+        if self.config.model.dropout:
+            # Dropout, too, is a function of the seed and the step, so there is no generator whose state to save.
+            torch.manual_seed(hash((self.config.seed, self._micro_step(batch_idx), self.global_rank)))
+        loss = self.training_loss(*batch)
+        self.losses = self.losses.to(loss.device) + loss.detach()
+        self.num_losses += 1
+        return loss
+
+    def training_loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Mean nats per token of inputs and targets, each (B, T)."""
+        return next_token_loss(self.model.hidden(idx), self.model.token_embedding.weight, targets)
+
+    def _micro_step(self, batch_idx: int) -> int:
+        return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
+
+    def mean_loss(self) -> float:
+        """The mean training loss since this was last asked for, in nats per token."""
+        mean = float(self.losses) / max(1, self.num_losses)
+        self.losses, self.num_losses = torch.zeros_like(self.losses), 0
+        return mean
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Muon only needs the direction of its updates: bfloat16 suffices wherever it is fast, in fp32 runs too.
+        fast = choose_precision("auto", torch.device(self.config.trainer.device))
+        return build_optimizer(self.model, self.config.optim, torch.bfloat16 if fast == "bf16" else torch.float32)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        set_lr(optimizer, lr_factor(self.global_step, self.plan.total_steps, self.config.optim))
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if self.config.optim.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.optim.clip, self.grad_norm)
+
+    def state_dict(self, *args, **kwargs):
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        return self.model.load_state_dict(state_dict, *args, **kwargs)
+
+    def on_save_checkpoint(self, payload: dict) -> None:
+        payload |= {
+            "format": checkpoint.FORMAT,
+            "step": self.global_step,
+            "config": to_plain(self.config),
+            "plan": asdict(self.plan),
+            "tokenizer": self.shards.tokenizer.to_dict(),
+            "corpus": self.shards.manifest["key"],
+            "git_commit": self.commit,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "lightning": lightning.__version__,
+                "tiktoken": tiktoken.__version__,
+            },
+            "threads": torch.get_num_threads(),
+        }
+
+
+class TrainBatches:
+    """The micro-batches of a whole run as one long epoch, from the trainer's present step on."""
+
+    def __init__(self, tokens: np.ndarray, config: Config, plan: Plan, module: LightningModule):
+        self._tokens, self._config, self._plan, self._module = tokens, config, plan, module
+
+    def __len__(self) -> int:
+        return self._plan.total_steps * self._plan.accumulation
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rank, devices = self._module.global_rank, self._module.trainer.world_size
+        size = self._plan.micro_batch_size
+        for micro_step in range(self._module.global_step * self._plan.accumulation, len(self)):
+            first = (micro_step * devices + rank) * size
+            yield train_batch(self._tokens, self._config.seed, first, size, self._config.model.context_length)
+
+
+class GPTData(LightningDataModule):
+    """The training batches of prepared shards."""
+
+    def __init__(self, module: GPTModule):
+        super().__init__()
+        self.module = module
+
+    def train_dataloader(self) -> TrainBatches:
+        return TrainBatches(self.module.shards.train, self.module.config, self.module.plan, self.module)
+
+
+def make_plan(config: Config, shards: Shards, say: Callable[[str], None]) -> tuple[Config, Plan]:
+    """Turn the horizon into steps, once. A time is measured first, and the configuration then says steps in its place."""
+    windows_per_epoch(len(shards.train), config.model.context_length)  # raises where the text is too short
+    if len(shards.validation) < 2:
+        raise UserError("the validation text is too short to predict anything in: give more text")
+    windows = config.trainer.tokens_per_step // config.model.context_length
+    micro_batch = int(config.trainer.micro_batch_size)
+    plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices))
+    horizon = parse_horizon(config.horizon)
+    if horizon.unit == "seconds":
+        seconds = seconds_per_step(config, plan, shards)
+        steps = max(1, round(horizon.amount / seconds))
+        say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
+        config = replace(config, horizon=f"{steps}steps")
+    else:
+        per_step = config.trainer.tokens_per_step
+        per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": len(shards.train) / per_step}[horizon.unit]
+        steps = max(1, round(horizon.amount * per_unit))
+    return config, replace(plan, total_steps=steps)
+
+
+def seconds_per_step(config: Config, plan: Plan, shards: Shards, at_most: float = 5.0) -> float:
+    """The median time of a training step, from a few steps of a model of its own that is then thrown away."""
+    module = GPTModule(config, replace(plan, total_steps=1000), shards)
+    device = torch.device(config.trainer.device)
+    module.model.to(device)
+    optimizer = module.configure_optimizers()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < 3 or (time.perf_counter() - begin < at_most and len(times) < 100):
+        start = time.perf_counter()
+        for _ in range(plan.accumulation):
+            idx, targets = train_batch(
+                shards.train, config.seed, 0, plan.micro_batch_size, config.model.context_length
+            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16"):
+                module.training_loss(idx.to(device), targets.to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def build_trainer(config: Config, plan: Plan, callbacks: list[Callback], files: CheckpointIO) -> Trainer:
+    """Lightning's trainer with its own printing, logging and checkpointing replaced by the callbacks."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*ended before the epoch ended.*")  # our order follows from the step alone
+    settings = config.trainer
+    return Trainer(
+        accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
+        devices=settings.devices,
+        strategy=settings.strategy,
+        precision="bf16-mixed" if settings.precision == "bf16" else "32-true",
+        max_steps=plan.total_steps,
+        accumulate_grad_batches=plan.accumulation,
+        callbacks=callbacks,
+        plugins=[files],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )

@@ -1,0 +1,209 @@
+"""The optimizer and its schedule: Muon for the matrices of the blocks, AdamW for everything else, as one optimizer."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+# Odd polynomials a x + b x^3 + c x^5 that, one after the other, carry every singular value of a matrix towards 1 as fast
+# as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), for bfloat16.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+)
+MOMENTUM_WARMUP = (0.85, 300)  # Muon's momentum at the first step, and the steps until it reaches its final value
+
+
+@dataclass
+class OptimConfig:
+    """Which optimizer, its rates, and their course over the run. Rates are peaks, reached after the warm-up."""
+
+    name: str = "muon"  # muon, or adamw for everything
+    matrix_lr: float = 0.02  # Muon's rate
+    matrix_weight_decay: float = 0.1
+    momentum: float = 0.95  # Muon's
+    lr: float = 0.003  # AdamW's rate
+    weight_decay: float = 0.0  # AdamW's, on matrices and embeddings; never on norms and biases
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    clip: float = 0.0  # greatest norm of the whole gradient; 0 does not clip
+    warmup_steps: int = 50
+    schedule: str = "linear"  # how the rates fall: linear, cosine, or constant
+    decay_from: float = 0.5  # the share of the horizon at which they begin to
+    final_lr: float = 0.0  # where they end, as a share of the peak
+
+    def __post_init__(self) -> None:
+        _one_of("optim.name", self.name, ("muon", "adamw"))
+        _one_of("optim.schedule", self.schedule, ("linear", "cosine", "constant"))
+        for name in ("matrix_lr", "lr"):
+            _within(f"optim.{name}", getattr(self, name), 0.0, 10.0, above=True)
+        for name in ("matrix_weight_decay", "weight_decay", "clip", "warmup_steps"):
+            _within(f"optim.{name}", getattr(self, name), 0.0, math.inf)
+        for name in ("momentum", "decay_from", "final_lr"):
+            _within(f"optim.{name}", getattr(self, name), 0.0, 1.0)
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
+
+
+def _within(key: str, value: float, low: float, high: float, above: bool = False) -> None:
+    if not low <= value <= high or (above and value == low):
+        bound = "above" if above else "at least"
+        raise ValueError(f"{key}={value} is out of range: it must be {bound} {low:g} and at most {high:g}")
+
+
+def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+    """The share of the peak rate for the update that follows `step` earlier ones, in a run of `total_steps`.
+
+    Rises over the warm-up, stays at 1, falls from `decay_from` on, and reaches `final_lr` exactly at the horizon. Where
+    the warm-up is longer than half the run, half the run is taken.
+    """
+    warmup = min(config.warmup_steps, total_steps // 2)
+    if step < warmup:
+        return (step + 1) / warmup
+    start = max(warmup, config.decay_from * total_steps)
+    progress = max(0.0, (step - start) / max(1.0, total_steps - start))  # 0 where the fall begins, 1 at the horizon
+    if config.schedule == "constant":
+        return 1.0
+    fall = progress if config.schedule == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0
+    return 1.0 - (1.0 - config.final_lr) * fall
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, muon_dtype: torch.dtype) -> torch.optim.Optimizer:
+    """The optimizer for a GPT: `name=muon` gives Muon the matrices in `model.blocks`, AdamW has all the rest.
+
+    Every group keeps its peak rate under `peak_lr`; `set_lr` derives `lr` from it. `muon_dtype` is the precision of
+    Muon's orthogonalisation: bfloat16 suffices where the hardware multiplies it fast.
+    """
+    matrices, embeddings, vectors = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif name.startswith("blocks.") and config.name == "muon":
+            matrices.append((parameter, 3 if name.endswith("W_qkv.weight") else 1))
+        else:
+            embeddings.append(parameter)
+    groups: list[dict] = [
+        {"params": embeddings, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    for group in groups:
+        group |= {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8}
+    if matrices:
+        params, parts = zip(*matrices, strict=True)
+        muon = {"params": list(params), "parts": list(parts), "weight_decay": config.matrix_weight_decay}
+        groups.append(muon | {"algorithm": "muon", "lr": config.matrix_lr, "momentum": config.momentum, "step": 0})
+    for group in groups:
+        group["peak_lr"] = group["lr"]
+    return MuonAdamW(groups, muon_dtype)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Give every group its peak rate times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """One optimizer, two rules: groups with `algorithm="muon"` and groups with `algorithm="adamw"`.
+
+    Muon (Jordan et al. 2024) steps along the orthogonalised momentum: all singular values of the update become 1, so a
+    matrix learns in its rare directions as fast as in its dominant ones. `parts` says into how many stacked matrices a
+    parameter falls: a fused query-key-value projection is three. Matrices of one shape are orthogonalised as one batch.
+    AdamW is Loshchilov and Hutter 2019. Decay is decoupled and scaled by the rate in both.
+    """
+
+    def __init__(self, groups: list[dict], muon_dtype: torch.dtype = torch.bfloat16):
+        super().__init__(groups, defaults={})
+        self.muon_dtype = muon_dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                self._muon(group)
+            else:
+                self._adamw(group)
+        return loss
+
+    def _adamw(self, group: dict) -> None:
+        params = group["params"]
+        for p in params:
+            if not self.state[p]:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        states = [self.state[p] for p in params]
+        adamw(
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _muon(self, group: dict) -> None:
+        params = group["params"]
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"momentum": torch.zeros_like(p)}
+        grads = [p.grad for p in params]
+        averages = [self.state[p]["momentum"] for p in params]
+        momentum = _momentum_at(group["step"], group["momentum"])
+        group["step"] += 1
+        torch._foreach_lerp_(averages, grads, 1.0 - momentum)
+        nesterov = torch._foreach_lerp(grads, averages, momentum)
+
+        batches = defaultdict(list)  # shape -> (the matrix in the parameter, its update)
+        for p, update, parts in zip(params, nesterov, group["parts"], strict=True):
+            for matrix, piece in zip(p.chunk(parts), update.chunk(parts), strict=True):
+                rows, columns = piece.shape
+                wide = (matrix, piece) if rows <= columns else (matrix.T, piece.T)
+                batches[wide[0].shape].append(wide)
+        torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+        for (rows, columns), pairs in batches.items():
+            targets, updates = zip(*pairs, strict=True)
+            directions = orthogonalize(torch.stack(updates).to(self.muon_dtype))
+            # A wide matrix spreads the same row norm over more entries: this keeps the size of an entry's change.
+            scale = math.sqrt(columns / rows)
+            for target, direction in zip(targets, directions, strict=True):
+                target.add_(direction, alpha=-group["lr"] * scale)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """The nearest matrices with orthonormal rows, roughly: singular values end between about 0.5 and 1.6.
+
+    matrices (N, rows, columns) with rows <= columns, in the precision to compute in. Returns the same shape. Directions
+    a thousand times weaker than the strongest stay weaker, which four rounds of iteration cannot mend and need not.
+    """
+    norms = matrices.float().norm(dim=(-2, -1), keepdim=True).to(matrices.dtype)
+    x = matrices / (norms * 1.02 + 1e-6)  # singular values at most 1, with room for rounding
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _momentum_at(step: int, final: float) -> float:
+    first, steps = MOMENTUM_WARMUP
+    return final - max(0.0, final - first) * max(0.0, 1.0 - step / steps)

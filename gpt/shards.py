@@ -1,0 +1,151 @@
+"""Tokens on disk: prepared once for a corpus, a tokenizer and a split, and memory-mapped ever after."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpt.corpus import Corpus, DataConfig, Split, open_corpus
+from gpt.errors import UserError
+from gpt.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
+
+FORMAT = 1  # of the folder; raise it when what is written for the same text changes
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A prepared corpus. `train` and `validation` are one-dimensional arrays of token ids, mapped from disk.
+
+    Every document is preceded by end-of-text. `manifest` holds the hashes and the counts of tokens, bytes and documents.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    tokenizer: Tokenizer
+    manifest: dict
+
+
+def prepare(
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    cache: Path,
+    given: Tokenizer | None = None,
+    say: Callable[[str], None] = print,
+) -> Shards:
+    """The shards of the configured corpus, from the cache where they are already there.
+
+    `given` is a tokenizer to use as it is, in place of the configured one: that of a model to fine-tune. The folder's
+    name is a hash of everything that decides its content, so changed text or settings never meet old shards.
+    """
+    corpus = open_corpus(data)
+    how = {"given": given.sha256} if given else {"name": tokenizer.name}
+    if not given and tokenizer.name == "bpe":
+        how["vocab_size"] = str(tokenizer.vocab_size)
+    key = {"format": FORMAT, "corpus": corpus.sha256(), "tokenizer": how, "validation_bytes": data.validation_bytes}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache / f"{corpus.name}-{given.name if given else tokenizer.name}-{digest}"
+    if not folder.exists():
+        _write_folder(folder, corpus, key, data.validation_bytes, lambda texts: given or _make(tokenizer, texts), say)
+    return open_shards(folder)
+
+
+def _make(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    if config.name == "gpt2":
+        return gpt2_tokenizer()
+    return byte_tokenizer() if config.name == "byte" else train_bpe(texts, config.vocab_size)
+
+
+def _write_folder(
+    folder: Path,
+    corpus: Corpus,
+    key: dict,
+    validation_bytes: int,
+    make_tokenizer: Callable[[Iterable[str]], Tokenizer],
+    say: Callable[[str], None],
+) -> None:
+    """Write a shard folder whole or not at all: beside its place first, then renamed into it."""
+    say(f"reading {corpus.name} ({len(corpus.files)} file{'s' * (len(corpus.files) != 1)})")
+    documents = list(corpus.documents())
+    split = Split(lambda: documents, validation_bytes)
+    tokenizer = make_tokenizer(split.train())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".preparing-", dir=folder.parent))
+    try:
+        counts = {
+            "train": _write_tokens(temporary / "train.bin", split.train(), tokenizer),
+            "validation": _write_tokens(temporary / "validation.bin", split.validation(), tokenizer),
+        }
+        manifest = {"key": key, "corpus": corpus.name, "tokenizer": tokenizer.sha256, "splits": counts}
+        manifest["dtype"] = _dtype(tokenizer).name
+        (temporary / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()), encoding="utf-8")
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.exists():  # else another run has prepared the same corpus meanwhile, and its work is as good
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    total = sum(counts[name]["tokens"] for name in SPLITS)
+    size = sum(counts[name]["bytes"] for name in SPLITS)
+    say(
+        f"prepared {size / 1e6:.2f} MB as {total:,} tokens of {tokenizer.vocab_size:,} kinds, "
+        f"{size / total:.2f} bytes each; {counts['validation']['bytes'] / 1e6:.2f} MB of it validates"
+    )
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
+
+
+def _write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> dict:
+    dtype = _dtype(tokenizer)
+    counts = {"tokens": 0, "bytes": 0, "documents": 0}
+
+    def counted() -> Iterable[str]:
+        for document in documents:
+            counts["documents"] += 1
+            counts["bytes"] += len(document.encode("utf-8", "replace"))
+            yield document
+
+    digest = hashlib.sha256()
+    with file.open("wb") as stream:
+        for ids in tokenizer.encode_documents(counted()):
+            ids = np.concatenate([[tokenizer.end_of_text], ids])
+            assert ids.max() < tokenizer.vocab_size
+            block = ids.astype(dtype).tobytes()
+            digest.update(block)
+            stream.write(block)
+            counts["tokens"] += len(ids)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return counts | {"sha256": digest.hexdigest()}
+
+
+def open_shards(folder: Path) -> Shards:
+    """Map a shard folder, after a check of its parts. Raises `UserError` naming what is wrong and the remedy."""
+    remedy = f"delete {folder} and it will be made anew"
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
+        dtype = np.dtype(manifest["dtype"])
+        sizes = {name: manifest["splits"][name]["tokens"] * dtype.itemsize for name in SPLITS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: the manifest or the tokenizer cannot be read ({error}); {remedy}") from None
+    if manifest["tokenizer"] != tokenizer.sha256:
+        raise UserError(f"{folder}: the tokenizer is not the one that the manifest names; {remedy}")
+    arrays = {}
+    for name in SPLITS:
+        file = folder / f"{name}.bin"
+        actual = file.stat().st_size if file.exists() else None
+        if actual != sizes[name]:
+            raise UserError(f"{file}: {actual} bytes where the manifest says {sizes[name]}; {remedy}")
+        arrays[name] = np.memmap(file, dtype, mode="r") if actual else np.empty(0, dtype)
+    return Shards(arrays["train"], arrays["validation"], tokenizer, manifest)
