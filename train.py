@@ -3,13 +3,15 @@
 import dataclasses
 import lzma
 import os
+import re
 import sys
 from datetime import datetime
 from pathlib import Path
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,21 +39,25 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
+
+
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def run(composed: DictConfig) -> None:
-    config = validate(composed)
-    keep_freed_memory()
-    chosen = HydraConfig.get()
-    others = [override for override in chosen.overrides.task if not override.startswith("resume=")]
-    if config.resume and others:
-        raise UserError(
-            f"resume continues a run as it was configured, and {others[0]} would change it: "
-            f"start a new run from its weights with init_from={config.resume}"
-        )
-    if config.resume:
-        resume(config.resume)
-    else:
-        start(config, model_name=chosen.runtime.choices["model"])
+    with command_line("train.py"):  # here too, since Hydra adds lines of its own to an error that passes through it
+        config = validate(composed)
+        keep_freed_memory()
+        chosen = HydraConfig.get()
+        others = [override for override in chosen.overrides.task if not override.startswith("resume=")]
+        if config.resume and others:
+            raise UserError(
+                f"resume continues a run as it was configured, and {others[0]} would change it: "
+                f"start a new run from its weights with init_from={config.resume}"
+            )
+        if config.resume:
+            resume(config.resume)
+        else:
+            start(config, model_name=chosen.runtime.choices["model"])
 
 
 def start(config: Config, model_name: str) -> None:
@@ -62,7 +68,7 @@ def start(config: Config, model_name: str) -> None:
     if config.init_from:
         config, weights, tokenizer = initial_weights(config)
     config = decide_hardware(config)
-    shards = prepare(config.data, config.tokenizer, CACHE, tokenizer, say)
+    shards = prepare(config.data, config.tokenizer, config.model.context_length, CACHE, tokenizer, say)
 
     from gpt.lit import GPTModule, make_plan
 
@@ -80,7 +86,7 @@ def resume(path: str) -> None:
     payload = checkpoint.load(file)
     config = decide_hardware(validate(payload["config"]))
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
-    shards = prepare(config.data, config.tokenizer, CACHE, given, say)
+    shards = prepare(config.data, config.tokenizer, config.model.context_length, CACHE, given, say)
     if shards.manifest["key"] != payload["corpus"] or shards.tokenizer.sha256 != payload["tokenizer"]["sha256"]:
         raise UserError(f"{path}: the text or the tokenizer is no longer what the run began with, so it cannot continue")
 
@@ -215,17 +221,19 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     try:
         run()
-    except OmegaConfBaseException as error:
-        raise UserError(str(error).splitlines()[0]) from None
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         raise UserError(describe(error)) from None
 
 
-def describe(error: HydraException) -> str:
+def describe(error: Exception) -> str:
     """One line for what Hydra says in several."""
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return unknown_key(str(cause.full_key))
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is not key=value; a value with = or spaces in it needs quotes inside quotes: 'k=\"v\"'"
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={name} is not known: choose from {', '.join(error.options)}"
+    if unknown := re.match(r"Could not override '([^']+)'", str(error)):
+        return unknown_key(unknown[1])
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 

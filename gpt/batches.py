@@ -11,18 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError
 from gpt.loss import IGNORE
-
-
-def windows_per_epoch(num_tokens: int, context_length: int) -> int:
-    """How many windows of `context_length` tokens an epoch has; a corpus too short for one raises `UserError`."""
-    if num_tokens <= context_length:
-        raise UserError(
-            f"the training text has {num_tokens} tokens, fewer than one window of model.context_length={context_length} "
-            f"and a target: give more text or set model.context_length={max(1, num_tokens - 1)} or less"
-        )
-    return num_tokens // context_length
 
 
 def train_batch(tokens: np.ndarray, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
@@ -31,7 +20,8 @@ def train_batch(tokens: np.ndarray, seed: int, first: int, batch_size: int, cont
     Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
     """
     n, T = len(tokens), context_length
-    per_epoch = windows_per_epoch(n, T)
+    assert n > T, "shards.prepare refuses a text this short"
+    per_epoch = n // T
     number = np.arange(first, first + batch_size, dtype=np.uint64)
     epoch, place = np.divmod(number, np.uint64(per_epoch))
     window = np.empty_like(place)
@@ -51,8 +41,6 @@ def validation_batches(tokens: np.ndarray, batch_size: int, context_length: int)
 
     Windows do not overlap; where the last one is short its targets end in `IGNORE`.
     """
-    if len(tokens) < 2:
-        raise UserError(f"the validation text has {len(tokens)} tokens and needs at least 2: give more text")
     T = min(context_length, len(tokens) - 1)
     count = -(-(len(tokens) - 1) // T)
     for first in range(0, count, batch_size):

@@ -140,8 +140,8 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def unknown_key(key: str) -> str:
     """One line about a key that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(key, _keys(Config), n=1)
-    if not near:
+    near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.75)
+    if not near:  # the right name in the wrong place
         near = [known for known in _keys(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
     return f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/ for those there are")
 
@@ -149,9 +149,10 @@ def unknown_key(key: str) -> str:
 def _keys(kind: type, prefix: str = "") -> list[str]:
     keys = []
     for name, hint in typing.get_type_hints(kind).items():
-        keys.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             keys += _keys(hint, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
     return keys
 
 

@@ -37,6 +37,8 @@ class DataConfig:
             raise ValueError(f"data.name={self.name!r} is not known: choose from python_docs, python_stdlib, text")
         if self.name == "text" and not self.path:
             raise ValueError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
+        if self.name != "text" and self.path:
+            raise ValueError(f"data.path={self.path!r} is read only with data=text: add it, or leave the path out")
         if self.validation_bytes < 1:
             raise ValueError(f"data.validation_bytes={self.validation_bytes} is out of range: it must be at least 1")
 

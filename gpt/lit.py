@@ -17,9 +17,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from gpt import checkpoint
-from gpt.batches import train_batch, windows_per_epoch
+from gpt.batches import train_batch
 from gpt.config import Config, parse_horizon, to_plain
-from gpt.errors import UserError
 from gpt.hardware import choose_precision
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
@@ -145,9 +144,6 @@ class GPTData(LightningDataModule):
 
 def make_plan(config: Config, shards: Shards, say: Callable[[str], None]) -> tuple[Config, Plan]:
     """Turn the horizon into steps, once. A time is measured first, and the configuration then says steps in its place."""
-    windows_per_epoch(len(shards.train), config.model.context_length)  # raises where the text is too short
-    if len(shards.validation) < 2:
-        raise UserError("the validation text is too short to predict anything in: give more text")
     windows = config.trainer.tokens_per_step // config.model.context_length
     micro_batch = int(config.trainer.micro_batch_size)
     plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices))
@@ -191,6 +187,7 @@ def seconds_per_step(config: Config, plan: Plan, shards: Shards, at_most: float 
 def build_trainer(config: Config, plan: Plan, callbacks: list[Callback], files: CheckpointIO) -> Trainer:
     """Lightning's trainer with its own printing, logging and checkpointing replaced by the callbacks."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # Lightning's own, with newer versions of torch
     warnings.filterwarnings("ignore", ".*ended before the epoch ended.*")  # our order follows from the step alone
     settings = config.trainer
     return Trainer(

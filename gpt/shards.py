@@ -35,6 +35,7 @@ class Shards:
 def prepare(
     data: DataConfig,
     tokenizer: TokenizerConfig,
+    context_length: int,
     cache: Path,
     given: Tokenizer | None = None,
     say: Callable[[str], None] = print,
@@ -42,7 +43,8 @@ def prepare(
     """The shards of the configured corpus, from the cache where they are already there.
 
     `given` is a tokenizer to use as it is, in place of the configured one: that of a model to fine-tune. The folder's
-    name is a hash of everything that decides its content, so changed text or settings never meet old shards.
+    name is a hash of everything that decides its content, so changed text or settings never meet old shards. A text too
+    short for one window of `context_length` tokens raises `UserError`, and nothing is written.
     """
     corpus = open_corpus(data)
     how = {"given": given.sha256} if given else {"name": tokenizer.name}
@@ -52,8 +54,24 @@ def prepare(
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / f"{corpus.name}-{given.name if given else tokenizer.name}-{digest}"
     if not folder.exists():
-        _write_folder(folder, corpus, key, data.validation_bytes, lambda texts: given or _make(tokenizer, texts), say)
-    return open_shards(folder)
+
+        def make_tokenizer(texts: Iterable[str]) -> Tokenizer:
+            return given or _make(tokenizer, texts)
+
+        _write_folder(folder, corpus, key, data.validation_bytes, make_tokenizer, context_length, say)
+    shards = open_shards(folder)
+    _require_enough(len(shards.train), len(shards.validation), context_length)
+    return shards
+
+
+def _require_enough(train_tokens: int, validation_tokens: int, context_length: int) -> None:
+    if train_tokens <= context_length:
+        raise UserError(
+            f"the training text has {train_tokens} tokens, fewer than one window of model.context_length={context_length} "
+            f"and a target: give more text, or set model.context_length={max(1, train_tokens - 1)} or less"
+        )
+    if validation_tokens < 2:
+        raise UserError(f"the validation text has {validation_tokens} tokens, and 2 are the least: give more text")
 
 
 def _make(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
@@ -68,6 +86,7 @@ def _write_folder(
     key: dict,
     validation_bytes: int,
     make_tokenizer: Callable[[Iterable[str]], Tokenizer],
+    context_length: int,
     say: Callable[[str], None],
 ) -> None:
     """Write a shard folder whole or not at all: beside its place first, then renamed into it."""
@@ -82,6 +101,7 @@ def _write_folder(
             "train": _write_tokens(temporary / "train.bin", split.train(), tokenizer),
             "validation": _write_tokens(temporary / "validation.bin", split.validation(), tokenizer),
         }
+        _require_enough(counts["train"]["tokens"], counts["validation"]["tokens"], context_length)
         manifest = {"key": key, "corpus": corpus.name, "tokenizer": tokenizer.sha256, "splits": counts}
         manifest["dtype"] = _dtype(tokenizer).name
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()), encoding="utf-8")
