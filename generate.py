@@ -19,7 +19,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _Parser(prog="generate.py", description="Continue a prompt with a trained model.", allow_abbrev=False)
     prompt = parser.add_argument_group("prompt (without one: standard input, or a document from its beginning)")
     prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped")
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped"
+    )
     prompt.add_argument("--interactive", action="store_true", help="ask for prompts until Ctrl-D")
     model = parser.add_argument_group("model")
     model.add_argument("--checkpoint", metavar="PATH", help="a run directory or file; default: the newest run in runs/")
@@ -30,15 +32,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     text.add_argument("--num-samples", metavar="N", type=int, default=1)
     text.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
     text.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text; default: a new one")
-    text.add_argument("--slide", metavar="N", type=int, default=1, help="past the context, move on by N tokens at a time: "
+    text.add_argument("--slide", metavar="N", type=int, default=1, help="past the context, move on by N tokens: "
                       "1 sees the most, more is faster (default: 1)")  # fmt: skip
     text.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     draw = parser.add_argument_group("sampling")
     draw.add_argument("--temperature", metavar="X", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     draw.add_argument("--top-k", metavar="N", type=int, default=0, help="keep the N likeliest tokens (default: off)")
     draw.add_argument("--top-p", metavar="X", type=float, default=0.95, help="keep the likeliest that together reach X")
-    draw.add_argument("--min-p", metavar="X", type=float, default=0.0, help="drop tokens X times less likely than the first")
-    draw.add_argument("--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 discourages repetition")
+    draw.add_argument(
+        "--min-p", metavar="X", type=float, default=0.0, help="drop tokens X times less likely than the first"
+    )
+    draw.add_argument(
+        "--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 discourages repetition"
+    )
     args = parser.parse_args(arguments)
     for name in ("max_new_tokens", "num_samples"):
         if getattr(args, name) < 1:
@@ -98,7 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
         ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
         if len(ids) > context:
             cut = len(ids) - context
-            print(f"the prompt has {len(ids)} tokens and the model sees {context}: the first {cut} are cut", file=sys.stderr)
+            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {cut} are cut"
+            print(f"generate.py: {note}", file=sys.stderr)
             ids = ids[-context:]
         streams = [TextStream(tokenizer, tuple(args.stop)) for _ in range(args.num_samples)]
         idx = torch.tensor([ids] * args.num_samples, device=device)

@@ -88,7 +88,9 @@ def resume(path: str) -> None:
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
     shards = prepare(config.data, config.tokenizer, config.model.context_length, CACHE, given, say)
     if shards.manifest["key"] != payload["corpus"] or shards.tokenizer.sha256 != payload["tokenizer"]["sha256"]:
-        raise UserError(f"{path}: the text or the tokenizer is no longer what the run began with, so it cannot continue")
+        raise UserError(
+            f"{path}: the text or the tokenizer is no longer what the run began with, so it cannot continue"
+        )
 
     from gpt.lit import GPTModule, Plan
 
@@ -228,7 +230,9 @@ def main() -> None:
 def describe(error: Exception) -> str:
     """One line for what Hydra says in several."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is not key=value; a value with = or spaces in it needs quotes inside quotes: 'k=\"v\"'"
+        return (
+            f"{error.override!r} is not key=value; a value with = or spaces in it needs quotes inside quotes: 'k=\"v\"'"
+        )
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is not known: choose from {', '.join(error.options)}"

@@ -1,8 +1,8 @@
 """Which tokens a training step sees: a pure function of the seed and the step, so that any step can be made again.
 
-The corpus is a circle of n tokens, cut into n // T windows. Each epoch sees each window once, in an order of its own and
-with the cuts at places of its own; both follow from the seed and the number of the epoch. The circle closes at the first
-token, an end-of-text, as every document begins.
+The corpus is a circle of n tokens, cut into n // T windows. Each epoch sees each window once, in an order of its own
+and with the cuts at places of its own; both follow from the seed and the number of the epoch. The circle closes at the
+first token, an end-of-text, as every document begins.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,9 @@ from torch import Tensor
 from gpt.loss import IGNORE
 
 
-def train_batch(tokens: np.ndarray, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
+def train_batch(
+    tokens: np.ndarray, seed: int, first: int, batch_size: int, context_length: int
+) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each (B, T), of the windows number `first` to `first + batch_size` of the whole training.
 
     Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
@@ -52,11 +54,11 @@ def validation_batches(tokens: np.ndarray, batch_size: int, context_length: int)
         yield block[:, :-1].contiguous(), targets
 
 
-def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
+def permute(index: np.ndarray, size: int, key) -> np.ndarray:
     """Where a seeded permutation of range(size) sends each index: in memory that does not grow with `size`.
 
-    A Feistel network of four rounds permutes the next power of four; indices that fall outside go round again until they
-    fall inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    A Feistel network of four rounds permutes the next power of four; indices that fall outside go round again until
+    they fall inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -72,8 +74,8 @@ def permute(index: np.ndarray, size: int, key: np.uint64) -> np.ndarray:
     return result
 
 
-def _mix(key: np.uint64, value: np.ndarray | np.uint64) -> np.ndarray:
-    """A 64-bit hash of a key and a value: the finaliser of SplitMix64 (Steele, Lea and Flood 2014), twice."""
+def _mix(key, value):
+    """A 64-bit hash of a key and a value, or of arrays: the finaliser of SplitMix64 (Steele et al. 2014), twice."""
     with np.errstate(over="ignore"):
         x = np.asarray(value, dtype=np.uint64) + key * np.uint64(0x9E3779B97F4A7C15)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What happens at the end of a step besides learning: curves, validation, samples, checkpoints, a progress bar, signals."""
+"""What happens after a step besides learning: curves, validation, samples, checkpoints, a progress bar, signals."""
 
 import json
 import math
@@ -115,7 +115,7 @@ class Curves(StepCallback):
 
 
 class Validation(StepCallback):
-    """Scores the whole validation text, writes samples, attention maps and metrics.json, and keeps the best checkpoint."""
+    """Scores the validation text, writes samples, attention maps and metrics.json, keeps the best checkpoint."""
 
     def __init__(self, run_dir: Path, clock: Clock, curves: Curves):
         self._run_dir, self._clock, self._curves = run_dir, clock, curves
@@ -294,7 +294,7 @@ class Progress(StepCallback):
 
 
 class CheckpointFiles(CheckpointIO):
-    """Has Lightning write and read checkpoints through gpt/checkpoint.py: atomically, verified, tensors and plain types."""
+    """Has Lightning write and read checkpoints through gpt/checkpoint.py: atomically, and verified."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         save(checkpoint, Path(path))

@@ -1,8 +1,8 @@
 """Checkpoints: one file that stands alone, written whole or not at all, and checked when it is read.
 
-A checkpoint is a dictionary of plain types and tensors. The weights lie under `state_dict` by the model's own names; with
-them come the configuration, the tokenizer, the optimizer's state, the step, the hash of the corpus and the versions of
-what made it. It is read with `weights_only=True`, so that no file can run code.
+A checkpoint is a dictionary of plain types and tensors. The weights lie under `state_dict` by the model's own names;
+with them come the configuration, the tokenizer, the optimizer's state, the step, the hash of the corpus and the
+versions of what made it. It is read with `weights_only=True`, so that no file can run code.
 """
 
 import os
@@ -66,6 +66,8 @@ def load(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # zipfile, pickle and torch each have their own ways to fail on a foreign file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, zipfile.BadZipFile):
+            reason = "it is cut short or of another format"
         if "weights_only" in str(error) or "Unsupported" in str(error):
             reason = "it holds objects other than tensors and plain types, which are never loaded"
         raise UserError(f"{path}: not a checkpoint of this project ({reason})") from None
@@ -73,7 +75,9 @@ def load(path: Path) -> dict[str, Any]:
     if missing:
         raise UserError(f"{path}: not a checkpoint of this project (it has no {missing[0]!r})")
     if payload["format"] > FORMAT:
-        raise UserError(f"{path}: written by a newer version of this project (format {payload['format']}); update first")
+        raise UserError(
+            f"{path}: written by a newer version of this project (format {payload['format']}); update first"
+        )
     return payload
 
 

@@ -1,4 +1,4 @@
-"""The whole configuration as plain, checked objects. Each part is defined beside what it configures; the root nests them."""
+"""The whole configuration as plain, checked objects: the root, which nests what each module defines for itself."""
 
 import dataclasses
 import difflib
@@ -95,13 +95,13 @@ class Config:
             raise ValueError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
         if self.resume and self.init_from:
             raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
-        window, step = self.model.context_length, self.trainer.tokens_per_step
-        if step % (window * self.trainer.devices) != 0:
+        step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.devices
+        if step % least != 0:
             raise ValueError(
-                f"trainer.tokens_per_step={step} is not divisible by model.context_length={window} times "
-                f"trainer.devices={self.trainer.devices}: try {max(1, step // (window * self.trainer.devices)) * window}"
+                f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
+                f"times trainer.devices={self.trainer.devices}: try {max(1, step // least) * least}"
             )
-        windows = step // (window * self.trainer.devices)
+        windows = step // least
         if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:
             raise ValueError(
                 f"trainer.micro_batch_size={self.trainer.micro_batch_size} does not divide the {windows} windows of a "
@@ -143,7 +143,9 @@ def unknown_key(key: str) -> str:
     near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.75)
     if not near:  # the right name in the wrong place
         near = [known for known in _keys(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
-    return f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see configs/ for those there are")
+    return f"there is no key {key!r}" + (
+        f"; did you mean {near[0]!r}?" if near else "; see configs/ for those there are"
+    )
 
 
 def _keys(kind: type, prefix: str = "") -> list[str]:

@@ -100,7 +100,9 @@ def find_text_files(path: str) -> tuple[Path, ...]:
     else:
         found = [Path(name) for name in sorted(glob.glob(str(root), recursive=True)) if Path(name).is_file()]
     if not found:
-        what = "a folder without text files" if root.is_dir() else "neither a file, a folder, nor a glob that matches any"
+        what = (
+            "a folder without text files" if root.is_dir() else "neither a file, a folder, nor a glob that matches any"
+        )
         raise UserError(f"data.path={path!r} is {what}: give the path of your text")
     return tuple(found)
 
@@ -113,7 +115,9 @@ def read_text(file: Path, text_field: str = "text") -> Iterator[str]:
         try:
             content = stream.read()
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-            raise UserError(f"{file}: cannot be unpacked ({error}): the file is damaged or not what its name says") from None
+            raise UserError(
+                f"{file}: cannot be unpacked ({error}): the file is damaged or not what its name says"
+            ) from None
     if not content:
         raise UserError(f"{file}: the file is empty; give a file with text in it")
     if 0 in content[:4096]:
@@ -138,10 +142,14 @@ def _json_lines(file: Path, text: str, text_field: str) -> Iterator[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{file}: line {number} is not JSON ({error.msg}); every line must be one JSON object") from None
+            raise UserError(
+                f"{file}: line {number} is not JSON ({error.msg}); every line must be one JSON object"
+            ) from None
         document = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(document, str):
-            raise UserError(f"{file}: line {number} has no text under {text_field!r}; name the key with data.text_field=")
+            raise UserError(
+                f"{file}: line {number} has no text under {text_field!r}; name the key with data.text_field="
+            )
         yield document
 
 

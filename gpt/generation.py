@@ -17,7 +17,7 @@ from gpt.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The filters apply in the order of the fields; 0 (or 1 for top_p) switches one off."""
+    """How the next token is drawn. Filters apply in the order of the fields; 0 (or 1 for top_p) switches one off."""
 
     repetition_penalty: float = 1.0  # logits of tokens already there are divided by it, or multiplied where negative
     temperature: float = 0.8  # 0 takes the likeliest token
@@ -41,8 +41,8 @@ class Sampling:
 def filter_logits(logits: Tensor, previous: Tensor, sampling: Sampling) -> Tensor:
     """Logits (B, V) after the repetition penalty, temperature and filters; what is excluded becomes -inf.
 
-    previous (B, T) are the tokens so far. Penalty: Keskar et al. 2019 (CTRL); top-k: Fan et al. 2018; top-p: Holtzman et
-    al. 2020; min-p: Nguyen et al. 2024. The likeliest token always stays. The temperature must be above 0.
+    previous (B, T) are the tokens so far. Penalty: Keskar et al. 2019 (CTRL); top-k: Fan et al. 2018; top-p: Holtzman
+    et al. 2020; min-p: Nguyen et al. 2024. The likeliest token always stays. The temperature must be above 0.
     """
     if sampling.repetition_penalty != 1.0:
         seen = logits.gather(1, previous)
@@ -97,8 +97,8 @@ def generate(
 
     With the cache each token costs one pass over that token alone. Past the context length the view slides: positions
     are learned, so every token in it changes its embedding and the cache is made anew. With `slide=1` that is every
-    token, and the model always sees as much as it can; with more it is every `slide` tokens. The tokens are the same with
-    the cache and without.
+    token, and the model always sees as much as it can; with more it is every `slide` tokens. The tokens are the same
+    with the cache and without.
     """
     model.eval()
     T, context = idx.shape[1], model.config.context_length

@@ -64,8 +64,8 @@ def choose_compile(name: str, device: torch.device) -> bool:
 def choose_micro_batch(windows: int, context_length: int, d_model: int, num_layers: int, device: torch.device) -> int:
     """How many of a step's `windows` to take through the model at once: the most that half the free memory holds.
 
-    A token leaves about 34 C numbers a layer behind for the backward pass (Korthikanti et al. 2022), at 2 to 4 bytes. On
-    a CPU more than 4,096 tokens at once bring no speed.
+    A token leaves about 34 C numbers a layer behind for the backward pass (Korthikanti et al. 2022), at 2 to 4 bytes.
+    On a CPU more than 4,096 tokens at once bring no speed.
     """
     per_window = context_length * num_layers * d_model * 34 * 4
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()

@@ -1,4 +1,4 @@
-"""The model and the data as Lightning wants them. Beside callbacks.py this is the only training code that knows Lightning."""
+"""The model and the data as Lightning wants them. Of the training code only this and callbacks.py know Lightning."""
 
 import logging
 import platform
@@ -143,7 +143,7 @@ class GPTData(LightningDataModule):
 
 
 def make_plan(config: Config, shards: Shards, say: Callable[[str], None]) -> tuple[Config, Plan]:
-    """Turn the horizon into steps, once. A time is measured first, and the configuration then says steps in its place."""
+    """Turn the horizon into steps, once. A time is measured first, and the configuration then says steps instead."""
     windows = config.trainer.tokens_per_step // config.model.context_length
     micro_batch = int(config.trainer.micro_batch_size)
     plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices))
@@ -171,9 +171,7 @@ def seconds_per_step(config: Config, plan: Plan, shards: Shards, at_most: float 
     while len(times) < 3 or (time.perf_counter() - begin < at_most and len(times) < 100):
         start = time.perf_counter()
         for _ in range(plan.accumulation):
-            idx, targets = train_batch(
-                shards.train, config.seed, 0, plan.micro_batch_size, config.model.context_length
-            )
+            idx, targets = train_batch(shards.train, config.seed, 0, plan.micro_batch_size, config.model.context_length)
             with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16"):
                 module.training_loss(idx.to(device), targets.to(device)).backward()
         optimizer.step()

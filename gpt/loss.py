@@ -1,7 +1,7 @@
 """Next-token cross-entropy that never holds all logits at once.
 
-The logits are the largest tensor of a language model: GPT-2 on 4 x 1024 tokens makes 206 million of them, 823 MB in fp32
-and as much again for their gradient. Here they are made, used and dropped a few hundred rows at a time, and their
+The logits are the largest tensor of a language model: GPT-2 on 4 x 1024 tokens makes 206 million of them, 823 MB in
+fp32 and as much again for their gradient. Here they are made, used and dropped a few hundred rows at a time, and their
 gradient is taken on the spot, while they are still at hand.
 
 Letters in shapes: N targets (B x T), C d_model, V vocabulary.
@@ -34,8 +34,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         h, w = hidden.to(dtype), head_weight.to(dtype)
         wants_gradients = any(ctx.needs_input_grad)
-        hidden_grad = torch.empty_like(h) if wants_gradients else None
-        weight_grad = torch.zeros_like(head_weight) if wants_gradients else None
+        if wants_gradients:
+            hidden_grad, weight_grad = torch.empty_like(h), torch.zeros_like(head_weight)
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
         total = hidden.new_zeros((), dtype=torch.float32)

@@ -81,7 +81,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2-style language model. Its output head is the transposed token embedding, so it has no weights of its own."""
+    """A GPT-2-style language model. Its output head is the transposed token embedding and has no weights of its own."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -140,6 +140,7 @@ class GPT(nn.Module):
         x = self._embed(idx)
         maps = []
         for block in self.blocks:
+            assert isinstance(block, TransformerBlock)
             maps.append(block.attention.weights(block.norm1(x)))
             x = block(x)
         return torch.stack(maps, dim=1)
@@ -160,6 +161,8 @@ class GPT(nn.Module):
     def _embed(self, idx: Tensor, seen: int = 0) -> Tensor:
         end = seen + idx.shape[1]
         if end > self.config.context_length:
-            raise ValueError(f"{end} tokens do not fit a context of {self.config.context_length}: pass the last ones only")
+            raise ValueError(
+                f"{end} tokens do not fit a context of {self.config.context_length}: pass the last ones only"
+            )
         positions = self.position_embedding.weight[seen:end]  # (T, C)
         return self.dropout(self.token_embedding(idx) + positions)  # (B, T, C)

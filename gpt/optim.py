@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-# Odd polynomials a x + b x^3 + c x^5 that, one after the other, carry every singular value of a matrix towards 1 as fast
-# as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), for bfloat16.
+# Odd polynomials a x + b x^3 + c x^5 that, one after the other, carry every singular value of a matrix towards 1 as
+# fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), for bfloat16.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

@@ -23,7 +23,8 @@ SPLITS = ("train", "validation")
 class Shards:
     """A prepared corpus. `train` and `validation` are one-dimensional arrays of token ids, mapped from disk.
 
-    Every document is preceded by end-of-text. `manifest` holds the hashes and the counts of tokens, bytes and documents.
+    Every document is preceded by end-of-text. `manifest` holds the hashes and the counts of tokens, bytes and
+    documents.
     """
 
     train: np.ndarray
@@ -67,8 +68,8 @@ def prepare(
 def _require_enough(train_tokens: int, validation_tokens: int, context_length: int) -> None:
     if train_tokens <= context_length:
         raise UserError(
-            f"the training text has {train_tokens} tokens, fewer than one window of model.context_length={context_length} "
-            f"and a target: give more text, or set model.context_length={max(1, train_tokens - 1)} or less"
+            f"the training text has {train_tokens} tokens, fewer than model.context_length={context_length} and a "
+            f"target: give more text, or set model.context_length={max(1, train_tokens - 1)} or less"
         )
     if validation_tokens < 2:
         raise UserError(f"the validation text has {validation_tokens} tokens, and 2 are the least: give more text")

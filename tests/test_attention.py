@@ -193,7 +193,7 @@ def test_incomplete_state_dict_is_refused():
     """A missing projection is an error, not a module that keeps its random weights."""
     state = notes_state_dict(qkv_bias=False)
     del state["W_key.weight"]
-    with pytest.raises(RuntimeError, match="W_qkv.weight"):
+    with pytest.raises(RuntimeError, match=r"W_qkv\.weight"):
         MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H).load_state_dict(state)
 
 

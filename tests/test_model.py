@@ -1,5 +1,6 @@
 """GPT-2 exactly: the model against `transformers`' GPT2LMHeadModel, published sizes and hand counts."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -41,8 +42,8 @@ HUGGING_FACE = OUTER | {
 
 def make_config(**changes) -> GPTConfig:
     """The tests' small model; every size is a prime or a multiple of one."""
-    shape = dict(context_length=CONTEXT, d_model=D_MODEL, num_layers=LAYERS, num_heads=HEADS, vocab_size=VOCAB)
-    return GPTConfig(**(shape | changes))
+    shape = GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
+    return dataclasses.replace(shape, **changes)
 
 
 def make_model(**changes) -> GPT:

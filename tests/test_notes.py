@@ -504,7 +504,7 @@ def life_projected() -> list[Tensor]:
 
 def test_003_embedding():
     """A word's id is its place among the sorted words; the embedded vectors."""
-    words = "Life is short eat dessert first".split()
+    words = ["Life", "is", "short", "eat", "dessert", "first"]
     assert [sorted(words).index(word) for word in words] == [0, 4, 5, 2, 1, 3]
     assert_prints(life_embedded(), LIFE_EMBEDDED)
 
