@@ -1,12 +1,14 @@
 """Train a GPT: python train.py [key=value ...]. The keys and their values are in configs/."""
 
 import dataclasses
+import fcntl
 import lzma
 import os
 import re
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -23,20 +25,44 @@ from gpt.hardware import (
     choose_device,
     choose_micro_batch,
     choose_precision,
+    is_out_of_memory,
     keep_freed_memory,
     peak_flops,
+    release_memory,
 )
 from gpt.shards import Shards, prepare
 from gpt.tokenizer import Tokenizer, gpt2_tokenizer
 
+if TYPE_CHECKING:
+    from gpt.lit import Plan
+
 ROOT = Path(__file__).resolve().parent
-CACHE = ROOT / "data" / "cache"
 IS_MAIN = os.environ.get("LOCAL_RANK", "0") == "0"  # with several devices, one process speaks
+
+
+def cache(config: Config) -> Path:
+    """Where prepared text is kept."""
+    return Path(config.data.cache) if config.data.cache else ROOT / "data" / "cache"
+
+
+_LOCKS: list[TextIO] = []  # open as long as the process lives
 
 
 def say(line: str) -> None:
     if IS_MAIN:
         print(line, flush=True)
+
+
+def warn(line: str) -> None:
+    if IS_MAIN:
+        print(f"train.py: {line}", file=sys.stderr, flush=True)
+
+
+def started_run() -> Path:
+    """The run directory that the first process of several has made."""
+    if "GPT_RUN_DIR" not in os.environ:
+        raise UserError("start with python train.py, not with a launcher of your own: it starts the other processes")
+    return Path(os.environ["GPT_RUN_DIR"])
 
 
 ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
@@ -62,45 +88,66 @@ def run(composed: DictConfig) -> None:
 
 def start(config: Config, model_name: str) -> None:
     """Begin a new run."""
-    if config.run_dir and any(Path(config.run_dir).glob("checkpoints/*.ckpt")):
+    taken = Path(config.run_dir or "")
+    if config.run_dir and ((taken / "config.yaml").exists() or any(taken.glob("checkpoints/*.ckpt"))):
         raise UserError(f"run_dir={config.run_dir} already holds a run: choose another, or continue it with resume=")
-    weights, tokenizer = None, None
+    if IS_MAIN:
+        begin(config, None, f"{config.data.name}-{model_name}")
+    else:
+        begin(stored_config(started_run()), started_run())
+
+
+def begin(config: Config, run_dir: Path | None, name: str = "") -> None:
+    """Train from the first step, in a directory of this run's own or in that of a run that never got far."""
+    weights, given = None, None
     if config.init_from:
-        config, weights, tokenizer = initial_weights(config)
+        config, weights, given = initial_weights(config)
+    automatic = config.trainer.micro_batch_size == "auto"
     config = decide_hardware(config)
-    shards = prepare(config.data, config.tokenizer, config.model.context_length, CACHE, tokenizer, say)
+    shards = prepare(config.data, config.tokenizer, config.model.context_length, cache(config), given, say)
 
-    from gpt.lit import GPTModule, make_plan
+    from gpt.lit import make_plan
 
-    config, plan = make_plan(config, shards, say)
-    module = GPTModule(config, plan, shards, checkpoint.git_commit(ROOT))
-    if weights is not None:
-        module.load_state_dict(weights)
-    run_dir = make_run_dir(config, f"{config.data.name}-{model_name}")
-    fit(module, run_dir)
+    config, plan = make_plan(config, shards, automatic, say)
+    run_dir = run_dir or make_run_dir(config, name)
+    fit(config, plan, shards, run_dir, weights=weights)
 
 
 def resume(path: str) -> None:
-    """Continue a run from its last checkpoint, as it was configured."""
-    file = checkpoint.find(path, prefer="last")
-    payload = checkpoint.load(file)
-    config = decide_hardware(validate(payload["config"]))
+    """Continue a run from its newest checkpoint, as it was configured."""
+    run_dir = checkpoint.run_directory(path)
+    lock(run_dir)
+    found = checkpoint.load_newest(run_dir, warn) if Path(path).is_dir() else (Path(path), checkpoint.load(Path(path)))
+    if found is None:
+        say(f"{run_dir} has no checkpoint yet: beginning at its first step")
+        begin(stored_config(run_dir), run_dir)
+        return
+    file, payload = found
+    config = validate(payload["config"])
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
-    shards = prepare(config.data, config.tokenizer, config.model.context_length, CACHE, given, say)
-    if shards.manifest["key"] != payload["corpus"] or shards.tokenizer.sha256 != payload["tokenizer"]["sha256"]:
-        raise UserError(
-            f"{path}: the text or the tokenizer is no longer what the run began with, so it cannot continue"
-        )
+    shards = prepare(config.data, config.tokenizer, config.model.context_length, cache(config), given, say)
+    refuse_change(file, payload, shards)
 
-    from gpt.lit import GPTModule, Plan
+    from gpt.lit import Plan
 
     plan = Plan(**payload["plan"])
-    run_dir = file.parent.parent
     if payload["step"] >= plan.total_steps:
         say(f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps")
         return
     say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
-    fit(GPTModule(config, plan, shards, checkpoint.git_commit(ROOT)), run_dir, file, payload["threads"])
+    fit(config, plan, shards, run_dir, file, threads=payload["threads"])
+
+
+def refuse_change(file: Path, payload: dict, shards: Shards) -> None:
+    """Raise `UserError` where the text or its tokens are no longer what the run began with."""
+    stored = payload["corpus"] | {"tokenizer's hash": payload["tokenizer"]["sha256"]}
+    present = shards.manifest["key"] | {"tokenizer's hash": shards.tokenizer.sha256}
+    for key in stored:
+        if stored[key] != present.get(key):
+            raise UserError(
+                f"{file}: the {key} was {stored[key]} when the run began and is {present.get(key)} now, so it cannot "
+                f"continue: restore it, or start a new run with init_from={file}"
+            )
 
 
 def initial_weights(config: Config) -> tuple[Config, dict, Tokenizer]:
@@ -144,8 +191,6 @@ def decide_hardware(config: Config) -> Config:
 
 def make_run_dir(config: Config, name: str) -> Path:
     """A new directory that no other run has, with the resolved configuration in it."""
-    if not IS_MAIN:
-        return Path(os.environ["GPT_RUN_DIR"])
     wanted = Path(config.run_dir) if config.run_dir else Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
     run_dir, number = wanted, 2
     while True:
@@ -156,33 +201,90 @@ def make_run_dir(config: Config, name: str) -> Path:
             run_dir, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
         except OSError as error:
             raise UserError(f"run_dir={run_dir}: cannot be made ({error.strerror})") from None
-    OmegaConf.save(OmegaConf.create(to_plain(config)), run_dir / "config.yaml")
-    os.environ["GPT_RUN_DIR"] = str(run_dir)
+    lock(run_dir)
+    checkpoint.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_plain(config))))
     return run_dir
 
 
-def fit(module, run_dir: Path, checkpoint_file: Path | None = None, threads: int | None = None) -> None:
-    """Train to the horizon, or to a signal; then say what came of it."""
-    import torch
+def stored_config(run_dir: Path) -> Config:
+    """The resolved configuration of a run."""
+    stored = OmegaConf.load(run_dir / "config.yaml")
+    assert isinstance(stored, DictConfig)
+    return validate(stored)
 
-    from gpt.callbacks import CheckpointFiles, Clock, Curves, LastCheckpoint, Progress, Validation
-    from gpt.lit import GPTData, build_trainer
+
+def lock(run_dir: Path) -> None:
+    """Hold a run directory until this process ends, however it does; refuse one that another process holds."""
+    if not IS_MAIN:
+        return
+    file = (run_dir / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(f"{run_dir}: process {file.read().strip()} is training in it: wait, or stop that one") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    _LOCKS.append(file)
+
+
+def fit(
+    config: Config,
+    plan: "Plan",
+    shards: Shards,
+    run_dir: Path,
+    file: Path | None = None,
+    weights: dict | None = None,
+    threads: int | None = None,
+) -> None:
+    """Train to the horizon from a checkpoint file, from weights or from scratch; using less memory if need be."""
+    import torch
 
     if threads:
         torch.set_num_threads(threads)  # sums in another order would not continue bit for bit
-    config = module.config
+    os.environ["GPT_RUN_DIR"] = str(run_dir)
+    while True:
+        try:
+            train(config, plan, shards, run_dir, file, weights)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            key, size = "trainer.micro_batch_size", plan.micro_batch_size
+            if size == 1:
+                raise UserError(f"out of memory at {key}=1, the least: choose a smaller model or context") from None
+            plan = plan.with_smaller_micro_batch()
+            if not plan.automatic or config.trainer.devices > 1:
+                raise UserError(f"out of memory at {key}={size}: try {key}={plan.micro_batch_size}") from None
+            warn(f"out of memory at {key}={size}: going on with {plan.micro_batch_size} and as many tokens a step")
+        release_memory()
+        newest = checkpoint.load_newest(run_dir, warn)  # saved on the way out, unless it went wrong in an update
+        file = newest[0] if newest else None
+
+
+def train(config: Config, plan: "Plan", shards: Shards, run_dir: Path, file: Path | None, weights: dict | None) -> None:
+    """Train to the horizon or to a signal, and say what came of it."""
+    import torch
+
+    from gpt.callbacks import CheckpointFiles, Clock, Curves, Journal, LastCheckpoint, Progress, Validation
+    from gpt.lit import GPTData, GPTModule, build_trainer
+
+    module = GPTModule(config, plan, shards, checkpoint.git_commit(ROOT))
+    if weights is not None:
+        module.load_state_dict(weights)
     device = torch.device(config.trainer.device)
     say(
         f"{module.model.num_parameters():,} parameters on {device.type} in {config.trainer.precision}, "
-        f"{module.plan.total_steps} steps of {config.trainer.tokens_per_step:,} tokens; writing to {run_dir}"
+        f"{plan.total_steps} steps of {config.trainer.tokens_per_step:,} tokens; writing to {run_dir}"
     )
     clock = Clock()
     curves = Curves(run_dir, clock, peak_flops(device, config.trainer.precision))
     validation = Validation(run_dir, clock, curves)
     last = LastCheckpoint(run_dir, clock, validation)
-    callbacks = [clock, curves, validation, last, Progress(validation, curves)]
-    trainer = build_trainer(config, module.plan, callbacks, CheckpointFiles())
-    trainer.fit(module, datamodule=GPTData(module), ckpt_path=checkpoint_file, weights_only=True)
+    callbacks = [clock, curves, Journal(run_dir, curves), validation, last, Progress(validation, curves)]
+    trainer = build_trainer(config, plan, callbacks, CheckpointFiles())
+    trainer.fit(module, datamodule=GPTData(module), ckpt_path=file, weights_only=True)
     if last.stopped_by:
         say(f"stopped at step {trainer.global_step}; continue with: python train.py resume={run_dir}")
         sys.exit(128 + last.stopped_by)

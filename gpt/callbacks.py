@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from gpt.batches import validation_batches
-from gpt.checkpoint import link, load, save
+from gpt.checkpoint import link, load, save, sync, write_text
+from gpt.errors import NonFiniteError, UserError
 from gpt.evaluate import Score, evaluate
 from gpt.generation import Sampling, TextStream, generate
 from gpt.hardware import peak_memory_bytes
@@ -75,6 +77,7 @@ class Curves(StepCallback):
 
     def __init__(self, run_dir: Path, clock: Clock, peak: float | None):
         self._run_dir, self._clock, self._peak = run_dir, clock, peak
+        self._losses, self._num_losses = torch.zeros(()), 0  # summed over the steps since the last that was written
         self.writer: SummaryWriter | None = None
         self.loss = math.nan  # the last that was written
         self.tokens_per_second = 0.0
@@ -82,14 +85,16 @@ class Curves(StepCallback):
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
         self._mark = (trainer.global_step, self._clock.seconds)
         if trainer.is_global_zero:
-            # What an interrupted session wrote past its last checkpoint is made anew: TensorBoard then drops the old.
-            purge = trainer.global_step + 1 if trainer.global_step else None
-            self.writer = SummaryWriter(self._run_dir, purge_step=purge)
+            # A TensorBoard that watches drops what an interrupted session wrote past the checkpoint.
+            self.writer = SummaryWriter(self._run_dir, purge_step=trainer.global_step + 1)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        self._losses = self._losses.to(module.device) + module.step_loss
+        self._num_losses += 1
         if step % module.config.trainer.log_every != 0 and step != module.plan.total_steps:
             return
-        self.loss = module.mean_loss()
+        self.loss = float(trainer.strategy.reduce(self._losses, reduce_op="mean")) / self._num_losses
+        self._losses, self._num_losses = torch.zeros(()), 0
         steps, seconds = step - self._mark[0], self._clock.seconds - self._mark[1]
         self._mark = (step, self._clock.seconds)
         self.tokens_per_second = steps * module.config.trainer.tokens_per_step / seconds
@@ -109,9 +114,57 @@ class Curves(StepCallback):
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, step)
 
-    def on_train_end(self, trainer: Trainer, module) -> None:
+    def teardown(self, trainer: Trainer, module, stage: str) -> None:
         if self.writer is not None:
             self.writer.close()
+
+    def state_dict(self) -> dict:
+        return {"losses": float(self._losses), "num_losses": self._num_losses}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._losses, self._num_losses = torch.tensor(state["losses"]), state["num_losses"]
+
+
+class Journal(Callback):
+    """The files that grow along a run, samples.md and TensorBoard's, as a part of its state.
+
+    A checkpoint knows how long they were. Whatever an interrupted session added after it is cut off on resuming, since
+    the steps after it are made anew: the curves go on without a gap and without doubled points.
+    """
+
+    def __init__(self, run_dir: Path, curves: Curves):
+        self._run_dir, self._curves = run_dir, curves
+        self._sizes: dict[str, int] = {}
+
+    def _files(self) -> list[Path]:
+        return sorted([*self._run_dir.glob("events.out.tfevents.*"), *self._run_dir.glob("samples.md")])
+
+    def on_fit_start(self, trainer: Trainer, module) -> None:
+        if not trainer.is_global_zero:
+            return
+        for file in self._files():
+            if size := self._sizes.get(file.name, 0):
+                os.truncate(file, min(size, file.stat().st_size))
+            else:
+                file.unlink()
+        # TensorBoard reads event files in the order of the seconds in their names: the next has to come last, even
+        # where the clock has been put back since.
+        events, now = sorted(self._run_dir.glob("events.out.tfevents.*")), int(time.time())
+        for age, file in enumerate(reversed(events), start=1):
+            prefix, seconds, rest = file.name.partition("tfevents.")[0], *file.name.split(".", 4)[3:]
+            if int(seconds) > now - age:
+                file.rename(file.with_name(f"{prefix}tfevents.{now - age:010d}.{rest}"))
+
+    def state_dict(self) -> dict:
+        if self._curves.writer is not None:
+            self._curves.writer.flush()
+            for file in self._files():
+                sync(file)
+                self._sizes[file.name] = file.stat().st_size
+        return dict(self._sizes)
+
+    def load_state_dict(self, state: dict) -> None:
+        self._sizes = state
 
 
 class Validation(StepCallback):
@@ -131,12 +184,12 @@ class Validation(StepCallback):
             if improved:
                 self.best_loss, self.best_step = score.nats_per_token, step
             self._curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
-            if improved:
-                trainer.save_checkpoint(self._run_dir / "checkpoints/best.ckpt")
             if trainer.is_global_zero:
                 self._write_samples(module, step)
                 self._draw_attention(module, step)
-                write_json(self._run_dir / "metrics.json", self.metrics(module, step))
+                write_text(self._run_dir / "metrics.json", json.dumps(self.metrics(module, step), indent=2) + "\n")
+            if improved:
+                trainer.save_checkpoint(self._run_dir / "checkpoints/best.ckpt")
 
     def _evaluate(self, trainer: Trainer, module: GPTModule) -> Score:
         T = module.config.model.context_length
@@ -214,39 +267,62 @@ class Validation(StepCallback):
 
 
 class LastCheckpoint(StepCallback):
-    """Saves last.ckpt at intervals, at the horizon, and when asked to stop; the one before stays as previous.ckpt."""
+    """Saves last.ckpt at intervals, at the horizon, when asked to stop, and when something breaks between two updates.
+
+    The one before it stays as previous.ckpt. A first SIGINT or SIGTERM stops after the step, a second one at once.
+    """
 
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
         self._folder, self._clock, self._validation = run_dir / "checkpoints", clock, validation
-        self._received: int | None = None
+        self._received = 0
         self._handlers: dict[int, object] = {}
-        self.stopped_by: int | None = None  # the signal that ended the run early
+        self._saved_step, self._saved_at = -1, 0.0
+        self.stopped_by = 0  # the signal that ended the run early
 
-    def on_train_start(self, trainer: Trainer, module) -> None:
+    def setup(self, trainer: Trainer, module, stage: str) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._on_signal)
 
+    def on_train_start(self, trainer: Trainer, module) -> None:
+        self._saved_at = time.monotonic()
+        for number in self._handlers:  # once more: Lightning has put its own in their place
+            signal.signal(number, self._on_signal)
+
     def _on_signal(self, number: int, frame) -> None:
-        if self._received is not None:
-            raise KeyboardInterrupt  # the second time: at once
+        if self._received:
+            sys.exit(128 + number)
         self._received = number
         print("\nstopping after this step (once more to stop at once)", file=sys.stderr, flush=True)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        done = step == module.plan.total_steps
-        if self._received is not None and not done:
-            self.stopped_by = self._received
+        settings, done = module.config.trainer, step == module.plan.total_steps
+        late = time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes
+        received = self._received
+        if trainer.world_size > 1:  # all processes have to do the same
+            late, received = trainer.strategy.broadcast((late, received))
+        if received and not done:
+            self.stopped_by = received
             trainer.should_stop = True
-        if step % module.config.trainer.checkpoint_every != 0 and not done and not self.stopped_by:
-            return
-        with self._clock.paused():
-            last, previous = self._folder / "last.ckpt", self._folder / "previous.ckpt"
-            if trainer.is_global_zero and last.exists():
-                link(last, previous)
-            if self._validation.best_step == step:
-                link(self._folder / "best.ckpt", last)  # written a moment ago, with the same content
-            else:
-                trainer.save_checkpoint(last)
+        if done or late or self.stopped_by or step % settings.checkpoint_every == 0:
+            with self._clock.paused():
+                self._save(trainer, module, step)
+
+    def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
+        ours = isinstance(exception, UserError | NonFiniteError | SystemExit)
+        alone = trainer.world_size == 1  # several processes would wait for each other, and one of them may be gone
+        if module.between_updates and alone and not ours and self._saved_step != trainer.global_step:
+            self._save(trainer, module, trainer.global_step)
+
+    def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        last, previous, best = (self._folder / f"{name}.ckpt" for name in ("last", "previous", "best"))
+        module.require_finite_weights()
+        if trainer.is_global_zero and last.exists():
+            link(last, previous)
+        if self._validation.best_step != step or step == 0:
+            trainer.save_checkpoint(last)
+        elif trainer.is_global_zero:
+            link(best, last)  # written a moment ago, with the same content
+        self._saved_step, self._saved_at = step, time.monotonic()
 
     def teardown(self, trainer: Trainer, module, stage: str) -> None:
         for number, handler in self._handlers.items():
@@ -304,10 +380,3 @@ class CheckpointFiles(CheckpointIO):
 
     def remove_checkpoint(self, path) -> None:
         Path(path).unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Replace a JSON file as a whole."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)

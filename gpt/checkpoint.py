@@ -6,8 +6,10 @@ versions of what made it. It is read with `weights_only=True`, so that no file c
 """
 
 import os
+import shutil
 import subprocess
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,15 @@ def save(payload: dict[str, Any], path: Path) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its archive writer
+        needs, has = _size(payload), shutil.disk_usage(path.parent).free + temporary.stat().st_size
+        if needs < has:
+            raise
+        raise UserError(
+            f"{path}: the disk is full: the checkpoint needs {needs:,} bytes and there are {has:,} free; "
+            "what was saved before is intact"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -39,13 +49,26 @@ def link(source: Path, target: Path) -> None:
     """Let `target` name the same file as `source`, replacing what it named before, in one step."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    os.link(source, temporary)
+    try:
+        os.link(source, temporary)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, temporary)
+        sync(temporary)
     os.replace(temporary, target)
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _size(payload: Any) -> int:
+    """The bytes of all tensors in nested dictionaries and lists."""
+    if isinstance(payload, torch.Tensor):
+        return payload.nbytes
+    parts = payload.values() if isinstance(payload, dict) else payload if isinstance(payload, list | tuple) else ()
+    return sum(map(_size, parts))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is safe on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -85,6 +108,35 @@ def _has(payload: Any, key: str) -> bool:
     return isinstance(payload, dict) and key in payload
 
 
+def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint of a run that is furthest on among those that can be read; None where there is none at all.
+
+    A damaged one is named by `warn` and put aside as *.damaged, so that it never takes the place of a good one.
+    """
+    good: list[tuple[Path, dict[str, Any]]] = []
+    damaged: list[str] = []
+    for name in ("last", "previous", "best"):
+        file = run_dir / "checkpoints" / f"{name}.ckpt"
+        if not file.exists():
+            continue
+        try:
+            good.append((file, load(file)))
+        except UserError as error:
+            damaged.append(str(error))
+            file.rename(file.with_suffix(".ckpt.damaged"))
+        if name == "last" and good:
+            break
+    if not good:
+        if damaged:
+            raise UserError(f"{damaged[0]}; and no other checkpoint of the run can be read")
+        return None
+    newest = max(good, key=lambda found: found[1]["step"])
+    if newest[0].name != "last.ckpt":
+        problem = damaged[0] if damaged else f"{run_dir}/checkpoints/last.ckpt is missing"
+        warn(f"{problem}; going on from {newest[0].name} of step {newest[1]['step']}")
+    return newest
+
+
 def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that a checkpoint holds."""
     tokenizer = Tokenizer.from_dict(payload["tokenizer"])
@@ -115,6 +167,26 @@ def find(path: str | Path | None = None, prefer: str = "best", runs: Path = Path
     if not path.is_file():
         raise UserError(f"{path}: there is no such checkpoint or run directory")
     return path
+
+
+def run_directory(path: str | Path) -> Path:
+    """The run directory that a path names: itself, its checkpoints folder, or a file in that."""
+    path = Path(path)
+    if path.is_file() or path.name == "checkpoints":
+        path = path.resolve().parent if path.name == "checkpoints" else path.resolve().parent.parent
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path}: not a run directory (it has no config.yaml); give one of those below runs/")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file as a whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def git_commit(folder: Path) -> str | None:

@@ -59,6 +59,7 @@ class TrainerConfig:
     log_every: int = 10
     validate_every: int = 250
     checkpoint_every: int = 250
+    checkpoint_minutes: float = 10.0  # and after this many minutes without one
 
     def __post_init__(self) -> None:
         _choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
@@ -68,6 +69,10 @@ class TrainerConfig:
         for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
+        if not self.checkpoint_minutes > 0:
+            raise ValueError(
+                f"trainer.checkpoint_minutes={self.checkpoint_minutes} is out of range: it must be above 0"
+            )
         if self.micro_batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", self.micro_batch_size):
             raise ValueError(
                 f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"

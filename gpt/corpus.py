@@ -29,6 +29,7 @@ class DataConfig:
     name: str = "python_docs"  # python_docs, python_stdlib or text
     path: str | None = None  # for text: a file, a folder or a glob
     text_field: str = "text"  # for .jsonl: the key that holds the text
+    cache: str | None = None  # the folder of prepared text; by default data/cache
     validation_bytes: int = 1_000_000  # validation is a tenth of the text, at most this much
     prompts: list[str] = field(default_factory=lambda: [""])  # sampled through training; "" starts a document
 

@@ -1,6 +1,7 @@
 """The errors that are the user's to mend, and how the command lines end on them."""
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,16 @@ class UserError(ValueError):
     """A mistake in what the user gave: its message is one line that names the value, the limit and the remedy."""
 
 
+class NonFiniteError(ArithmeticError):
+    """Training has left the finite numbers: its message says where, and what is safe."""
+
+
 @contextlib.contextmanager
 def command_line(program: str) -> Iterator[None]:
     """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
 
-    2 for a user's mistake, with its one line on stderr; 130 for Ctrl-C; 0 where the reader of our output has gone.
+    2 for a user's mistake or a full disk, with its one line on stderr; 3 where training left the finite numbers; 130
+    for Ctrl-C; 0 where the reader of our output has gone.
     """
     try:
         yield
@@ -22,9 +28,18 @@ def command_line(program: str) -> Iterator[None]:
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(2)
+    except NonFiniteError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(3)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         # Python flushes stdout once more on its way out; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"{program}: the disk is full{where}: free some space and run the command again", file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,7 @@
 """What the machine can do, and the choices that follow from it: device, precision, compilation, memory."""
 
 import ctypes
+import gc
 import platform
 import resource
 import shutil
@@ -91,6 +92,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice, on whichever device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Matrix FLOP/s at best: from the data sheet of a known GPU in bf16, measured on a CPU, else None."""
     if device.type == "cuda":
@@ -109,6 +115,15 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         a @ a
         times.append(time.perf_counter() - start)
     return 2 * n**3 / min(times)
+
+
+def release_memory() -> None:
+    """Give back to the system all memory that nothing uses any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed_memory() -> None:

@@ -1,10 +1,12 @@
 """The model and the data as Lightning wants them. Of the training code only this and callbacks.py know Lightning."""
 
 import logging
+import math
 import platform
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from gpt import checkpoint
 from gpt.batches import train_batch
 from gpt.config import Config, parse_horizon, to_plain
+from gpt.errors import NonFiniteError
 from gpt.hardware import choose_precision
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
@@ -34,6 +37,13 @@ class Plan:
     windows_per_step: int  # over all devices
     micro_batch_size: int  # on each device
     accumulation: int  # micro-batches of a step, on each device
+    automatic: bool = False  # whether the micro-batch may be made smaller where memory does not suffice
+
+    def with_smaller_micro_batch(self) -> "Plan":
+        """The same steps in micro-batches of half the size, or of the next size below that divides a step."""
+        windows = self.micro_batch_size * self.accumulation
+        size = next(size for size in range(max(1, self.micro_batch_size // 2), 0, -1) if windows % size == 0)
+        return replace(self, micro_batch_size=size, accumulation=windows // size)
 
 
 class GPTModule(LightningModule):
@@ -50,9 +60,9 @@ class GPTModule(LightningModule):
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # in place, so that state dicts keep their names
                 block.compile()
-        self.losses = torch.zeros(())  # summed over the micro-batches since `mean_loss` was last asked for
-        self.num_losses = 0
+        self.step_loss = torch.zeros(())  # of the micro-batches of this step so far, each with its share
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
+        self.between_updates = False  # whether all state is that of a finished step, so that it may be saved
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss of one micro-batch of inputs and targets, each (B, T)."""
@@ -60,8 +70,8 @@ class GPTModule(LightningModule):
             # Dropout, too, is a function of the seed and the step, so there is no generator whose state to save.
             torch.manual_seed(hash((self.config.seed, self._micro_step(batch_idx), self.global_rank)))
         loss = self.training_loss(*batch)
-        self.losses = self.losses.to(loss.device) + loss.detach()
-        self.num_losses += 1
+        share = loss.detach() / self.plan.accumulation
+        self.step_loss = share if batch_idx % self.plan.accumulation == 0 else self.step_loss + share
         return loss
 
     def training_loss(self, idx: Tensor, targets: Tensor) -> Tensor:
@@ -70,12 +80,6 @@ class GPTModule(LightningModule):
 
     def _micro_step(self, batch_idx: int) -> int:
         return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
-
-    def mean_loss(self) -> float:
-        """The mean training loss since this was last asked for, in nats per token."""
-        mean = float(self.losses) / max(1, self.num_losses)
-        self.losses, self.num_losses = torch.zeros_like(self.losses), 0
-        return mean
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Muon only needs the direction of its updates: bfloat16 suffices wherever it is fast, in fp32 runs too.
@@ -86,14 +90,57 @@ class GPTModule(LightningModule):
         set_lr(optimizer, lr_factor(self.global_step, self.plan.total_steps, self.config.optim))
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if not math.isfinite(self.grad_norm):
+            raise NonFiniteError(self._describe_step())
         if self.config.optim.clip:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.optim.clip, self.grad_norm)
+        self.between_updates = False
+
+    def on_train_start(self) -> None:
+        self.between_updates = True
+
+    def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
+        self.between_updates = True  # Lightning calls this when all callbacks are done with the step
+
+    def require_finite_weights(self) -> None:
+        """Raise `NonFiniteError` rather than let weights that are not finite be saved over good ones."""
+        broken = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
+        if broken:
+            raise NonFiniteError(
+                f"step {self.global_step}: the update has left weights that are not finite ({', '.join(broken[:3])}), "
+                f"which are not saved; {self._REMEDY}"
+            )
+
+    _REMEDY = "the last checkpoint is intact: begin again from it with init_from= and lower rates"
+
+    def _describe_step(self) -> str:
+        """What there is to know of a step whose gradient is not finite: its loss, its windows, each layer's norm."""
+        step, windows = self.global_step, self.plan.windows_per_step
+        squares: dict[str, float] = defaultdict(float)
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                layer = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name.split(".")[0]
+                squares[layer] += float(p.grad.float().square().sum())
+        norms = ", ".join(f"{layer} {math.sqrt(square):.3g}" for layer, square in squares.items())
+        return (
+            f"step {step + 1}: the gradient is not finite, so no update was made (loss {float(self.step_loss):.4g}; "
+            f"windows {step * windows} to {(step + 1) * windows - 1} of the order of seed {self.config.seed}); "
+            f"{self._REMEDY}\n  gradient norms: {norms}"
+        )
 
     def state_dict(self, *args, **kwargs):
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         return self.model.load_state_dict(state_dict, *args, **kwargs)
+
+    def on_load_checkpoint(self, payload: dict) -> None:
+        # Training goes on at the first micro-batch of a step, whatever their size and number was when it was saved.
+        loop = payload["loops"]["fit_loop"]
+        for kind in ("total", "current"):
+            counts = loop["epoch_loop.batch_progress"][kind]
+            counts |= dict.fromkeys(counts, payload["step"] * self.plan.accumulation)
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = payload["step"]
 
     def on_save_checkpoint(self, payload: dict) -> None:
         payload |= {
@@ -142,11 +189,11 @@ class GPTData(LightningDataModule):
         return TrainBatches(self.module.shards.train, self.module.config, self.module.plan, self.module)
 
 
-def make_plan(config: Config, shards: Shards, say: Callable[[str], None]) -> tuple[Config, Plan]:
+def make_plan(config: Config, shards: Shards, automatic: bool, say: Callable[[str], None]) -> tuple[Config, Plan]:
     """Turn the horizon into steps, once. A time is measured first, and the configuration then says steps instead."""
     windows = config.trainer.tokens_per_step // config.model.context_length
     micro_batch = int(config.trainer.micro_batch_size)
-    plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices))
+    plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices), automatic)
     horizon = parse_horizon(config.horizon)
     if horizon.unit == "seconds":
         seconds = seconds_per_step(config, plan, shards)

@@ -17,6 +17,7 @@ from gpt.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_token
 
 FORMAT = 1  # of the folder; raise it when what is written for the same text changes
 SPLITS = ("train", "validation")
+VERIFY_BYTES = 1 << 28  # files up to this size, which hash in a fraction of a second, are hashed when they are opened
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,7 @@ def _write_folder(
     documents = list(corpus.documents())
     split = Split(lambda: documents, validation_bytes)
     tokenizer = make_tokenizer(split.train())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".preparing-", dir=folder.parent))
+    temporary = _new_folder(folder.parent)
     try:
         counts = {
             "train": _write_tokens(temporary / "train.bin", split.train(), tokenizer),
@@ -117,9 +117,33 @@ def _write_folder(
     total = sum(counts[name]["tokens"] for name in SPLITS)
     size = sum(counts[name]["bytes"] for name in SPLITS)
     say(
-        f"prepared {size / 1e6:.2f} MB as {total:,} tokens of {tokenizer.vocab_size:,} kinds, "
-        f"{size / total:.2f} bytes each; {counts['validation']['bytes'] / 1e6:.2f} MB of it validates"
+        f"prepared {size:,} bytes as {total:,} tokens of {tokenizer.vocab_size:,} kinds, "
+        f"{size / total:.2f} bytes each; {counts['validation']['bytes']:,} bytes of it validate"
     )
+
+
+def _new_folder(cache: Path) -> Path:
+    """A folder for this process to prepare in; those of processes that are gone are swept away."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(".preparing-*"):
+            if not _is_running(int(left.name.split("-")[1])):
+                shutil.rmtree(left, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f".preparing-{os.getpid()}-", dir=cache))
+    except OSError as error:
+        raise UserError(
+            f"{cache}: cannot be written ({error.strerror}); name another folder with data.cache="
+        ) from None
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        pass
+    return True
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -150,6 +174,11 @@ def _write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) ->
     return counts | {"sha256": digest.hexdigest()}
 
 
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def open_shards(folder: Path) -> Shards:
     """Map a shard folder, after a check of its parts. Raises `UserError` naming what is wrong and the remedy."""
     remedy = f"delete {folder} and it will be made anew"
@@ -168,5 +197,7 @@ def open_shards(folder: Path) -> Shards:
         actual = file.stat().st_size if file.exists() else None
         if actual != sizes[name]:
             raise UserError(f"{file}: {actual} bytes where the manifest says {sizes[name]}; {remedy}")
+        if sizes[name] <= VERIFY_BYTES and _sha256(file) != manifest["splits"][name]["sha256"]:
+            raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {remedy}")
         arrays[name] = np.memmap(file, dtype, mode="r") if actual else np.empty(0, dtype)
     return Shards(arrays["train"], arrays["validation"], tokenizer, manifest)

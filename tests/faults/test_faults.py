@@ -1,0 +1,336 @@
+"""Whatever happens to a training, it goes on bit for bit as if nothing had happened, or says in one line why not."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt import checkpoint
+from harness import ROOT, TINY, Session, command, differences, read_curves, train, wait_for_file, write_corpus
+
+HORIZON = "horizon=101steps"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> list[str]:
+    """The arguments of every run here."""
+    folder = tmp_path_factory.mktemp("text")
+    return [*TINY, HORIZON, f"data.path={write_corpus(folder)}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="module")
+def reference(settings, tmp_path_factory) -> Path:
+    """A run to which nothing happened."""
+    run_dir = tmp_path_factory.mktemp("runs") / "reference"
+    done = train(*settings, f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def stopped(settings, tmp_path_factory) -> Path:
+    """A run that was asked to stop on its way, to be copied and hurt."""
+    run_dir = tmp_path_factory.mktemp("runs") / "stopped"
+    session = Session([*settings, f"run_dir={run_dir}"])
+    wait_for_file(run_dir / "checkpoints/previous.ckpt")
+    session.send(signal.SIGTERM)
+    assert session.end() == 143, session.output
+    return run_dir
+
+
+@pytest.fixture
+def hurt(stopped, tmp_path) -> Path:
+    """A copy of the stopped run."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def last_line(text: str) -> str:
+    """The one line that a refusal prints."""
+    lines = text.strip().splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def test_stopped_and_killed_again_and_again(settings, reference, tmp_path):
+    """SIGTERM, SIGINT once and twice, and SIGKILL, once during a save: the run ends as the reference did."""
+    run_dir, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    session = Session([*settings, f"run_dir={run_dir}"], {"TMPDIR": "/dev/shm"})
+    wait_for_file(folder / "last.ckpt")
+    session.send(signal.SIGTERM)
+    assert session.end() == 143
+    assert f"continue with: python train.py resume={run_dir}" in session.output
+
+    resume = [f"resume={run_dir}"]
+    session = Session(resume)
+    assert session.wait_for("writing to")
+    time.sleep(0.3)
+    session.send(signal.SIGINT)
+    assert session.end() == 130
+    assert "Traceback" not in session.output
+
+    session = Session(resume)
+    assert session.wait_for("writing to")
+    time.sleep(0.3)
+    for _ in range(2):
+        session.send(signal.SIGINT)
+    assert session.end() == 130
+    assert "Traceback" not in session.output
+
+    session = Session(resume)
+    assert session.wait_for("writing to")
+    deadline = time.monotonic() + 30
+    while not list(folder.glob(".*.ckpt.*")) and time.monotonic() < deadline:
+        pass
+    session.send(signal.SIGKILL)
+    assert session.end() == -signal.SIGKILL
+
+    done = train(*resume)
+    assert done.returncode == 0, done.stderr
+    assert differences(run_dir, reference) == []
+    done = train(*resume)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "is complete" in done.stdout
+
+
+def test_killed_before_the_first_checkpoint(settings, reference, tmp_path):
+    """There is nothing to continue from but the configuration, and that suffices."""
+    run_dir = tmp_path / "run"
+    session = Session([*settings, f"run_dir={run_dir}"])
+    wait_for_file(run_dir / "config.yaml")
+    session.send(signal.SIGKILL)
+    session.end()
+    assert not list(run_dir.glob("checkpoints/*"))
+    done = train(f"resume={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert "has no checkpoint yet: beginning at its first step" in done.stdout
+    assert differences(run_dir, reference) == []
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink()  # best.ckpt may be the same file by another name
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.unlink()
+    file.touch()
+
+
+def spoil_weights(file: Path) -> None:
+    payload = checkpoint.load(file)
+    file.unlink()
+    payload["state_dict"]["final_norm.bias"][3] = float("nan")
+    checkpoint.save(payload, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(truncate, "cut short"), (flip_a_bit, "damaged"), (empty, "cut short"), (Path.unlink, "is missing")],
+)
+def test_damaged_checkpoint(hurt, damage, words):
+    """The one before it takes its place, and a line says so."""
+    last = hurt / "checkpoints/last.ckpt"
+    if last.samefile(hurt / "checkpoints/best.ckpt"):
+        (hurt / "checkpoints/best.ckpt").unlink()
+    damage(last)
+    warnings: list[str] = []
+    found = checkpoint.load_newest(hurt, warnings.append)
+    assert found is not None
+    assert found[0].name == "previous.ckpt"
+    assert len(warnings) == 1
+    assert str(last) in warnings[0]
+    assert words in warnings[0]
+    assert "going on from previous.ckpt of step" in warnings[0]
+    assert last.with_suffix(".ckpt.damaged").exists() == (words != "is missing")
+
+
+def test_damaged_checkpoint_in_a_real_run(hurt, reference):
+    """It ends as the reference did."""
+    flip_a_bit(hurt / "checkpoints/last.ckpt")
+    done = train(f"resume={hurt}")
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in last_line(done.stderr)
+    assert differences(hurt, reference) == []
+
+
+def test_all_checkpoints_damaged(hurt):
+    """Then there is nothing to go on from, and the first of them is named."""
+    for file in hurt.glob("checkpoints/*.ckpt"):
+        empty(file)
+    done = train(f"resume={hurt}")
+    assert done.returncode == 2
+    assert re.search(r"last\.ckpt: .*; and no other checkpoint of the run can be read$", last_line(done.stderr))
+
+
+def test_weights_that_are_not_finite(hurt):
+    """Training ends before the update with code 3, names the step and the layers, and saves nothing."""
+    spoil_weights(hurt / "checkpoints/last.ckpt")
+    before = {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")}
+    step = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
+    done = train(f"resume={hurt}")
+    assert done.returncode == 3
+    message, norms = done.stderr.strip().splitlines()
+    assert f"step {step + 1}: the gradient is not finite, so no update was made (loss nan; windows " in message
+    assert "init_from=" in message
+    assert re.match(r"  gradient norms: token_embedding nan, position_embedding nan, blocks.0 nan", norms)
+    assert {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")} == before
+
+
+def test_two_runs_in_one_directory(hurt):
+    """The second is refused and names the process of the first."""
+    first = Session([f"resume={hurt}"])
+    assert first.wait_for("continuing")
+    second = train(f"resume={hurt}")
+    assert second.returncode == 2
+    assert f"process {first.process.pid} is training in it" in last_line(second.stderr)
+    first.send(signal.SIGKILL)
+    first.end()
+
+
+def test_resume_takes_no_changes(stopped):
+    """Other settings are a new run: the message says how to begin one."""
+    done = train(f"resume={stopped}", "optim.lr=0.1")
+    assert done.returncode == 2
+    assert "optim.lr=0.1 would change it" in last_line(done.stderr)
+    assert f"init_from={stopped}" in done.stderr
+
+
+def test_changed_text(hurt, settings, tmp_path):
+    """Another corpus under the old name is refused, and the difference shown."""
+    file = next(Path(argument.split("=")[1]) for argument in settings if argument.startswith("data.path="))
+    before = file.read_text()
+    file.write_text(before + " omega")
+    try:
+        done = train(f"resume={hurt}")
+    finally:
+        file.write_text(before)
+    assert done.returncode == 2
+    assert re.search(r"the corpus was [0-9a-f]{64} when the run began and is [0-9a-f]{64} now", last_line(done.stderr))
+
+
+def test_checkpoint_that_would_run_code(tmp_path, hurt):
+    """A pickle bomb is refused, and does not go off."""
+    target = tmp_path / "exploded"
+
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (target,))
+
+    torch.save({"format": 1, "state_dict": Bomb()}, hurt / "checkpoints/last.ckpt")
+    for file in ("previous", "best"):
+        (hurt / f"checkpoints/{file}.ckpt").unlink()
+    done = train(f"resume={hurt}")
+    assert done.returncode == 2
+    assert "never loaded" in last_line(done.stderr)
+    assert not target.exists()
+
+
+def test_corrupt_shard(settings, tmp_path):
+    """A flipped bit in the prepared text is named, with the remedy."""
+    cache = tmp_path / "cache"
+    arguments = [a for a in settings if not a.startswith(("data.cache", "horizon"))] + [f"data.cache={cache}"]
+    arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    assert train(*arguments).returncode == 0
+    shutil.rmtree(tmp_path / "run")
+    shard = next(cache.glob("*/train.bin"))
+    flip_a_bit(shard)
+    done = train(*arguments)
+    assert done.returncode == 2
+    assert last_line(done.stderr).startswith(f"train.py: {shard}: damaged")
+    assert f"delete {shard.parent}" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_killed_preparation(tmp_path):
+    """A kill leaves a folder under another name, which the next preparation sweeps away."""
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / f"text/{i}.txt").write_text(f"text number {i} " * 20_000)
+    arguments = [*TINY, "tokenizer=gpt2", f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}"]
+    arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    session = Session(arguments)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("cache/.preparing-*/train.bin")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    session.send(signal.SIGKILL)
+    assert session.end() == -signal.SIGKILL
+    assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == [".preparing"]
+    done = train(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == ["text"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="SKIPPED LOUDLY: only root can mount the small disk that is to run full")
+def test_full_disk(settings, reference, tmp_path):
+    """The checkpoint that does not fit is refused, the one before it is intact, and the run goes on later."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", disk], check=True)
+    try:
+        run_dir = disk / "run"
+        done = train(*settings, f"run_dir={run_dir}")
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "the disk is full" in last_line(done.stderr)
+        found = checkpoint.load_newest(run_dir, warn=pytest.fail)
+        assert found is not None
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        done = train(f"resume={run_dir}")
+        assert done.returncode == 0, done.stderr
+        assert differences(run_dir, reference) == []
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_clock_put_back(hurt, reference):
+    """TensorBoard shows one curve in order though the event file so far seems to come from the future."""
+    for file in hurt.glob("events.out.tfevents.*"):
+        seconds = file.name.split(".")[3]
+        file.rename(hurt / file.name.replace(seconds, str(int(seconds) + 10**6)))
+    for file in hurt.rglob("*"):
+        os.utime(file, (time.time() + 10**6,) * 2)
+    sizes = checkpoint.load(hurt / "checkpoints/last.ckpt")["callbacks"]["Journal"]
+    assert len(sizes) == 2
+    payload = checkpoint.load(hurt / "checkpoints/last.ckpt")
+    payload["callbacks"]["Journal"] = {
+        name.replace(name.split(".")[3], str(int(name.split(".")[3]) + 10**6)) if "tfevents" in name else name: size
+        for name, size in sizes.items()
+    }
+    checkpoint.save(payload, hurt / "checkpoints/last.ckpt")
+    done = train(f"resume={hurt}")
+    assert done.returncode == 0, done.stderr
+    assert differences(hurt, reference) == []
+
+
+def test_out_of_memory(settings, tmp_path):
+    """With an automatic micro-batch it is halved, at the same tokens a step; one that was set is named."""
+    large = ["model.d_model=480", "model.context_length=256", "trainer.tokens_per_step=8192", "horizon=2steps"]
+    large += ["trainer.micro_batch_size=auto", "trainer.precision=fp32", "model.dropout=0.0", f"run_dir={tmp_path}/run"]
+    limit = 5 << 30  # of address space, of which torch and its libraries take a part before the first tensor
+
+    def set_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    done = subprocess.run(
+        command(*settings, *large), cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=set_limit
+    )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+
+
+def test_saving_is_no_reason_to_differ(reference):
+    """The reference itself has every logged step, once: 3, 6, ... and the last."""
+    steps = [step for step, _ in read_curves(reference)["train/loss"]]
+    assert steps == [*range(3, 101, 3), 101]

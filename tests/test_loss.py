@@ -1,0 +1,252 @@
+"""The chunked loss against `F.cross_entropy` on all logits at once: its value, its gradients, its memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.loss import CHUNK_LOGITS, IGNORE, next_token_loss
+from gpt.model import GPT, GPTConfig
+
+N, C, V = 13, 7, 23
+
+
+class Recorder(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation returns, and the type of each matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.products = 0, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if operation.overloadpacket is torch.ops.aten.mm:
+            self.products.append(args[0].dtype)
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+def make_problem(ignored: slice = slice(0), n: int = N, v: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeded hidden (n, C) and head weight (v, C), both to be differentiated, and targets (n), some of them ignored."""
+    generator = torch.Generator().manual_seed(n)
+    hidden = torch.randn(n, C, generator=generator).requires_grad_()
+    weight = torch.randn(v, C, generator=generator).requires_grad_()
+    targets = torch.randint(v, (n,), generator=generator)
+    targets[ignored] = IGNORE
+    return hidden, weight, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same loss out of all logits at once."""
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return ((value.float() - expected).norm() / expected.norm()).item()
+
+
+def test_hand_computed():
+    """Two tokens whose probabilities are 1/4, 3/4 and 1/2, 1/2."""
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0, 2.0], [math.log(3), 2.0]], requires_grad=True)
+    loss = next_token_loss(hidden, weight, torch.tensor([1, 0]))
+    loss.backward()
+    assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
+    # (softmax - one_hot) / 2 is [[1/8, -1/8], [-1/4, 1/4]]
+    torch.testing.assert_close(hidden.grad, torch.tensor([[-math.log(3) / 8, 0.0], [math.log(3) / 4, 0.0]]))
+    torch.testing.assert_close(weight.grad, torch.tensor([[1 / 8, -1 / 4], [-1 / 8, 1 / 4]]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, N, 17, None])
+@pytest.mark.parametrize(
+    "ignored",
+    [slice(0), slice(None, None, 3), slice(5), slice(3, N), slice(1, N)],
+    ids=["none", "some", "first-chunk", "last-chunks", "all-but-one"],
+)
+def test_equals_cross_entropy(rows, ignored):
+    """However the rows are cut and whatever is ignored, value and both gradients are those of all logits at once."""
+    results = []
+    for function in (lambda *problem: next_token_loss(*problem, rows), reference):
+        hidden, weight, targets = make_problem(ignored)
+        loss = function(hidden, weight, targets)
+        loss.backward()
+        results.append({"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad})
+    assert all(tensor.abs().max() > 1e-2 for tensor in results[1].values())
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [5, None])
+def test_all_ignored(rows):
+    """Nothing to learn from is a loss of zero with gradients of zero, where a mean over nothing would be nan."""
+    hidden, weight, targets = make_problem(slice(None))
+    loss = next_token_loss(hidden, weight, targets, rows)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(hidden.grad, torch.zeros(N, C)) and torch.equal(weight.grad, torch.zeros(V, C))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (1, 1)])
+def test_leading_shapes(shape):
+    """Positions may lie in any number of dimensions, and the gradient has the shape of its input."""
+    hidden, weight, targets = make_problem(slice(1, None, 3), n=math.prod(shape))
+    flat = next_token_loss(hidden, weight, targets)
+    flat_grad, flat_weight_grad = torch.autograd.grad(flat, [hidden, weight])
+    batched = hidden.detach().view(*shape, C).requires_grad_()
+    loss = next_token_loss(batched, weight, targets.view(shape), rows=2)
+    grad, weight_grad = torch.autograd.grad(loss, [batched, weight])
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, flat)
+    torch.testing.assert_close(grad, flat_grad.view(*shape, C), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(weight_grad, flat_weight_grad, atol=1e-6, rtol=1e-5)
+
+
+def test_transposed_hidden():
+    """Hidden states need not be contiguous."""
+    hidden, weight, targets = make_problem()
+    expected = torch.autograd.grad(reference(hidden, weight, targets), [hidden, weight])
+    across = hidden.detach().T.contiguous().T.requires_grad_()
+    assert not across.is_contiguous()
+    gradients = torch.autograd.grad(next_token_loss(across, weight, targets, rows=5), [across, weight])
+    torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_large_logits():
+    """Logits of thousands neither overflow nor lose the loss."""
+    hidden, weight, targets = make_problem()
+    hidden = (1000 * hidden).detach().requires_grad_()
+    loss, expected = next_token_loss(hidden, weight, targets, rows=5), reference(hidden, weight, targets)
+    assert expected > 1000
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [hidden, weight]), atol=1e-4, rtol=1e-4)
+
+
+def test_upstream_gradient():
+    """What is done to the loss afterwards scales the gradients, and what came before receives them."""
+    hidden, weight, targets = make_problem()
+    mixer = torch.randn(C, C, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    parameters = [hidden, weight, mixer]
+    gradients = torch.autograd.grad(3 * next_token_loss(hidden @ mixer, weight, targets, rows=5), parameters)
+    expected = torch.autograd.grad(reference(hidden @ mixer, weight, targets), parameters)
+    torch.testing.assert_close(gradients, tuple(3 * gradient for gradient in expected), atol=1e-5, rtol=1e-5)
+
+
+def test_tied_head():
+    """As the model's loss: the token embedding gets the gradients of both its uses."""
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(context_length=11, d_model=6, num_layers=1, num_heads=3, vocab_size=V))
+    idx, targets = torch.randint(V, (2, 11)), torch.randint(V, (2, 11))
+    losses = [
+        next_token_loss(model.hidden(idx), model.token_embedding.weight, targets, rows=5),
+        F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()),
+    ]
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, None])
+def test_bfloat16(autocast, rows):
+    """In bfloat16, by autocast or throughout, products are, but softmax and sums are in fp32, and so is the loss."""
+    hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
+    exact = reference(hidden, weight, targets).item()
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    expected_gradients = torch.autograd.grad(expected, [hidden, weight])
+    if not autocast:
+        hidden, weight = (tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Recorder() as recorder:
+        loss = next_token_loss(hidden, weight, targets, rows)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    assert set(recorder.products) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, atol=0.0, rtol=2e-4)
+    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near that of fp32, but not the same
+    assert [gradient.dtype for gradient in gradients] == [hidden.dtype, weight.dtype]
+    tolerance = 0.004 if autocast else 0.02  # bfloat16 weights have their gradient summed in bfloat16
+    assert all(relative_error(*pair) < tolerance for pair in zip(gradients, expected_gradients, strict=True))
+
+
+def test_bfloat16_hidden_under_autocast():
+    """Hidden states that autocast made get a gradient in their own type, the fp32 head weight in fp32."""
+    hidden, weight, targets = make_problem()
+    low = hidden.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = next_token_loss(low, weight, targets, rows=5)
+    gradients = torch.autograd.grad(loss, [low, weight])
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.float32]
+    expected = torch.autograd.grad(reference(hidden, weight, targets), [hidden, weight])
+    assert all(relative_error(*pair) < 0.02 for pair in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context):
+    """Where no gradients are wanted the value is the same, and nothing is kept for a backward pass."""
+    hidden, weight, targets = make_problem(slice(5))
+    with context():
+        loss = next_token_loss(hidden, weight, targets, rows=5)
+    assert not loss.requires_grad
+    assert torch.equal(loss, next_token_loss(hidden, weight, targets, rows=5).detach())
+
+
+@pytest.mark.xfail(strict=True, reason="needs_input_grad is true under no_grad too, so evaluation pays for gradients")
+def test_no_gradients_are_made_unless_wanted():
+    """Under no_grad a chunk costs its logits alone: one product, not three."""
+    hidden, weight, targets = make_problem()
+    with torch.no_grad(), Recorder() as recorder:
+        next_token_loss(hidden, weight, targets, rows=5)
+    assert len(recorder.products) == 3
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_input(frozen):
+    """Only what requires a gradient gets one."""
+    problem = make_problem()
+    problem[frozen].requires_grad_(False)
+    next_token_loss(*problem, rows=5).backward()
+    assert problem[frozen].grad is None
+    (expected,) = torch.autograd.grad(reference(*problem), [problem[1 - frozen]])
+    torch.testing.assert_close(problem[1 - frozen].grad, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_arguments_are_left_alone():
+    """The loss works in place, but never on what it was given."""
+    problem = make_problem(slice(5))
+    copies = [tensor.detach().clone() for tensor in problem]
+    next_token_loss(*problem, rows=5).backward()
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(problem, copies, strict=True))
+
+
+def test_second_derivative_is_refused():
+    """Gradients are made in the forward pass, so they have none of their own: an error, not silent zeros."""
+    hidden, weight, targets = make_problem()
+    (gradient,) = torch.autograd.grad(next_token_loss(hidden, weight, targets).square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_never_holds_all_logits():
+    """No tensor of forward and backward is larger than a chunk of logits, where plain cross-entropy makes them all."""
+    problem = make_problem(n=101, v=1009)
+    with Recorder() as chunked:
+        next_token_loss(*problem, rows=11).backward()
+    with Recorder() as plain:
+        reference(*problem).backward()
+    assert chunked.largest == 11 * 1009
+    assert plain.largest == 101 * 1009
+
+
+@pytest.mark.parametrize(("chunk_logits", "rows"), [(11 * 1009 + 5, 11), (7, 1)])
+def test_default_rows(monkeypatch, chunk_logits, rows):
+    """By default a chunk has as many rows as the device's share of logits allows, and at least one."""
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
+    hidden, weight, targets = make_problem(n=53, v=1009)
+    with Recorder() as recorder:
+        next_token_loss(hidden.detach(), weight.detach(), targets)
+    assert len(recorder.products) == math.ceil(53 / rows)
