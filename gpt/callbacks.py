@@ -114,7 +114,8 @@ class Curves(StepCallback):
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, step)
 
-    def teardown(self, trainer: Trainer, module, stage: str) -> None:
+    def close(self) -> None:
+        """Write what is still held back. Lightning has no hook that is called at every end."""
         if self.writer is not None:
             self.writer.close()
 
@@ -324,7 +325,8 @@ class LastCheckpoint(StepCallback):
             link(best, last)  # written a moment ago, with the same content
         self._saved_step, self._saved_at = step, time.monotonic()
 
-    def teardown(self, trainer: Trainer, module, stage: str) -> None:
+    def close(self) -> None:
+        """Leave signals as they were before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._handlers.clear()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gpt.errors import UserError
+from gpt.hardware import is_out_of_memory
 from gpt.model import GPT, GPTConfig
 from gpt.tokenizer import Tokenizer
 
@@ -88,6 +89,8 @@ def load(path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # zipfile, pickle and torch each have their own ways to fail on a foreign file
+        if is_out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, zipfile.BadZipFile):
             reason = "it is cut short or of another format"
