@@ -132,9 +132,11 @@ def give_stdin(monkeypatch, content: bytes) -> None:
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """A real generate.py in a folder, its output piped."""
+    """A real generate.py in a folder, its output piped and, whatever the shell wants of Python, buffered."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, PROGRAM, *arguments], cwd=folder, bufsize=0, **streams) as process:
+    command = [sys.executable, PROGRAM, *arguments]
+    with subprocess.Popen(command, cwd=folder, env=environment, bufsize=0, **streams) as process:
         try:
             yield process
         finally:
