@@ -46,15 +46,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 discourages repetition"
     )
     args = parser.parse_args(arguments)
-    for name in ("max_new_tokens", "num_samples"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')}={getattr(args, name)} is out of range: it must be at least 1")
+    for name, most in (("max_new_tokens", 10_000_000), ("num_samples", 10_000), ("slide", 1_000_000)):
+        if not 1 <= (value := getattr(args, name)) <= most:
+            limits = f"at least 1 and at most {most}"
+            raise UserError(f"--{name.replace('_', '-')}={value} is out of range: it must be {limits}")
     if args.seed is not None and not 0 <= args.seed < 1 << 63:
         raise UserError(f"--seed={args.seed} is out of range: it must be at least 0 and below 2^63")
     if "" in args.stop:
         raise UserError("--stop='' would end every text before it begins: give at least one character")
     if sum([args.prompt is not None, args.prompt_file is not None, args.interactive]) > 1:
         raise UserError("--prompt, --prompt-file and --interactive exclude each other: give one of them")
+    if args.interactive and args.json:
+        raise UserError("--interactive and --json exclude each other: give one of them")
     return args
 
 
@@ -130,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
         streams = continue_text(prompt, stream=False)
         seconds = time.perf_counter() - start
         report = {
-            "prompt": prompt,
+            "prompt": printable(prompt),
             "samples": [
                 {"text": out.text, "tokens": len(out.tokens), "finish_reason": out.finish_reason} for out in streams
             ],
@@ -153,7 +156,9 @@ def interact(continue_text, num_samples: int) -> None:
     while True:
         try:
             prompt = input("> ")
-        except EOFError:
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input: not UTF-8 (byte 0x{error.object[error.start]:02x})") from None
+        except (EOFError, RuntimeError):  # RuntimeError: there is no standard input
             print()
             return
         try:

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from gpt import checkpoint
 from gpt.config import Config, to_plain, unknown_key, validate
@@ -45,6 +46,7 @@ def cache(config: Config) -> Path:
     return Path(config.data.cache) if config.data.cache else ROOT / "data" / "cache"
 
 
+_COMPOSED: list[tuple[DictConfig, list[str], str]] = []  # with the overrides and the model's name
 _LOCKS: list[TextIO] = []  # open as long as the process lives
 
 
@@ -69,21 +71,26 @@ ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
-def run(composed: DictConfig) -> None:
-    with command_line("train.py"):  # here too, since Hydra adds lines of its own to an error that passes through it
-        config = validate(composed)
-        keep_freed_memory()
-        chosen = HydraConfig.get()
-        others = [override for override in chosen.overrides.task if not override.startswith("resume=")]
-        if config.resume and others:
-            raise UserError(
-                f"resume continues a run as it was configured, and {others[0]} would change it: "
-                f"start a new run from its weights with init_from={config.resume}"
-            )
-        if config.resume:
-            resume(config.resume)
-        else:
-            start(config, model_name=chosen.runtime.choices["model"])
+def compose(composed: DictConfig) -> None:
+    """Have Hydra put the configuration together; the training itself takes place outside of Hydra."""
+    chosen = HydraConfig.get()
+    _COMPOSED.append((composed, list(chosen.overrides.task), chosen.runtime.choices["model"]))
+
+
+def run(composed: DictConfig, overrides: list[str], model_name: str) -> None:
+    """Train as one composed configuration says."""
+    config = validate(composed)
+    keep_freed_memory()
+    others = [override for override in overrides if not override.startswith("resume=")]
+    if config.resume and others:
+        raise UserError(
+            f"resume continues a run as it was configured, and {others[0]} would change it: "
+            f"start a new run from its weights with init_from={config.resume}"
+        )
+    if config.resume:
+        resume(config.resume)
+    else:
+        start(config, model_name)
 
 
 def start(config: Config, model_name: str) -> None:
@@ -327,12 +334,14 @@ def xz_bits_per_byte(shards: Shards) -> float:
 
 
 def main() -> None:
-    """Compose, train; a mistake in the configuration becomes one line that names the key."""
+    """Compose and train; with --multirun, one training after the other."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     try:
-        run()
-    except (HydraException, OmegaConfBaseException) as error:
+        compose()
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise UserError(describe(error)) from None
+    for composed, overrides, model_name in _COMPOSED:
+        run(composed, overrides, model_name)
 
 
 def describe(error: Exception) -> str:

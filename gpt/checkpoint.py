@@ -20,6 +20,11 @@ from gpt.hardware import is_out_of_memory
 from gpt.model import GPT, GPTConfig
 from gpt.tokenizer import Tokenizer
 
+
+class DamagedError(UserError):
+    """A checkpoint that is not what was written: another one may serve."""
+
+
 FORMAT = 1  # raise it when an older program could not read what is written
 
 
@@ -35,7 +40,8 @@ def save(payload: dict[str, Any], path: Path) -> None:
         os.replace(temporary, path)
         sync(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its archive writer
-        needs, has = _size(payload), shutil.disk_usage(path.parent).free + temporary.stat().st_size
+        needs, has = _size(payload), shutil.disk_usage(path.parent).free
+        has += temporary.stat().st_size if temporary.exists() else 0
         if needs < has:
             raise
         raise UserError(
@@ -56,6 +62,7 @@ def link(source: Path, target: Path) -> None:
         shutil.copyfile(source, temporary)
         sync(temporary)
     os.replace(temporary, target)
+    temporary.unlink(missing_ok=True)  # where both were one file already, renaming has done nothing
     sync(target.parent)
 
 
@@ -81,8 +88,10 @@ def load(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load itself does not notice flipped bits
-        if damaged:
-            raise UserError(f"{path}: damaged (the checksum of {damaged} does not fit); use another checkpoint")
+            # ... nor that a record has become a folder, whose tensor it leaves uninitialised.
+            folders = [i.filename for i in archive.infolist() if i.is_dir() or i.external_attr & 0x10]
+        if damaged := damaged or next(iter(folders), None):
+            raise DamagedError(f"{path}: damaged (the checksum of {damaged} does not fit); use another checkpoint")
         payload = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such checkpoint") from None
@@ -96,10 +105,11 @@ def load(path: Path) -> dict[str, Any]:
             reason = "it is cut short or of another format"
         if "weights_only" in str(error) or "Unsupported" in str(error):
             reason = "it holds objects other than tensors and plain types, which are never loaded"
-        raise UserError(f"{path}: not a checkpoint of this project ({reason})") from None
+        raise DamagedError(f"{path}: not a checkpoint of this project ({reason})") from None
     missing = [key for key in ("format", "state_dict", "config", "tokenizer") if not _has(payload, key)]
-    if missing:
-        raise UserError(f"{path}: not a checkpoint of this project (it has no {missing[0]!r})")
+    if missing or not isinstance(payload["format"], int):
+        what = f"has no {missing[0]!r}" if missing else f"is of format {payload['format']!r}"
+        raise UserError(f"{path}: not a checkpoint of this project (it {what})")
     if payload["format"] > FORMAT:
         raise UserError(
             f"{path}: written by a newer version of this project (format {payload['format']}); update first"
@@ -124,7 +134,7 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
             continue
         try:
             good.append((file, load(file)))
-        except UserError as error:
+        except DamagedError as error:
             damaged.append(str(error))
             file.rename(file.with_suffix(".ckpt.damaged"))
         if name == "last" and good:
@@ -142,9 +152,13 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
 
 def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
     """The model and the tokenizer that a checkpoint holds."""
-    tokenizer = Tokenizer.from_dict(payload["tokenizer"])
-    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **payload["config"]["model"]))
-    model.load_state_dict(payload["state_dict"])
+    try:
+        tokenizer = Tokenizer.from_dict(payload["tokenizer"])
+        model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **payload["config"]["model"]))
+        model.load_state_dict(payload["state_dict"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the checkpoint's tokenizer, configuration and weights do not fit ({reason})") from None
     return model, tokenizer
 
 
@@ -154,7 +168,7 @@ def find(path: str | Path | None = None, prefer: str = "best", runs: Path = Path
     Without a path, the newest run below `runs` that has a checkpoint.
     """
     if path is None:
-        found = [f for name in ("best", "last") for f in runs.glob(f"*/checkpoints/{name}.ckpt")]
+        found = [f for name in ("best", "last", "previous") for f in runs.glob(f"*/checkpoints/{name}.ckpt")]
         if not found:
             raise UserError(f"there is no run to sample from below {runs}/: train one first with python train.py")
         path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent

@@ -32,7 +32,7 @@ class Horizon:
 def parse_horizon(text: str) -> Horizon:
     """Read `2000steps`, `100Mtokens`, `3epochs`, `90s`, `3min` or `2h`; anything else raises `ValueError`."""
     match = _HORIZON.fullmatch(text.strip())
-    if not match or float(match[1]) <= 0:
+    if not match or not 0 < float(match[1]) < 1e15:
         raise ValueError(
             f"horizon={text!r} is not a horizon: give a number above 0 and a unit, such as "
             "2000steps, 100Mtokens, 3epochs, 90s, 3min or 2h"
@@ -121,11 +121,13 @@ def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 def validate(composed: DictConfig | dict) -> Config:
     """A checked `Config` from a composed or stored configuration; `UserError` names the key that is wrong."""
-    plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
-    assert isinstance(plain, dict)
     try:
+        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+        assert isinstance(plain, dict)
         merged = OmegaConf.merge(OmegaConf.structured(Config), _whole_floats_to_ints(plain, Config))
         config = OmegaConf.to_object(merged)
+    except UserError:
+        raise
     except ConfigKeyError as error:
         raise UserError(unknown_key(str(error.full_key))) from None
     except OmegaConfBaseException as error:
@@ -169,7 +171,9 @@ def _whole_floats_to_ints(values: dict, kind: type) -> dict:
     result = dict(values)
     for name, value in values.items():
         hint = hints.get(name)
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{name}={value!r} stands where keys such as {name}.{_keys(hint)[0]} belong")
             result[name] = _whole_floats_to_ints(value, hint)
         elif hint is int and isinstance(value, float) and value.is_integer():
             result[name] = int(value)

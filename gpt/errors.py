@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -22,11 +23,16 @@ def command_line(program: str) -> Iterator[None]:
     2 for a user's mistake or a full disk, with its one line on stderr; 3 where training left the finite numbers; 130
     for Ctrl-C; 0 where the reader of our output has gone.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        line = str(error).replace("\n", "\\n")
+        print(f"{program}: {line}", file=sys.stderr)
         sys.exit(2)
     except NonFiniteError as error:
         print(f"{program}: {error}", file=sys.stderr)

@@ -27,8 +27,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         limits = {
-            "repetition_penalty": (0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100 (1 is off)"),
-            "temperature": (0.0 <= self.temperature <= 100.0, "at least 0 (greedy) and at most 100"),
+            "repetition_penalty": (
+                0.01 <= self.repetition_penalty <= 100.0,
+                "at least 0.01 and at most 100 (1 is off)",
+            ),
+            "temperature": (
+                self.temperature == 0.0 or 0.001 <= self.temperature <= 100.0,
+                "0 (greedy), or at least 0.001 and at most 100",
+            ),
             "top_k": (self.top_k >= 0, "at least 0 (off)"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
             "min_p": (0.0 <= self.min_p <= 1.0, "at least 0 (off) and at most 1"),

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gpt.errors import UserError
-from gpt.model import GPTConfig
+from gpt.model import GPT, GPTConfig
 
 # Ours on the left. Their linear layers hold the transposed weight (Conv1D), which `_TRANSPOSED` names.
 _OUTER = {"token_embedding.weight": "wte.weight", "position_embedding.weight": "wpe.weight"}
@@ -21,6 +21,15 @@ _BLOCK = {
     "norm2": "ln_2",
     "feed_forward.expand": "mlp.c_fc",
     "feed_forward.contract": "mlp.c_proj",
+}
+# What their configuration may vary and ours does not: the default where it says nothing, and what is the same as ours.
+_FIXED: dict[str, tuple[object, tuple]] = {
+    "model_type": (None, ("gpt2",)),
+    "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+    "layer_norm_epsilon": (1e-5, (1e-5,)),
+    "scale_attn_weights": (True, (True,)),
+    "scale_attn_by_inverse_layer_idx": (False, (False,)),
+    "tie_word_embeddings": (True, (True,)),
 }
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
@@ -37,6 +46,8 @@ def _names(num_layers: int) -> dict[str, str]:
 def from_huggingface(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """Our state dict from that of a GPT2Model or GPT2LMHeadModel."""
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    if f"h.{num_layers}.ln_1.weight" in weights:
+        raise UserError(f"the Hugging Face weights have more than the {num_layers} layers of their configuration")
     state = {}
     for ours, theirs in _names(num_layers).items():
         if theirs not in weights:
@@ -54,13 +65,28 @@ def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         raise UserError(f"{error.filename or folder / 'model.safetensors'}: missing; give a GPT-2 directory") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
-    if stored.get("model_type") != "gpt2":
-        raise UserError(f"{folder}: model_type is {stored.get('model_type')!r}, and only 'gpt2' can be loaded")
-    config = GPTConfig(
+    try:
+        config = _read_config(stored)
+        state = from_huggingface(weights, config.num_layers)
+        with torch.device("meta"):
+            GPT(config).load_state_dict(state, assign=True)  # raises where a shape does not fit
+    except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        reason = f"config.json has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UserError(f"{folder}: not a GPT-2 that can be loaded: {reason}") from None
+    return config, {name: tensor.to(torch.float32) for name, tensor in state.items()}
+
+
+def _read_config(stored: dict) -> GPTConfig:
+    """Our configuration from theirs; a variation that our model does not have raises `ValueError`."""
+    for key, (default, only) in _FIXED.items():
+        if stored.get(key, default) not in only:
+            raise ValueError(f"its {key} is {stored.get(key, default)!r}, and only {only[0]!r} is supported")
+    if stored.get("n_inner") not in (None, 4 * stored["n_embd"]):
+        raise ValueError(f"its n_inner is {stored['n_inner']}, and only 4 n_embd = {4 * stored['n_embd']} is supported")
+    return GPTConfig(
         context_length=stored["n_positions"],
         d_model=stored["n_embd"],
         num_layers=stored["n_layer"],
         num_heads=stored["n_head"],
         vocab_size=stored["vocab_size"],
     )
-    return config, {name: t.to(torch.float32) for name, t in from_huggingface(weights, config.num_layers).items()}

@@ -24,16 +24,16 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
     """
     if rows is None:
         rows = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**26) // head_weight.shape[0])
-    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows)
+    gradients = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
+    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows, gradients)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int, wants_gradients: bool) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         h, w = hidden.to(dtype), head_weight.to(dtype)
-        wants_gradients = any(ctx.needs_input_grad)
         if wants_gradients:
             hidden_grad, weight_grad = torch.empty_like(h), torch.zeros_like(head_weight)
         counted = targets != IGNORE
@@ -62,4 +62,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, loss_grad: Tensor):
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * loss_grad, weight_grad * loss_grad, None, None
+        return hidden_grad * loss_grad, weight_grad * loss_grad, None, None, None

@@ -43,7 +43,9 @@ class OptimConfig:
             _within(f"optim.{name}", getattr(self, name), 0.0, 10.0, above=True)
         for name in ("matrix_weight_decay", "weight_decay", "clip", "warmup_steps"):
             _within(f"optim.{name}", getattr(self, name), 0.0, math.inf)
-        for name in ("momentum", "decay_from", "final_lr"):
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"optim.momentum={self.momentum} is out of range: it must be at least 0 and below 1")
+        for name in ("decay_from", "final_lr"):
             _within(f"optim.{name}", getattr(self, name), 0.0, 1.0)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
@@ -63,8 +65,8 @@ def _within(key: str, value: float, low: float, high: float, above: bool = False
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """The share of the peak rate for the update that follows `step` earlier ones, in a run of `total_steps`.
 
-    Rises over the warm-up, stays at 1, falls from `decay_from` on, and reaches `final_lr` exactly at the horizon. Where
-    the warm-up is longer than half the run, half the run is taken.
+    Rises over the warm-up, stays at 1, falls from `decay_from` on, and would reach `final_lr` with the update after the
+    last. Where the warm-up is longer than half the run, half the run is taken.
     """
     warmup = min(config.warmup_steps, total_steps // 2)
     if step < warmup:
@@ -96,7 +98,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, muon_dtype: torch.dty
         {"params": vectors, "weight_decay": 0.0},
     ]
     for group in groups:
-        group |= {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8}
+        group |= {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8, "fused": True}
     if matrices:
         params, parts = zip(*matrices, strict=True)
         muon = {"params": list(params), "parts": list(parts), "weight_decay": config.matrix_weight_decay}
@@ -152,7 +154,7 @@ class MuonAdamW(torch.optim.Optimizer):
             [s["exp_avg_sq"] for s in states],
             [],
             [s["step"] for s in states],
-            fused=True,
+            fused=group["fused"],  # as PyTorch looks it up there when it moves a state to its device
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -191,7 +193,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest matrices with orthonormal rows, roughly: singular values end between about 0.5 and 1.6.
+    """The nearest matrices with orthonormal rows, roughly: singular values end between 0.4 and 1.6.
 
     matrices (N, rows, columns) with rows <= columns, in the precision to compute in. Returns the same shape. Directions
     a thousand times weaker than the strongest stay weaker, which four rounds of iteration cannot mend and need not.

@@ -159,7 +159,6 @@ def test_link_shares_the_file(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
 
 
-@pytest.mark.xfail(strict=True, reason="rename(2) of two names of one file does nothing, so the temporary name stays")
 def test_link_twice(tmp_path):
     """Linking what is linked already changes nothing and leaves nothing behind."""
     best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
@@ -245,7 +244,6 @@ def test_flipped_bit_in_every_record(tmp_path, written):
             assert "damaged" in refusal(path), (name, place)
 
 
-@pytest.mark.xfail(strict=False, reason="see the next test; what an uninitialised tensor holds is chance")
 def test_flipped_bit_in_the_directory(tmp_path, written):
     """Every bit of a record's entry in the archive's list, and of its end: refused, or the very same as before."""
     path, payload = tmp_path / "last.ckpt", make_payload()
@@ -268,7 +266,6 @@ def test_flipped_bit_in_the_directory(tmp_path, written):
     assert changed == []
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="torch then leaves the tensor uninitialised")
 def test_record_marked_as_a_folder(tmp_path, written):
     """One bit of the archive's list makes a folder of a record, whose checksum still fits: it is refused."""
     path = tmp_path / "last.ckpt"
@@ -338,7 +335,6 @@ def test_newer_format(tmp_path):
     assert "newer version" in refusal(path)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the format is compared before its type is known")
 def test_format_of_another_kind(tmp_path):
     """A foreign file may have all the keys and yet mean something else by them."""
     path = tmp_path / "last.ckpt"
@@ -346,7 +342,6 @@ def test_format_of_another_kind(tmp_path):
     refusal(path)
 
 
-@pytest.mark.xfail(strict=True, raises=(RuntimeError, KeyError, TypeError), reason="build_model checks nothing")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -215,19 +215,14 @@ def test_hostile_json_line(tmp_path, line):
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
-@pytest.mark.parametrize("damage", ["truncated", "header", "middle", "checksum", "not packed"])
-def test_damaged_packed_file(tmp_path, suffix, damage):
-    """However it is damaged, one line names the file."""
-    content = bytearray(PACKERS[suffix]("".join(f"line {i} of the text\n" for i in range(101)).encode()))
-    if damage == "truncated":
-        del content[-11:]
-    elif damage == "not packed":
-        content = b"plain text"
-    else:
-        content[{"header": 1, "middle": len(content) // 2, "checksum": -7}[damage]] ^= 0xFF
+def test_damaged_packed_file(tmp_path, suffix):
+    """Cut short, never packed, or with any one byte changed between its header and its end: one line names the file."""
+    content = PACKERS[suffix]("".join(f"line {i} of the text\n" for i in range(101)).encode())
+    changed = [content[:i] + bytes([content[i] ^ 0xFF]) + content[i + 1 :] for i in range(31, len(content) - 31, 7)]
     file = tmp_path / f"a.txt{suffix}"
-    file.write_bytes(content)
-    assert re.match(re.escape(str(file)) + r": cannot be (unpacked|read) \(.+\)", refusal(file))
+    for damaged in [content[:-11], content[:11], b"plain text", *changed]:
+        file.write_bytes(damaged)
+        assert re.fullmatch(re.escape(str(file)) + r": cannot be (unpacked|read) \(.+\).*", refusal(file))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file: run the tests as another user as well")
@@ -344,7 +339,9 @@ def test_python_docs_hold_every_kind(python_docs):
 def test_docstrings_by_hand():
     """A module is one document: titles with their signatures, in the order of the source, and cleaned docstrings."""
     [document] = read_docstrings(Path(json.__file__))
-    assert document.startswith("json\n\nJSON (JavaScript Object Notation) <https://json.org> is a subset of JavaScript")
+    assert document.startswith(
+        "json\n\nJSON (JavaScript Object Notation) <https://json.org> is a subset of\nJavaScript syntax"
+    )
     titles = re.findall(r"^json\.\w+\(.*\)$", document, re.MULTILINE)
     assert [title.split("(")[0] for title in titles] == ["json.dump", "json.dumps", "json.load", "json.loads"]
     assert titles[3].startswith("json.loads(s, *, cls=None, object_hook=None,")
@@ -451,13 +448,13 @@ def test_number_of_documents_decides():
     train, validation = split(documents)
     assert (len(train), len(validation)) == (18, 2)
     train, validation = split(documents[1:])
-    assert (train, validation) == ([*documents[1:18], "000"], ["18", "00019"])
+    assert (train, validation) == (documents[1:18], documents[18:])
 
 
 def test_documents_of_very_unequal_length():
     """Where no whole documents make about a tenth, the end of the text does."""
-    documents = [*(f"{i:02}" for i in range(30)), "x" * 1000]
-    assert split(documents) == ([*documents[:30], "x" * 894], ["x" * 106])
+    documents = [*(f"{i:02}" for i in range(23)), "x" * 1000]
+    assert split(documents) == ([*documents[:23], "x" * 895], ["x" * 105])
 
 
 @pytest.mark.parametrize(("length", "cut"), [(1000, 900), (1009, 908), (11, 9), (10, 9), (7, 6), (2, 1)])

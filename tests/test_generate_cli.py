@@ -200,7 +200,7 @@ def test_ctrl_c(folder):
         (["--top-p", "0"], "top-p=0.0 .* above 0"),
         (["--top-p", "1.5"], "top-p=1.5 .* at most 1"),
         (["--min-p", "2"], "min-p=2.0 .* at most 1"),
-        (["--repetition-penalty", "0"], "repetition-penalty=0.0 .* above 0"),
+        (["--repetition-penalty", "0"], "repetition-penalty=0.0 .* at least 0.01"),
         (["--max-new-tokens", "0"], "--max-new-tokens=0 .* at least 1"),
         (["--num-samples", "0"], "--num-samples=0 .* at least 1"),
         (["--seed", "-1"], "--seed=-1 .* at least 0"),
@@ -264,13 +264,11 @@ def test_damaged_checkpoint(here, tmp_path, capsys):
     assert f"{file}: not a checkpoint" in refusal(capsys, "--prompt", "a", "--checkpoint", str(file))
 
 
-@pytest.mark.xfail(strict=True, reason="a line break in a value goes into the line as it is")
 def test_line_breaks_in_values(here, capsys):
     """A value with a line break does not break the line that names it."""
     refusal(capsys, "--prompt", "a", "--checkpoint", "no\nwhere")
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the tokens are allocated at once, without a limit")
 def test_more_than_memory_holds(here, capsys):
     """A number that no memory can hold is refused like others out of range."""
     assert "--max-new-tokens" in refusal(capsys, "--prompt", "a", "--max-new-tokens", str(10**15))
@@ -397,7 +395,6 @@ def test_lone_surrogates(here, capsys):
     assert out.count("\ufffd") >= 2
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeEncodeError, reason="the prompt goes into the JSON as it was given")
 def test_lone_surrogates_in_json(here, capsys):
     """In JSON as well."""
     assert report(capsys, "--prompt", "a\udcffb", "--max-new-tokens", "1")["prompt"] == "a\ufffdb"
@@ -467,15 +464,12 @@ def test_interactive(here, monkeypatch, capsys):
     assert out == f"> {texts[0]}\n---\n{texts[0]}\n> \n"
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="input() decodes strictly in a UTF-8 locale")
 def test_interactive_input_that_is_not_utf8(here, monkeypatch, capsys):
     """A line that is not UTF-8 is the user's to mend, or means U+FFFD; it is no reason for a traceback."""
     give_stdin(monkeypatch, b"\xff\n")
-    with command_line("generate.py"):
-        generate.main(["--interactive", "--max-new-tokens", "1"])
+    assert "standard input: not UTF-8 (byte 0xff)" in refusal(capsys, "--interactive", "--max-new-tokens", "1")
 
 
-@pytest.mark.xfail(strict=True, raises=json.JSONDecodeError, reason="--json is ignored where --interactive is given")
 def test_interactive_json(here, monkeypatch, capsys):
     """--interactive with --json either answers in JSON or is refused like other options that exclude each other."""
     give_stdin(monkeypatch, b"a\n")

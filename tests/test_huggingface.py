@@ -110,7 +110,8 @@ def test_other_models(folder, model_type):
     """Only GPT-2 can be loaded, and the line names the folder and what it holds instead."""
     change_config(folder, model_type=model_type)
     message = refusal(folder)
-    assert message.startswith(f"{folder}: model_type is {model_type!r}")
+    assert message.startswith(f"{folder}: ")
+    assert f"model_type is {model_type!r}" in message
     assert "'gpt2'" in message
 
 
@@ -152,7 +153,6 @@ def test_missing_weight(folder, name):
     assert repr(name) in refusal(folder)
 
 
-@pytest.mark.xfail(strict=True, raises=(KeyError, AttributeError), reason="config.json is read without checking it")
 @pytest.mark.parametrize("content", ["[2, 3]", '{"model_type": "gpt2"}'])
 def test_incomplete_config(folder, content):
     """JSON that is no complete configuration of a model."""
@@ -160,7 +160,6 @@ def test_incomplete_config(folder, content):
     assert str(folder) in refusal(folder)
 
 
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="these keys of config.json are not looked at")
 @pytest.mark.parametrize(
     "changes",
     [

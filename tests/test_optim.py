@@ -344,9 +344,6 @@ def test_state_continues_bit_for_bit(name):
     assert not any(torch.equal(value, ends[False][p]) for p, value in values(whole).items())
 
 
-@pytest.mark.xfail(
-    strict=True, reason='AdamW\'s step stays on the CPU: its groups lack "fused", by which PyTorch moves it'
-)
 def test_state_follows_the_parameters():
     """All of a state that was read on the CPU moves to the parameters' device, where fused kernels need it."""
     model = make_model()
@@ -391,8 +388,8 @@ def test_closure():
         ({"matrix_weight_decay": -0.1}, r"optim\.matrix_weight_decay=-0\.1 .*at least 0"),
         ({"clip": -1.0}, r"optim\.clip=-1\.0 .*at least 0"),
         ({"warmup_steps": -1}, r"optim\.warmup_steps=-1 .*at least 0"),
-        ({"momentum": -0.1}, r"optim\.momentum=-0\.1 .*at least 0 and at most 1"),
-        ({"momentum": 1.1}, r"optim\.momentum=1\.1 .*at least 0 and at most 1"),
+        ({"momentum": -0.1}, r"optim\.momentum=-0\.1 .*at least 0 and below 1"),
+        ({"momentum": 1.1}, r"optim\.momentum=1\.1 .*at least 0 and below 1"),
         ({"decay_from": 1.1}, r"optim\.decay_from=1\.1 .*at least 0 and at most 1"),
         ({"final_lr": -0.1}, r"optim\.final_lr=-0\.1 .*at least 0 and at most 1"),
         ({"betas": [0.9, 1.0]}, r"optim\.betas=\[0\.9, 1\.0\] .*at least 0 and below 1"),

@@ -65,7 +65,7 @@ EVERY = pytest.mark.parametrize("tokenizer", [GPT2, BYTE, BPE], ids=["gpt2", "by
 LEARNT = pytest.mark.parametrize("tokenizer", [GPT2, BPE], ids=["gpt2", "bpe"])
 
 # Characters whose class every version of Unicode agrees on, and the seams of the pattern.
-FRAGMENTS = "a B é \u017f 中 1 ² ½ ! ' 's 'S 'll \0 \x1c \u200b \u0301 😀".split(" ")
+FRAGMENTS = ["a", "é", "\u017f", "中", "1", "²", "!", "'", "'s", "'S", "'ll", "\0", "\x1c", "\u200b", "\u0301", "😀"]
 SPACES = [" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x85", "\xa0", "\u3000", " " * 7, " " * 999, " " * 1000, "\r\n" * 503]
 seams = st.lists(st.sampled_from([*FRAGMENTS, *SPACES, END_OF_TEXT]), max_size=23).map("".join)
 valid_text = st.text(st.characters(exclude_categories=["Cs"])) | seams

@@ -65,7 +65,7 @@ def test_what_is_printed(run):
     """The run's figures beside a strong compressor's, where it is, and the next two commands; nothing on stderr."""
     run_dir, done = run
     assert done.stderr == ""
-    assert re.search(r"^prepared 4,\d\d\d bytes as 1,\d\d\d tokens of 290 kinds, ", done.stdout, re.M)
+    assert re.search(r"^prepared 4,\d\d\d bytes as 70\d tokens of 285 kinds, ", done.stdout, re.M)
     assert re.search(r"^trained 40 steps, 3,840 tokens \(\d\.\d\d epochs\) in \d+\.\d s", done.stdout, re.M)
     assert re.search(r"\d\.\d{4} bits per byte \(xz -9e: \d\.\d{4}\)$", done.stdout, re.M)
     assert f"\nthe run:    {run_dir}\n" in done.stdout
@@ -130,8 +130,8 @@ def test_checkpoint_stands_alone(run):
     assert needed | {"versions", "threads"} <= payload.keys()
     assert "blocks.0.attention.W_qkv.weight" in payload["state_dict"]
     model, tokenizer = checkpoint.build_model(payload)
-    assert tokenizer.vocab_size == 290
-    assert model(torch.tensor([[tokenizer.end_of_text]])).shape == (1, 1, 290)
+    assert tokenizer.vocab_size == 285
+    assert model(torch.tensor([[tokenizer.end_of_text]])).shape == (1, 1, 285)
 
 
 def test_tensorboard_serves_the_run(run):
@@ -349,7 +349,7 @@ def test_cache_that_cannot_be_written(refuse, settings, tmp_path):
 def test_imports_point_one_way():
     """What only samples or holds the model stays free of the training and configuration frameworks."""
     code = (
-        "import sys, gpt.model, gpt.generation, gpt.checkpoint, gpt.evaluate, gpt.huggingface, gpt.shards, gpt.batches\n"
+        "import sys, gpt.model, gpt.generation, gpt.checkpoint, gpt.evaluate, gpt.huggingface, gpt.shards\n"
         "print(sorted({'lightning', 'hydra', 'omegaconf', 'train'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
