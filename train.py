@@ -95,13 +95,13 @@ def run(composed: DictConfig, overrides: list[str], model_name: str) -> None:
 
 def start(config: Config, model_name: str) -> None:
     """Begin a new run."""
+    if not IS_MAIN:
+        begin(stored_config(started_run()), started_run())
+        return
     taken = Path(config.run_dir or "")
     if config.run_dir and ((taken / "config.yaml").exists() or any(taken.glob("checkpoints/*.ckpt"))):
         raise UserError(f"run_dir={config.run_dir} already holds a run: choose another, or continue it with resume=")
-    if IS_MAIN:
-        begin(config, None, f"{config.data.name}-{model_name}")
-    else:
-        begin(stored_config(started_run()), started_run())
+    begin(config, None, f"{config.data.name}-{model_name}")
 
 
 def begin(config: Config, run_dir: Path | None, name: str = "") -> None:

@@ -32,8 +32,8 @@ class Sampling:
                 "at least 0.01 and at most 100 (1 is off)",
             ),
             "temperature": (
-                self.temperature == 0.0 or 0.001 <= self.temperature <= 100.0,
-                "0 (greedy), or at least 0.001 and at most 100",
+                self.temperature == 0.0 or 1e-6 <= self.temperature <= 100.0,
+                "0 (greedy), or at least 1e-6 and at most 100",
             ),
             "top_k": (self.top_k >= 0, "at least 0 (off)"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),

@@ -275,7 +275,7 @@ def test_low_temperature_becomes_greedy():
     assert not torch.equal(next_token(logits, nothing, PLAIN, generator), greedy)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.001), Sampling(0.01, temperature=1.0)])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1e-6), Sampling(0.01, temperature=1.0)])
 def test_smallest_values_in_range(sampling):
     """Whatever Sampling accepts can be drawn with."""
     logits = torch.tensor([[3.0, -1.0, 0.5]])
@@ -329,9 +329,9 @@ def test_seed_decides():
         ({"repetition_penalty": 0.0}, "repetition-penalty=0.0 .* at least 0.01 and at most 100"),
         ({"repetition_penalty": -1.0}, "repetition-penalty=-1.0 .* at least 0.01"),
         ({"repetition_penalty": 101.0}, "repetition-penalty=101.0 .* at most 100"),
-        ({"temperature": -0.1}, "temperature=-0.1 .* at least 0.001 and at most 100"),
+        ({"temperature": -0.1}, "temperature=-0.1 .* at least 1e-6 and at most 100"),
         ({"temperature": 101.0}, "temperature=101.0 .* at most 100"),
-        ({"temperature": math.nan}, "temperature=nan .* at least 0"),
+        ({"temperature": math.nan}, "temperature=nan .* at least 1e-6"),
         ({"temperature": math.inf}, "temperature=inf .* at most 100"),
         ({"top_k": -1}, "top-k=-1 .* at least 0"),
         ({"top_p": 0.0}, "top-p=0.0 .* above 0 and at most 1"),
@@ -351,7 +351,7 @@ def test_sampling_ranges(changes, message):
 
 def test_sampling_limits_are_accepted():
     """The ends of the ranges are within them."""
-    for limits in [(100.0, 0.0, 0, 1.0, 0.0), (0.01, 100.0, 10**9, 1e-9, 1.0), (1.0, 0.001, 0, 1.0, 0.0)]:
+    for limits in [(100.0, 0.0, 0, 1.0, 0.0), (0.01, 100.0, 10**9, 1e-9, 1.0), (1.0, 1e-6, 0, 1.0, 0.0)]:
         assert torch.isfinite(next_token(torch.randn(1, 7), torch.tensor([[3]]), Sampling(*limits), None)).all()
 
 
