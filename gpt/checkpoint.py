@@ -124,8 +124,11 @@ def _has(payload: Any, key: str) -> bool:
 def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint of a run that is furthest on among those that can be read; None where there is none at all.
 
-    A damaged one is named by `warn` and put aside as *.damaged, so that it never takes the place of a good one.
+    A damaged one is named by `warn` and put aside as *.damaged, so that it never takes the place of a good one; what a
+    kill has left half written is swept away. The caller holds the run directory.
     """
+    for left in run_dir.glob("checkpoints/.*.ckpt.*"):
+        left.unlink()
     good: list[tuple[Path, dict[str, Any]]] = []
     damaged: list[str] = []
     for name in ("last", "previous", "best"):

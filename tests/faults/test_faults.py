@@ -93,6 +93,7 @@ def test_stopped_and_killed_again_and_again(settings, reference, tmp_path):
 
     done = train(*resume)
     assert done.returncode == 0, done.stderr
+    assert not list(folder.glob(".*.ckpt.*"))
     assert differences(run_dir, reference) == []
     done = train(*resume)
     assert (done.returncode, done.stderr) == (0, "")
