@@ -24,7 +24,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     prompt.add_argument("--interactive", action="store_true", help="ask for prompts until Ctrl-D")
     model = parser.add_argument_group("model")
-    model.add_argument("--checkpoint", metavar="PATH", help="a run directory or file; default: the newest run in runs/")
+    model.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="a run directory, a checkpoint file or a Hugging Face GPT-2 directory; default: the newest run in runs/",
+    )
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     model.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="auto: bf16 on a GPU")
     text = parser.add_argument_group("text")
@@ -85,15 +89,22 @@ def main(arguments: list[str] | None = None) -> None:
     # Only now the slow imports: a mistyped option is answered at once.
     import torch
 
-    from gpt import checkpoint
+    from gpt import checkpoint, huggingface
     from gpt.generation import Sampling, TextStream, generate
     from gpt.hardware import choose_device
+    from gpt.model import GPT
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
     device = choose_device(args.device)
     prompt = None if args.interactive else read_prompt(args)
-    path = checkpoint.find(args.checkpoint)
-    model, tokenizer = checkpoint.build_model(checkpoint.load(path))
+    path = Path(args.checkpoint or "")
+    if args.checkpoint is not None and huggingface.is_directory(path):
+        config, weights = huggingface.load_directory(path)
+        model, tokenizer = GPT(config), huggingface.its_tokenizer(path, config)
+        model.load_state_dict(weights)
+    else:
+        path = checkpoint.find(args.checkpoint)
+        model, tokenizer = checkpoint.build_model(checkpoint.load(path))
     bf16 = args.precision == "bf16" or (args.precision == "auto" and device.type == "cuda")
     model.to(device, torch.bfloat16 if bf16 else torch.float32)
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt import checkpoint
+from gpt import checkpoint, huggingface
 from gpt.config import Config, to_plain, unknown_key, validate
 from gpt.errors import UserError, command_line
 from gpt.hardware import (
@@ -32,7 +32,7 @@ from gpt.hardware import (
     release_memory,
 )
 from gpt.shards import Shards, prepare
-from gpt.tokenizer import Tokenizer, gpt2_tokenizer
+from gpt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gpt.lit import Plan
@@ -160,13 +160,9 @@ def refuse_change(file: Path, payload: dict, shards: Shards) -> None:
 def initial_weights(config: Config) -> tuple[Config, dict, Tokenizer]:
     """The weights of `init_from` with their tokenizer, and the configuration with their model's shape."""
     path = Path(config.init_from or "")
-    if (path / "config.json").is_file():
-        from gpt.huggingface import load_directory
-
-        shape, weights = load_directory(path)
-        tokenizer = gpt2_tokenizer()
-        if shape.vocab_size != tokenizer.vocab_size:
-            raise UserError(f"{path}: a vocabulary of {shape.vocab_size}, and GPT-2's has {tokenizer.vocab_size}")
+    if huggingface.is_directory(path):
+        shape, weights = huggingface.load_directory(path)
+        tokenizer = huggingface.its_tokenizer(path, shape)
         model = {key: value for key, value in dataclasses.asdict(shape).items() if key != "vocab_size"}
     else:
         payload = checkpoint.load(checkpoint.find(path))

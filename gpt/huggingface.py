@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpt.errors import UserError
 from gpt.model import GPT, GPTConfig
+from gpt.tokenizer import Tokenizer, gpt2_tokenizer
 
 # Ours on the left. Their linear layers hold the transposed weight (Conv1D), which `_TRANSPOSED` names.
 _OUTER = {"token_embedding.weight": "wte.weight", "position_embedding.weight": "wpe.weight"}
@@ -74,6 +75,19 @@ def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         reason = f"config.json has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {reason}") from None
     return config, {name: tensor.to(torch.float32) for name, tensor in state.items()}
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a path is meant as a Hugging Face directory."""
+    return (path / "config.json").is_file()
+
+
+def its_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
+    """GPT-2's tokenizer, where the model has its vocabulary."""
+    tokenizer = gpt2_tokenizer()
+    if config.vocab_size != tokenizer.vocab_size:
+        raise UserError(f"{folder}: a vocabulary of {config.vocab_size} tokens, and GPT-2's has {tokenizer.vocab_size}")
+    return tokenizer
 
 
 def _read_config(stored: dict) -> GPTConfig:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import generate
 import gpt.generation
@@ -22,21 +23,12 @@ from gpt.checkpoint import save
 from gpt.errors import command_line
 from gpt.generation import Sampling, window_start
 from gpt.model import GPT, GPTConfig, ModelConfig
-from gpt.tokenizer import byte_tokenizer
+from gpt.tokenizer import byte_tokenizer, gpt2_tokenizer
 
 PROGRAM = Path(generate.__file__).resolve()
 CONTEXT = 17
 EOT = 256
 SHAPE = ModelConfig(CONTEXT, d_model=22, num_layers=2, num_heads=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, and far slower where another process wants them too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model() -> GPT:
@@ -193,7 +185,7 @@ def test_ctrl_c(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "temperature=-1.0 .* at least 0"),
+        (["--temperature", "-1"], "temperature=-1.0 .* at least 1e-6 and at most 100"),
         (["--temperature", "hot"], "--temperature: .*'hot'"),
         (["--top-k", "-1"], "top-k=-1 .* at least 0"),
         (["--top-k", "1.5"], "--top-k: .*'1.5'"),
@@ -481,3 +473,15 @@ def test_interactive_json(here, monkeypatch, capsys):
     else:
         (sample,) = json.loads(capsys.readouterr().out.removeprefix("> ").removesuffix("> \n"))["samples"]
         assert sample["text"] == expected_text(b"a", 7)
+
+
+def test_hugging_face_directory(tmp_path, capsys):
+    """A GPT-2 saved by `transformers` is sampled as it is, and greedily says what it says there."""
+    torch.manual_seed(31)
+    theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    capsys.readouterr()  # transformers shows a progress bar
+    prompt = gpt2_tokenizer().encode("Two three five")
+    ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
+    arguments = ["--checkpoint", str(tmp_path / "theirs"), "--max-new-tokens", "5", "--temperature", "0"]
+    assert output(capsys, "--prompt", "Two three five", *arguments) == gpt2_tokenizer().decode(ids) + "\n"

@@ -26,15 +26,6 @@ PLAIN = Sampling(temperature=1.0, top_p=1.0)
 BYTES = byte_tokenizer()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, and far slower where another process wants them too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_model(dropout: float = 0.0) -> GPT:
     """A small model with large random weights and token embeddings of one length, so that its greedy text varies."""
     model = GPT(GPTConfig(CONTEXT, 35, 2, 7, dropout, vocab_size=VOCAB))

@@ -54,7 +54,7 @@ TEXTS = {
     "spaced": SPACED,
     "foreign": FOREIGN,
     "spelled": f"{END_OF_TEXT} <|endoftext {END_OF_TEXT}{END_OF_TEXT}",
-    "contractions": "I'LL we'll don't 'tis x's they'd've",
+    "contractions": "I'LL we'll don't 'tis x's they'd've you're I'm ''s'm'll",
     "empty": "",
 }
 EVERY_TEXT = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
