@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     from gpt.generation import Sampling, TextStream, generate
     from gpt.hardware import choose_device
     from gpt.model import GPT
+    from gpt.text import well_formed
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
     device = choose_device(args.device)
@@ -144,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
         streams = continue_text(prompt, stream=False)
         seconds = time.perf_counter() - start
         report = {
-            "prompt": printable(prompt),
+            "prompt": well_formed(prompt),
             "samples": [
                 {"text": out.text, "tokens": len(out.tokens), "finish_reason": out.finish_reason} for out in streams
             ],
@@ -155,11 +156,11 @@ def main(arguments: list[str] | None = None) -> None:
         }
         print(json.dumps(report, ensure_ascii=False, indent=2))
     elif args.num_samples == 1:
-        print(printable(prompt), end="", flush=True)
+        print(well_formed(prompt), end="", flush=True)
         continue_text(prompt, stream=True)
     else:
         for number, out in enumerate(continue_text(prompt, stream=False), start=1):
-            print(f"--- {number} of {args.num_samples} ---\n{printable(prompt)}{out.text}")
+            print(f"--- {number} of {args.num_samples} ---\n{well_formed(prompt)}{out.text}")
 
 
 def interact(continue_text, num_samples: int) -> None:
@@ -178,11 +179,6 @@ def interact(continue_text, num_samples: int) -> None:
                 print("\n---\n".join(out.text for out in streams))
         except KeyboardInterrupt:
             print()
-
-
-def printable(text: str) -> str:
-    """The text as any terminal takes it: lone surrogates become U+FFFD, as they do for the model."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 if __name__ == "__main__":

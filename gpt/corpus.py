@@ -6,16 +6,19 @@ import glob
 import gzip
 import hashlib
 import importlib
+import itertools
 import json
 import lzma
 import sys
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt.errors import UserError
+from gpt.text import well_formed
 
 ENOUGH_DOCUMENTS = 20  # from this many on, validation takes whole documents
 _OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -67,6 +70,7 @@ class Corpus:
         """The hash of all that decides the documents: cheap beside reading them, and never stale."""
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
         for file in self.files:
+            digest.update("".join(file.suffixes).encode("utf-8", "replace"))  # which say how it is read
             with _explain_missing(file), file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         return digest.hexdigest()
@@ -89,15 +93,21 @@ def open_corpus(config: DataConfig) -> Corpus:
 def find_text_files(path: str) -> tuple[Path, ...]:
     """The files that `path` names: itself, every text file below a folder, or what a glob matches; in sorted order.
 
-    In a folder, hidden files and binary ones are passed over; a file that is named must be text.
+    In a folder, hidden, empty and binary files are passed over; a file that is named must be text.
     """
-    root = Path(path).expanduser()
+    try:
+        root = Path(path).expanduser()
+        root.stat()
+    except FileNotFoundError:
+        pass  # it may be a glob
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"data.path={path!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if root.is_file():
         return (root,)
     if root.is_dir():
         inside = (p for p in sorted(root.rglob("*")) if p.is_file())
         found = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-        found = [p for p in found if p.suffix in _OPENERS or not _looks_binary(p)]
+        found = [p for p in found if p.suffix.lower() in _OPENERS or _looks_like_text(p)]
     else:
         found = [Path(name) for name in sorted(glob.glob(str(root), recursive=True)) if Path(name).is_file()]
     if not found:
@@ -110,12 +120,12 @@ def find_text_files(path: str) -> tuple[Path, ...]:
 
 def read_text(file: Path, text_field: str = "text") -> Iterator[str]:
     """The documents of a file: the text itself, or a document a line for .jsonl; .gz, .bz2 and .xz are unpacked."""
-    suffixes = file.suffixes
+    suffixes = [suffix.lower() for suffix in file.suffixes]
     opener = _OPENERS.get(suffixes[-1]) if suffixes else None
     with _explain_missing(file), (opener or open)(file, "rb") as stream:
         try:
             content = stream.read()
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise UserError(
                 f"{file}: cannot be unpacked ({error}): the file is damaged or not what its name says"
             ) from None
@@ -124,13 +134,13 @@ def read_text(file: Path, text_field: str = "text") -> Iterator[str]:
     if 0 in content[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {content.index(0)}); give a text file in UTF-8")
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start}); "
             "convert it first, for example with iconv -t utf-8"
         ) from None
-    if (suffixes[-2] if opener and len(suffixes) > 1 else file.suffix) in (".jsonl", ".ndjson"):
+    if (suffixes[-2] if opener and len(suffixes) > 1 else suffixes[-1] if suffixes else "") in (".jsonl", ".ndjson"):
         yield from _json_lines(file, text, text_field)
     else:
         yield text
@@ -142,21 +152,23 @@ def _json_lines(file: Path, text: str, text_field: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "beyond what can be read")
             raise UserError(
-                f"{file}: line {number} is not JSON ({error.msg}); every line must be one JSON object"
+                f"{file}: line {number} is not JSON ({reason}); every line must be one JSON object"
             ) from None
         document = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(document, str):
             raise UserError(
                 f"{file}: line {number} has no text under {text_field!r}; name the key with data.text_field="
             )
-        yield document
+        yield well_formed(document)
 
 
-def _looks_binary(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return 0 in stream.read(4096)
+def _looks_like_text(file: Path) -> bool:
+    with _explain_missing(file), file.open("rb") as stream:
+        beginning = stream.read(4096)
+    return bool(beginning) and 0 not in beginning
 
 
 class _explain_missing:
@@ -226,10 +238,12 @@ def builtin_docs() -> Iterator[str]:
         module = importlib.import_module(module_name)
         seen: dict[str, str] = {}
         for name, value in sorted(vars(module).items()):
+            if name.endswith("hook"):  # sys.excepthook and its like, which programs replace
+                continue
             members = sorted(vars(value).items()) if isinstance(value, type) else ()
             for title, member in [(name, value), *((f"{name}.{inner}", v) for inner, v in members)]:
                 docstring = getattr(member, "__doc__", None)
-                if isinstance(docstring, str) and not name.startswith("__"):
+                if isinstance(docstring, str) and callable(value) and not name.startswith("__"):
                     seen.setdefault(docstring.strip(), title)
         entries = [f"{module_name}.{title}\n\n{docstring}" for docstring, title in seen.items() if docstring]
         yield "\n\n".join(entries) + "\n" if entries else ""
@@ -249,7 +263,7 @@ class Split:
         self._documents = documents
         sizes, keys, characters = [], [], []
         for document in documents():
-            encoded = document.encode("utf-8", "replace")
+            encoded = document.encode("utf-8")
             sizes.append(len(encoded))
             characters.append(len(document))
             keys.append(hashlib.blake2b(encoded, digest_size=8).digest())
@@ -266,14 +280,19 @@ class Split:
             if taken < target / 2:
                 self._chosen.clear()
         # The end of the text: the document in which training stops, and at which character.
-        share = min(0.1, validation_bytes / total) if total else 0.0
-        remaining = int(sum(characters) * (1.0 - share)) if share < 0.1 else sum(characters) * 9 // 10
-        self._cut = (len(sizes), 0)
-        for i, length in enumerate(characters):
-            if remaining < length:
-                self._cut = (i, remaining)
-                break
-            remaining -= length
+        self._cut = max(_tenth_from_end(characters), self._bytes_from_end(sizes, validation_bytes))
+
+    def _bytes_from_end(self, sizes: list[int], limit: int) -> tuple[int, int]:
+        """(document, character) from which on the text has at most `limit` bytes."""
+        i = len(sizes)
+        while i and sizes[i - 1] <= limit:
+            i -= 1
+            limit -= sizes[i]
+        if i == 0:
+            return 0, 0
+        text = next(itertools.islice(self._documents(), i - 1, None))
+        tail = text.encode("utf-8")[sizes[i - 1] - limit :].decode("utf-8", "ignore")  # not half a character
+        return i - 1, len(text) - len(tail)
 
     def train(self) -> Iterator[str]:
         """The documents, or the beginning of the text, to learn from."""
@@ -296,5 +315,15 @@ class Split:
                     yield text
             elif i > document:
                 yield text
-            elif i == document:
+            elif i == document and character < len(text):
                 yield text[character:]
+
+
+def _tenth_from_end(characters: list[int]) -> tuple[int, int]:
+    """(document, character) at which the last tenth of all characters begins."""
+    remaining = sum(characters) * 9 // 10
+    for i, length in enumerate(characters):
+        if remaining < length:
+            return i, remaining
+        remaining -= length
+    return len(characters), 0

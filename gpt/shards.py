@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from gpt.corpus import Corpus, DataConfig, Split, open_corpus
 from gpt.errors import UserError
 from gpt.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 
-FORMAT = 1  # of the folder; raise it when what is written for the same text changes
+FORMAT = 2  # of the folder; raise it when what is written for the same text changes
 SPLITS = ("train", "validation")
 VERIFY_BYTES = 1 << 28  # files up to this size, which hash in a fraction of a second, are hashed when they are opened
 
@@ -68,9 +69,10 @@ def prepare(
 
 def _require_enough(train_tokens: int, validation_tokens: int, context_length: int) -> None:
     if train_tokens <= context_length:
+        remedy = f", or set model.context_length={train_tokens - 1} or less" if train_tokens > 1 else ""
         raise UserError(
             f"the training text has {train_tokens} tokens, fewer than model.context_length={context_length} and a "
-            f"target: give more text, or set model.context_length={max(1, train_tokens - 1)} or less"
+            f"target: give more text{remedy}"
         )
     if validation_tokens < 2:
         raise UserError(f"the validation text has {validation_tokens} tokens, and 2 are the least: give more text")
@@ -127,9 +129,12 @@ def _new_folder(cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         for left in cache.glob(".preparing-*"):
-            if not _is_running(int(left.name.split("-")[1])):
+            process = re.fullmatch(r"\.preparing-(\d+)-\w+", left.name)
+            if process and not _is_running(int(process[1])):
                 shutil.rmtree(left, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=f".preparing-{os.getpid()}-", dir=cache))
+        folder = cache / f".preparing-{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder
     except OSError as error:
         raise UserError(
             f"{cache}: cannot be written ({error.strerror}); name another folder with data.cache="
@@ -157,7 +162,7 @@ def _write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) ->
     def counted() -> Iterable[str]:
         for document in documents:
             counts["documents"] += 1
-            counts["bytes"] += len(document.encode("utf-8", "replace"))
+            counts["bytes"] += len(document.encode("utf-8"))
             yield document
 
     digest = hashlib.sha256()
@@ -187,7 +192,7 @@ def open_shards(folder: Path) -> Shards:
         tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         dtype = np.dtype(manifest["dtype"])
         sizes = {name: manifest["splits"][name]["tokens"] * dtype.itemsize for name in SPLITS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: the manifest or the tokenizer cannot be read ({error}); {remedy}") from None
     if manifest["tokenizer"] != tokenizer.sha256:
         raise UserError(f"{folder}: the tokenizer is not the one that the manifest names; {remedy}")

@@ -12,6 +12,7 @@ import numpy as np
 import tiktoken
 
 from gpt.errors import UserError
+from gpt.text import well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -65,12 +66,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. A lone surrogate, which is no character, becomes U+FFFD."""
-        return [token for part in split_safely(_valid(text)) for token in self._encoding.encode_ordinary(part)]
+        return [token for part in split_safely(well_formed(text)) for token in self._encoding.encode_ordinary(part)]
 
     def encode_documents(self, documents: Iterable[str], threads: int = 2) -> Iterator[np.ndarray]:
         """The ids of each document, in order; parts of long documents are encoded on `threads` threads."""
         for document in documents:
-            parts = list(split_safely(_valid(document)))
+            parts = list(split_safely(well_formed(document)))
             ids = self._encoding.encode_ordinary_batch(parts, num_threads=threads) if len(parts) > 1 else None
             if ids is None:
                 yield np.array(self._encoding.encode_ordinary(parts[0]), dtype=np.int64)
@@ -133,6 +134,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainee.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(GPT2_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"(?m:.{1,256})"), behavior="isolated"),  # longer ones take quadratic time
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -142,7 +144,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    trainee.train_from_iterator((part for text in texts for part in split_safely(_valid(text))), trainer)
+    trainee.train_from_iterator((part for text in texts for part in split_safely(well_formed(text))), trainer)
     byte_of = _bytes_by_stand_in()
     learnt = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(byte_of[character] for character in token) for token, _ in learnt]
@@ -166,21 +168,12 @@ def split_safely(text: str, size: int = 1 << 16) -> Iterator[str]:
         start = end
 
 
-def _valid(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _has_surrogate(text) else text
-
-
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
 def _parse_ranks(table: str) -> dict[bytes, int]:
-    pairs = [line.split() for line in table.splitlines()]
-    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    try:
+        pairs = [line.split() for line in table.splitlines()]
+        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    except (ValueError, AttributeError):
+        raise UserError("the rank table is not one: a line each of a token in base64 and its rank") from None
     if len(ranks) != len(pairs):
         raise UserError(f"the rank table has {len(pairs) - len(ranks)} tokens twice, so the file is damaged")
     return ranks
