@@ -344,9 +344,7 @@ class Progress(StepCallback):
             self._bar = tqdm(
                 total=module.plan.total_steps,
                 initial=trainer.global_step,
-                desc="training",
-                unit="step",
-                bar_format="{percentage:3.0f}% {bar:20} step {n_fmt}/{total_fmt}  {elapsed} < {remaining}  {postfix}",
+                bar_format="{percentage:3.0f}% {bar:20} step {n_fmt}/{total_fmt}  {elapsed} < {remaining}  {desc}",
                 mininterval=0.5,
             )
 
@@ -361,7 +359,7 @@ class Progress(StepCallback):
         facts += f"  {self._curves.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             if logged:
-                self._bar.set_postfix_str(facts, refresh=False)
+                self._bar.set_description_str(facts, refresh=False)
             self._bar.update()
         elif validated:
             print(f"step {step}/{module.plan.total_steps}  {facts}", flush=True)

@@ -98,9 +98,9 @@ def find_text_files(path: str) -> tuple[Path, ...]:
     try:
         root = Path(path).expanduser()
         root.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         pass  # it may be a glob
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError) as error:
         raise UserError(f"data.path={path!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if root.is_file():
         return (root,)
