@@ -1,26 +1,24 @@
 """Train a GPT: python train.py [key=value ...]. The keys and their values are in configs/."""
 
 import dataclasses
-import fcntl
-import lzma
 import os
 import re
 import sys
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt import checkpoint, huggingface
+from gpt import checkpoint, huggingface, runs
+from gpt import config as configuration
 from gpt.config import Config, to_plain, unknown_key, validate
-from gpt.errors import UserError, command_line
+from gpt.errors import UserError, command_line, write_line
 from gpt.hardware import (
     choose_compile,
     choose_device,
@@ -30,44 +28,34 @@ from gpt.hardware import (
     keep_freed_memory,
     peak_flops,
     release_memory,
+    require_devices,
 )
 from gpt.shards import Shards, prepare
 from gpt.tokenizer import Tokenizer
 
+# Lightning takes seconds to import: lit.py and callbacks.py wait until the configuration has proved right.
 if TYPE_CHECKING:
-    from gpt.lit import Plan
+    from gpt.callbacks import Validation
+    from gpt.lit import GPTModule, Plan
 
 ROOT = Path(__file__).resolve().parent
 IS_MAIN = os.environ.get("LOCAL_RANK", "0") == "0"  # with several devices, one process speaks
-
-
-def cache(config: Config) -> Path:
-    """Where prepared text is kept."""
-    return Path(config.data.cache) if config.data.cache else ROOT / "data" / "cache"
-
-
+MICRO_BATCH = "trainer.micro_batch_size"
 _COMPOSED: list[tuple[DictConfig, list[str], str]] = []  # with the overrides and the model's name
-_LOCKS: list[TextIO] = []  # open as long as the process lives
+
+ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
 
 def say(line: str) -> None:
+    """Tell the user how it goes. Training goes on where nobody listens any more."""
     if IS_MAIN:
-        print(line, flush=True)
+        write_line(line, sys.stdout)
 
 
 def warn(line: str) -> None:
+    """Tell the user on stderr what is not as expected."""
     if IS_MAIN:
-        print(f"train.py: {line}", file=sys.stderr, flush=True)
-
-
-def started_run() -> Path:
-    """The run directory that the first process of several has made."""
-    if "GPT_RUN_DIR" not in os.environ:
-        raise UserError("start with python train.py, not with a launcher of your own: it starts the other processes")
-    return Path(os.environ["GPT_RUN_DIR"])
-
-
-ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
+        write_line(f"train.py: {line}", sys.stderr)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -89,60 +77,80 @@ def run(composed: DictConfig, overrides: list[str], model_name: str) -> None:
         )
     if config.resume:
         resume(config.resume)
+    elif not IS_MAIN:
+        begin(configuration.read(started_run() / "config.yaml"), started_run())
+    elif config.init_from:
+        given = [o for o in overrides if re.match(r"\+*(model|tokenizer)\b", o) and "model.dropout=" not in o]
+        if given:
+            raise UserError(f"{given[0]} does not go with init_from, which brings its own model and tokenizer")
+        begin(config, None, f"{config.data.name}-tuned")
     else:
-        start(config, model_name)
-
-
-def start(config: Config, model_name: str) -> None:
-    """Begin a new run."""
-    if not IS_MAIN:
-        begin(stored_config(started_run()), started_run())
-        return
-    taken = Path(config.run_dir or "")
-    if config.run_dir and ((taken / "config.yaml").exists() or any(taken.glob("checkpoints/*.ckpt"))):
-        raise UserError(f"run_dir={config.run_dir} already holds a run: choose another, or continue it with resume=")
-    begin(config, None, f"{config.data.name}-{model_name}")
+        begin(config, None, f"{config.data.name}-{model_name}")
 
 
 def begin(config: Config, run_dir: Path | None, name: str = "") -> None:
     """Train from the first step, in a directory of this run's own or in that of a run that never got far."""
+    if run_dir is None and config.run_dir:
+        runs.require_empty(Path(config.run_dir))
     weights, given = None, None
     if config.init_from:
         config, weights, given = initial_weights(config)
+        config.require_whole_windows()
     automatic = config.trainer.micro_batch_size == "auto"
     config = decide_hardware(config)
-    shards = prepare(config.data, config.tokenizer, config.model.context_length, cache(config), given, say)
+    shards = load_shards(config, given)
 
     from gpt.lit import make_plan
 
     config, plan = make_plan(config, shards, automatic, say)
-    run_dir = run_dir or make_run_dir(config, name)
+    run_dir = run_dir or runs.make(config.run_dir, name, configuration.to_yaml(config))
     fit(config, plan, shards, run_dir, weights=weights)
 
 
 def resume(path: str) -> None:
-    """Continue a run from its newest checkpoint, as it was configured."""
-    run_dir = checkpoint.run_directory(path)
-    lock(run_dir)
+    """Continue a run from its newest checkpoint, or from the one that is named, as it was configured."""
+    run_dir = runs.directory(path)
+    if IS_MAIN:
+        runs.lock(run_dir)
     found = checkpoint.load_newest(run_dir, warn) if Path(path).is_dir() else (Path(path), checkpoint.load(Path(path)))
     if found is None:
         say(f"{run_dir} has no checkpoint yet: beginning at its first step")
-        begin(stored_config(run_dir), run_dir)
+        begin(configuration.read(run_dir / "config.yaml"), run_dir)
         return
     file, payload = found
+    if missing := [key for key in ("plan", "step", "corpus", "threads", "versions") if key not in payload]:
+        raise UserError(f"{file}: cannot be continued, for it has no {missing[0]!r}; start anew with init_from={file}")
     config = validate(payload["config"])
+    choose_device(config.trainer.device)  # says so where this machine has none
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
-    shards = prepare(config.data, config.tokenizer, config.model.context_length, cache(config), given, say)
+    shards = load_shards(config, given)
     refuse_change(file, payload, shards)
 
     from gpt.lit import Plan
 
-    plan = Plan(**payload["plan"])
-    if payload["step"] >= plan.total_steps:
+    plan, step, threads = Plan(**payload["plan"]), payload["step"], payload["threads"]
+    if step >= plan.total_steps:
         say(f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps")
         return
-    say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
-    fit(config, plan, shards, run_dir, file, threads=payload["threads"])
+    then, now = payload["versions"], checkpoint.versions()
+    if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
+        warn(f"perhaps not bit for bit what it would have been: other versions began it ({', '.join(changed)})")
+    say(f"continuing {run_dir} at step {step} of {plan.total_steps}")
+    del found, payload  # Lightning reads the file itself, and one copy in memory is enough
+    fit(config, plan, shards, run_dir, file, threads=threads)
+
+
+def load_shards(config: Config, given: Tokenizer | None) -> Shards:
+    """The prepared text; `given` is the tokenizer of a model to start from."""
+    cache = Path(config.data.cache) if config.data.cache else ROOT / "data" / "cache"
+    return prepare(config.data, config.tokenizer, config.model.context_length, cache, given, say)
+
+
+def started_run() -> Path:
+    """The run directory that the first process of several has made."""
+    if "GPT_RUN_DIR" not in os.environ:
+        raise UserError("start with python train.py, not with a launcher of your own: it starts the other processes")
+    return Path(os.environ["GPT_RUN_DIR"])
 
 
 def refuse_change(file: Path, payload: dict, shards: Shards) -> None:
@@ -163,19 +171,22 @@ def initial_weights(config: Config) -> tuple[Config, dict, Tokenizer]:
     if huggingface.is_directory(path):
         shape, weights = huggingface.load_directory(path)
         tokenizer = huggingface.its_tokenizer(path, shape)
-        model = {key: value for key, value in dataclasses.asdict(shape).items() if key != "vocab_size"}
     else:
-        payload = checkpoint.load(checkpoint.find(path))
-        weights, tokenizer = payload["state_dict"], Tokenizer.from_dict(payload["tokenizer"])
-        model = payload["config"]["model"]
+        model, tokenizer = checkpoint.build_model(checkpoint.load(checkpoint.find(path)))
+        shape, weights = model.config, model.state_dict()
     plain = to_plain(config)
-    plain["model"] = model | {"dropout": config.model.dropout}
+    plain["model"] = {key: value for key, value in dataclasses.asdict(shape).items() if key != "vocab_size"}
+    plain["model"]["dropout"] = config.model.dropout
+    plain["tokenizer"] = {"name": tokenizer.name}
+    if tokenizer.name == "bpe":
+        plain["tokenizer"]["vocab_size"] = tokenizer.vocab_size
     return validate(plain), weights, tokenizer
 
 
 def decide_hardware(config: Config) -> Config:
     """The configuration with what was `auto` decided for this machine."""
     device = choose_device(config.trainer.device)
+    require_devices(device, config.trainer.devices)
     window = config.model.context_length * config.trainer.devices
     micro_batch = config.trainer.micro_batch_size
     if micro_batch == "auto":
@@ -190,46 +201,6 @@ def decide_hardware(config: Config) -> Config:
         micro_batch_size=micro_batch,
     )
     return dataclasses.replace(config, trainer=trainer)
-
-
-def make_run_dir(config: Config, name: str) -> Path:
-    """A new directory that no other run has, with the resolved configuration in it."""
-    wanted = Path(config.run_dir) if config.run_dir else Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
-    run_dir, number = wanted, 2
-    while True:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=config.run_dir is not None)
-            break
-        except FileExistsError:
-            run_dir, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
-        except OSError as error:
-            raise UserError(f"run_dir={run_dir}: cannot be made ({error.strerror})") from None
-    lock(run_dir)
-    checkpoint.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_plain(config))))
-    return run_dir
-
-
-def stored_config(run_dir: Path) -> Config:
-    """The resolved configuration of a run."""
-    stored = OmegaConf.load(run_dir / "config.yaml")
-    assert isinstance(stored, DictConfig)
-    return validate(stored)
-
-
-def lock(run_dir: Path) -> None:
-    """Hold a run directory until this process ends, however it does; refuse one that another process holds."""
-    if not IS_MAIN:
-        return
-    file = (run_dir / ".lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise UserError(f"{run_dir}: process {file.read().strip()} is training in it: wait, or stop that one") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    _LOCKS.append(file)
 
 
 def fit(
@@ -254,16 +225,18 @@ def fit(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            key, size = "trainer.micro_batch_size", plan.micro_batch_size
-            if size == 1:
-                raise UserError(f"out of memory at {key}=1, the least: choose a smaller model or context") from None
-            plan = plan.with_smaller_micro_batch()
+            if plan.micro_batch_size == 1:
+                raise UserError(f"out of memory at {MICRO_BATCH}=1, the least: choose a smaller model") from None
+            size, plan = plan.micro_batch_size, plan.with_smaller_micro_batch()
             if not plan.automatic or config.trainer.devices > 1:
-                raise UserError(f"out of memory at {key}={size}: try {key}={plan.micro_batch_size}") from None
-            warn(f"out of memory at {key}={size}: going on with {plan.micro_batch_size} and as many tokens a step")
+                remedy = f"try {MICRO_BATCH}={plan.micro_batch_size}"
+                raise UserError(f"out of memory at {MICRO_BATCH}={size}: {remedy}") from None
+            smaller = f"going on with {plan.micro_batch_size} and as many tokens a step"
+            warn(f"out of memory at {MICRO_BATCH}={size}: {smaller}")
         release_memory()
         newest = checkpoint.load_newest(run_dir, warn)  # saved on the way out, unless it went wrong in an update
         file = newest[0] if newest else None
+        del newest
 
 
 def train(config: Config, plan: "Plan", shards: Shards, run_dir: Path, file: Path | None, weights: dict | None) -> None:
@@ -299,34 +272,28 @@ def train(config: Config, plan: "Plan", shards: Shards, run_dir: Path, file: Pat
         report(module, validation, run_dir)
 
 
-def report(module, validation, run_dir: Path) -> None:
+def report(module: "GPTModule", validation: "Validation", run_dir: Path) -> None:
     """The final figures, where the run is, and what to do with it."""
+    from gpt.evaluate import xz_bits_per_byte
+
     facts = validation.metrics(module, module.plan.total_steps)
-    manifest = module.shards.manifest["splits"]["validation"]
-    print(
+    shards = module.shards
+    text = shards.tokenizer.decode_bytes(shards.validation[shards.validation != shards.tokenizer.end_of_text].tolist())
+    say(
         f"trained {facts['steps']} steps, {facts['tokens']:,} tokens ({facts['epochs']:.2f} epochs) in "
         f"{facts['train_seconds']:.1f} s, {facts['tokens_per_second']:,.0f} tokens/s, "
         f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB at peak\n"
-        f"validation on {manifest['bytes']:,} bytes: {facts['val_loss']:.4f} nats per token, "
+        f"validation on {len(text):,} bytes: {facts['val_loss']:.4f} nats per token, "
         f"{facts['val_nats_per_byte']:.4f} nats per byte, {facts['val_bits_per_byte']:.4f} bits per byte "
-        f"(xz -9e: {xz_bits_per_byte(module.shards):.4f})"
+        f"(xz -9e: {xz_bits_per_byte(text):.4f})"
     )
     if validation.best_step != facts["steps"]:
-        print(f"validation was best at step {validation.best_step}; best.ckpt is the model of that step")
-    print(
+        say(f"validation was best at step {validation.best_step}; best.ckpt is the model of that step")
+    say(
         f"\nthe run:    {run_dir}\n"
         f'sample it:  python generate.py --checkpoint {run_dir} --prompt "{module.config.data.prompts[-1]}"\n'
         f"its curves: tensorboard --logdir {run_dir.parent}"
     )
-
-
-def xz_bits_per_byte(shards: Shards) -> float:
-    """What a strong general-purpose compressor makes of the validation text alone: a mark to beat."""
-    ids = shards.validation[shards.validation != shards.tokenizer.end_of_text]
-    text = shards.tokenizer.decode_bytes(ids.tolist())
-    # As xz does where it knows the size: a dictionary no larger than the text, which saves 700 MB for a small one.
-    method = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": max(4096, len(text))}
-    return 8 * len(lzma.compress(text, filters=[method])) / len(text)
 
 
 def main() -> None:
@@ -349,6 +316,8 @@ def describe(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is not known: choose from {', '.join(error.options)}"
+    if str(error).startswith("Config group override must be"):
+        return "a group takes the name of one of its files, such as model=mini"
     if unknown := re.match(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())

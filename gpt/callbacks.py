@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,9 +18,10 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from gpt.batches import validation_batches
-from gpt.checkpoint import link, load, save, sync, write_text
-from gpt.errors import NonFiniteError, UserError
+from gpt.checkpoint import load, save
+from gpt.errors import NonFiniteError, UserError, write_line
 from gpt.evaluate import Score, evaluate
+from gpt.files import link, sync, write_text
 from gpt.generation import Sampling, TextStream, generate
 from gpt.hardware import peak_memory_bytes
 from gpt.lit import GPTModule
@@ -91,7 +92,7 @@ class Curves(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         self._losses = self._losses.to(module.device) + module.step_loss
         self._num_losses += 1
-        if step % module.config.trainer.log_every != 0 and step != module.plan.total_steps:
+        if not module.plan.due(step, module.config.trainer.log_every):
             return
         self.loss = float(trainer.strategy.reduce(self._losses, reduce_op="mean")) / self._num_losses
         self._losses, self._num_losses = torch.zeros(()), 0
@@ -135,34 +136,43 @@ class Journal(Callback):
 
     def __init__(self, run_dir: Path, curves: Curves):
         self._run_dir, self._curves = run_dir, curves
-        self._sizes: dict[str, int] = {}
+        self._samples = run_dir / "samples.md"
+        self._sizes: dict = {
+            "samples": 0,
+            "events": [],
+        }  # of the event files in the order in which TensorBoard reads them
 
-    def _files(self) -> list[Path]:
-        return sorted([*self._run_dir.glob("events.out.tfevents.*"), *self._run_dir.glob("samples.md")])
+    def _events(self) -> list[Path]:
+        return sorted(self._run_dir.glob("events.out.tfevents.*"))
 
     def on_fit_start(self, trainer: Trainer, module) -> None:
         if not trainer.is_global_zero:
             return
-        for file in self._files():
-            if size := self._sizes.get(file.name, 0):
-                os.truncate(file, min(size, file.stat().st_size))
-            else:
-                file.unlink()
+        if self._samples.exists():
+            os.truncate(self._samples, min(self._sizes["samples"], self._samples.stat().st_size))
+        known = len(self._sizes["events"])
+        for file in self._events()[known:]:
+            file.unlink()
+        for file, size in zip(self._events(), self._sizes["events"], strict=False):
+            os.truncate(file, min(size, file.stat().st_size))
         # TensorBoard reads event files in the order of the seconds in their names: the next has to come last, even
-        # where the clock has been put back since.
-        events, now = sorted(self._run_dir.glob("events.out.tfevents.*")), int(time.time())
-        for age, file in enumerate(reversed(events), start=1):
-            prefix, seconds, rest = file.name.partition("tfevents.")[0], *file.name.split(".", 4)[3:]
-            if int(seconds) > now - age:
-                file.rename(file.with_name(f"{prefix}tfevents.{now - age:010d}.{rest}"))
+        # where the clock has been put back since. Oldest first, and in their order, so that a kill does no harm.
+        events, now = self._events(), int(time.time())
+        for i, file in enumerate(events):
+            seconds, rest = file.name.split(".", 4)[3:]
+            latest = now - (len(events) - i)
+            if int(seconds) > latest:
+                file.rename(file.with_name(f"events.out.tfevents.{latest:010d}.{rest}"))
 
     def state_dict(self) -> dict:
         if self._curves.writer is not None:
             self._curves.writer.flush()
-            for file in self._files():
+            grown = [file for file in [self._samples, *self._events()] if file.exists()]
+            for file in grown:
                 sync(file)
-                self._sizes[file.name] = file.stat().st_size
-        return dict(self._sizes)
+            sizes = {file: file.stat().st_size for file in grown}
+            self._sizes = {"samples": sizes.pop(self._samples, 0), "events": list(sizes.values())}
+        return self._sizes
 
     def load_state_dict(self, state: dict) -> None:
         self._sizes = state
@@ -173,12 +183,13 @@ class Validation(StepCallback):
 
     def __init__(self, run_dir: Path, clock: Clock, curves: Curves):
         self._run_dir, self._clock, self._curves = run_dir, clock, curves
-        self.best_loss, self.best_step = math.inf, 0
+        self.best_loss, self.best_step = math.inf, -1
         self.latest: Score | None = None
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        if step % module.config.trainer.validate_every != 0 and step != module.plan.total_steps:
+        if not module.plan.due(step, module.config.trainer.validate_every):
             return
+        module.require_finite_weights()
         with self._clock.paused():
             score = self.latest = self._evaluate(trainer, module)
             improved = score.nats_per_token < self.best_loss
@@ -186,8 +197,9 @@ class Validation(StepCallback):
                 self.best_loss, self.best_step = score.nats_per_token, step
             self._curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
             if trainer.is_global_zero:
-                self._write_samples(module, step)
-                self._draw_attention(module, step)
+                with torch.compiler.set_stance("force_eager"):  # lengths that vary are not worth compiling for
+                    self._write_samples(module, step)
+                    self._draw_attention(module, step)
                 write_text(self._run_dir / "metrics.json", json.dumps(self.metrics(module, step), indent=2) + "\n")
             if improved:
                 trainer.save_checkpoint(self._run_dir / "checkpoints/best.ckpt")
@@ -286,6 +298,7 @@ class LastCheckpoint(StepCallback):
 
     def on_train_start(self, trainer: Trainer, module) -> None:
         self._saved_at = time.monotonic()
+        self._saved_step = trainer.global_step or -1  # what was resumed from is on disk
         for number in self._handlers:  # once more: Lightning has put its own in their place
             signal.signal(number, self._on_signal)
 
@@ -293,18 +306,20 @@ class LastCheckpoint(StepCallback):
         if self._received:
             sys.exit(128 + number)
         self._received = number
-        print("\nstopping after this step (once more to stop at once)", file=sys.stderr, flush=True)
+        with suppress(OSError):  # not print, which must not be entered twice
+            os.write(2, b"\nstopping after this step (once more to stop at once)\n")
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        settings, done = module.config.trainer, step == module.plan.total_steps
+        settings = module.config.trainer
         late = time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes
         received = self._received
-        if trainer.world_size > 1:  # all processes have to do the same
-            late, received = trainer.strategy.broadcast((late, received))
-        if received and not done:
+        if trainer.world_size > 1:  # all processes have to do the same, and asking takes time
+            asks = module.plan.due(step, settings.log_every)
+            late, received = trainer.strategy.broadcast((late, received)) if asks else (False, 0)
+        if received and step < module.plan.total_steps:
             self.stopped_by = received
             trainer.should_stop = True
-        if done or late or self.stopped_by or step % settings.checkpoint_every == 0:
+        if late or self.stopped_by or module.plan.due(step, settings.checkpoint_every):
             with self._clock.paused():
                 self._save(trainer, module, step)
 
@@ -319,7 +334,7 @@ class LastCheckpoint(StepCallback):
         module.require_finite_weights()
         if trainer.is_global_zero and last.exists():
             link(last, previous)
-        if self._validation.best_step != step or step == 0:
+        if self._validation.best_step != step:
             trainer.save_checkpoint(last)
         elif trainer.is_global_zero:
             link(best, last)  # written a moment ago, with the same content
@@ -351,8 +366,8 @@ class Progress(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if not trainer.is_global_zero:
             return
-        validated = step % module.config.trainer.validate_every == 0 or step == module.plan.total_steps
-        logged = step % module.config.trainer.log_every == 0 or step == module.plan.total_steps
+        validated = module.plan.due(step, module.config.trainer.validate_every)
+        logged = module.plan.due(step, module.config.trainer.log_every)
         facts = f"loss {self._curves.loss:.3f}"
         if self._validation.latest:
             facts += f"  val {self._validation.latest.bits_per_byte:.3f} bits/byte"
@@ -362,7 +377,7 @@ class Progress(StepCallback):
                 self._bar.set_description_str(facts, refresh=False)
             self._bar.update()
         elif validated:
-            print(f"step {step}/{module.plan.total_steps}  {facts}", flush=True)
+            write_line(f"step {step}/{module.plan.total_steps}  {facts}", sys.stdout)
 
     def teardown(self, trainer: Trainer, module, stage: str) -> None:
         if self._bar is not None:

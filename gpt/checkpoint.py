@@ -5,17 +5,21 @@ with them come the configuration, the tokenizer, the optimizer's state, the step
 versions of what made it. It is read with `weights_only=True`, so that no file can run code.
 """
 
+import errno
 import os
+import platform
 import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpt.errors import UserError
+from gpt.files import sync
 from gpt.hardware import is_out_of_memory
 from gpt.model import GPT, GPTConfig
 from gpt.tokenizer import Tokenizer
@@ -29,7 +33,7 @@ FORMAT = 1  # raise it when an older program could not read what is written
 
 
 def save(payload: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint in the folder it belongs to, under another name, and rename it when it is safe on disk."""
+    """Write a checkpoint under another name in its folder, then rename it. Raises `UserError` on a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -52,35 +56,12 @@ def save(payload: dict[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def link(source: Path, target: Path) -> None:
-    """Let `target` name the same file as `source`, replacing what it named before, in one step."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, temporary)
-        sync(temporary)
-    os.replace(temporary, target)
-    temporary.unlink(missing_ok=True)  # where both were one file already, renaming has done nothing
-    sync(target.parent)
-
-
 def _size(payload: Any) -> int:
     """The bytes of all tensors in nested dictionaries and lists."""
     if isinstance(payload, torch.Tensor):
         return payload.nbytes
     parts = payload.values() if isinstance(payload, dict) else payload if isinstance(payload, list | tuple) else ()
     return sum(map(_size, parts))
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is safe on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -100,6 +81,8 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # zipfile, pickle and torch each have their own ways to fail on a foreign file
         if is_out_of_memory(error):
             raise
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE):
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, zipfile.BadZipFile):
             reason = "it is cut short or of another format"
@@ -154,7 +137,7 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
 
 
 def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer that a checkpoint holds."""
+    """The model and the tokenizer that a checkpoint holds; `UserError` where its parts do not fit."""
     try:
         tokenizer = Tokenizer.from_dict(payload["tokenizer"])
         model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **payload["config"]["model"]))
@@ -165,10 +148,10 @@ def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-def find(path: str | Path | None = None, prefer: str = "best", runs: Path = Path("runs")) -> Path:
-    """The checkpoint file that a path means: a file itself; of a run directory `prefer` or the other one.
+def find(path: str | Path | None = None, runs: Path = Path("runs")) -> Path:
+    """The checkpoint file that a path means: a file itself; of a run directory the best, or else the newest.
 
-    Without a path, the newest run below `runs` that has a checkpoint.
+    Without a path, the newest run below `runs` that has a checkpoint. `UserError` where there is none.
     """
     if path is None:
         found = [f for name in ("best", "last", "previous") for f in runs.glob(f"*/checkpoints/{name}.ckpt")]
@@ -177,9 +160,8 @@ def find(path: str | Path | None = None, prefer: str = "best", runs: Path = Path
         path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent
     path = Path(path)
     if path.is_dir():
-        order = [prefer, *(name for name in ("best", "last", "previous") if name != prefer)]
         folder = path if path.name == "checkpoints" else path / "checkpoints"
-        candidates = [folder / f"{name}.ckpt" for name in order]
+        candidates = [folder / f"{name}.ckpt" for name in ("best", "last", "previous")]
         existing = [file for file in candidates if file.is_file()]
         if not existing:
             raise UserError(f"{path}: a folder without checkpoints/best.ckpt or last.ckpt; give a run directory")
@@ -189,24 +171,10 @@ def find(path: str | Path | None = None, prefer: str = "best", runs: Path = Path
     return path
 
 
-def run_directory(path: str | Path) -> Path:
-    """The run directory that a path names: itself, its checkpoints folder, or a file in that."""
-    path = Path(path)
-    if path.is_file() or path.name == "checkpoints":
-        path = path.resolve().parent if path.name == "checkpoints" else path.resolve().parent.parent
-    if not (path / "config.yaml").is_file():
-        raise UserError(f"{path}: not a run directory (it has no config.yaml); give one of those below runs/")
-    return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file as a whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def versions() -> dict[str, str]:
+    """What a run depends on for its every bit."""
+    names = ("torch", "lightning", "tiktoken")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
 def git_commit(folder: Path) -> str | None:

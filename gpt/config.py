@@ -5,13 +5,15 @@ import difflib
 import re
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from gpt.corpus import DataConfig
-from gpt.errors import UserError
+from gpt.errors import UserError, require_choice
 from gpt.model import ModelConfig
 from gpt.optim import OptimConfig
 from gpt.tokenizer import TokenizerConfig
@@ -52,7 +54,7 @@ class TrainerConfig:
     device: str = "auto"  # auto, cpu, cuda or mps
     devices: int = 1  # how many of them
     precision: str = "auto"  # auto, fp32 or bf16
-    strategy: str = "auto"  # auto, or one of Lightning's: ddp, fsdp, ...
+    strategy: str = "auto"  # auto or ddp, which auto is with several devices
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: str = "auto"  # windows that go through the model at once; the rest accumulates
@@ -62,10 +64,11 @@ class TrainerConfig:
     checkpoint_minutes: float = 10.0  # and after this many minutes without one
 
     def __post_init__(self) -> None:
-        _choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
-        _choice("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
+        require_choice("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        require_choice("trainer.strategy", self.strategy, ("auto", "ddp"))
         self.compile = self.compile.lower()
-        _choice("trainer.compile", self.compile, ("auto", "true", "false"))
+        require_choice("trainer.compile", self.compile, ("auto", "true", "false"))
         for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
@@ -100,23 +103,23 @@ class Config:
             raise ValueError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
         if self.resume and self.init_from:
             raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
+        if not self.init_from:  # else the shape is not known before the model has been read
+            self.require_whole_windows()
+
+    def require_whole_windows(self) -> None:
+        """Raise `UserError` where a step is not a whole number of windows or of micro-batches on each device."""
         step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.devices
         if step % least != 0:
-            raise ValueError(
+            raise UserError(
                 f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
                 f"times trainer.devices={self.trainer.devices}: try {max(1, step // least) * least}"
             )
         windows = step // least
         if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:
-            raise ValueError(
+            raise UserError(
                 f"trainer.micro_batch_size={self.trainer.micro_batch_size} does not divide the {windows} windows of a "
                 "step on a device: choose a divisor, or auto"
             )
-
-
-def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
 
 
 def validate(composed: DictConfig | dict) -> Config:
@@ -138,6 +141,22 @@ def validate(composed: DictConfig | dict) -> Config:
         raise UserError(str(error)) from None
     assert isinstance(config, Config)
     return config
+
+
+def read(path: Path) -> Config:
+    """The resolved configuration of a run; `UserError` where the file holds none."""
+    try:
+        stored = OmegaConf.load(path)
+    except (OSError, YAMLError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(stored, DictConfig) or "model" not in stored:
+        raise UserError(f"{path}: holds no configuration of a run")
+    return validate(stored)
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as `read` reads it."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
 def to_plain(config: Config) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpt.errors import UserError
+from gpt.errors import UserError, require_choice
 from gpt.text import well_formed
 
 ENOUGH_DOCUMENTS = 20  # from this many on, validation takes whole documents
@@ -37,8 +37,7 @@ class DataConfig:
     prompts: list[str] = field(default_factory=lambda: [""])  # sampled through training; "" starts a document
 
     def __post_init__(self) -> None:
-        if self.name not in ("python_docs", "python_stdlib", "text"):
-            raise ValueError(f"data.name={self.name!r} is not known: choose from python_docs, python_stdlib, text")
+        require_choice("data.name", self.name, ("python_docs", "python_stdlib", "text"))
         if self.name == "text" and not self.path:
             raise ValueError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name != "text" and self.path:

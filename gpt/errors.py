@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 
 class UserError(ValueError):
@@ -14,6 +15,24 @@ class UserError(ValueError):
 
 class NonFiniteError(ArithmeticError):
     """Training has left the finite numbers: its message says where, and what is safe."""
+
+
+def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise `ValueError` where a value is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
+
+
+def write_line(line: str, stream: TextIO) -> None:
+    """Print a line at once; where its reader has gone, this one and all later ones go nowhere, and the work goes on."""
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:
+        _mute(stream)
+
+
+def _mute(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
 
 
 @contextlib.contextmanager
@@ -40,8 +59,7 @@ def command_line(program: str) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Python flushes stdout once more on its way out; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute(sys.stdout)
         sys.exit(0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -39,6 +39,13 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
+def require_devices(device: torch.device, count: int) -> None:
+    """Raise `UserError` where the machine has fewer such devices; a CPU counts as any number, for trying things out."""
+    there = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device.type, count)
+    if count > there:
+        raise UserError(f"trainer.devices={count} is more than this machine has: at most {there} of {device.type}")
+
+
 def choose_precision(name: str, device: torch.device) -> str:
     """`fp32` or `bf16`; for `auto`, bf16 where the device multiplies it in hardware, at least twice as fast."""
     if name != "auto":

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import platform
 import statistics
 import time
 import warnings
@@ -10,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-import lightning
 import numpy as np
-import tiktoken
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -22,7 +19,7 @@ from gpt import checkpoint
 from gpt.batches import train_batch
 from gpt.config import Config, parse_horizon, to_plain
 from gpt.errors import NonFiniteError
-from gpt.hardware import choose_precision
+from gpt.hardware import choose_precision, is_out_of_memory, release_memory
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
 from gpt.optim import build_optimizer, lr_factor, set_lr
@@ -38,6 +35,10 @@ class Plan:
     micro_batch_size: int  # on each device
     accumulation: int  # micro-batches of a step, on each device
     automatic: bool = False  # whether the micro-batch may be made smaller where memory does not suffice
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps, and at the horizon, happens after this one."""
+        return step % every == 0 or step == self.total_steps
 
     def with_smaller_micro_batch(self) -> "Plan":
         """The same steps in micro-batches of half the size, or of the next size below that divides a step."""
@@ -151,12 +152,7 @@ class GPTModule(LightningModule):
             "tokenizer": self.shards.tokenizer.to_dict(),
             "corpus": self.shards.manifest["key"],
             "git_commit": self.commit,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "lightning": lightning.__version__,
-                "tiktoken": tiktoken.__version__,
-            },
+            "versions": checkpoint.versions(),
             "threads": torch.get_num_threads(),
         }
 
@@ -196,7 +192,7 @@ def make_plan(config: Config, shards: Shards, automatic: bool, say: Callable[[st
     plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices), automatic)
     horizon = parse_horizon(config.horizon)
     if horizon.unit == "seconds":
-        seconds = seconds_per_step(config, plan, shards)
+        plan, seconds = measure(config, plan, shards)
         steps = max(1, round(horizon.amount / seconds))
         say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
         config = replace(config, horizon=f"{steps}steps")
@@ -205,6 +201,18 @@ def make_plan(config: Config, shards: Shards, automatic: bool, say: Callable[[st
         per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": len(shards.train) / per_step}[horizon.unit]
         steps = max(1, round(horizon.amount * per_unit))
     return config, replace(plan, total_steps=steps)
+
+
+def measure(config: Config, plan: Plan, shards: Shards) -> tuple[Plan, float]:
+    """`seconds_per_step`, with as small a micro-batch as memory asks for where the plan may choose it."""
+    while True:
+        try:
+            return plan, seconds_per_step(config, plan, shards)
+        except Exception as error:
+            if not is_out_of_memory(error) or not plan.automatic or plan.micro_batch_size == 1:
+                raise
+        release_memory()
+        plan = plan.with_smaller_micro_batch()
 
 
 def seconds_per_step(config: Config, plan: Plan, shards: Shards, at_most: float = 5.0) -> float:

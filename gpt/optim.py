@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from gpt.errors import require_choice
+
 # Odd polynomials a x + b x^3 + c x^5 that, one after the other, carry every singular value of a matrix towards 1 as
 # fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), for bfloat16.
 POLAR_EXPRESS = (
@@ -37,8 +39,8 @@ class OptimConfig:
     final_lr: float = 0.0  # where they end, as a share of the peak
 
     def __post_init__(self) -> None:
-        _one_of("optim.name", self.name, ("muon", "adamw"))
-        _one_of("optim.schedule", self.schedule, ("linear", "cosine", "constant"))
+        require_choice("optim.name", self.name, ("muon", "adamw"))
+        require_choice("optim.schedule", self.schedule, ("linear", "cosine", "constant"))
         for name in ("matrix_lr", "lr"):
             _within(f"optim.{name}", getattr(self, name), 0.0, 10.0, above=True)
         for name in ("matrix_weight_decay", "weight_decay", "clip", "warmup_steps"):
@@ -49,11 +51,6 @@ class OptimConfig:
             _within(f"optim.{name}", getattr(self, name), 0.0, 1.0)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
-
-
-def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
 
 
 def _within(key: str, value: float, low: float, high: float, above: bool = False) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from gpt.corpus import Corpus, DataConfig, Split, open_corpus
 from gpt.errors import UserError
+from gpt.files import write_text
 from gpt.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 
 FORMAT = 2  # of the folder; raise it when what is written for the same text changes
@@ -107,8 +108,8 @@ def _write_folder(
         _require_enough(counts["train"]["tokens"], counts["validation"]["tokens"], context_length)
         manifest = {"key": key, "corpus": corpus.name, "tokenizer": tokenizer.sha256, "splits": counts}
         manifest["dtype"] = _dtype(tokenizer).name
-        (temporary / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()), encoding="utf-8")
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        write_text(temporary / "tokenizer.json", json.dumps(tokenizer.to_dict()))
+        write_text(temporary / "manifest.json", json.dumps(manifest, indent=2))
         try:
             os.rename(temporary, folder)
         except OSError:
@@ -190,12 +191,16 @@ def open_shards(folder: Path) -> Shards:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
-        dtype = np.dtype(manifest["dtype"])
+        dtype = _dtype(tokenizer)
         sizes = {name: manifest["splits"][name]["tokens"] * dtype.itemsize for name in SPLITS}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder}: the manifest or the tokenizer cannot be read ({error}); {remedy}") from None
     if manifest["tokenizer"] != tokenizer.sha256:
         raise UserError(f"{folder}: the tokenizer is not the one that the manifest names; {remedy}")
+    if manifest.get("dtype") != dtype.name:
+        raise UserError(
+            f"{folder}: the ids are {manifest.get('dtype')!r} by the manifest and not {dtype.name}; {remedy}"
+        )
     arrays = {}
     for name in SPLITS:
         file = folder / f"{name}.bin"

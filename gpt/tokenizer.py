@@ -11,7 +11,7 @@ from importlib.resources import files
 import numpy as np
 import tiktoken
 
-from gpt.errors import UserError
+from gpt.errors import UserError, require_choice
 from gpt.text import well_formed
 
 END_OF_TEXT = "<|endoftext|>"
@@ -34,8 +34,7 @@ class TokenizerConfig:
     vocab_size: int = 1024
 
     def __post_init__(self) -> None:
-        if self.name not in ("bpe", "gpt2", "byte"):
-            raise ValueError(f"tokenizer.name={self.name!r} is not known: choose from bpe, gpt2, byte")
+        require_choice("tokenizer.name", self.name, ("bpe", "gpt2", "byte"))
         if self.name == "bpe" and not 257 <= self.vocab_size <= 1_000_000:
             raise ValueError(
                 f"tokenizer.vocab_size={self.vocab_size} is out of range: it must be at least 257 (every byte and "

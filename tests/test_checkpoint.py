@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpt.checkpoint import FORMAT, build_model, find, git_commit, link, load, save
+from gpt.checkpoint import FORMAT, build_model, find, git_commit, load, save
 from gpt.config import Config, TrainerConfig
 from gpt.errors import UserError
+from gpt.files import link
 from gpt.lit import GPTModule, Plan
 from gpt.model import GPT, GPTConfig, ModelConfig
 from gpt.shards import Shards
@@ -398,26 +399,17 @@ def test_find_by_path(tmp_path):
     for name in ("best", "last", "previous"):
         file = run / "checkpoints" / f"{name}.ckpt"
         assert find(file) == find(str(file)) == file
-        assert find(run, prefer=name) == find(run / "checkpoints", prefer=name) == file
-    assert find(run) == run / "checkpoints/best.ckpt"
+    assert find(run) == find(run / "checkpoints") == run / "checkpoints/best.ckpt"
 
 
 @pytest.mark.parametrize(
-    ("there", "prefer", "expected"),
-    [
-        (["best", "last"], "best", "best"),
-        (["best", "last"], "last", "last"),
-        (["best", "last"], "previous", "best"),
-        (["last", "previous"], "best", "last"),
-        (["best", "previous"], "last", "best"),
-        (["previous"], "best", "previous"),
-        (["previous"], "last", "previous"),
-    ],
+    ("there", "expected"),
+    [(["best", "last"], "best"), (["last", "previous"], "last"), (["best", "previous"], "best"), (["previous"],) * 2],
 )
-def test_find_order(tmp_path, there, prefer, expected):
-    """The preferred one, else best, last and previous in this order."""
-    run = make_run(tmp_path, "run", *there)
-    assert find(run, prefer) == run / f"checkpoints/{expected}.ckpt"
+def test_find_order(tmp_path, there, expected):
+    """The best, else the last, else the one before."""
+    run, expected = make_run(tmp_path, "run", *there), "".join(expected)
+    assert find(run) == run / f"checkpoints/{expected}.ckpt"
 
 
 def test_find_the_newest_run(tmp_path):
@@ -430,7 +422,6 @@ def test_find_the_newest_run(tmp_path):
     last.touch()
     os.utime(last, (1_000_000_000 - 3,) * 2)
     assert find(runs=tmp_path) == newest / "checkpoints/best.ckpt"
-    assert find(prefer="last", runs=tmp_path) == last
 
 
 @pytest.mark.parametrize("runs", ["", "nowhere"])

@@ -436,8 +436,11 @@ DAMAGE = {
     "manifest of another kind": (lambda folder: (folder / "manifest.json").write_text("[7]"), UNREADABLE),
     "no counts": (lambda folder: edit_manifest(folder, splits={}), UNREADABLE),
     "counts of another kind": (lambda folder: edit_manifest(folder, splits=[1]), UNREADABLE),
-    "unknown type": (lambda folder: edit_manifest(folder, dtype="uint17"), UNREADABLE),
-    "another type": (lambda folder: edit_manifest(folder, dtype="uint32"), r"train\.bin: \d+ bytes where"),
+    "unknown type": (lambda folder: edit_manifest(folder, dtype="uint17"), "the ids are 'uint17' by the manifest"),
+    "another type": (
+        lambda folder: edit_manifest(folder, dtype="uint32"),
+        "the ids are 'uint32' by the manifest and not uint16",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), UNREADABLE),
     "half a tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 101), UNREADABLE),
     "tampered tokenizer": (

@@ -201,6 +201,7 @@ def test_start_from_a_run(run, settings, tmp_path):
     """Fine-tuning takes the other run's weights, shape and tokenizer, and begins where it ended."""
     run_dir = tmp_path / "tuned"
     tiny_steps = ["optim.lr=1e-9", "optim.matrix_lr=1e-9", "trainer.log_every=1", "horizon=1steps"]
+    settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
     done = train(*settings, f"init_from={run[0]}", *tiny_steps, f"run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["tokenizer"]["name"] == "bpe"
@@ -213,6 +214,7 @@ def test_start_from_hugging_face(settings, tmp_path):
     torch.manual_seed(29)
     theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=1, n_head=2, n_positions=16))
     theirs.save_pretrained(tmp_path / "theirs")
+    settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
     arguments = [*settings, f"init_from={tmp_path / 'theirs'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     done = train(*arguments)
     assert done.returncode == 0, done.stderr
@@ -294,6 +296,8 @@ def refuse(monkeypatch, capsys, tmp_path):
         ("tokenizer.vocab_size=100", "tokenizer.vocab_size=100 is out of range"),
         ("init_from=/nowhere", "/nowhere: there is no such checkpoint or run directory"),
         ("resume=/nowhere", "/nowhere: not a run directory"),
+        ("trainer.strategy=nope", "trainer.strategy='nope' is not known: choose from auto, ddp"),
+        ("model=3", "a group takes the name of one of its files, such as model=mini"),
     ],
 )
 def test_mistaken_argument(refuse, argument, words):
@@ -354,3 +358,47 @@ def test_imports_point_one_way():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_directory_with_other_things(refuse, tmp_path, monkeypatch):
+    """A directory that holds anything of the user's is left alone, and a file is no directory."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/samples.md").write_text("mine")
+    cache = f"data.cache={tmp_path / 'cache'}"
+    assert "is not empty" in refuse(f"run_dir={tmp_path / 'mine'}", cache)
+    assert (tmp_path / "mine/samples.md").read_text() == "mine"
+
+
+def test_model_keys_do_not_go_with_init_from(refuse, run):
+    """The model comes from what one starts from: a wish for another shape is not passed over in silence."""
+    assert "model.num_layers=5 does not go with init_from" in refuse(f"init_from={run[0]}", "model.num_layers=5")
+
+
+def test_weights_that_an_update_has_spoilt(settings, tmp_path):
+    """They end the run with code 3 before they are validated, sampled or saved."""
+    spoilt = ["optim.matrix_weight_decay=1e41", "trainer.validate_every=1", f"run_dir={tmp_path / 'run'}"]
+    done = train(*settings, "horizon=9steps", *spoilt)
+    assert done.returncode == 3
+    assert re.match(r"train.py: step \d: the (update|gradient)", done.stderr)
+    for file in tmp_path.glob("run/checkpoints/*.ckpt"):
+        assert all(p.isfinite().all() for p in checkpoint.load(file)["state_dict"].values())
+
+
+def test_training_outlives_its_reader(settings, tmp_path):
+    """With its output piped to a program that has gone, a training goes on to its end."""
+    words = " ".join(f"'{argument}'" for argument in [*settings, "horizon=9steps", f"run_dir={tmp_path / 'run'}"])
+    done = subprocess.run(
+        f"{sys.executable} train.py {words} | head -c 3; echo ${{PIPESTATUS[0]}}",
+        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, executable="/bin/bash",
+    )  # fmt: skip
+    assert done.stdout.endswith("0\n")
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == 9
+
+
+def test_saved_by_the_minute(settings, tmp_path):
+    """However many steps a checkpoint is apart, a minute's work at most is lost: here 60 ms."""
+    rare = ["trainer.checkpoint_every=1000", "trainer.validate_every=1000", "trainer.checkpoint_minutes=0.001"]
+    done = train(*settings, *rare, "horizon=60steps", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert 0 < checkpoint.load(tmp_path / "run/checkpoints/previous.ckpt")["step"] < 60
