@@ -35,7 +35,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     text.add_argument("--max-new-tokens", metavar="N", type=int, default=300)
     text.add_argument("--num-samples", metavar="N", type=int, default=1)
     text.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
-    text.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text; default: a new one")
+    text.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        help="the same gives the same text; default: a new one",
+    )
     text.add_argument("--slide", metavar="N", type=int, default=1, help="past the context, move on by N tokens: "
                       "1 sees the most, more is faster (default: 1)")  # fmt: skip
     text.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -105,6 +110,8 @@ def main(arguments: list[str] | None = None) -> None:
         model.load_state_dict(weights)
     else:
         path = checkpoint.find(args.checkpoint)
+        if args.checkpoint is None and sys.stderr.isatty():
+            print(f"generate.py: sampling from {path}", file=sys.stderr)
         model, tokenizer = checkpoint.build_model(checkpoint.load(path))
     bf16 = args.precision == "bf16" or (args.precision == "auto" and device.type == "cuda")
     model.to(device, torch.bfloat16 if bf16 else torch.float32)

@@ -75,6 +75,8 @@ def run(composed: DictConfig, overrides: list[str], model_name: str) -> None:
             f"resume continues a run as it was configured, and {others[0]} would change it: "
             f"start a new run from its weights with init_from={config.resume}"
         )
+    if "experiment=finetune" in overrides and not config.init_from:
+        raise UserError("experiment=finetune is for weights that have learnt already: name them with init_from=PATH")
     if config.resume:
         resume(config.resume)
     elif not IS_MAIN:
@@ -130,7 +132,8 @@ def resume(path: str) -> None:
 
     plan, step, threads = Plan(**payload["plan"]), payload["step"], payload["threads"]
     if step >= plan.total_steps:
-        say(f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps")
+        done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
+        say(f"{done}; init_from={run_dir} starts a new run from it")
         return
     then, now = payload["versions"], checkpoint.versions()
     if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
@@ -310,12 +313,13 @@ def main() -> None:
 def describe(error: Exception) -> str:
     """One line for what Hydra says in several."""
     if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override!r} is not key=value; a value with = or spaces in it needs quotes inside quotes: 'k=\"v\"'"
-        )
+        key, equals, value = str(error.override).partition("=")
+        remedy = f"; to give the value as it stands, use quotes inside quotes: '{key}=\"{value}\"'" if equals else ""
+        return f"{error.override!r} is not key=value as Hydra reads it{remedy}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} is not known: choose from {', '.join(error.options)}"
+        own = "; for a text of your own say data=text data.path=FILE" if group.startswith("data") else ""
+        return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"
     if unknown := re.match(r"Could not override '([^']+)'", str(error)):

@@ -14,7 +14,8 @@ def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor | None = None)
     """softmax(Q K^T / sqrt(d_k)): how much each query attends to each key.
 
     Shapes: queries (..., T, d_k), keys (..., S, d_k), mask bool, broadcastable to (..., T, S), True where blocked.
-    Returns (..., T, S); every row sums to one and blocked entries are exactly zero.
+    Returns (..., T, S); every row sums to one and blocked entries are exactly zero (a
+    row that is blocked whole is nan).
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
     # Scaling the queries is the same product as scaling the scores, on D numbers a token instead of S.
@@ -107,6 +108,9 @@ class MultiHeadAttention(nn.Module):
         """Attend from every token of x (B, T, d_in) to itself and to earlier ones, those in the cache included."""
         queries, keys, values = self._project(x)
         seen = 0 if cache is None else cache.length
+        if seen + x.shape[1] > len(self.mask):
+            total = seen + x.shape[1]
+            raise ValueError(f"{total} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
         if cache is not None:
             keys, values = cache.append(keys, values)
         context = self._attend(queries, keys, values, seen)  # (B, H, T, D)
@@ -121,7 +125,7 @@ class MultiHeadAttention(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
         qkv = self.W_qkv(x).view(B, T, 3, self.num_heads, -1)  # (B, T, 3C) -> (B, T, 3, H, D)
-        queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
         return queries, keys, values
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:

@@ -145,7 +145,7 @@ def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
     except (KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"the checkpoint's tokenizer, configuration and weights do not fit ({reason})") from None
-    return model, tokenizer
+    return model.eval(), tokenizer
 
 
 def find(path: str | Path | None = None, runs: Path = Path("runs")) -> Path:

@@ -127,3 +127,13 @@ def test_every_file_is_in_the_map():
         assert file.name == "__init__.py" or f"[gpt/{file.name}](gpt/{file.name})" in README, file.name
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_python_snippet(house):
+    """It runs as it stands and prints the shapes that it says."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    (house / "snippet.py").write_text(adapted(snippet))
+    printed = run(house, "python snippet.py").splitlines()
+    assert re.fullmatch(r"torch.Size\(\[1, (\d+), \d+\]\)", printed[0])
+    tokens = re.search(r", (\d+),", printed[0])[1]
+    assert printed[1] == f"torch.Size([1, 1, 2, {tokens}, {tokens}])"
