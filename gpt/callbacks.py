@@ -368,11 +368,12 @@ class Progress(StepCallback):
             return
         validated = module.plan.due(step, module.config.trainer.validate_every)
         logged = module.plan.due(step, module.config.trainer.log_every)
-        facts = ""
-        if not math.isnan(self._curves.loss):  # else none is known yet
-            facts = f"loss {self._curves.loss:.3f}  {self._curves.tokens_per_second:,.0f} tokens/s"
+        known = not math.isnan(self._curves.loss)  # from the first log on
+        facts = f"loss {self._curves.loss:.3f}" if known else ""
         if self._validation.latest:
             facts += f"  val {self._validation.latest.bits_per_byte:.3f} bits/byte"
+        if known:
+            facts += f"  {self._curves.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             if logged:
                 self._bar.set_description_str(facts, refresh=False)

@@ -129,7 +129,7 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
         if damaged:
             raise UserError(f"{damaged[0]}; and no other checkpoint of the run can be read")
         return None
-    newest = max(good, key=lambda found: found[1]["step"])
+    newest = max(good, key=lambda found: found[1].get("step", -1))
     if newest[0].name != "last.ckpt":
         problem = damaged[0] if damaged else f"{run_dir}/checkpoints/last.ckpt is missing"
         warn(f"{problem}; going on from {newest[0].name} of step {newest[1]['step']}")

@@ -2,6 +2,7 @@
 
 import ast
 import bz2
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -170,18 +171,15 @@ def _looks_like_text(file: Path) -> bool:
     return bool(beginning) and 0 not in beginning
 
 
-class _explain_missing:
+@contextlib.contextmanager
+def _explain_missing(file: Path) -> Iterator[None]:
     """Turn a file that cannot be opened or read into one line."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-            raise UserError(f"{self.file}: cannot be read ({error.strerror or error})") from None
+    try:
+        yield
+    except gzip.BadGzipFile:
+        raise
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
 # --- the standard library of the running interpreter: always at hand, and English ---
