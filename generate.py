@@ -97,7 +97,6 @@ def main(arguments: list[str] | None = None) -> None:
     from gpt import checkpoint, huggingface
     from gpt.generation import Sampling, TextStream, generate
     from gpt.hardware import choose_device
-    from gpt.model import GPT
     from gpt.text import well_formed
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
@@ -105,9 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     prompt = None if args.interactive else read_prompt(args)
     path = Path(args.checkpoint or "")
     if args.checkpoint is not None and huggingface.is_directory(path):
-        config, weights = huggingface.load_directory(path)
-        model, tokenizer = GPT(config), huggingface.its_tokenizer(path, config)
-        model.load_state_dict(weights)
+        model, tokenizer = huggingface.build_model(path)
     else:
         path = checkpoint.find(args.checkpoint)
         if args.checkpoint is None and sys.stderr.isatty():

@@ -172,18 +172,16 @@ def initial_weights(config: Config) -> tuple[Config, dict, Tokenizer]:
     """The weights of `init_from` with their tokenizer, and the configuration with their model's shape."""
     path = Path(config.init_from or "")
     if huggingface.is_directory(path):
-        shape, weights = huggingface.load_directory(path)
-        tokenizer = huggingface.its_tokenizer(path, shape)
+        model, tokenizer = huggingface.build_model(path)
     else:
         model, tokenizer = checkpoint.build_model(checkpoint.load(checkpoint.find(path)))
-        shape, weights = model.config, model.state_dict()
     plain = to_plain(config)
-    plain["model"] = {key: value for key, value in dataclasses.asdict(shape).items() if key != "vocab_size"}
+    plain["model"] = {key: value for key, value in dataclasses.asdict(model.config).items() if key != "vocab_size"}
     plain["model"]["dropout"] = config.model.dropout
     plain["tokenizer"] = {"name": tokenizer.name}
     if tokenizer.name == "bpe":
         plain["tokenizer"]["vocab_size"] = tokenizer.vocab_size
-    return validate(plain), weights, tokenizer
+    return validate(plain), model.state_dict(), tokenizer
 
 
 def decide_hardware(config: Config) -> Config:

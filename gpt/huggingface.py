@@ -82,12 +82,15 @@ def is_directory(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def its_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
-    """GPT-2's tokenizer, where the model has its vocabulary."""
+def build_model(folder: Path) -> tuple[GPT, Tokenizer]:
+    """The model of a directory, with GPT-2's tokenizer; `UserError` where it has another vocabulary."""
+    config, weights = load_directory(folder)
     tokenizer = gpt2_tokenizer()
     if config.vocab_size != tokenizer.vocab_size:
         raise UserError(f"{folder}: a vocabulary of {config.vocab_size} tokens, and GPT-2's has {tokenizer.vocab_size}")
-    return tokenizer
+    model = GPT(config)
+    model.load_state_dict(weights)
+    return model.eval(), tokenizer
 
 
 def _read_config(stored: dict) -> GPTConfig:
