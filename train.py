@@ -18,6 +18,7 @@ from yaml import YAMLError
 from gpt import checkpoint, huggingface, runs
 from gpt import config as configuration
 from gpt.config import Config, to_plain, unknown_key, validate
+from gpt.corpus import pinned
 from gpt.errors import UserError, command_line, write_line
 from gpt.hardware import (
     choose_compile,
@@ -30,7 +31,8 @@ from gpt.hardware import (
     release_memory,
     require_devices,
 )
-from gpt.shards import Shards, prepare
+from gpt.prepare import prepare
+from gpt.shards import Corpora
 from gpt.tokenizer import Tokenizer
 
 # Lightning takes seconds to import: lit.py and callbacks.py wait until the configuration has proved right.
@@ -100,13 +102,14 @@ def begin(config: Config, run_dir: Path | None, name: str = "") -> None:
         config.require_whole_windows()
     automatic = config.trainer.micro_batch_size == "auto"
     config = decide_hardware(config)
-    shards = load_shards(config, given)
+    config = dataclasses.replace(config, data=pinned(config.data, cache_folder(config)))
+    corpora = load_corpora(config, given)
 
     from gpt.lit import make_plan
 
-    config, plan = make_plan(config, shards, automatic, say)
+    config, plan = make_plan(config, corpora, automatic, say)
     run_dir = run_dir or runs.make(config.run_dir, name, configuration.to_yaml(config))
-    fit(config, plan, shards, run_dir, weights=weights)
+    fit(config, plan, corpora, run_dir, weights=weights)
 
 
 def resume(path: str) -> None:
@@ -125,8 +128,8 @@ def resume(path: str) -> None:
     config = validate(payload["config"])
     choose_device(config.trainer.device)  # says so where this machine has none
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
-    shards = load_shards(config, given)
-    refuse_change(file, payload, shards)
+    corpora = load_corpora(config, given)
+    refuse_change(file, payload, corpora)
 
     from gpt.lit import Plan
 
@@ -140,13 +143,17 @@ def resume(path: str) -> None:
         warn(f"perhaps not bit for bit what it would have been: other versions began it ({', '.join(changed)})")
     say(f"continuing {run_dir} at step {step} of {plan.total_steps}")
     del found, payload  # Lightning reads the file itself, and one copy in memory is enough
-    fit(config, plan, shards, run_dir, file, threads=threads)
+    fit(config, plan, corpora, run_dir, file, threads=threads)
 
 
-def load_shards(config: Config, given: Tokenizer | None) -> Shards:
+def load_corpora(config: Config, given: Tokenizer | None) -> Corpora:
     """The prepared text; `given` is the tokenizer of a model to start from."""
-    cache = Path(config.data.cache) if config.data.cache else ROOT / "data" / "cache"
-    return prepare(config.data, config.tokenizer, config.model.context_length, cache, given, say)
+    return prepare(config.data, config.tokenizer, config.model.context_length, cache_folder(config), given, say)
+
+
+def cache_folder(config: Config) -> Path:
+    """Where prepared text is kept."""
+    return Path(config.data.cache) if config.data.cache else ROOT / "data" / "cache"
 
 
 def started_run() -> Path:
@@ -156,10 +163,10 @@ def started_run() -> Path:
     return Path(os.environ["GPT_RUN_DIR"])
 
 
-def refuse_change(file: Path, payload: dict, shards: Shards) -> None:
+def refuse_change(file: Path, payload: dict, corpora: Corpora) -> None:
     """Raise `UserError` where the text or its tokens are no longer what the run began with."""
     stored = payload["corpus"] | {"tokenizer's hash": payload["tokenizer"]["sha256"]}
-    present = shards.manifest["key"] | {"tokenizer's hash": shards.tokenizer.sha256}
+    present = corpora.key | {"tokenizer's hash": corpora.tokenizer.sha256}
     for key in stored:
         if stored[key] != present.get(key):
             raise UserError(
@@ -207,7 +214,7 @@ def decide_hardware(config: Config) -> Config:
 def fit(
     config: Config,
     plan: "Plan",
-    shards: Shards,
+    corpora: Corpora,
     run_dir: Path,
     file: Path | None = None,
     weights: dict | None = None,
@@ -221,7 +228,7 @@ def fit(
     os.environ["GPT_RUN_DIR"] = str(run_dir)
     while True:
         try:
-            train(config, plan, shards, run_dir, file, weights)
+            train(config, plan, corpora, run_dir, file, weights)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -240,14 +247,16 @@ def fit(
         del newest
 
 
-def train(config: Config, plan: "Plan", shards: Shards, run_dir: Path, file: Path | None, weights: dict | None) -> None:
+def train(
+    config: Config, plan: "Plan", corpora: Corpora, run_dir: Path, file: Path | None, weights: dict | None
+) -> None:
     """Train to the horizon or to a signal, and say what came of it."""
     import torch
 
     from gpt.callbacks import CheckpointFiles, Clock, Curves, Journal, LastCheckpoint, Progress, Validation
     from gpt.lit import GPTData, GPTModule, build_trainer
 
-    module = GPTModule(config, plan, shards, checkpoint.git_commit(ROOT))
+    module = GPTModule(config, plan, corpora, checkpoint.git_commit(ROOT))
     if weights is not None:
         module.load_state_dict(weights)
     device = torch.device(config.trainer.device)
@@ -275,11 +284,14 @@ def train(config: Config, plan: "Plan", shards: Shards, run_dir: Path, file: Pat
 
 def report(module: "GPTModule", validation: "Validation", run_dir: Path) -> None:
     """The final figures, where the run is, and what to do with it."""
+    import numpy as np
+
     from gpt.evaluate import xz_bits_per_byte
 
     facts = validation.metrics(module, module.plan.total_steps)
-    shards = module.shards
-    text = shards.tokenizer.decode_bytes(shards.validation[shards.validation != shards.tokenizer.end_of_text].tolist())
+    tokenizer = module.corpora.tokenizer
+    ids = np.concatenate([source.validation[:] for source in module.corpora.sources])
+    text = tokenizer.decode_bytes(ids[ids != tokenizer.end_of_text].tolist())
     say(
         f"trained {facts['steps']} steps, {facts['tokens']:,} tokens ({facts['epochs']:.2f} epochs) in "
         f"{facts['train_seconds']:.1f} s, {facts['tokens_per_second']:,.0f} tokens/s, "
@@ -288,6 +300,8 @@ def report(module: "GPTModule", validation: "Validation", run_dir: Path) -> None
         f"{facts['val_nats_per_byte']:.4f} nats per byte, {facts['val_bits_per_byte']:.4f} bits per byte "
         f"(xz -9e: {xz_bits_per_byte(text):.4f})"
     )
+    for name, figures in facts.get("mix", {}).items():
+        say(f"of it {name}: {figures['epochs']:.2f} epochs, {figures['val_bits_per_byte']:.4f} bits per byte")
     if validation.best_step != facts["steps"]:
         say(f"validation was best at step {validation.best_step}; best.ckpt is the model of that step")
     say(

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from gpt import callbacks, hardware, lit  # noqa: E402
 from gpt.config import validate  # noqa: E402
-from gpt.shards import prepare  # noqa: E402
+from gpt.prepare import prepare  # noqa: E402
 
 BLOCK = 10  # steps with, then as many without
 
@@ -99,9 +99,9 @@ def main() -> None:
     }
     config = validate(plain)
     hardware.keep_freed_memory()
-    shards = prepare(config.data, config.tokenizer, config.model.context_length, ROOT / "data/cache")
-    config, plan = lit.make_plan(config, shards, False, print)
-    module = Unguarded(config, plan, shards)
+    corpora = prepare(config.data, config.tokenizer, config.model.context_length, ROOT / "data/cache")
+    config, plan = lit.make_plan(config, corpora, False, print)
+    module = Unguarded(config, plan, corpora)
     with tempfile.TemporaryDirectory() as folder:
         run_dir, clock = Path(folder), callbacks.Clock()
         curves = callbacks.Curves(run_dir, clock, None)

@@ -5,27 +5,76 @@ and with the cuts at places of its own; both follow from the seed and the number
 first token, an end-of-text, as every document begins.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.loss import IGNORE
+from gpt.shards import Tokens
+
+Array = np.ndarray | Tokens
+SHARES = 1000  # windows of a mixture among which each corpus has exactly its share
 
 
-def train_batch(
-    tokens: np.ndarray, seed: int, first: int, batch_size: int, context_length: int
-) -> tuple[Tensor, Tensor]:
+def train_batch(tokens: Array, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each (B, T), of the windows number `first` to `first + batch_size` of the whole training.
 
     Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
     """
+    numbers = np.arange(first, first + batch_size, dtype=np.uint64)
+    return _pair(_windows(tokens, seed, numbers, context_length))
+
+
+def mixed_batch(
+    corpora: Sequence[Array], shares: Sequence[int], seed: int, first: int, batch_size: int, context_length: int
+) -> tuple[Tensor, Tensor]:
+    """As `train_batch`, of several corpora: of each `SHARES` windows, corpus i gives `shares[i]`, in a seeded order.
+
+    Each corpus has epochs of its own, in which it gives each of its windows once.
+    """
+    if len(corpora) == 1:
+        return train_batch(corpora[0], seed, first, batch_size, context_length)
+    numbers = np.arange(first, first + batch_size, dtype=np.uint64)
+    source, own = mixture_place(numbers, shares, seed)
+    block = np.empty((batch_size, context_length + 1), dtype=np.int64)
+    for i, tokens in enumerate(corpora):
+        here = source == i
+        if here.any():
+            block[here] = _windows(tokens, seed, own[here], context_length)
+    return _pair(block)
+
+
+def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which corpus gives each window of a mixture, and which of that corpus's windows it is.
+
+    The windows fall into blocks of `SHARES`; in each, a permutation of its own deals out the corpora's next ones.
+    """
+    block, place = np.divmod(numbers, np.uint64(SHARES))
+    slot = np.empty_like(place)
+    for b in np.unique(block):
+        of_block = block == b
+        slot[of_block] = permute(place[of_block], SHARES, _mix(np.uint64(seed) ^ np.uint64(0x313), b))
+    ends = np.cumsum(shares).astype(np.uint64)
+    source = np.searchsorted(ends, slot, side="right")
+    each = np.array(shares, dtype=np.uint64)[source]
+    return source, block * each + slot - (ends[source] - each)
+
+
+def windows_given(count: int, shares: Sequence[int], seed: int) -> list[int]:
+    """How many of the first `count` windows of a mixture each corpus gives."""
+    blocks, rest = divmod(count, SHARES)
+    source, _ = mixture_place(np.arange(count - rest, count, dtype=np.uint64), shares, seed)
+    return [blocks * share + int((source == i).sum()) for i, share in enumerate(shares)]
+
+
+def _windows(tokens: Array, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
+    """The windows of one corpus by their numbers: (B, T + 1) token ids."""
     n, T = len(tokens), context_length
-    assert n > T, "shards.prepare refuses a text this short"
+    assert n > T, "prepare refuses a text this short"
     per_epoch = n // T
-    number = np.arange(first, first + batch_size, dtype=np.uint64)
-    epoch, place = np.divmod(number, np.uint64(per_epoch))
+    epoch, place = np.divmod(numbers, np.uint64(per_epoch))
     window = np.empty_like(place)
     shift = np.empty_like(place)
     for e in np.unique(epoch):
@@ -34,11 +83,16 @@ def train_batch(
         shift[of_epoch] = _mix(np.uint64(seed) ^ np.uint64(0x5A17), e) % np.uint64(T) if e else 0
     start = window * np.uint64(T) + shift
     positions = (start[:, None] + np.arange(T + 1, dtype=np.uint64)) % np.uint64(n)
-    block = torch.from_numpy(tokens[positions].astype(np.int64))  # (B, T + 1)
-    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    return tokens[positions].astype(np.int64)
 
 
-def validation_batches(tokens: np.ndarray, batch_size: int, context_length: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _pair(block: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) ids as inputs and targets."""
+    ids = torch.from_numpy(block)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def validation_batches(tokens: Array, batch_size: int, context_length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets, each (up to B, T), that predict every token but the first exactly once.
 
     Windows do not overlap; where the last one is short its targets end in `IGNORE`.

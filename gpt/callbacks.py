@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from gpt.batches import validation_batches
+from gpt.batches import validation_batches, windows_given
 from gpt.checkpoint import load, save
 from gpt.errors import NonFiniteError, UserError, write_line
-from gpt.evaluate import Score, evaluate
+from gpt.evaluate import Score, evaluate, sum_of
 from gpt.files import link, sync, write_text
 from gpt.generation import Sampling, TextStream, generate
 from gpt.hardware import peak_memory_bytes
 from gpt.lit import GPTModule
+from gpt.shards import Shards
 
 SAMPLE_TOKENS = 120
 ATTENTION_TOKENS = 64
@@ -185,17 +186,21 @@ class Validation(StepCallback):
         self._run_dir, self._clock, self._curves = run_dir, clock, curves
         self.best_loss, self.best_step = math.inf, -1
         self.latest: Score | None = None
+        self._of_corpora: list[Score] = []
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if not module.plan.due(step, module.config.trainer.validate_every):
             return
         module.require_finite_weights()
         with self._clock.paused():
-            score = self.latest = self._evaluate(trainer, module)
+            self._of_corpora = [self._evaluate(trainer, module, source) for source in module.corpora.sources]
+            score = self.latest = sum_of(self._of_corpora)
             improved = score.nats_per_token < self.best_loss
             if improved:
                 self.best_loss, self.best_step = score.nats_per_token, step
             self._curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
+            for name, figures in self.mixture(module, step).items():
+                self._curves.write({f"{figure}/{name}": value for figure, value in figures.items()}, step)
             if trainer.is_global_zero:
                 with torch.compiler.set_stance("force_eager"):  # lengths that vary are not worth compiling for
                     self._write_samples(module, step)
@@ -204,12 +209,12 @@ class Validation(StepCallback):
             if improved:
                 trainer.save_checkpoint(self._run_dir / "checkpoints/best.ckpt")
 
-    def _evaluate(self, trainer: Trainer, module: GPTModule) -> Score:
+    def _evaluate(self, trainer: Trainer, module: GPTModule, source: Shards) -> Score:
         T = module.config.model.context_length
-        batches = validation_batches(module.shards.validation, max(1, 4096 // T), T)
+        batches = validation_batches(source.validation, max(1, 4096 // T), T)
         mine = (batch for i, batch in enumerate(batches) if i % trainer.world_size == trainer.global_rank)
         with trainer.precision_plugin.forward_context():
-            score = evaluate(module.model, mine, module.shards.manifest["splits"]["validation"]["bytes"])
+            score = evaluate(module.model, mine, source.manifest["splits"]["validation"]["bytes"])
         if trainer.world_size == 1:
             return score
         totals = torch.tensor([score.nats, score.tokens], dtype=torch.float64, device=module.device)
@@ -229,16 +234,30 @@ class Validation(StepCallback):
             "best_step": self.best_step,
             "steps": step,
             "tokens": tokens,
-            "epochs": tokens / len(module.shards.train),
+            "epochs": tokens / module.corpora.train_tokens,
             "train_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "parameters": module.model.num_parameters(),
             "peak_memory_bytes": peak_memory_bytes(module.device),
+        } | ({"mix": mixture} if (mixture := self.mixture(module, step)) else {})
+
+    def mixture(self, module: GPTModule, step: int) -> dict[str, dict[str, float]]:
+        """Of each corpus of a mixture, how often its text was seen and how well it is predicted; empty without one."""
+        corpora = module.corpora
+        if len(corpora.sources) == 1:
+            return {}
+        windows = windows_given(step * module.plan.windows_per_step, corpora.shares, module.config.seed)
+        T = module.config.model.context_length
+        return {
+            name: {"epochs": given * T / len(source.train), "val_bits_per_byte": score.bits_per_byte}
+            for name, given, source, score in zip(
+                corpora.names, windows, corpora.sources, self._of_corpora, strict=True
+            )
         }
 
     def _write_samples(self, module: GPTModule, step: int) -> None:
         """Continue the fixed prompts, with the same seed each time, so that only the model makes the difference."""
-        tokenizer, model = module.shards.tokenizer, module.model
+        tokenizer, model = module.corpora.tokenizer, module.model
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
         entries = []
         for prompt in module.config.data.prompts:
@@ -260,8 +279,9 @@ class Validation(StepCallback):
 
     def _draw_attention(self, module: GPTModule, step: int) -> None:
         """A picture for each layer, its heads side by side: rows attend to columns, the darker the more."""
-        T = min(ATTENTION_TOKENS, module.config.model.context_length, len(module.shards.validation))
-        idx = torch.from_numpy(module.shards.validation[:T].astype("int64"))[None].to(module.device)
+        text = module.corpora.sources[0].validation
+        T = min(ATTENTION_TOKENS, module.config.model.context_length, len(text))
+        idx = torch.from_numpy(text[:T].astype("int64"))[None].to(module.device)
         model = module.model.eval()
         maps = model.attention_maps(idx)[0].float().cpu()  # (L, H, T, T)
         model.train()

@@ -1,50 +1,95 @@
-"""Text in: the corpora as iterators of documents, and their split into training and validation."""
+"""Text in: which corpus, which files it is made of, and its documents in pieces of a bounded size."""
 
-import ast
-import bz2
 import contextlib
 import glob
-import gzip
 import hashlib
-import importlib
 import itertools
 import json
-import lzma
+import os
+import re
 import sys
-import sysconfig
-import tokenize
-import zlib
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from gpt import stdlib
+from gpt.download import fetch
 from gpt.errors import UserError, require_choice
-from gpt.text import well_formed
+from gpt.files import write_text
+from gpt.formats import explain_unreadable, looks_like_text, read_documents
+from gpt.hub import fetch_dataset, find_revision
+from gpt.text import cut
 
-ENOUGH_DOCUMENTS = 20  # from this many on, validation takes whole documents
-_OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__"}
+ONE_WORD = ("python_docs", "python_stdlib", "tinyshakespeare")  # corpora that need no more than their name
+NAMES = (*ONE_WORD, "text", "huggingface", "mix")
+TINY_SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+REMEMBERED = 1 << 20  # bytes: the hash of a file from this size on is kept with its time, so that it is read only once
 
 
 @dataclass
 class DataConfig:
     """Which text to train on, and what of it validates."""
 
-    name: str = "python_docs"  # python_docs, python_stdlib or text
-    path: str | None = None  # for text: a file, a folder or a glob
-    text_field: str = "text"  # for .jsonl: the key that holds the text
+    name: str = "python_docs"  # one of NAMES
+    path: Any = None  # text: a file, folder, glob or URL, or a list; mix: a list of those; huggingface: the data set
+    weights: list[float] = field(default_factory=list)  # for mix: of each of the paths
+    text_field: str = "text"  # for .jsonl, .parquet and data sets: the key or column that holds the text
+    errors: str = "strict"  # or replace: U+FFFD in place of what is not UTF-8
+    sha256: str | None = None  # for a URL: the hash that its file must have
+    subset: str | None = None  # for huggingface: the configuration of the data set
+    split: str = "train"  # for huggingface
+    revision: str | None = None  # for huggingface: the commit of the data set; by default the newest
+    max_bytes: int | None = None  # for huggingface: take no more text than this
     cache: str | None = None  # the folder of prepared text; by default data/cache
     validation_bytes: int = 1_000_000  # validation is a tenth of the text, at most this much
     prompts: list[str] = field(default_factory=lambda: [""])  # sampled through training; "" starts a document
 
     def __post_init__(self) -> None:
-        require_choice("data.name", self.name, ("python_docs", "python_stdlib", "text"))
-        if self.name == "text" and not self.path:
+        require_choice("data.name", self.name, NAMES)
+        require_choice("data.errors", self.errors, ("strict", "replace"))
+        if not all(
+            isinstance(p, str | int | float | None) for p in (self.path if isinstance(self.path, list) else [self.path])
+        ):
+            raise ValueError(f"data.path={self.path!r} is not a path, nor a list of paths")
+        if self.name == "text" and not self.paths:
             raise ValueError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
-        if self.name != "text" and self.path:
+        if self.name == "huggingface" and len(self.paths) != 1:
+            raise ValueError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
+        if self.name in ONE_WORD and self.paths:
             raise ValueError(f"data.path={self.path!r} is read only with data=text: add it, or leave the path out")
-        if self.validation_bytes < 1:
-            raise ValueError(f"data.validation_bytes={self.validation_bytes} is out of range: it must be at least 1")
+        if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):
+            raise ValueError("data=mix needs data.path='[python_docs, FILE]': two different corpora or more")
+        if len(self.weights) != (len(self.paths) if self.name == "mix" else 0):
+            raise ValueError(f"data.weights={self.weights} does not fit: it takes one for each data.path of data=mix")
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError(f"data.weights={self.weights} is out of range: each must be above 0")
+        if not 1 <= self.validation_bytes <= 10**9:
+            raise ValueError(
+                f"data.validation_bytes={self.validation_bytes} is out of range: it must be at least 1 and at most "
+                "1000000000"
+            )
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ValueError(f"data.max_bytes={self.max_bytes} is out of range: it must be at least 1")
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list."""
+        paths = self.path if isinstance(self.path, list) else [self.path]
+        return [str(path) for path in paths if path not in (None, "")]
+
+
+class Piece(NamedTuple):
+    """A piece of a document: of a short one all of it."""
+
+    text: str
+    begins: bool  # whether it is the document's first
+    ends: bool  # whether it is its last
 
 
 @dataclass(frozen=True)
@@ -56,41 +101,142 @@ class Corpus:
 
     name: str
     files: tuple[Path, ...]
-    read: Callable[[Path], Iterable[str]]
-    builtin: Callable[[], Iterable[str]] = tuple
+    read: Callable[[Path], Iterable[Iterable[str]]]
+    builtin: Callable[[], Iterable[Iterable[str]]] = tuple
     version: str = ""
 
     def documents(self) -> Iterator[str]:
         """Every document that is not empty, always in the same order."""
-        for file in self.files:
-            yield from filter(None, self.read(file))
-        yield from filter(None, self.builtin())
+        for blocks in itertools.chain.from_iterable(map(self._of_source, range(len(self.files) + 1))):
+            if document := "".join(blocks):
+                yield document
 
-    def sha256(self) -> str:
-        """The hash of all that decides the documents: cheap beside reading them, and never stale."""
+    def pieces(self, source: int = 0) -> Iterator[tuple[int, int, Piece]]:
+        """All text in order: (number of the file, number of the piece in it, piece), from file number `source` on."""
+        for number in range(source, len(self.files) + 1):
+            count = 0
+            for blocks in self._of_source(number):
+                texts = cut(blocks)
+                text, begins = next(texts, None), True
+                while text is not None:
+                    following = next(texts, None)
+                    yield number, count, Piece(text, begins, following is None)
+                    text, begins = following, False
+                    count += 1
+
+    def _of_source(self, number: int) -> Iterable[Iterable[str]]:
+        return self.read(self.files[number]) if number < len(self.files) else self.builtin()
+
+    def stamp(self) -> list[tuple[int, int]]:
+        """Size and time of change of each file: what is other once one of them has changed."""
+        return [(status.st_size, status.st_mtime_ns) for status in map(_status, self.files)]
+
+    def sha256(self, cache: Path) -> str:
+        """The hash of all that decides the documents: never stale, and not read again while a large file stands still.
+
+        The hashes of large files are remembered in `cache` beside their size and times.
+        """
+        memory = _HashMemory(cache / "hashes.json")
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
-        for file in self.files:
-            digest.update("".join(file.suffixes).encode("utf-8", "replace"))  # which say how it is read
-            with _explain_missing(file), file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        with ThreadPoolExecutor() as threads:
+            for file, file_digest in zip(self.files, threads.map(memory.sha256, self.files), strict=True):
+                digest.update(f"{''.join(file.suffixes)}\n{file_digest}\n".encode("utf-8", "replace"))
+        memory.save()
         return digest.hexdigest()
 
 
-def open_corpus(config: DataConfig) -> Corpus:
-    """The corpus that the configuration names. Raises `UserError` where there is nothing to read."""
-    if config.name == "text":
-        assert config.path is not None
-        files = find_text_files(config.path)
-        return Corpus("text", files, lambda file: read_text(file, config.text_field), version=config.text_field)
+def _status(file: Path) -> os.stat_result:
+    with explain_unreadable(file):
+        return file.stat()
+
+
+class _HashMemory:
+    """SHA-256 of files, with those of large ones kept from one process to the next.
+
+    A file whose size, inode and times of change are those of before is taken to be the same. One that has changed in
+    the last seconds is not kept: it could change again without showing.
+    """
+
+    def __init__(self, store: Path):
+        self._store = store
+        self._changed = False
+        try:
+            stored = json.loads(store.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            stored = {}
+        entries = stored.items() if isinstance(stored, dict) else ()
+        self._known = {name: entry for name, entry in entries if _is_remembered(entry)}
+
+    def sha256(self, file: Path) -> str:
+        with explain_unreadable(file), file.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+            settled = max(status.st_mtime, status.st_ctime) < time.time() - 2
+            name = str(file.resolve())
+            if status.st_size >= REMEMBERED and self._known.get(name, [None])[0] == stamp:
+                return self._known[name][1]
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if status.st_size >= REMEMBERED and settled:
+            self._known[name] = [stamp, digest]
+            self._changed = True
+        return digest
+
+    def save(self) -> None:
+        """Keep what is new; where the folder cannot be written, it will be computed again."""
+        if self._changed:
+            with contextlib.suppress(OSError):
+                self._store.parent.mkdir(parents=True, exist_ok=True)
+                write_text(self._store, json.dumps(self._known))
+
+
+def pinned(config: DataConfig, cache: Path) -> DataConfig:
+    """The configuration with the commit of a hub's data set in it, so that a run can continue on the same text."""
+    if config.name != "huggingface":
+        return config
+    return replace(config, revision=find_revision(config, cache / "downloads"))
+
+
+def _is_remembered(entry: object) -> bool:
+    """Whether an entry of the store is one of ours: a stamp and a hash."""
+    return isinstance(entry, list) and len(entry) == 2 and bool(re.fullmatch("[0-9a-f]{64}", str(entry[1])))
+
+
+def open_corpus(config: DataConfig, cache: Path, say: Callable[[str], None] = print) -> Corpus:
+    """The corpus that the configuration names, fetched where need be. `UserError` where there is nothing to read."""
     if config.name == "python_stdlib":
-        return Corpus("python_stdlib", standard_library(), read_source)
-    return Corpus("python_docs", standard_library(), read_docstrings, builtin_docs, version=sys.version)
+        return Corpus("python_stdlib", stdlib.files(), _each(stdlib.read_source))
+    if config.name == "python_docs":
+        builtin = _each(lambda _: stdlib.builtin_docs())
+        return Corpus(
+            "python_docs", stdlib.files(), _each(stdlib.read_docstrings), lambda: builtin(Path()), sys.version
+        )
+    downloads = cache / "downloads"
+    if config.name == "tinyshakespeare":
+        files: tuple[Path, ...] = (fetch(*TINY_SHAKESPEARE, downloads, say),)
+    elif config.name == "huggingface":
+        files = fetch_dataset(config, downloads, say)
+    else:
+        found: dict[Path, None] = {}  # each file once, in the order of the paths
+        for path in config.paths:
+            if re.match(r"https?://", path):
+                if config.sha256 is None:
+                    raise UserError(f"data.path={path!r} needs the hash of its file: data.sha256=")
+                found[fetch(path, config.sha256, downloads, say)] = None
+            else:
+                found |= dict.fromkeys(find_text_files(path, say))
+        files = tuple(found)
+
+    def read(file: Path) -> Iterator[Iterable[str]]:
+        return read_documents(file, "text" if config.name == "huggingface" else config.text_field, config.errors)
+
+    return Corpus(config.name, files, read, version=f"{config.text_field}\n{config.errors}")
 
 
-# --- the user's own text ---
+def _each(read: Callable[[Path], Iterable[str]]) -> Callable[[Path], Iterator[Iterable[str]]]:
+    return lambda file: ((document,) for document in read(file))
 
 
-def find_text_files(path: str) -> tuple[Path, ...]:
+def find_text_files(path: str, say: Callable[[str], None] = print) -> tuple[Path, ...]:
     """The files that `path` names: itself, every text file below a folder, or what a glob matches; in sorted order.
 
     In a folder, hidden, empty and binary files are passed over; a file that is named must be text.
@@ -106,8 +252,12 @@ def find_text_files(path: str) -> tuple[Path, ...]:
         return (root,)
     if root.is_dir():
         inside = (p for p in sorted(root.rglob("*")) if p.is_file())
-        found = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-        found = [p for p in found if p.suffix.lower() in _OPENERS or _looks_like_text(p)]
+        visible = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+        is_text = {p: looks_like_text(p) for p in visible}
+        found = [p for p in visible if is_text[p]]
+        if others := [p for p in visible if not is_text[p]]:
+            some = ", ".join(str(p.relative_to(root)) for p in others[:3]) + ", ..." * (len(others) > 3)
+            say(f"passing over {len(others)} of {len(visible)} files below {root}, empty or not text: {some}")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(root), recursive=True)) if Path(name).is_file()]
     if not found:
@@ -116,211 +266,3 @@ def find_text_files(path: str) -> tuple[Path, ...]:
         )
         raise UserError(f"data.path={path!r} is {what}: give the path of your text")
     return tuple(found)
-
-
-def read_text(file: Path, text_field: str = "text") -> Iterator[str]:
-    """The documents of a file: the text itself, or a document a line for .jsonl; .gz, .bz2 and .xz are unpacked."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    opener = _OPENERS.get(suffixes[-1]) if suffixes else None
-    with _explain_missing(file), (opener or open)(file, "rb") as stream:
-        try:
-            content = stream.read()
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-            raise UserError(
-                f"{file}: cannot be unpacked ({error}): the file is damaged or not what its name says"
-            ) from None
-    if not content:
-        raise UserError(f"{file}: the file is empty; give a file with text in it")
-    if 0 in content[:4096]:
-        raise UserError(f"{file}: a binary file (a zero byte at offset {content.index(0)}); give a text file in UTF-8")
-    try:
-        text = content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start}); "
-            "convert it first, for example with iconv -t utf-8"
-        ) from None
-    if (suffixes[-2] if opener and len(suffixes) > 1 else suffixes[-1] if suffixes else "") in (".jsonl", ".ndjson"):
-        yield from _json_lines(file, text, text_field)
-    else:
-        yield text
-
-
-def _json_lines(file: Path, text: str, text_field: str) -> Iterator[str]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", "beyond what can be read")
-            raise UserError(
-                f"{file}: line {number} is not JSON ({reason}); every line must be one JSON object"
-            ) from None
-        document = record.get(text_field) if isinstance(record, dict) else None
-        if not isinstance(document, str):
-            raise UserError(
-                f"{file}: line {number} has no text under {text_field!r}; name the key with data.text_field="
-            )
-        yield well_formed(document)
-
-
-def _looks_like_text(file: Path) -> bool:
-    with _explain_missing(file), file.open("rb") as stream:
-        beginning = stream.read(4096)
-    return bool(beginning) and 0 not in beginning
-
-
-@contextlib.contextmanager
-def _explain_missing(file: Path) -> Iterator[None]:
-    """Turn a file that cannot be opened or read into one line."""
-    try:
-        yield
-    except gzip.BadGzipFile:
-        raise
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-
-
-# --- the standard library of the running interpreter: always at hand, and English ---
-
-
-def standard_library() -> tuple[Path, ...]:
-    """Every module of the standard library as a source file, without its tests, in sorted order."""
-    root = Path(sysconfig.get_path("stdlib"))
-    found = tuple(p for p in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(p.relative_to(root).parts))
-    if not found:
-        raise UserError(f"{root} holds no Python sources, so this interpreter has no documentation: use data=text")
-    return found
-
-
-def read_source(file: Path) -> Iterator[str]:
-    """A module's source, in whatever encoding it declares."""
-    with tokenize.open(file) as stream:
-        yield stream.read()
-
-
-def read_docstrings(file: Path) -> Iterator[str]:
-    """A module's docstrings as one document, or the topics of the language reference, a document each."""
-    if file.parent.name == "pydoc_data":
-        if file.stem == "topics":
-            from pydoc_data.topics import topics
-
-            yield from (topics[name].strip() + "\n" for name in sorted(topics))
-        return
-    root = Path(sysconfig.get_path("stdlib"))
-    module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    tree = ast.parse(file.read_bytes())
-    entries = list(_docstrings(tree, module))
-    if entries:
-        yield "\n\n".join(f"{title}\n\n{docstring.strip()}" for title, docstring in entries) + "\n"
-
-
-def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(title, docstring) of a module, class or function and of all inside it, in the order of the source."""
-    title = name
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        title = f"{name}({ast.unparse(node.args)})"
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        if docstring := ast.get_docstring(node):
-            yield title, docstring
-        for child in node.body:
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield from _docstrings(child, f"{name}.{child.name}")
-
-
-def builtin_docs() -> Iterator[str]:
-    """The docstrings of the modules that are written in C and built into the interpreter, a document each."""
-    for module_name in sorted(sys.builtin_module_names):
-        module = importlib.import_module(module_name)
-        seen: dict[str, str] = {}
-        for name, value in sorted(vars(module).items()):
-            if name.endswith("hook"):  # sys.excepthook and its like, which programs replace
-                continue
-            members = sorted(vars(value).items()) if isinstance(value, type) else ()
-            for title, member in [(name, value), *((f"{name}.{inner}", v) for inner, v in members)]:
-                docstring = getattr(member, "__doc__", None)
-                if isinstance(docstring, str) and callable(value) and not name.startswith("__"):
-                    seen.setdefault(docstring.strip(), title)
-        entries = [f"{module_name}.{title}\n\n{docstring}" for docstring, title in seen.items() if docstring]
-        yield "\n\n".join(entries) + "\n" if entries else ""
-
-
-# --- training and validation ---
-
-
-class Split:
-    """A corpus in two: `train()` and `validation()` are iterators of documents.
-
-    Validation is a tenth of the text, at most `validation_bytes`: whole documents, drawn by their hash, where there are
-    enough of them; else the end of the text, to the character. The documents are read again for each pass.
-    """
-
-    def __init__(self, documents: Callable[[], Iterable[str]], validation_bytes: int):
-        self._documents = documents
-        sizes, keys, characters = [], [], []
-        for document in documents():
-            encoded = document.encode("utf-8")
-            sizes.append(len(encoded))
-            characters.append(len(document))
-            keys.append(hashlib.blake2b(encoded, digest_size=8).digest())
-        total = sum(sizes)
-        target = min(total / 10, validation_bytes)
-
-        self._chosen: set[int] = set()
-        if len(sizes) >= ENOUGH_DOCUMENTS:
-            taken = 0
-            for i in sorted(range(len(sizes)), key=lambda i: (keys[i], i)):
-                if taken + sizes[i] <= target:
-                    self._chosen.add(i)
-                    taken += sizes[i]
-            if taken < target / 2:
-                self._chosen.clear()
-        # The end of the text: the document in which training stops, and at which character.
-        self._cut = max(_tenth_from_end(characters), self._bytes_from_end(sizes, validation_bytes))
-
-    def _bytes_from_end(self, sizes: list[int], limit: int) -> tuple[int, int]:
-        """(document, character) from which on the text has at most `limit` bytes."""
-        i = len(sizes)
-        while i and sizes[i - 1] <= limit:
-            i -= 1
-            limit -= sizes[i]
-        if i == 0:
-            return 0, 0
-        text = next(itertools.islice(self._documents(), i - 1, None))
-        tail = text.encode("utf-8")[sizes[i - 1] - limit :].decode("utf-8", "ignore")  # not half a character
-        return i - 1, len(text) - len(tail)
-
-    def train(self) -> Iterator[str]:
-        """The documents, or the beginning of the text, to learn from."""
-        document, character = self._cut
-        for i, text in enumerate(self._documents()):
-            if self._chosen:
-                if i not in self._chosen:
-                    yield text
-            elif i < document:
-                yield text
-            elif i == document and character:
-                yield text[:character]
-
-    def validation(self) -> Iterator[str]:
-        """The documents, or the end of the text, that training never sees."""
-        document, character = self._cut
-        for i, text in enumerate(self._documents()):
-            if self._chosen:
-                if i in self._chosen:
-                    yield text
-            elif i > document:
-                yield text
-            elif i == document and character < len(text):
-                yield text[character:]
-
-
-def _tenth_from_end(characters: list[int]) -> tuple[int, int]:
-    """(document, character) at which the last tenth of all characters begins."""
-    remaining = sum(characters) * 9 // 10
-    for i, length in enumerate(characters):
-        if remaining < length:
-            return i, remaining
-        remaining -= length
-    return len(characters), 0

@@ -37,6 +37,12 @@ class Score:
         return math.exp(self.nats_per_token)
 
 
+def sum_of(scores: Iterable[Score]) -> Score:
+    """The score of several texts together."""
+    scores = list(scores)
+    return Score(sum(s.nats for s in scores), sum(s.tokens for s in scores), sum(s.bytes for s in scores))
+
+
 @torch.no_grad()
 def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
     """Score a model on batches of inputs and targets (B, T), as `validation_batches` makes them from a text.

@@ -7,23 +7,23 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
 import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from gpt import checkpoint
-from gpt.batches import train_batch
+from gpt.batches import mixed_batch
 from gpt.config import Config, parse_horizon, to_plain
 from gpt.errors import NonFiniteError
 from gpt.hardware import choose_precision, is_out_of_memory, release_memory
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
 from gpt.optim import build_optimizer, lr_factor, set_lr
-from gpt.shards import Shards
+from gpt.shards import Corpora
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Plan:
 class GPTModule(LightningModule):
     """The training step of a GPT. Its state dict is the model's own, so that checkpoints carry plain names."""
 
-    def __init__(self, config: Config, plan: Plan, shards: Shards, commit: str | None = None):
+    def __init__(self, config: Config, plan: Plan, corpora: Corpora, commit: str | None = None):
         super().__init__()
         self.config = config
         self.plan = plan
-        self.shards = shards
+        self.corpora = corpora
         self.commit = commit
         torch.manual_seed(config.seed)
-        self.model = GPT(GPTConfig(vocab_size=shards.tokenizer.vocab_size, **asdict(config.model)))
+        self.model = GPT(GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model)))
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # in place, so that state dicts keep their names
                 block.compile()
@@ -149,8 +149,8 @@ class GPTModule(LightningModule):
             "step": self.global_step,
             "config": to_plain(self.config),
             "plan": asdict(self.plan),
-            "tokenizer": self.shards.tokenizer.to_dict(),
-            "corpus": self.shards.manifest["key"],
+            "tokenizer": self.corpora.tokenizer.to_dict(),
+            "corpus": self.corpora.key,
             "git_commit": self.commit,
             "versions": checkpoint.versions(),
             "threads": torch.get_num_threads(),
@@ -158,56 +158,75 @@ class GPTModule(LightningModule):
 
 
 class TrainBatches:
-    """The micro-batches of a whole run as one long epoch, from the trainer's present step on."""
+    """The micro-batches of a whole run as one long epoch, from the trainer's present step on.
 
-    def __init__(self, tokens: np.ndarray, config: Config, plan: Plan, module: LightningModule):
-        self._tokens, self._config, self._plan, self._module = tokens, config, plan, module
+    A thread makes the next one while the model is at work on the present one.
+    """
+
+    def __init__(self, module: GPTModule):
+        self._module = module
 
     def __len__(self) -> int:
-        return self._plan.total_steps * self._plan.accumulation
+        return self._module.plan.total_steps * self._module.plan.accumulation
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        rank, devices = self._module.global_rank, self._module.trainer.world_size
-        size = self._plan.micro_batch_size
-        for micro_step in range(self._module.global_step * self._plan.accumulation, len(self)):
-            first = (micro_step * devices + rank) * size
-            yield train_batch(self._tokens, self._config.seed, first, size, self._config.model.context_length)
+        module, plan = self._module, self._module.plan
+        rank, devices = module.global_rank, module.trainer.world_size
+
+        def make(micro_step: int) -> tuple[Tensor, Tensor]:
+            first = (micro_step * devices + rank) * plan.micro_batch_size
+            return train_batch(module.corpora, module.config, first, plan.micro_batch_size)
+
+        with ThreadPoolExecutor(1) as reader:
+            begin = module.global_step * plan.accumulation
+            following = reader.submit(make, begin)
+            for micro_step in range(begin, len(self)):
+                batch = following.result()
+                if micro_step + 1 < len(self):
+                    following = reader.submit(make, micro_step + 1)
+                yield batch
+
+
+def train_batch(corpora: Corpora, config: Config, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (size, T): the windows of a run from number `first` on."""
+    tokens = [source.train for source in corpora.sources]
+    return mixed_batch(tokens, corpora.shares, config.seed, first, size, config.model.context_length)
 
 
 class GPTData(LightningDataModule):
-    """The training batches of prepared shards."""
+    """The training batches of the prepared corpora."""
 
     def __init__(self, module: GPTModule):
         super().__init__()
         self.module = module
 
     def train_dataloader(self) -> TrainBatches:
-        return TrainBatches(self.module.shards.train, self.module.config, self.module.plan, self.module)
+        return TrainBatches(self.module)
 
 
-def make_plan(config: Config, shards: Shards, automatic: bool, say: Callable[[str], None]) -> tuple[Config, Plan]:
+def make_plan(config: Config, corpora: Corpora, automatic: bool, say: Callable[[str], None]) -> tuple[Config, Plan]:
     """Turn the horizon into steps, once. A time is measured first, and the configuration then says steps instead."""
     windows = config.trainer.tokens_per_step // config.model.context_length
     micro_batch = int(config.trainer.micro_batch_size)
     plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices), automatic)
     horizon = parse_horizon(config.horizon)
     if horizon.unit == "seconds":
-        plan, seconds = measure(config, plan, shards)
+        plan, seconds = measure(config, plan, corpora)
         steps = max(1, round(horizon.amount / seconds))
         say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
         config = replace(config, horizon=f"{steps}steps")
     else:
         per_step = config.trainer.tokens_per_step
-        per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": len(shards.train) / per_step}[horizon.unit]
+        per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": corpora.train_tokens / per_step}[horizon.unit]
         steps = max(1, round(horizon.amount * per_unit))
     return config, replace(plan, total_steps=steps)
 
 
-def measure(config: Config, plan: Plan, shards: Shards) -> tuple[Plan, float]:
+def measure(config: Config, plan: Plan, corpora: Corpora) -> tuple[Plan, float]:
     """`seconds_per_step`, with as small a micro-batch as memory asks for where the plan may choose it."""
     while True:
         try:
-            return plan, seconds_per_step(config, plan, shards)
+            return plan, seconds_per_step(config, plan, corpora)
         except Exception as error:
             if not is_out_of_memory(error) or not plan.automatic or plan.micro_batch_size == 1:
                 raise
@@ -215,9 +234,9 @@ def measure(config: Config, plan: Plan, shards: Shards) -> tuple[Plan, float]:
         plan = plan.with_smaller_micro_batch()
 
 
-def seconds_per_step(config: Config, plan: Plan, shards: Shards, at_most: float = 5.0) -> float:
+def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: float = 5.0) -> float:
     """The median time of a training step, from a few steps of a model of its own that is then thrown away."""
-    module = GPTModule(config, replace(plan, total_steps=1000), shards)
+    module = GPTModule(config, replace(plan, total_steps=1000), corpora)
     device = torch.device(config.trainer.device)
     module.model.to(device)
     optimizer = module.configure_optimizers()
@@ -226,7 +245,7 @@ def seconds_per_step(config: Config, plan: Plan, shards: Shards, at_most: float 
     while len(times) < 3 or (time.perf_counter() - begin < at_most and len(times) < 100):
         start = time.perf_counter()
         for _ in range(plan.accumulation):
-            idx, targets = train_batch(shards.train, config.seed, 0, plan.micro_batch_size, config.model.context_length)
+            idx, targets = train_batch(corpora, config, 0, plan.micro_batch_size)
             with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16"):
                 module.training_loss(idx.to(device), targets.to(device)).backward()
         optimizer.step()

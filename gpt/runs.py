@@ -1,13 +1,11 @@
 """Run directories: made for one run, held by one process, and found again."""
 
-import fcntl
-import os
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
 from gpt.errors import UserError
-from gpt.files import write_text
+from gpt.files import try_lock, write_text
 
 _LOCKS: list[TextIO] = []  # open as long as the process lives
 
@@ -56,15 +54,9 @@ def directory(path: str | Path) -> Path:
 def lock(run_dir: Path) -> None:
     """Hold a run directory until this process ends, however it does; `UserError` where another process holds it."""
     try:
-        file = (run_dir / ".lock").open("a+")
+        held = try_lock(run_dir / ".lock")
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise UserError(f"{run_dir}: process {file.read().strip()} is training in it: wait, or stop that one") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    _LOCKS.append(file)
+    if isinstance(held, str):
+        raise UserError(f"{run_dir}: process {held} is training in it: wait, or stop that one")
+    _LOCKS.append(held)

@@ -1,213 +1,244 @@
-"""Tokens on disk: prepared once for a corpus, a tokenizer and a split, and memory-mapped ever after."""
+"""Tokens on disk: files of a bounded size with a manifest, memory-mapped as one long array.
 
+`python -m gpt.shards` reads all of them, or those of the folders given, and checks every hash.
+"""
+
+import argparse
+import contextlib
 import hashlib
 import json
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from tqdm import tqdm
 
-from gpt.corpus import Corpus, DataConfig, Split, open_corpus
-from gpt.errors import UserError
-from gpt.files import write_text
-from gpt.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
+from gpt.errors import UserError, command_line, write_line
+from gpt.tokenizer import Tokenizer
 
-FORMAT = 2  # of the folder; raise it when what is written for the same text changes
 SPLITS = ("train", "validation")
-VERIFY_BYTES = 1 << 28  # files up to this size, which hash in a fraction of a second, are hashed when they are opened
+SHARD_BYTES = 1 << 28  # of a file; the last one of a split is shorter
+VERIFY_BYTES = 1 << 28  # folders up to this size, which hash in a fraction of a second, are hashed when they are opened
+
+
+class Tokens:
+    """The token ids of several files as one array of `len(tokens)`; an array of indices, or a slice, gives ids."""
+
+    def __init__(self, files: Sequence[Path], dtype: np.dtype, length: int, per_file: int):
+        self._files = files
+        self._maps: list[np.ndarray | None] = [None] * len(files)
+        self._dtype, self._length, self._per_file = dtype, length, per_file
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
+        if isinstance(index, slice):
+            index = np.arange(*index.indices(self._length))
+        if len(self._files) == 1:
+            return self._map(0)[index]
+        number, place = np.divmod(index, self._per_file)
+        ids = np.empty(index.shape, self._dtype)
+        for one in np.unique(number):
+            here = number == one
+            ids[here] = self._map(int(one))[place[here]]
+        return ids
+
+    def _map(self, number: int) -> np.ndarray:
+        found = self._maps[number]
+        if found is None:
+            found = self._maps[number] = np.asarray(np.memmap(self._files[number], self._dtype, mode="r"))
+        return found
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A prepared corpus. `train` and `validation` are one-dimensional arrays of token ids, mapped from disk.
+    """A prepared corpus: token ids of both splits, each document preceded by end-of-text.
 
-    Every document is preceded by end-of-text. `manifest` holds the hashes and the counts of tokens, bytes and
-    documents.
+    `manifest` holds the key by which the folder was made, the hashes, and the counts of tokens, bytes and documents.
     """
 
-    train: np.ndarray
-    validation: np.ndarray
+    train: Tokens
+    validation: Tokens
     tokenizer: Tokenizer
     manifest: dict
 
 
-def prepare(
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    context_length: int,
-    cache: Path,
-    given: Tokenizer | None = None,
-    say: Callable[[str], None] = print,
-) -> Shards:
-    """The shards of the configured corpus, from the cache where they are already there.
+@dataclass(frozen=True)
+class Corpora:
+    """What a run learns from: one prepared corpus, or several with their shares of the windows.
 
-    `given` is a tokenizer to use as it is, in place of the configured one: that of a model to fine-tune. The folder's
-    name is a hash of everything that decides its content, so changed text or settings never meet old shards. A text too
-    short for one window of `context_length` tokens raises `UserError`, and nothing is written.
+    `names` is what the configuration calls them; `shares` are whole numbers, of `gpt.batches.SHARES`.
     """
-    corpus = open_corpus(data)
-    how = {"given": given.sha256} if given else {"name": tokenizer.name}
-    if not given and tokenizer.name == "bpe":
-        how["vocab_size"] = str(tokenizer.vocab_size)
-    key = {"format": FORMAT, "corpus": corpus.sha256(), "tokenizer": how, "validation_bytes": data.validation_bytes}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache / f"{corpus.name}-{given.name if given else tokenizer.name}-{digest}"
-    if not folder.exists():
 
-        def make_tokenizer(texts: Iterable[str]) -> Tokenizer:
-            return given or _make(tokenizer, texts)
+    sources: tuple[Shards, ...]
+    names: tuple[str, ...]
+    shares: tuple[int, ...]
 
-        _write_folder(folder, corpus, key, data.validation_bytes, make_tokenizer, context_length, say)
-    shards = open_shards(folder)
-    _require_enough(len(shards.train), len(shards.validation), context_length)
-    return shards
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.sources[0].tokenizer
 
+    @property
+    def key(self) -> dict:
+        """All that decides the tokens and their order, as plain types."""
+        if len(self.sources) == 1:
+            return self.sources[0].manifest["key"]
+        keys = [source.manifest["key"] for source in self.sources]
+        return {"mix": keys, "shares": list(self.shares), "tokenizer": keys[0]["tokenizer"]}
 
-def _require_enough(train_tokens: int, validation_tokens: int, context_length: int) -> None:
-    if train_tokens <= context_length:
-        remedy = f", or set model.context_length={train_tokens - 1} or less" if train_tokens > 1 else ""
-        raise UserError(
-            f"the training text has {train_tokens} tokens, fewer than model.context_length={context_length} and a "
-            f"target: give more text{remedy}"
-        )
-    if validation_tokens < 2:
-        raise UserError(f"the validation text has {validation_tokens} tokens, and 2 are the least: give more text")
+    @property
+    def train_tokens(self) -> int:
+        return sum(len(source.train) for source in self.sources)
 
 
-def _make(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
-    if config.name == "gpt2":
-        return gpt2_tokenizer()
-    return byte_tokenizer() if config.name == "byte" else train_bpe(texts, config.vocab_size)
-
-
-def _write_folder(
-    folder: Path,
-    corpus: Corpus,
-    key: dict,
-    validation_bytes: int,
-    make_tokenizer: Callable[[Iterable[str]], Tokenizer],
-    context_length: int,
-    say: Callable[[str], None],
-) -> None:
-    """Write a shard folder whole or not at all: beside its place first, then renamed into it."""
-    say(f"reading {corpus.name} ({len(corpus.files)} file{'s' * (len(corpus.files) != 1)})")
-    documents = list(corpus.documents())
-    split = Split(lambda: documents, validation_bytes)
-    tokenizer = make_tokenizer(split.train())
-    temporary = _new_folder(folder.parent)
-    try:
-        counts = {
-            "train": _write_tokens(temporary / "train.bin", split.train(), tokenizer),
-            "validation": _write_tokens(temporary / "validation.bin", split.validation(), tokenizer),
-        }
-        _require_enough(counts["train"]["tokens"], counts["validation"]["tokens"], context_length)
-        manifest = {"key": key, "corpus": corpus.name, "tokenizer": tokenizer.sha256, "splits": counts}
-        manifest["dtype"] = _dtype(tokenizer).name
-        write_text(temporary / "tokenizer.json", json.dumps(tokenizer.to_dict()))
-        write_text(temporary / "manifest.json", json.dumps(manifest, indent=2))
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.exists():  # else another run has prepared the same corpus meanwhile, and its work is as good
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    total = sum(counts[name]["tokens"] for name in SPLITS)
-    size = sum(counts[name]["bytes"] for name in SPLITS)
-    say(
-        f"prepared {size:,} bytes as {total:,} tokens of {tokenizer.vocab_size:,} kinds, "
-        f"{size / total:.2f} bytes each; {counts['validation']['bytes']:,} bytes of it validate"
-    )
-
-
-def _new_folder(cache: Path) -> Path:
-    """A folder for this process to prepare in; those of processes that are gone are swept away."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(".preparing-*"):
-            process = re.fullmatch(r"\.preparing-(\d+)-\w+", left.name)
-            if process and not _is_running(int(process[1])):
-                shutil.rmtree(left, ignore_errors=True)
-        folder = cache / f".preparing-{os.getpid()}-{secrets.token_hex(4)}"
-        folder.mkdir()
-        return folder
-    except OSError as error:
-        raise UserError(
-            f"{cache}: cannot be written ({error.strerror}); name another folder with data.cache="
-        ) from None
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is somebody else's
-        pass
-    return True
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
+def width(tokenizer: Tokenizer) -> np.dtype:
+    """The type of ids on disk: uint16 where the vocabulary fits, else uint32."""
     return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
 
 
-def _write_tokens(file: Path, documents: Iterable[str], tokenizer: Tokenizer) -> dict:
-    dtype = _dtype(tokenizer)
-    counts = {"tokens": 0, "bytes": 0, "documents": 0}
-
-    def counted() -> Iterable[str]:
-        for document in documents:
-            counts["documents"] += 1
-            counts["bytes"] += len(document.encode("utf-8"))
-            yield document
-
-    digest = hashlib.sha256()
-    with file.open("wb") as stream:
-        for ids in tokenizer.encode_documents(counted()):
-            ids = np.concatenate([[tokenizer.end_of_text], ids])
-            assert ids.max() < tokenizer.vocab_size
-            block = ids.astype(dtype).tobytes()
-            digest.update(block)
-            stream.write(block)
-            counts["tokens"] += len(ids)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return counts | {"sha256": digest.hexdigest()}
+def shard_files(folder: Path, split: str, count: int) -> list[Path]:
+    """The token files of a split."""
+    return [folder / f"{split}-{number:05d}.bin" for number in range(count)]
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+class Writer:
+    """Appends ids to the files of a split.
+
+    The first `length` ids, written by an earlier process whose full files have `hashes`, are taken as they are; what
+    lies behind them is cut off.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, length: int = 0, hashes: Sequence[str] = ()):
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._per_file = SHARD_BYTES // dtype.itemsize
+        self.length, self.hashes = length, list(hashes)
+        self._stream: BinaryIO | None = None
+        if rest := length % self._per_file:
+            self._stream = self._next_file().open("r+b")
+            self._stream.truncate(rest * dtype.itemsize)
+            self._digest = hashlib.file_digest(self._stream, "sha256")
+
+    def _next_file(self) -> Path:
+        return shard_files(self._folder, self._split, len(self.hashes) + 1)[-1]
+
+    def append(self, ids: np.ndarray) -> None:
+        """Write ids, which have the type of the files."""
+        assert ids.dtype == self._dtype
+        while len(ids):
+            if self._stream is None:
+                self._stream, self._digest = self._next_file().open("wb"), hashlib.sha256()
+            here = ids[: self._per_file - self.length % self._per_file]
+            self._stream.write(here.data)
+            self._digest.update(here.data)
+            self.length += len(here)
+            if self.length % self._per_file == 0:
+                self.close()
+            ids = ids[len(here) :]
+
+    def flush(self) -> None:
+        """Wait until all that was written is safe on disk."""
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """End the present file, and keep its hash."""
+        if self._stream is not None:
+            self.flush()
+            self._stream.close()
+            self._stream = None
+            self.hashes.append(self._digest.hexdigest())
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of a file that was not closed, as after an error; of its end, only what was flushed is to be there."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.close()
 
 
 def open_shards(folder: Path) -> Shards:
-    """Map a shard folder, after a check of its parts. Raises `UserError` naming what is wrong and the remedy."""
-    remedy = f"delete {folder} and it will be made anew"
+    """Map a prepared corpus, after a check of its manifest and sizes, and of its hashes where it is not large.
+
+    Raises `UserError` naming what is wrong and the remedy.
+    """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
-        dtype = _dtype(tokenizer)
-        sizes = {name: manifest["splits"][name]["tokens"] * dtype.itemsize for name in SPLITS}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder}: the manifest or the tokenizer cannot be read ({error}); {remedy}") from None
-    if manifest["tokenizer"] != tokenizer.sha256:
-        raise UserError(f"{folder}: the tokenizer is not the one that the manifest names; {remedy}")
-    if manifest.get("dtype") != dtype.name:
+        dtype = width(tokenizer)
+        per_file = int(manifest["shard_bytes"]) // dtype.itemsize
+        lengths = {split: int(manifest["splits"][split]["tokens"]) for split in SPLITS}
+        files = {split: shard_files(folder, split, len(manifest["splits"][split]["sha256"])) for split in SPLITS}
+        complete = all(0 < len(files[split]) == -(-lengths[split] // per_file) for split in SPLITS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError(
-            f"{folder}: the ids are {manifest.get('dtype')!r} by the manifest and not {dtype.name}; {remedy}"
-        )
-    arrays = {}
-    for name in SPLITS:
-        file = folder / f"{name}.bin"
-        actual = file.stat().st_size if file.exists() else None
-        if actual != sizes[name]:
-            raise UserError(f"{file}: {actual} bytes where the manifest says {sizes[name]}; {remedy}")
-        if sizes[name] <= VERIFY_BYTES and _sha256(file) != manifest["splits"][name]["sha256"]:
-            raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {remedy}")
-        arrays[name] = np.memmap(file, dtype, mode="r") if actual else np.empty(0, dtype)
-    return Shards(arrays["train"], arrays["validation"], tokenizer, manifest)
+            f"{folder}: the manifest or the tokenizer cannot be read ({error}); {_remedy(folder)}"
+        ) from None
+    if manifest.get("tokenizer") != tokenizer.sha256:
+        raise UserError(f"{folder}: the tokenizer is not the one that the manifest names; {_remedy(folder)}")
+    if manifest.get("dtype") != dtype.name:
+        told = manifest.get("dtype")
+        raise UserError(f"{folder}: the ids are {told!r} by the manifest and not {dtype.name}; {_remedy(folder)}")
+    if not complete:
+        raise UserError(f"{folder}: the manifest's counts of files and tokens do not fit; {_remedy(folder)}")
+    for split in SPLITS:
+        for number, file in enumerate(files[split]):
+            expected = min(per_file, lengths[split] - number * per_file) * dtype.itemsize
+            actual = file.stat().st_size if file.exists() else None
+            if actual is None:
+                raise UserError(f"{file}: is missing; {_remedy(folder)}")
+            if actual != expected:
+                raise UserError(f"{file}: {actual} bytes where the manifest says {expected}; {_remedy(folder)}")
+    tokens = {split: Tokens(files[split], dtype, lengths[split], per_file) for split in SPLITS}
+    shards = Shards(tokens["train"], tokens["validation"], tokenizer, manifest)
+    if sum(lengths.values()) * dtype.itemsize <= VERIFY_BYTES:
+        verify(folder, manifest)
+    return shards
+
+
+def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:
+    """Hash every token file of a prepared corpus; `UserError` names the first that is damaged.
+
+    `read` is told the size in bytes of each file that is in order.
+    """
+    for split in SPLITS:
+        hashes = manifest["splits"][split]["sha256"]
+        for file, expected in zip(shard_files(folder, split, len(hashes)), hashes, strict=True):
+            with file.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != expected:
+                    raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")
+                read(stream.tell())
+
+
+def _remedy(folder: Path) -> str:
+    return f"delete {folder} and it will be made anew"
+
+
+def main() -> None:
+    """Check prepared corpora in full: a line for each, and an error at the first that is damaged."""
+    parser = argparse.ArgumentParser(prog="python -m gpt.shards", description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, help="prepared corpora (default: all in data/cache)")
+    folders = parser.parse_args().folders or sorted(
+        file.parent for file in Path("data/cache").glob("[!.]*/manifest.json")
+    )
+    if not folders:
+        raise UserError("data/cache holds no prepared corpus: name the folder of one")
+    for folder in folders:
+        shards = open_shards(folder)
+        tokens = len(shards.train) + len(shards.validation)
+        total = tokens * width(shards.tokenizer).itemsize
+        with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+            verify(folder, shards.manifest, bar.update)
+        write_line(f"{folder}: {tokens:,} tokens of {shards.tokenizer.vocab_size:,} kinds, all in order", sys.stdout)
+
+
+if __name__ == "__main__":
+    with command_line("gpt.shards"):
+        main()

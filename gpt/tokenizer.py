@@ -1,29 +1,27 @@
-"""Text to token ids and back, by tiktoken: GPT-2's own byte-pair encoding, one trained on your text, or plain bytes."""
+"""Text to token ids and back, by tiktoken: GPT-2's own byte-pair encoding, one trained on your text, or plain bytes.
+
+`python -m gpt.tokenizer --text "Hello, world"` shows how a text splits, and which merges its tokens come from.
+"""
 
 import base64
 import hashlib
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from itertools import pairwise
 
 import numpy as np
 import tiktoken
 
-from gpt.errors import UserError, require_choice
-from gpt.text import well_formed
+from gpt.errors import UserError, command_line, require_choice
+from gpt.text import cut, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 
 # GPT-2's pattern (Radford et al. 2019) in its possessive form, which matches the same pieces in linear time.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_PATTERN = r"(?s:.{1,1000})"
-
-# What the pattern's \s matches: Unicode's White_Space. Python's own \s has four control characters more.
-_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_LONG_SPACE = re.compile(f"[{_SPACE}]{{1000,}}+")
-_LAST_SPACE = re.compile(f"[{_SPACE}](?=[^{_SPACE}])")
 
 
 @dataclass
@@ -65,17 +63,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text. A lone surrogate, which is no character, becomes U+FFFD."""
-        return [token for part in split_safely(well_formed(text)) for token in self._encoding.encode_ordinary(part)]
+        return [token for piece in cut([well_formed(text)]) for token in self.encode_piece(piece).tolist()]
 
-    def encode_documents(self, documents: Iterable[str], threads: int = 2) -> Iterator[np.ndarray]:
-        """The ids of each document, in order; parts of long documents are encoded on `threads` threads."""
-        for document in documents:
-            parts = list(split_safely(well_formed(document)))
-            ids = self._encoding.encode_ordinary_batch(parts, num_threads=threads) if len(parts) > 1 else None
-            if ids is None:
-                yield np.array(self._encoding.encode_ordinary(parts[0]), dtype=np.int64)
-            else:
-                yield np.concatenate([np.array(part, dtype=np.int64) for part in ids])
+    def encode_piece(self, piece: str) -> np.ndarray:
+        """The ids, as uint32, of a well-formed piece of text as `gpt.text.cut` makes them; other threads go on.
+
+        The matcher's stack overflows on a million spaces inside a text; a piece never has as many.
+        """
+        return self._encoding.encode_to_numpy(piece, disallowed_special=())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that ids stand for; they may end, or begin, within a character."""
@@ -84,6 +79,17 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text that ids stand for, with U+FFFD for bytes that make no character."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def merged_from(self, token: int) -> list[bytes]:
+        """The two tokens whose merge a token is, as bytes; a byte alone has none and is returned as it is."""
+        parts = [bytes([byte]) for byte in self.decode_bytes([token])]
+        while len(parts) > 2:
+            ranks = [self._ranks.get(left + right, token) for left, right in pairwise(parts)]
+            if (first := min(ranks)) >= token:
+                break  # the table is no training's: no merge leads to this token
+            i = ranks.index(first)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return parts
 
     @cached_property
     def sha256(self) -> str:
@@ -104,6 +110,7 @@ class Tokenizer:
     def from_dict(cls, stored: dict[str, str]) -> "Tokenizer":
         """The tokenizer that `to_dict` stored; a hash that does not fit is refused."""
         tokenizer = cls(stored["name"], _parse_ranks(stored["ranks"]), stored["pattern"])
+        tokenizer._rank_table = stored["ranks"]  # which takes longer to write than to read
         if tokenizer.sha256 != stored["sha256"]:
             raise UserError(f"tokenizer {stored['name']!r}: its ranks do not match their hash, so the file is damaged")
         return tokenizer
@@ -112,7 +119,9 @@ class Tokenizer:
 def gpt2_tokenizer() -> Tokenizer:
     """GPT-2's encoding: 50,257 tokens with end-of-text, from OpenAI's rank table, which lies in this package."""
     table = files("gpt").joinpath("assets/r50k_base.tiktoken").read_text(encoding="ascii")
-    return Tokenizer("gpt2", _parse_ranks(table), GPT2_PATTERN)
+    tokenizer = Tokenizer("gpt2", _parse_ranks(table), GPT2_PATTERN)
+    tokenizer._rank_table = table
+    return tokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -143,28 +152,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    trainee.train_from_iterator((part for text in texts for part in split_safely(well_formed(text))), trainer)
+    trainee.train_from_iterator((piece for text in texts for piece in cut([well_formed(text)])), trainer)
     byte_of = _bytes_by_stand_in()
     learnt = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(byte_of[character] for character in token) for token, _ in learnt]
     ordered = [bytes([byte]) for byte in range(256)] + [token for token in tokens if len(token) > 1]
     return Tokenizer("bpe", {token: rank for rank, token in enumerate(ordered)}, GPT2_PATTERN)
-
-
-def split_safely(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Cut a text into parts of about `size` characters whose ids, one after the other, are those of the whole.
-
-    The pattern always ends a piece before the last white space of a run that something follows, so a cut there changes
-    nothing. Runs of a thousand or more are cut wherever they end: inside a text they overflow the matcher's stack.
-    """
-    run_ends = [run.end() - 1 for run in _LONG_SPACE.finditer(text) if run.end() < len(text)]
-    start = 0
-    for end in [*run_ends, len(text)]:
-        while end - start > size and (cut := _LAST_SPACE.search(text, start + size, end)):
-            yield text[start : cut.start()]
-            start = cut.start()
-        yield text[start:end]
-        start = end
 
 
 def _parse_ranks(table: str) -> dict[bytes, int]:
@@ -186,3 +179,10 @@ def _bytes_by_stand_in() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+if __name__ == "__main__":
+    from gpt.show_tokens import main
+
+    with command_line("gpt.tokenizer"):
+        main()

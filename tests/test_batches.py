@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.batches import permute, train_batch, validation_batches
+from gpt.batches import SHARES, mixed_batch, mixture_place, permute, train_batch, validation_batches, windows_given
 from gpt.loss import IGNORE
+from gpt.shards import Tokens, shard_files
 
 T = 7
 n = 101  # 14 windows of 7 tokens in an epoch, and 3 tokens over
@@ -137,6 +139,185 @@ def test_shortest_texts(length):
     assert torch.equal((idx[:, :1] + torch.arange(T)) % length, idx)
     assert torch.equal((idx + 1) % length, targets)
     assert len({tuple(window) for window in idx.tolist()}) > 2  # the cuts move from epoch to epoch
+
+
+# --- mixtures ---
+
+CORPORA = [np.arange(1000, 1000 + 101), np.arange(2000, 2000 + 311), np.arange(3000, 3000 + 17)]
+MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand windows, of the last one epoch and a half
+
+
+def mixed(first: int, count: int, seed: int = 5, shares: tuple[int, ...] = MIXTURE) -> list[list[int]]:
+    """The inputs of windows of a mixture, whose tokens say from which corpus they are."""
+    idx, _ = mixed_batch(CORPORA[: len(shares)], shares, seed, first, count, T)
+    return idx.tolist()
+
+
+@st.composite
+def share_lists(draw) -> list[int]:
+    """Shares of up to seven corpora: whole numbers above 0 that sum to SHARES."""
+    cuts = draw(st.lists(st.integers(1, SHARES - 1), max_size=6, unique=True))
+    return np.diff([0, *sorted(cuts), SHARES]).tolist()
+
+
+def test_mixture_has_exact_shares():
+    """Of the first thousand windows, of the second, and of one far away, each corpus gives its share; no other cut."""
+    for block in (0, 1, 10**9):
+        sources = [window[0] // 1000 for window in mixed(block * SHARES, SHARES)]
+        assert [sources.count(corpus) for corpus in (1, 2, 3)] == list(MIXTURE)
+    shifted = [[window[0] // 1000 for window in mixed(i * SHARES + 500, SHARES)].count(1) for i in range(11)]
+    assert set(shifted) != {211}
+
+
+@EXAMPLES
+@given(share_lists(), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+def test_mixture_deals_out_each_window_once(shares, seed, block):
+    """In a block of a thousand, corpus i gives its next `shares[i]` windows, each once: so in any number of blocks."""
+    numbers = np.arange(block * SHARES, (block + 1) * SHARES, dtype=np.uint64)
+    source, own = mixture_place(numbers, shares, seed)
+    for corpus, share in enumerate(shares):
+        assert np.array_equal(np.sort(own[source == corpus]), np.arange(block * share, (block + 1) * share))
+
+
+def test_mixture_by_epochs():
+    """Each corpus is seen as it would be alone: in every epoch of its own each of its windows once."""
+    seen = mixed(0, 28 * SHARES)
+    for tokens, share in zip(CORPORA, MIXTURE, strict=True):
+        own = [window for window in seen if window[0] // 1000 == tokens[0] // 1000]
+        assert len(own) == 28 * share
+        assert sorted(own) == sorted(windows(0, 28 * share, tokens=tokens))
+    of_last = [window for window in seen if window[0] // 1000 == 3]
+    assert len(of_last) == 42 * 2  # 2 windows in an epoch of 17 tokens
+    assert {token for window in of_last for token in window} == set(range(3000, 3017))
+
+
+def test_mixture_targets_are_the_next_tokens():
+    """Each target is the token after its input, in the same corpus, also where its circle closes."""
+    after = {int(a): int(b) for tokens in CORPORA for a, b in zip(tokens, np.roll(tokens, -1), strict=True)}
+    idx, targets = mixed_batch(CORPORA, MIXTURE, 5, 0, 3 * SHARES, T)
+    assert idx.dtype == targets.dtype == torch.int64
+    assert idx.is_contiguous() and targets.is_contiguous()
+    assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
+
+
+@EXAMPLES
+@given(share_lists(), st.integers(0, 2**63 - 1), st.integers(0, 10**12), st.lists(st.integers(1, 1500), max_size=4))
+def test_mixture_place_is_a_function_of_the_number(shares, seed, first, sizes):
+    """Asked for in any batches, or alone and in any order, a window is of the same corpus, and the same one of it."""
+    numbers = np.arange(first, first + sum(sizes), dtype=np.uint64)
+    source, own = mixture_place(numbers, shares, seed)
+    parts = [mixture_place(part, shares, seed) for part in np.split(numbers, np.cumsum(sizes)[:-1])] if sizes else []
+    assert [corpus for part, _ in parts for corpus in part.tolist()] == source.tolist()
+    assert [number for _, part in parts for number in part.tolist()] == own.tolist()
+    some = slice(None, None, -97)
+    again, numbers_again = mixture_place(numbers[some], shares, seed)
+    assert np.array_equal(again, source[some]) and np.array_equal(numbers_again, own[some])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_mixed_step_is_the_same_however_it_is_split(devices, accumulation):
+    """Over any number of devices and micro-batches, a step of 24 windows has the same 24, across blocks too."""
+    size = 24 // (devices * accumulation)
+    for step in (0, 1, 41, 83):  # windows 984 to 1007 and 1992 to 2015
+        micro_steps = range(step * accumulation, (step + 1) * accumulation)
+        firsts = [(micro_step * devices + rank) * size for micro_step in micro_steps for rank in range(devices)]
+        assert [window for first in firsts for window in mixed(first, size)] == mixed(step * 24, 24)
+
+
+def test_mixture_is_in_a_seeded_order():
+    """Neither one corpus after the other nor the same order in each block or with each seed, and evenly spread."""
+    orders = [tuple(w[0] // 1000 for w in mixed(b * SHARES, SHARES, seed)) for b in range(7) for seed in range(7)]
+    assert len(set(orders)) == 49
+    firsts = [order[:100].count(1) for order in orders]
+    assert min(firsts) > 0 and max(firsts) < 45  # 21 are expected
+    assert np.mean(firsts) == pytest.approx(21.1, abs=2)
+
+
+def test_mixture_of_one():
+    """A single corpus gives the batches that it gives without a mixture."""
+    assert equal(mixed_batch(CORPORA[:1], (1000,), 5, 7, 1009, T), train_batch(CORPORA[0], 5, 7, 1009, T))
+
+
+@EXAMPLES
+@given(share_lists(), st.integers(0, 2**63 - 1), st.integers(0, 5003))
+def test_windows_given_are_counted(shares, seed, count):
+    """As many as there are when they are listed."""
+    source, _ = mixture_place(np.arange(count, dtype=np.uint64), shares, seed)
+    assert windows_given(count, shares, seed) == [int((source == corpus).sum()) for corpus in range(len(shares))]
+
+
+def test_windows_given_by_hand():
+    """Of whole blocks the shares; of a billion and one windows no more takes long."""
+    assert windows_given(0, MIXTURE, 5) == [0, 0, 0]
+    assert windows_given(2000, MIXTURE, 5) == [422, 1572, 6]
+    given_, more = (windows_given(count, MIXTURE, 5) for count in (10**12, 10**12 + 1))
+    assert given_ == [211 * 10**9, 786 * 10**9, 3 * 10**9]
+    [corpus], _ = mixture_place(np.array([10**12], dtype=np.uint64), MIXTURE, 5)
+    assert [b - a for a, b in zip(given_, more, strict=True)] == [int(i == corpus) for i in range(3)]
+
+
+# --- several files ---
+
+
+def write_files(folder: Path, ids: np.ndarray, per_file: int) -> Tokens:
+    """An array in files of so many ids."""
+    folder.mkdir()
+    files = shard_files(folder, "train", -(-len(ids) // per_file))
+    for number, file in enumerate(files):
+        ids[number * per_file : (number + 1) * per_file].tofile(file)
+    return Tokens(files, ids.dtype, len(ids), per_file)
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+@pytest.mark.parametrize("per_file", [1, 5, T, 50, n - 1, n, 1000])
+def test_files_do_not_matter(tmp_path, kind, per_file):
+    """Wherever a file ends, within a window too, the batches are those of one array; also the last, shorter ones."""
+    ids = np.random.default_rng(3).permutation(n).astype(kind)
+    tokens = write_files(tmp_path / "tokens", ids, per_file)
+    assert equal(train_batch(tokens, 5, 3, 5 * PER_EPOCH, T), train_batch(ids, 5, 3, 5 * PER_EPOCH, T))
+    pairs = zip(validation_batches(tokens, 3, T), validation_batches(ids, 3, T), strict=True)
+    assert all(equal(one, other) for one, other in pairs)
+    other = np.arange(500, 531, dtype=kind)
+    corpora = [tokens, write_files(tmp_path / "other", other, per_file)]
+    arguments = ((700, 300), 5, 990, 53, T)
+    assert equal(mixed_batch(corpora, *arguments), mixed_batch([ids, other], *arguments))
+
+
+class Virtual:
+    """An array that lies nowhere: each id follows from its place."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.asked: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        self.asked.append(index)
+        return (index * np.uint64(7919) % np.uint64(50_021)).astype(np.uint16)
+
+
+@pytest.mark.parametrize("first", [0, 10**9 - 3, 5 * 10**9])
+def test_a_billion_windows(tmp_path, first):
+    """Any batch of a corpus that fills no memory comes at once, also the one that goes from one epoch to the next."""
+    length, per_file = 10**9 * T + 3, 3 * 10**9
+    virtual = Virtual(length)
+    expected = train_batch(virtual, 5, first, 7, T)
+    files = shard_files(tmp_path, "train", 3)
+    for number, file in enumerate(files):  # sparse: only what is asked for is there
+        with file.open("wb") as stream:
+            stream.truncate(2 * min(per_file, length - number * per_file))
+            for place in np.concatenate(virtual.asked).flatten().tolist():
+                if place // per_file == number:
+                    stream.seek(2 * (place % per_file))
+                    stream.write(int(place * 7919 % 50_021).to_bytes(2, "little"))
+    start = time.perf_counter()
+    batch = train_batch(Tokens(files, np.dtype("uint16"), length, per_file), 5, first, 7, T)
+    assert time.perf_counter() - start < 0.5
+    assert equal(batch, expected)
+    assert len({place // 10**9 for place in np.concatenate(virtual.asked)[:, 0].tolist()}) > 2
 
 
 # --- the permutation ---

@@ -21,7 +21,7 @@ from gpt.errors import UserError
 from gpt.files import link
 from gpt.lit import GPTModule, Plan
 from gpt.model import GPT, GPTConfig, ModelConfig
-from gpt.shards import Shards
+from gpt.shards import Corpora, Shards
 from gpt.tokenizer import byte_tokenizer
 
 CONTEXT = 13
@@ -33,7 +33,8 @@ def make_payload(seed: int = 3) -> dict:
     config = Config(model=MODEL, trainer=TrainerConfig(tokens_per_step=7 * CONTEXT), seed=seed)
     tokens = np.zeros(0, dtype=np.uint16)
     shards = Shards(tokens, tokens, byte_tokenizer(), {"key": {"format": 1, "corpus": "a hash"}})
-    module = GPTModule(config, Plan(11, 7, 7, 1), shards, commit="0" * 40)
+    corpora = Corpora((shards,), ("text",), (1000,))
+    module = GPTModule(config, Plan(11, 7, 7, 1), corpora, commit="0" * 40)
     payload = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(payload)
     return payload

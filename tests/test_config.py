@@ -23,7 +23,7 @@ from gpt.tokenizer import TokenizerConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
-NEEDS_PATH = {"data=text", "experiment=shakespeare"}  # they are for the user's own text
+NEEDS_PATH = {"data=text", "data=huggingface"}  # they are for what the user names
 
 EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -196,9 +196,20 @@ def test_mistakes_that_hydra_refuses(override, message):
         ({"optim": {"name": "sgd"}}, r"optim\.name='sgd' .*choose from muon, adamw"),
         ({"tokenizer": {"vocab_size": 256}}, r"tokenizer\.vocab_size=256 .*at least 257 .*at most 1000000"),
         ({"tokenizer": {"name": "char"}}, r"tokenizer\.name='char' .*choose from bpe, gpt2, byte"),
-        ({"data": {"name": "web"}}, r"data\.name='web' .*choose from python_docs, python_stdlib, text"),
+        ({"data": {"name": "web"}}, r"data\.name='web' .*choose from python_docs, python_stdlib, tinyshakespeare"),
         ({"data": {"name": "text"}}, r"data\.path=FILE"),
         ({"data": {"path": "a.txt"}}, r"data\.path='a\.txt' .*data=text"),
+        ({"data": {"name": "text", "path": {"a": 1}}}, r"data\.path=\{'a': 1\} is not a path, nor a list of paths"),
+        ({"data": {"name": "text", "path": [["a"]]}}, r"is not a path, nor a list of paths"),
+        ({"data": {"name": "huggingface"}}, r"data=huggingface needs data\.path=NAME"),
+        ({"data": {"name": "mix", "path": "a.txt", "weights": [1]}}, r"data=mix needs .* two different corpora"),
+        ({"data": {"name": "mix", "path": ["a", "a"], "weights": [1, 2]}}, r"data=mix needs .* two different corpora"),
+        ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1]}}, r"data\.weights=\[1\.0\] does not fit"),
+        ({"data": {"name": "text", "path": ["a", "b"], "weights": [1, 1]}}, r"data\.weights=.* does not fit"),
+        ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1, 0]}}, r"data\.weights=.* must be above 0"),
+        ({"data": {"errors": "ignore"}}, r"data\.errors='ignore' .*choose from strict, replace"),
+        ({"data": {"validation_bytes": 2 * 10**9}}, r"data\.validation_bytes=2000000000 .*at most 1000000000"),
+        ({"data": {"max_bytes": 0}}, r"data\.max_bytes=0 .*at least 1"),
         ({"data": {"validation_bytes": 0}}, r"data\.validation_bytes=0 .*at least 1"),
         ({"trainer": {"device": "tpu"}}, r"trainer\.device='tpu' .*choose from auto, cpu, cuda, mps"),
         ({"trainer": {"precision": "fp16"}}, r"trainer\.precision='fp16' .*choose from auto, fp32, bf16"),

@@ -1,5 +1,6 @@
 """Whatever happens to a training, it goes on bit for bit as if nothing had happened, or says in one line why not."""
 
+import json
 import os
 import re
 import resource
@@ -248,7 +249,7 @@ def test_corrupt_shard(settings, tmp_path):
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     assert train(*arguments).returncode == 0
     shutil.rmtree(tmp_path / "run")
-    shard = next(cache.glob("*/train.bin"))
+    shard = next(cache.glob("*/train-00000.bin"))
     flip_a_bit(shard)
     done = train(*arguments)
     assert done.returncode == 2
@@ -258,7 +259,7 @@ def test_corrupt_shard(settings, tmp_path):
 
 
 def test_killed_preparation(tmp_path):
-    """A kill leaves a folder under another name, which the next preparation sweeps away."""
+    """A kill leaves a folder under another name, and the next run completes it."""
     (tmp_path / "text").mkdir()
     for i in range(40):
         (tmp_path / f"text/{i}.txt").write_text(f"text number {i} " * 20_000)
@@ -266,7 +267,7 @@ def test_killed_preparation(tmp_path):
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     session = Session(arguments)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("cache/.preparing-*/train.bin")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("cache/.preparing-*/train-00000.bin")) and time.monotonic() < deadline:
         time.sleep(0.002)
     session.send(signal.SIGKILL)
     assert session.end() == -signal.SIGKILL
@@ -274,6 +275,31 @@ def test_killed_preparation(tmp_path):
     done = train(*arguments)
     assert done.returncode == 0, done.stderr
     assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == ["text"]
+
+
+def test_mixture_continues(settings, tmp_path):
+    """A run on several corpora, killed, goes on bit for bit: windows, validation and epochs of each."""
+    (tmp_path / "more.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(307)))
+    path = next(a for a in settings if a.startswith("data.path=")).removeprefix("data.path=")
+    mix = [f"data.path=[{path},{tmp_path / 'more.txt'}]", "data.weights=[2,1]", "data=mix", "tokenizer=bpe"]
+    arguments = [a for a in settings if not a.startswith(("data.path=", "data=", "tokenizer="))] + mix
+    arguments += ["tokenizer.vocab_size=300"]
+    assert train(*arguments, f"run_dir={tmp_path / 'whole'}").returncode == 0
+    hurt = tmp_path / "hurt"
+    session = Session([*arguments, f"run_dir={hurt}"])
+    assert session.wait_for("step 17/")
+    session.send(signal.SIGKILL)
+    assert session.end() == -signal.SIGKILL
+    done = train(f"resume={hurt}")
+    assert done.returncode == 0, done.stderr
+    assert "continuing" in done.stdout
+    assert differences(hurt, tmp_path / "whole") == []
+    mixture = json.loads((hurt / "metrics.json").read_text())["mix"]
+    assert list(mixture) == [path, str(tmp_path / "more.txt")]
+    shown = re.findall(r"^of it (.*): (\d+\.\d\d) epochs, (\d\.\d{4}) bits per byte$", done.stdout, re.M)
+    assert [name for name, _, _ in shown] == list(mixture)
+    for name, epochs, bits in shown:
+        assert (epochs, bits) == (f"{mixture[name]['epochs']:.2f}", f"{mixture[name]['val_bits_per_byte']:.4f}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="SKIPPED LOUDLY: only root can mount the small disk that is to run full")

@@ -1,0 +1,74 @@
+"""The standard library of the Python that runs this, as text: always at hand, and English."""
+
+import ast
+import importlib
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt.errors import UserError
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__"}
+
+
+def files() -> tuple[Path, ...]:
+    """Every module of the standard library as a source file, without its tests, in sorted order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = tuple(p for p in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(p.relative_to(root).parts))
+    if not found:
+        raise UserError(f"{root} holds no Python sources, so this interpreter has no documentation: use data=text")
+    return found
+
+
+def read_source(file: Path) -> Iterator[str]:
+    """A module's source, in whatever encoding it declares."""
+    with tokenize.open(file) as stream:
+        yield stream.read()
+
+
+def read_docstrings(file: Path) -> Iterator[str]:
+    """A module's docstrings as one document, or the topics of the language reference, a document each."""
+    if file.parent.name == "pydoc_data":
+        if file.stem == "topics":
+            from pydoc_data.topics import topics
+
+            yield from (topics[name].strip() + "\n" for name in sorted(topics))
+        return
+    root = Path(sysconfig.get_path("stdlib"))
+    module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    tree = ast.parse(file.read_bytes())
+    entries = list(_docstrings(tree, module))
+    if entries:
+        yield "\n\n".join(f"{title}\n\n{docstring.strip()}" for title, docstring in entries) + "\n"
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """(title, docstring) of a module, class or function and of all inside it, in the order of the source."""
+    title = name
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        title = f"{name}({ast.unparse(node.args)})"
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if docstring := ast.get_docstring(node):
+            yield title, docstring
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _docstrings(child, f"{name}.{child.name}")
+
+
+def builtin_docs() -> Iterator[str]:
+    """The docstrings of the modules that are written in C and built into the interpreter, a document each."""
+    for module_name in sorted(sys.builtin_module_names):
+        module = importlib.import_module(module_name)
+        seen: dict[str, str] = {}
+        for name, value in sorted(vars(module).items()):
+            if name.endswith("hook"):  # sys.excepthook and its like, which programs replace
+                continue
+            members = sorted(vars(value).items()) if isinstance(value, type) else ()
+            for title, member in [(name, value), *((f"{name}.{inner}", v) for inner, v in members)]:
+                docstring = getattr(member, "__doc__", None)
+                if isinstance(docstring, str) and callable(value) and not name.startswith("__"):
+                    seen.setdefault(docstring.strip(), title)
+        entries = [f"{module_name}.{title}\n\n{docstring}" for docstring, title in seen.items() if docstring]
+        yield "\n\n".join(entries) + "\n" if entries else ""
