@@ -213,8 +213,7 @@ class Validation(StepCallback):
         T = module.config.model.context_length
         batches = validation_batches(source.validation, max(1, 4096 // T), T)
         mine = (batch for i, batch in enumerate(batches) if i % trainer.world_size == trainer.global_rank)
-        with trainer.precision_plugin.forward_context():
-            score = evaluate(module.model, mine, source.manifest["splits"]["validation"]["bytes"])
+        score = evaluate(module.model, mine, source.manifest["splits"]["validation"]["bytes"])
         if trainer.world_size == 1:
             return score
         totals = torch.tensor([score.nats, score.tokens], dtype=torch.float64, device=module.device)

@@ -20,7 +20,7 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
 
     Shapes: hidden (..., C), head_weight (V, C), targets (...) of token ids, `IGNORE` where a position does not count.
     `rows` is how many positions are taken at a time; by default as many as keep a chunk of logits small.
-    Returns a scalar in fp32; softmax and sums are in fp32 whatever the precision of the products.
+    Products are in the precision of `hidden`; softmax and sums are in fp32, and so is the scalar it returns.
     """
     if rows is None:
         rows = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**26) // head_weight.shape[0])
@@ -31,9 +31,7 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int, wants_gradients: bool) -> Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        h, w = hidden.to(dtype), head_weight.to(dtype)
+        h, w = hidden, head_weight.to(hidden.dtype)
         if wants_gradients:
             hidden_grad, weight_grad = torch.empty_like(h), torch.zeros_like(head_weight)
         counted = targets != IGNORE
@@ -44,18 +42,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             logits = (h[chunk] @ w.T).float()  # (rows, V)
             target = targets[chunk].clamp(min=0)[:, None]
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            total += ((log_norm - logits.gather(1, target)).squeeze(1) * counted[chunk]).sum()
+            of_target, highest = logits.gather(1, target), logits.amax(-1, keepdim=True)
+            exponentials = logits.sub_(highest).exp_()
+            sums = exponentials.sum(-1, keepdim=True)
+            total += ((sums.log() + highest - of_target).squeeze(1) * counted[chunk]).sum()
             if wants_gradients:
                 # d loss / d logits = (softmax - one_hot) / count
-                grad = logits.sub_(log_norm).exp_()
-                grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
-                grad = grad.mul_((counted[chunk] / count)[:, None]).to(dtype)
+                share = (counted[chunk] / count)[:, None]
+                grad = exponentials.mul_(share / sums).scatter_add_(1, target, -share).to(h.dtype)
                 torch.mm(grad, w, out=hidden_grad[chunk])
                 weight_grad += grad.T @ h[chunk]
 
         if wants_gradients:
-            ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad)
+            ctx.save_for_backward(hidden_grad, weight_grad)
         return total / count
 
     @staticmethod

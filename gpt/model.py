@@ -58,11 +58,14 @@ class FeedForward(nn.Module):
         self.contract = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(x), approximate="tanh"))
+        return self.contract(F.gelu(self.expand(x.to(self.expand.weight.dtype)), approximate="tanh"))
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C)."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C).
+
+    The sums and norms are in the precision of x, the two maps in that of their own matrices.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -124,11 +127,25 @@ class GPT(nn.Module):
         x = self._embed(idx, seen=0 if caches is None else caches[0].length)
         for i, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[i])
-        return self.final_norm(x)
+        return self.final_norm(x).to(self._dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
-        return F.linear(hidden, self.token_embedding.weight)
+        return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
+
+    def compute_in(self, dtype: torch.dtype) -> "GPT":
+        """Hold the linear maps of the blocks in `dtype`, and so multiply in it; returns the model itself.
+
+        Embeddings, norms and the residual stream stay as they are: they cost little and lose the most.
+        """
+        for module in self.blocks.modules():
+            if isinstance(module, nn.Linear):
+                module.to(dtype)
+        return self
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.blocks[-1].feed_forward.contract.weight.dtype  # type: ignore[union-attr, return-value]
 
     def new_caches(self) -> list[KVCache]:
         """An empty key-value cache for each layer."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from gpt.errors import require_choice
@@ -76,14 +76,14 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     return 1.0 - (1.0 - config.final_lr) * fall
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, muon_dtype: torch.dtype) -> torch.optim.Optimizer:
-    """The optimizer for a GPT: `name=muon` gives Muon the matrices in `model.blocks`, AdamW has all the rest.
+def build_optimizer(weights: dict[str, Tensor], config: OptimConfig, muon_dtype: torch.dtype) -> torch.optim.Optimizer:
+    """The optimizer for a GPT's weights by name: `name=muon` gives Muon the blocks' matrices, AdamW has the rest.
 
     Every group keeps its peak rate under `peak_lr`; `set_lr` derives `lr` from it. `muon_dtype` is the precision of
     Muon's orthogonalisation: bfloat16 suffices where the hardware multiplies it fast.
     """
     matrices, embeddings, vectors = [], [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in weights.items():
         if parameter.dim() < 2:
             vectors.append(parameter)
         elif name.startswith("blocks.") and config.name == "muon":
@@ -185,8 +185,8 @@ class MuonAdamW(torch.optim.Optimizer):
             directions = orthogonalize(torch.stack(updates).to(self.muon_dtype))
             # A wide matrix spreads the same row norm over more entries: this keeps the size of an entry's change.
             scale = math.sqrt(columns / rows)
-            for target, direction in zip(targets, directions, strict=True):
-                target.add_(direction, alpha=-group["lr"] * scale)
+            steps = directions.to(targets[0].dtype).unbind()
+            torch._foreach_add_(targets, steps, alpha=-group["lr"] * scale)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

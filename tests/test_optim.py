@@ -29,7 +29,7 @@ def make_model(**changes) -> GPT:
 
 
 def make_optimizer(model: GPT, dtype: torch.dtype = torch.float32, **changes) -> MuonAdamW:
-    return build_optimizer(model, OptimConfig(**changes), dtype)
+    return build_optimizer(dict(model.named_parameters()), OptimConfig(**changes), dtype)
 
 
 def set_gradients(model: GPT, step: int) -> dict[str, Tensor]:
@@ -265,7 +265,7 @@ def test_muon_by_definition(first_step, momentum):
     config = OptimConfig(matrix_lr=0.03, matrix_weight_decay=0.7, momentum=momentum)
     model = make_model()
     start = values(model)
-    optimizer = build_optimizer(model, config, torch.float32)
+    optimizer = build_optimizer(dict(model.named_parameters()), config, torch.float32)
     optimizer.param_groups[2]["step"] = first_step
     gradients = []
     for step in range(5):

@@ -343,8 +343,8 @@ def test_clock_put_back(hurt, reference):
     assert differences(hurt, reference) == []
 
 
-LARGE = ["model.d_model=480", "model.num_layers=8", "model.context_length=512", "trainer.tokens_per_step=4096", "horizon=2steps"]
-LARGE += ["trainer.precision=fp32", "model.dropout=0.0"]
+LARGE = ["model.d_model=480", "model.num_layers=8", "model.context_length=512", "model.dropout=0.0"]
+LARGE += ["trainer.tokens_per_step=4096", "trainer.precision=fp32", "horizon=2steps"]
 
 
 def most_memory(session: Session) -> int:
