@@ -2,10 +2,13 @@
 
 The logits are the largest tensor of a language model: GPT-2 on 4 x 1024 tokens makes 206 million of them, 823 MB in
 fp32 and as much again for their gradient. Here they are made, used and dropped a few hundred rows at a time, and their
-gradient is taken on the spot, while they are still at hand.
+gradient is taken on the spot, while they are still at hand. On a CPU the products with the head are made over slices of
+the vocabulary, whose results are still in the cache when they are converted or added up.
 
 Letters in shapes: N targets (B x T), C d_model, V vocabulary.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -1  # a target that does not count
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # logits at a time: 64 MB and 1 GB in fp32
+SLICE = {"cpu": 2048}  # tokens of the vocabulary at a time; elsewhere all of it
 
 
 def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None = None) -> Tensor:
@@ -22,8 +26,10 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
     `rows` is how many positions are taken at a time; by default as many as keep a chunk of logits small.
     Products are in the precision of `hidden`; softmax and sums are in fp32, and so is the scalar it returns.
     """
+    device = hidden.device.type
     if rows is None:
-        rows = max(1, CHUNK_LOGITS.get(hidden.device.type, 2**26) // head_weight.shape[0])
+        chunks = math.ceil(targets.numel() * head_weight.shape[0] / CHUNK_LOGITS.get(device, 2**26))
+        rows = max(1, math.ceil(targets.numel() / max(1, chunks)))
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows, gradients)
 
@@ -31,17 +37,21 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int, wants_gradients: bool) -> Tensor:
-        h, w = hidden, head_weight.to(hidden.dtype)
+        V, width = len(head_weight), SLICE.get(hidden.device.type, len(head_weight))
+        slices = [slice(start, start + width) for start in range(0, V, width)]
         if wants_gradients:
-            hidden_grad, weight_grad = torch.empty_like(h), torch.zeros_like(head_weight)
+            hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+            weight_grad = torch.zeros_like(head_weight)
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
         total = hidden.new_zeros((), dtype=torch.float32)
 
-        for start in range(0, len(h), rows):
+        for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            logits = (h[chunk] @ w.T).float()  # (rows, V)
-            target = targets[chunk].clamp(min=0)[:, None]
+            h, target = hidden[chunk], targets[chunk].clamp(min=0)[:, None]
+            logits = hidden.new_empty(len(h), V, dtype=torch.float32)
+            for part in slices:
+                logits[:, part] = h @ head_weight[part].to(h.dtype).T
             of_target, highest = logits.gather(1, target), logits.amax(-1, keepdim=True)
             exponentials = logits.sub_(highest).exp_()
             sums = exponentials.sum(-1, keepdim=True)
@@ -49,16 +59,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if wants_gradients:
                 # d loss / d logits = (softmax - one_hot) / count
                 share = (counted[chunk] / count)[:, None]
-                grad = exponentials.mul_(share / sums).scatter_add_(1, target, -share).to(h.dtype)
-                torch.mm(grad, w, out=hidden_grad[chunk])
-                weight_grad += grad.T @ h[chunk]
+                grad = exponentials.mul_(share / sums).scatter_add_(1, target, -share)
+                for part in slices:
+                    g = grad[:, part].to(h.dtype)
+                    hidden_grad[chunk] += g @ head_weight[part].to(h.dtype)
+                    weight_grad[part] += g.T @ h
 
         if wants_gradients:
-            ctx.save_for_backward(hidden_grad, weight_grad)
+            ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad)
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_grad: Tensor):
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * loss_grad, weight_grad * loss_grad, None, None, None
+        if loss_grad.device.type != "cpu" or loss_grad != 1:  # on a GPU looking would cost more than multiplying
+            hidden_grad, weight_grad = hidden_grad * loss_grad, weight_grad * loss_grad
+        return hidden_grad, weight_grad, None, None, None

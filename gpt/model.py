@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gpt.attention import KVCache, MultiHeadAttention
 
@@ -94,6 +95,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
+        self.checkpointing = False  # keep only what goes into each block, and compute it again for the backward pass
         self.init_weights()
 
     @torch.no_grad()
@@ -126,7 +128,10 @@ class GPT(nn.Module):
         """
         x = self._embed(idx, seen=0 if caches is None else caches[0].length)
         for i, block in enumerate(self.blocks):
-            x = block(x, None if caches is None else caches[i])
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)  # Chen et al. 2016 (arXiv:1604.06174)
+            else:
+                x = block(x, None if caches is None else caches[i])
         return self.final_norm(x).to(self._dtype)
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -123,6 +123,14 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], muon_dtype: torch.dtype = torch.bfloat16):
         super().__init__(groups, defaults={})
         self.muon_dtype = muon_dtype
+        # At once and not with the first step, when it would take the places that activations come and go in.
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group["algorithm"] == "muon":
+                    self.state[p] = {"momentum": torch.zeros_like(p)}
+                else:
+                    step = torch.zeros((), dtype=torch.float32, device=p.device)
+                    self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -139,10 +147,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _adamw(self, group: dict) -> None:
         params = group["params"]
-        for p in params:
-            if not self.state[p]:
-                step = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         states = [self.state[p] for p in params]
         adamw(
             params,
@@ -163,9 +167,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _muon(self, group: dict) -> None:
         params = group["params"]
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {"momentum": torch.zeros_like(p)}
         grads = [p.grad for p in params]
         averages = [self.state[p]["momentum"] for p in params]
         momentum = _momentum_at(group["step"], group["momentum"])

@@ -1,0 +1,207 @@
+"""The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
+
+Tokens a second, the share of the matrix peak measured in the same run, and the most memory held. Every variant trains on
+the same random tokens, forward, backward and update, without a trainer around it. `naive` is the same model as one
+would first write it: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
+"""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from measuring import Worker, finish, machine, matrix_peak, parser, table
+
+from gpt.hardware import choose_compile, choose_device, keep_freed_memory
+from gpt.loss import next_token_loss
+from gpt.masters import MasterWeights
+from gpt.model import GPT, GPTConfig
+from gpt.optim import OptimConfig, build_optimizer
+
+PRESETS = {  # (context length, d_model, layers, heads), vocabulary, sequences and tokens each of a step on a CPU, a GPU
+    "mini": ((128, 128, 4, 4), 1024, (8, 128), (64, 128)),
+    "gpt2_small": ((1024, 768, 12, 12), 50257, (4, 256), (32, 1024)),
+}
+
+
+def tokens(preset: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, each (B, T)."""
+    _, vocab_size, on_cpu, on_gpu = PRESETS[preset]
+    shape = on_gpu if device == "cuda" else on_cpu
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(vocab_size, shape, generator=generator).to(device) for _ in range(2))  # type: ignore[return-value]
+
+
+def config_of(preset: str) -> GPTConfig:
+    shape, vocab_size, _, _ = PRESETS[preset]
+    return GPTConfig(*shape, vocab_size=vocab_size)
+
+
+def ours(preset: str, dtype: str, optim: str, checkpointing: bool = False) -> Callable[[], None]:
+    keep_freed_memory()
+    device = choose_device().type
+    torch.manual_seed(0)
+    model = GPT(config_of(preset))
+    model.checkpointing = checkpointing
+    weights = MasterWeights(model, getattr(torch, dtype)).to(device)
+    model.to(device)
+    if choose_compile("auto", torch.device(device)):
+        for block in model.blocks:
+            block.compile()
+    optimizer = build_optimizer(weights.trained, OptimConfig(optim), torch.bfloat16)
+    trained = list(weights.trained.values())
+    idx, targets = tokens(preset, device)
+
+    def step() -> None:
+        next_token_loss(model.hidden(idx), model.token_embedding.weight, targets).backward()
+        weights.collect_gradients()
+        torch.nn.utils.get_total_norm([p.grad for p in trained]).isfinite().item()
+        optimizer.step()
+        weights.publish()
+        optimizer.zero_grad()
+
+    return step
+
+
+def naive(preset: str) -> Callable[[], None]:
+    device = choose_device().type
+    torch.manual_seed(0)
+    model = GPT(config_of(preset)).to(device)
+    for block in model.blocks:
+        block.attention.fused_kernel = True
+    matrices = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
+    taken = set(map(id, matrices))
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02),
+        torch.optim.AdamW([p for p in model.parameters() if id(p) not in taken], lr=0.003, fused=True),
+    ]
+    idx, targets = tokens(preset, device)
+
+    def step() -> None:
+        F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def hugging_face(preset: str, autocast: bool) -> Callable[[], None]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    device = choose_device().type
+    (context, width, layers, heads), vocab_size, _, _ = PRESETS[preset]
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"n_positions": context, "n_embd": width, "n_layer": layers, "n_head": heads}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, use_cache=False, **shape, **none)).to(device).train()
+    if choose_compile("auto", torch.device(device)):
+        model = torch.compile(model)
+    return with_adamw(
+        model.parameters(), preset, autocast, lambda idx, targets: model(idx, labels=idx, shift_labels=targets).loss
+    )
+
+
+def litgpt(preset: str, autocast: bool) -> Callable[[], None]:
+    from litgpt import GPT as LitGPT
+    from litgpt import Config
+
+    device = choose_device().type
+    (context, width, layers, heads), vocab_size, _, _ = PRESETS[preset]
+    shape = {"block_size": context, "n_embd": width, "n_layer": layers, "n_head": heads}
+    model = LitGPT(Config(padded_vocab_size=vocab_size, vocab_size=vocab_size, bias=True, **shape)).to(device)
+    if choose_compile("auto", torch.device(device)):
+        model = torch.compile(model)
+    return with_adamw(
+        model.parameters(),
+        preset,
+        autocast,
+        lambda idx, targets: F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()),
+    )
+
+
+def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Callable[[], None]:
+    """A peer's step as its own training script takes it: fused AdamW, a clipped gradient."""
+    device = choose_device().type
+    parameters = list(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    idx, targets = tokens(preset, device)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            value = loss(idx, targets)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(preset: str, rounds: int, steps: int) -> dict:
+    """Every variant's median step, in turn with the matrix peaks."""
+    workers = [
+        Worker("ours, bf16", ours, preset=preset, dtype="bfloat16"),
+        Worker("ours, bf16, checkpointing", ours, preset=preset, dtype="bfloat16", checkpointing=True),
+        Worker("ours, fp32", ours, preset=preset, dtype="float32"),
+        Worker("naive Muon, fp32", naive, preset=preset),
+        Worker("transformers, fp32", hugging_face, preset=preset, autocast=False),
+        Worker("transformers, bf16 autocast", hugging_face, preset=preset, autocast=True),
+    ]
+    if importlib.util.find_spec("litgpt"):
+        workers.append(Worker("litgpt, fp32", litgpt, preset=preset, autocast=False))
+        workers.append(Worker("litgpt, bf16 autocast", litgpt, preset=preset, autocast=True))
+    peaks = {dtype: Worker(dtype, matrix_peak, dtype=dtype) for dtype in ("bfloat16", "float32")}
+    found: dict[str, list[float]] = {dtype: [] for dtype in peaks}
+    for worker in workers:
+        worker.run(3)
+        worker.times.clear()
+    for _ in range(rounds):
+        for dtype, worker in peaks.items():
+            worker.run(1)
+            found[dtype].append(worker.facts["flops"])
+        for worker in workers:
+            worker.run(steps)
+    for worker in [*workers, *peaks.values()]:
+        worker.close()
+    return report(preset, workers, {dtype: sorted(values)[len(values) // 2] for dtype, values in found.items()})
+
+
+def report(preset: str, workers: list[Worker], peaks: dict[str, float]) -> dict:
+    """Print the table of a preset; returns its figures."""
+    device = choose_device().type
+    B, T = tokens(preset, device)[0].shape
+    flops = GPT(config_of(preset)).flops_per_token(T) * B * T
+    print(f"\n{preset}: {B} x {T} tokens, {flops / 1e9:.1f} GFLOP a step; "
+          + ", ".join(f"{dtype} peak {peak / 1e9:,.0f} GFLOP/s" for dtype, peak in peaks.items()))  # fmt: skip
+    first, rows, figures = workers[0].median, [], {}
+    for worker in workers:
+        share = flops / worker.median / peaks["bfloat16"]
+        rows.append([
+            worker.name, f"{1000 * worker.median:,.1f}", f"{B * T / worker.median:,.0f}", f"{worker.median / first:.2f}",
+            f"{share:.1%}", f"{worker.peak / 1e9:.2f}",
+        ])  # fmt: skip
+        figures[worker.name] = {
+            "ms": 1000 * worker.median,
+            "tokens_per_second": B * T / worker.median,
+            "time_to_ours": worker.median / first,
+            "share_of_bf16_peak": share,
+            "peak_bytes": worker.peak,
+        }
+    print(table(["", "ms", "tokens/s", "time / ours", "of bf16 peak", "GB at peak"], rows))
+    return {"peaks": peaks, "batch": [B, T], "flops": flops, "variants": figures}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    args = arguments.parse_args()
+    print(machine())
+    reports = {}
+    for preset in args.preset:
+        reports[preset] = measure(preset, 7, 10 if preset == "mini" else 1)
+    finish(reports, args.json)
+
+
+if __name__ == "__main__":
+    main()
