@@ -18,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _Parser(prog="generate.py", description="Continue a prompt with a trained model.", allow_abbrev=False)
     prompt = parser.add_argument_group("prompt (without one: standard input, or a document from its beginning)")
-    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt", metavar="TEXT", action="append", help="repeatable: all are continued at once")
     prompt.add_argument(
         "--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped"
     )
@@ -30,7 +30,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="a run directory, a checkpoint file or a Hugging Face GPT-2 directory; default: the newest run in runs/",
     )
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    model.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16"], help="auto: bf16 on a GPU")
+    model.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"],
+                       help="of the weights; auto: bf16 where it is faster")  # fmt: skip
     text = parser.add_argument_group("text")
     text.add_argument("--max-new-tokens", metavar="N", type=int, default=300)
     text.add_argument("--num-samples", metavar="N", type=int, default=1)
@@ -70,8 +71,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from the command line, a file or standard input."""
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts from the command line, or one from a file or standard input."""
     if args.prompt is not None:
         return args.prompt
     if args.prompt_file is not None:
@@ -84,7 +85,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         source = "standard input"
         content = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
     try:
-        return content.decode("utf-8").removesuffix("\n")
+        return [content.decode("utf-8").removesuffix("\n")]
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start})") from None
 
@@ -95,13 +96,14 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     from gpt import checkpoint, huggingface
-    from gpt.generation import Sampling, TextStream, generate
-    from gpt.hardware import choose_device
+    from gpt.generation import Sampling, TextStream, align, generate
+    from gpt.hardware import choose_device, choose_precision
+    from gpt.inference import choose_sampling_precision, prepare
     from gpt.text import well_formed
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
     device = choose_device(args.device)
-    prompt = None if args.interactive else read_prompt(args)
+    prompts = None if args.interactive else read_prompts(args)
     path = Path(args.checkpoint or "")
     if args.checkpoint is not None and huggingface.is_directory(path):
         model, tokenizer = huggingface.build_model(path)
@@ -110,25 +112,23 @@ def main(arguments: list[str] | None = None) -> None:
         if args.checkpoint is None and sys.stderr.isatty():
             print(f"generate.py: sampling from {path}", file=sys.stderr)
         model, tokenizer = checkpoint.build_model(checkpoint.load(path))
-    bf16 = args.precision == "bf16" or (args.precision == "auto" and device.type == "cuda")
-    model.to(device, torch.bfloat16 if bf16 else torch.float32)
+    precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
+    prepare(model, precision, args.num_samples * len(prompts or [""]))
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1
     generator = torch.Generator(device).manual_seed(seed)
     context = model.config.context_length
     if args.slide > context:
         raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
 
-    def continue_text(prompt: str, stream: bool) -> list[TextStream]:
-        """Samples of a continuation; a single one is printed as it is made."""
-        ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-        if len(ids) > context:
-            cut = len(ids) - context
-            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {cut} are cut"
-            print(f"generate.py: {note}", file=sys.stderr)
-            ids = ids[-context:]
-        streams = [TextStream(tokenizer, tuple(args.stop)) for _ in range(args.num_samples)]
-        idx = torch.tensor([ids] * args.num_samples, device=device)
-        for tokens in generate(model, idx, args.max_new_tokens, sampling, generator, slide=args.slide):
+    def continue_texts(prompts: list[str], stream: bool) -> list[TextStream]:
+        """The samples of each prompt's continuation, all made at once; a single one is printed as it is made."""
+        rows = [ids for prompt in prompts for ids in [within_context(prompt)] * args.num_samples]
+        idx, padding = align(rows)
+        streams = [TextStream(tokenizer, tuple(args.stop)) for _ in rows]
+        made = generate(
+            model, idx.to(device), args.max_new_tokens, sampling, generator, slide=args.slide, padding=padding
+        )
+        for tokens in made:
             for out, token in zip(streams, tokens.tolist(), strict=True):
                 if out.finish_reason is None:
                     piece = out.feed(token)
@@ -142,32 +142,44 @@ def main(arguments: list[str] | None = None) -> None:
                 print(rest, flush=True)
         return streams
 
-    if prompt is None:
-        interact(continue_text, args.num_samples)
-    elif args.json:
+    def within_context(prompt: str) -> list[int]:
+        """The tokens of a prompt, the last of them where they are too many."""
+        ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+        if len(ids) > context:
+            cut = len(ids) - context
+            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {cut} are cut"
+            print(f"generate.py: {note}", file=sys.stderr)
+        return ids[-context:]
+
+    if prompts is None:
+        interact(continue_texts, args.num_samples)
+        return
+    texts = [well_formed(prompt) for prompt in prompts for _ in range(args.num_samples)]
+    if args.json:
         start = time.perf_counter()
-        streams = continue_text(prompt, stream=False)
+        streams = continue_texts(prompts, stream=False)
         seconds = time.perf_counter() - start
+        samples = [
+            {"prompt": text, "text": out.text, "tokens": len(out.tokens), "finish_reason": out.finish_reason}
+            for text, out in zip(texts, streams, strict=True)
+        ]
         report = {
-            "prompt": well_formed(prompt),
-            "samples": [
-                {"text": out.text, "tokens": len(out.tokens), "finish_reason": out.finish_reason} for out in streams
-            ],
+            "samples": samples,
             "checkpoint": str(path),
             "seed": seed,
             "sampling": vars(sampling),
             "tokens_per_second": round(sum(len(out.tokens) for out in streams) / seconds, 1),
         }
         print(json.dumps(report, ensure_ascii=False, indent=2))
-    elif args.num_samples == 1:
-        print(well_formed(prompt), end="", flush=True)
-        continue_text(prompt, stream=True)
+    elif len(texts) == 1:
+        print(texts[0], end="", flush=True)
+        continue_texts(prompts, stream=True)
     else:
-        for number, out in enumerate(continue_text(prompt, stream=False), start=1):
-            print(f"--- {number} of {args.num_samples} ---\n{well_formed(prompt)}{out.text}")
+        for number, (text, out) in enumerate(zip(texts, continue_texts(prompts, stream=False), strict=True), start=1):
+            print(f"--- {number} of {len(texts)} ---\n{text}{out.text}")
 
 
-def interact(continue_text, num_samples: int) -> None:
+def interact(continue_texts, num_samples: int) -> None:
     """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
     while True:
         try:
@@ -178,7 +190,7 @@ def interact(continue_text, num_samples: int) -> None:
             print()
             return
         try:
-            streams = continue_text(prompt, stream=num_samples == 1)
+            streams = continue_texts([prompt], stream=num_samples == 1)
             if num_samples > 1:
                 print("\n---\n".join(out.text for out in streams))
         except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
 
-Tokens a second, the share of the matrix peak measured in the same run, and the most memory held. Every variant trains on
-the same random tokens, forward, backward and update, without a trainer around it. `naive` is the same model as one
+Tokens a second, the share of the matrix peak measured in the same run, the most memory held. Every variant trains on
+the same random tokens: forward, backward and update, without a trainer around it. `naive` is the same model as one
 would first write it: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
 """
 
@@ -177,10 +177,9 @@ def report(preset: str, workers: list[Worker], peaks: dict[str, float]) -> dict:
     first, rows, figures = workers[0].median, [], {}
     for worker in workers:
         share = flops / worker.median / peaks["bfloat16"]
-        rows.append([
-            worker.name, f"{1000 * worker.median:,.1f}", f"{B * T / worker.median:,.0f}", f"{worker.median / first:.2f}",
-            f"{share:.1%}", f"{worker.peak / 1e9:.2f}",
-        ])  # fmt: skip
+        milliseconds, rate = f"{1000 * worker.median:,.1f}", f"{B * T / worker.median:,.0f}"
+        ratio, peak = f"{worker.median / first:.2f}", f"{worker.peak / 1e9:.2f}"
+        rows.append([worker.name, milliseconds, rate, ratio, f"{share:.1%}", peak])
         figures[worker.name] = {
             "ms": 1000 * worker.median,
             "tokens_per_second": B * T / worker.median,

@@ -14,6 +14,8 @@ from gpt.errors import UserError
 from gpt.model import GPT
 from gpt.tokenizer import Tokenizer
 
+LIKELIEST = 1024  # how many of the likeliest tokens top-p looks at first
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -59,10 +61,15 @@ def filter_logits(logits: Tensor, previous: Tensor, sampling: Sampling) -> Tenso
         least = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
-        probability = ordered.softmax(-1)
+        # Sorting 50,257 logits takes 3.5 ms on a CPU, and the few likeliest of them nearly always suffice.
+        likeliest, order = logits.topk(min(LIKELIEST, logits.shape[-1]))
+        probability = (likeliest - logits.logsumexp(-1, keepdim=True)).exp()
+        if (probability.sum(-1) < sampling.top_p).any():
+            likeliest, order = logits.sort(descending=True)
+            probability = likeliest.softmax(-1)
         reached = probability.cumsum(-1) - probability >= sampling.top_p  # without the token itself: the first stays
-        logits = logits.masked_fill(reached.scatter(1, order, reached), -torch.inf)
+        kept = likeliest.masked_fill(reached, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(1, order, kept)
     if sampling.min_p > 0.0:
         probability = logits.softmax(-1)
         least = sampling.min_p * probability.amax(-1, keepdim=True)
@@ -77,7 +84,9 @@ def next_token(logits: Tensor, previous: Tensor, sampling: Sampling, generator: 
         greedy = Sampling(sampling.repetition_penalty, temperature=1.0, top_p=1.0)
         return filter_logits(logits, previous, greedy).argmax(-1)
     probability = filter_logits(logits, previous, sampling).softmax(-1)
-    return torch.multinomial(probability, 1, generator=generator).squeeze(1)
+    # Drawing from 50,257 tokens takes 1.1 ms on a CPU, from those that are left a tenth of it.
+    left, order = probability.topk(max(1, int((probability > 0).sum(-1).max())))
+    return order.gather(1, torch.multinomial(left, 1, generator=generator)).squeeze(1)
 
 
 def window_start(length: int, context_length: int, slide: int = 1) -> int:
@@ -89,6 +98,16 @@ def window_start(length: int, context_length: int, slide: int = 1) -> int:
     return -(-over // slide) * slide
 
 
+def align(prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
+    """Prompts of different lengths as one tensor (B, T), ends together, and how many tokens fill each row at its left.
+
+    A row is filled with its own first token, so that no token counts as having been there that was not.
+    """
+    longest = max(map(len, prompts))
+    padding = [longest - len(ids) for ids in prompts]
+    return torch.tensor([ids[:1] * fill + ids for ids, fill in zip(prompts, padding, strict=True)]), padding
+
+
 @torch.inference_mode()
 def generate(
     model: GPT,
@@ -98,8 +117,12 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     slide: int = 1,
+    padding: list[int] | None = None,
 ) -> Iterator[Tensor]:
     """Continue the tokens idx (B, T), T at least 1: yields the next token (B,) of every row, `max_new_tokens` times.
+
+    `padding`, from `align`, is how many tokens at the left of each row only fill it; every row is continued as if it
+    were alone.
 
     With the cache each token costs one pass over that token alone. Past the context length the view slides: positions
     are learned, so every token in it changes its embedding and the cache is made anew. With `slide=1` that is every
@@ -113,12 +136,15 @@ def generate(
     if not 1 <= slide <= context:
         raise UserError(f"slide={slide} is out of range: it must be at least 1 and at most the context, {context}")
     tokens = torch.cat([idx, idx.new_zeros(idx.shape[0], max_new_tokens)], dim=1)
-    caches, start, seen = None, 0, 0  # the cache holds tokens[start:seen]
+    fills = padding or [0]
+    caches, views, seen, starts = None, None, 0, None  # the cache holds the tokens from the first view up to `seen`
     for length in range(T, T + max_new_tokens):
-        wanted = window_start(length, context, slide)
-        if caches is None or not use_cache or wanted != start:
-            caches, start, seen = model.new_caches(), wanted, wanted
-        hidden = model.hidden(tokens[:, seen:length], caches if use_cache else None)
+        wanted = {fill: fill + window_start(length - fill, context, slide) for fill in set(fills)}
+        if caches is None or not use_cache or wanted != views:
+            caches, views, seen = model.new_caches(), wanted, min(wanted.values())
+            later = [wanted[fill] - seen for fill in fills]
+            starts = torch.tensor(later, device=idx.device) if any(later) else None
+        hidden = model.hidden(tokens[:, seen:length], caches if use_cache else None, starts)
         seen = length
         tokens[:, length] = next_token(model.head(hidden[:, -1]), tokens[:, :length], sampling, generator)
         yield tokens[:, length]

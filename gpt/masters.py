@@ -54,7 +54,7 @@ class MasterWeights(nn.Module):
     def publish(self) -> None:
         """Let the model compute with what the weights have become."""
         if self._copies:
-            torch._foreach_copy_(self._copies, [master.data for master in self._masters])
+            torch._foreach_copy_(self._copies, list(self._masters))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:

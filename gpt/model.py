@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt.attention import KVCache, MultiHeadAttention
+from gpt.attention import KVCache, Linear, MultiHeadAttention
 
 
 @dataclass
@@ -55,11 +55,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int):
         super().__init__()
-        self.expand = nn.Linear(d_model, 4 * d_model)
-        self.contract = nn.Linear(4 * d_model, d_model)
+        self.expand = Linear(d_model, 4 * d_model)
+        self.contract = Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(x.to(self.expand.weight.dtype)), approximate="tanh"))
+        return self.contract(F.gelu(self.expand(x), approximate="tanh"))
 
 
 class TransformerBlock(nn.Module):
@@ -79,8 +79,8 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(C)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), cache))
+    def forward(self, x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), cache, blocked))
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
 
@@ -95,6 +95,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
+        self.output: nn.Module | None = None  # in place of the tied head, for sampling: see inference.py
         self.checkpointing = False  # keep only what goes into each block, and compute it again for the backward pass
         self.init_weights()
 
@@ -121,21 +122,27 @@ class GPT(nn.Module):
         """Logits (B, T, V) of the token after each of the tokens idx (B, T)."""
         return self.head(self.hidden(idx, caches))
 
-    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None) -> Tensor:
         """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
 
-        With `caches` (from `new_caches`) idx continues the tokens already seen, and the caches grow by T.
+        With `caches` (from `new_caches`) idx continues the tokens already seen, and the caches grow by T. `starts` (B,)
+        is how many tokens at the left of each row, those seen included, are only there to fill it: nothing attends to
+        them, and positions count from the first that is not.
         """
-        x = self._embed(idx, seen=0 if caches is None else caches[0].length)
+        seen = 0 if caches is None else caches[0].length
+        x = self._embed(idx, seen, starts)
+        blocked = None if starts is None else self._blocked(seen, idx.shape[1], starts)
         for i, block in enumerate(self.blocks):
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)  # Chen et al. 2016 (arXiv:1604.06174)
             else:
-                x = block(x, None if caches is None else caches[i])
-        return self.final_norm(x).to(self._dtype)
+                x = block(x, None if caches is None else caches[i], blocked)
+        return self.final_norm(x).to(self.dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
+        if self.output is not None:
+            return self.output(hidden)
         return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
 
     def compute_in(self, dtype: torch.dtype) -> "GPT":
@@ -149,8 +156,9 @@ class GPT(nn.Module):
         return self
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return self.blocks[-1].feed_forward.contract.weight.dtype  # type: ignore[union-attr, return-value]
+    def dtype(self) -> torch.dtype:
+        """The precision in which the blocks multiply."""
+        return self.blocks[-1].feed_forward.contract.dtype  # type: ignore[union-attr, return-value]
 
     def new_caches(self) -> list[KVCache]:
         """An empty key-value cache for each layer."""
@@ -180,11 +188,21 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2) - self.position_embedding.weight.numel()
         return 6 * matrices + 12 * self.config.num_layers * self.config.d_model * tokens
 
-    def _embed(self, idx: Tensor, seen: int = 0) -> Tensor:
+    def _blocked(self, seen: int, T: int, starts: Tensor) -> Tensor:
+        """What each row may not attend to (B, 1, T, S): later tokens, and what fills the row; but always to itself."""
+        causal = self.blocks[0].attention.mask[seen : seen + T, : seen + T]  # type: ignore[index, union-attr]
+        columns = torch.arange(seen + T, device=starts.device)
+        itself = columns == columns[seen:, None]  # (T, S): what only fills must not be left with nothing, which is nan
+        return ((causal | (columns < starts[:, None, None])) & ~itself)[:, None]
+
+    def _embed(self, idx: Tensor, seen: int = 0, starts: Tensor | None = None) -> Tensor:
         end = seen + idx.shape[1]
         if end > self.config.context_length:
             raise ValueError(
                 f"{end} tokens do not fit a context of {self.config.context_length}: pass the last ones only"
             )
         positions = self.position_embedding.weight[seen:end]  # (T, C)
+        if starts is not None:
+            columns = torch.arange(seen, end, device=idx.device)
+            positions = self.position_embedding((columns - starts[:, None]).clamp(min=0))  # (B, T, C)
         return self.dropout(self.token_embedding(idx) + positions)  # (B, T, C)

@@ -282,13 +282,13 @@ def test_json_is_complete(here, capsys):
     printed = report(capsys, *arguments, "--num-samples", "2", "--seed", "7")
     samples, speed = printed.pop("samples"), printed.pop("tokens_per_second")
     assert printed == {
-        "prompt": "2 3 5 é\n",
         "checkpoint": str(Path("runs/tiny/checkpoints/best.ckpt")),
         "seed": 7,
         "sampling": {"repetition_penalty": 1.5, "temperature": 0.8, "top_k": 31, "top_p": 0.95, "min_p": 0.0},
     }
-    assert [set(sample) for sample in samples] == [{"text", "tokens", "finish_reason"}] * 2
+    assert [set(sample) for sample in samples] == [{"prompt", "text", "tokens", "finish_reason"}] * 2
     assert [(sample["tokens"], sample["finish_reason"]) for sample in samples] == [(11, "length")] * 2
+    assert [sample["prompt"] for sample in samples] == ["2 3 5 é\n"] * 2
     assert speed > 0
     alone = report(capsys, *arguments, "--seed", "7")["samples"]
     assert output(capsys, *arguments, "--seed", "7") == "2 3 5 é\n" + alone[0]["text"] + "\n"
@@ -334,12 +334,12 @@ def test_slide(here, capsys, slide):
     assert (text == expected_text(b"2 3 5 7 11", 23)) is (slide == 1)
 
 
-def test_bf16(here, capsys):
-    """With --precision bf16 the weights themselves are bfloat16."""
-    text = greedy(capsys, "--prompt", "2 3 5", "--precision", "bf16")
-    tokens = gpt.generation.generate(
-        make_model().bfloat16(), torch.tensor([[*b"2 3 5"]]), 23, Sampling(temperature=0.0)
-    )
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_precision(here, capsys, precision):
+    """With --precision the weights themselves are in it."""
+    text = greedy(capsys, "--prompt", "2 3 5", "--precision", precision)
+    model = gpt.inference.prepare(make_model(), precision)
+    tokens = gpt.generation.generate(model, torch.tensor([[*b"2 3 5"]]), 23, Sampling(temperature=0.0))
     assert text == bytes(int(token) for token in tokens).decode("utf-8", "replace")
     assert text != greedy(capsys, "--prompt", "2 3 5", "--precision", "fp32")
 
@@ -389,7 +389,21 @@ def test_lone_surrogates(here, capsys):
 
 def test_lone_surrogates_in_json(here, capsys):
     """In JSON as well."""
-    assert report(capsys, "--prompt", "a\udcffb", "--max-new-tokens", "1")["prompt"] == "a\ufffdb"
+    assert report(capsys, "--prompt", "a\udcffb", "--max-new-tokens", "1")["samples"][0]["prompt"] == "a\ufffdb"
+
+
+def test_several_prompts(here, capsys):
+    """Prompts of different lengths, continued at once, go on as each does alone, in the order in which they came."""
+    prompts = ["2 3 5", "7", "2 3 5 7 11 13"]
+    alone = [greedy(capsys, "--prompt", prompt) for prompt in prompts]
+    given = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    arguments = [*given, "--temperature", "0", "--max-new-tokens", "23", "--num-samples", "2"]
+    samples = report(capsys, *arguments)["samples"]
+    assert [(s["prompt"], s["text"]) for s in samples] == [
+        (prompt, text) for prompt, text in zip(prompts, alone, strict=True) for _ in range(2)
+    ]
+    printed = output(capsys, *given, "--temperature", "0", "--max-new-tokens", "23")
+    assert printed == "".join(f"--- {i + 1} of 3 ---\n{prompts[i]}{alone[i]}\n" for i in range(3))
 
 
 def test_stop(here, capsys):
@@ -426,7 +440,7 @@ def test_end_of_text(tmp_path, capsys):
         model.token_embedding.weight[EOT] = 1.0
     run = str(write_run(tmp_path / "run", model))
     printed = report(capsys, "--prompt", "a", "--checkpoint", run, "--num-samples", "2", "--temperature", "0.1")
-    assert printed["samples"] == [{"text": "", "tokens": 1, "finish_reason": "end_of_text"}] * 2
+    assert printed["samples"] == [{"prompt": "a", "text": "", "tokens": 1, "finish_reason": "end_of_text"}] * 2
     assert output(capsys, "--prompt", "a", "--checkpoint", run, "--temperature", "0.1") == "a\n"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt.batches import validation_batches
 from gpt.errors import UserError
 from gpt.evaluate import Score, evaluate
-from gpt.generation import Sampling, TextStream, filter_logits, generate, next_token, window_start
+from gpt.generation import Sampling, TextStream, align, filter_logits, generate, next_token, window_start
 from gpt.model import GPT, GPTConfig
 from gpt.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer
 
@@ -87,6 +87,30 @@ def test_rows_do_not_mix():
     together = collect(generate(model, idx, 23, GREEDY))
     for row in range(3):
         assert torch.equal(collect(generate(model, idx[row : row + 1], 23, GREEDY)), together[row : row + 1])
+
+
+@pytest.mark.parametrize("slide", [1, 3, CONTEXT])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_prompts_of_different_lengths(slide, use_cache):
+    """Each continues as it does alone, also when some rows have passed the context and others have not."""
+    model = make_model()
+    prompts = [make_idx(1, T)[0].tolist() for T in (7, 1, CONTEXT, 2, 7)]
+    idx, padding = align(prompts)
+    assert padding == [CONTEXT - 7, CONTEXT - 1, 0, CONTEXT - 2, CONTEXT - 7]
+    assert [row[fill:] for row, fill in zip(idx.tolist(), padding, strict=True)] == prompts
+    together = collect(generate(model, idx, 37, GREEDY, use_cache=use_cache, slide=slide, padding=padding))
+    for row, ids in enumerate(prompts):
+        assert torch.equal(together[row : row + 1], naive_greedy(model, torch.tensor([ids]), 37, slide)), row
+
+
+def test_padding_is_not_seen():
+    """What fills a row is no token that was there: the repetition penalty does not know it either."""
+    model, sampling = make_model(), Sampling(repetition_penalty=2.0, temperature=0.0)
+    prompts = [make_idx(1, 3)[0].tolist(), make_idx(1, 11)[0].tolist()]
+    idx, padding = align(prompts)
+    together = collect(generate(model, idx, 7, sampling, padding=padding))
+    for row, ids in enumerate(prompts):
+        assert torch.equal(together[row : row + 1], collect(generate(model, torch.tensor([ids]), 7, sampling)))
 
 
 def test_sampled_cached_equals_uncached():
