@@ -58,6 +58,7 @@ class TrainerConfig:
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: str = "auto"  # windows that go through the model at once; the rest accumulates
+    activation_checkpointing: bool = False  # compute each block's activations again instead of keeping them
     log_every: int = 10
     validate_every: int = 250
     checkpoint_every: int = 250

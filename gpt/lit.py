@@ -61,6 +61,7 @@ class GPTModule(LightningModule):
         self.commit = commit
         torch.manual_seed(config.seed)
         self.model = GPT(GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model)))
+        self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # in place, so that state dicts keep their names
                 block.compile()

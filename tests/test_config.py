@@ -453,7 +453,7 @@ def test_unknown_key_suggests_the_nearest(key, suggested):
     assert unknown_key(key) == f"there is no key {key!r}; did you mean {suggested!r}?"
 
 
-@pytest.mark.parametrize("key", ["zzz", "trainers", "learning", "trainer.gradient_checkpointing"])
+@pytest.mark.parametrize("key", ["zzz", "trainers", "learning", "trainer.gradient_buckets_of_mine"])
 def test_unknown_key_without_a_near_one(key):
     """Where nothing is near, no guess: the line says where to look."""
     assert unknown_key(key) == f"there is no key {key!r}; see configs/ for those there are"

@@ -289,3 +289,26 @@ def test_imports_stay_light():
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing(dropout):
+    """Activations that are computed again are the same, so gradients are bit for bit; and fewer of them are kept."""
+    kept, gradients = [], []
+    for checkpointing in (False, True):
+        model = make_model(dropout=dropout).train()
+        model.checkpointing = checkpointing
+        storages = set()
+
+        def keep(tensor: Tensor, storages=storages) -> Tensor:
+            storages.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(make_idx(5)).square().mean()
+        loss.backward()
+        kept.append(len(storages))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert kept[1] < kept[0] / 2
