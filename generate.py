@@ -32,6 +32,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     model.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"],
                        help="of the weights; auto: bf16 where it is faster")  # fmt: skip
+    model.add_argument("--compile", action="store_true", help="for one long text in bf16 or int8: seconds to begin "
+                       "with, then faster")  # fmt: skip
     text = parser.add_argument_group("text")
     text.add_argument("--max-new-tokens", metavar="N", type=int, default=300)
     text.add_argument("--num-samples", metavar="N", type=int, default=1)
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     from gpt import checkpoint, huggingface
     from gpt.generation import Sampling, TextStream, align, generate
     from gpt.hardware import choose_device, choose_precision
-    from gpt.inference import choose_sampling_precision, prepare
+    from gpt.inference import choose_sampling_precision, prepare, require_compilable
     from gpt.text import well_formed
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
@@ -113,7 +115,10 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"generate.py: sampling from {path}", file=sys.stderr)
         model, tokenizer = checkpoint.build_model(checkpoint.load(path))
     precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
-    prepare(model, precision, args.num_samples * len(prompts or [""]))
+    rows = args.num_samples * len(prompts or [""])
+    if args.compile:
+        require_compilable(precision, rows)
+    prepare(model, precision, rows, args.compile)
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1
     generator = torch.Generator(device).manual_seed(seed)
     context = model.config.context_length

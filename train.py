@@ -306,7 +306,7 @@ def report(module: "GPTModule", validation: "Validation", run_dir: Path) -> None
         say(f"validation was best at step {validation.best_step}; best.ckpt is the model of that step")
     say(
         f"\nthe run:    {run_dir}\n"
-        f'sample it:  python generate.py --checkpoint {run_dir} --prompt "{module.config.data.prompts[-1]}"\n'
+        f'sample it:  python generate.py --checkpoint {run_dir} --prompt "{(module.config.data.prompts or [""])[-1]}"\n'
         f"its curves: tensorboard --logdir {run_dir.parent}"
     )
 

@@ -23,9 +23,9 @@ def prompt(rows: int) -> torch.Tensor:
     return torch.randint(50257, (rows, PROMPT), generator=torch.Generator().manual_seed(0)).to(choose_device())
 
 
-def ours(precision: str, rows: int, tokens: int) -> Callable[[], None]:
+def ours(precision: str, rows: int, tokens: int, compiled: bool = False) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = prepare(GPT(GPTConfig()).to(choose_device()), precision, rows)
+    model = prepare(GPT(GPTConfig()).to(choose_device()), precision, rows, compiled)
     idx = prompt(rows)
 
     def step() -> None:
@@ -59,6 +59,10 @@ def main() -> None:
     wanted: list[tuple[str, int, Callable, dict]] = [("transformers, bf16", 1, hugging_face, {"dtype": "bfloat16"})]
     wanted += [("transformers, fp32", 1, hugging_face, {"dtype": "float32"})]
     wanted += [(f"ours, {precision}", 1, ours, {"precision": precision}) for precision in ("fp32", "bf16", "int8")]
+    wanted += [
+        (f"ours, {precision}, compiled", 1, ours, {"precision": precision, "compiled": True})
+        for precision in ("bf16", "int8")
+    ]
     wanted += [("transformers, bf16", 8, hugging_face, {"dtype": "bfloat16"})]
     wanted += [(f"ours, {precision}", 8, ours, {"precision": precision}) for precision in ("bf16", "int8")]
     memory = Worker("memory", read_bandwidth)
@@ -77,13 +81,17 @@ def main() -> None:
             worker.run(1)
     speed = sorted(speeds)[len(speeds) // 2]
     figures, rows_of_table = {}, []
-    peer = args.tokens / workers[0][1].median
+    peers = {
+        rows: rows * args.tokens / worker.median
+        for rows, worker in workers
+        if worker.name.startswith("transformers, bf16")
+    }
     for rows, worker in workers:
         rate = rows * args.tokens / worker.median
-        rows_of_table.append([worker.name, f"{rate:,.1f}", f"{rate / peer:.2f}", f"{worker.peak / 1e9:.2f}"])
+        rows_of_table.append([worker.name, f"{rate:,.1f}", f"{rate / peers[rows]:.2f}", f"{worker.peak / 1e9:.2f}"])
         figures[worker.name] = {
             "tokens_per_second": rate,
-            "to_transformers_bf16": rate / peer,
+            "to_transformers_bf16": rate / peers[rows],
             "peak_bytes": worker.peak,
         }
     print(

@@ -35,7 +35,7 @@ PRESETS = {  # groups, and how many steps in each turn, and turns
 def configure(preset: str) -> Config:
     """The configuration that Hydra would put together."""
     groups, changes, steps, turns = PRESETS[preset]
-    plain = {"horizon": f"{steps * turns}steps", "seed": 1}
+    plain = {"horizon": f"{steps * turns + 1}steps", "seed": 1}  # what is done at the end is in no turn
     for group, name in ({"data": "python_docs", "optim": "muon", "trainer": "default"} | groups).items():
         plain[group] = OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/{group}/{name}.yaml"))
     device = hardware.choose_device()

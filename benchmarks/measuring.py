@@ -95,30 +95,20 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
-def in_turn(workers: list[Worker], rounds: int, steps: int, warm_up: int = 1) -> None:
-    """Let every worker do `steps` steps in each of `rounds` rounds, one worker after the other."""
-    for worker in workers:
-        worker.run(warm_up)
-        worker.times.clear()
-    for _ in range(rounds):
-        for worker in workers:
-            worker.run(steps)
-
-
-def matrix_peak(dtype: str, n: int = 1024, seconds: float = 1.0) -> Callable[[], dict]:
-    """A step that measures FLOP/s of square matrix products: what this machine can do at best in one precision."""
+def matrix_peak(dtype: str, n: int, seconds: float = 1.0) -> Callable[[], dict]:
+    """A step that measures FLOP/s of products of n x n matrices, their median over some seconds, in one precision."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = 8192 if device == "cuda" else n
     a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
 
     def step() -> dict:
-        best, begin = float("inf"), time.perf_counter()
+        times, begin = [], time.perf_counter()
         while time.perf_counter() - begin < seconds:
             start = time.perf_counter()
             a @ a
             synchronize()
-            best = min(best, time.perf_counter() - start)
-        return {"flops": 2 * n**3 / best}
+            times.append(time.perf_counter() - start)
+        return {"flops": 2 * n**3 / statistics.median(times)}
 
     return step
 

@@ -34,7 +34,11 @@ def train(overrides: str, seed: int, text: Path, core: int, folder: Path) -> dic
         text=True,
     )
     if done.returncode:
-        return {"overrides": overrides, "seed": seed, "error": done.stderr.strip().splitlines()[-1]}
+        return {
+            "overrides": overrides,
+            "seed": seed,
+            "error": (done.stderr.strip().splitlines() or ["it was killed"])[-1],
+        }
     facts = json.loads((run_dir / "metrics.json").read_text())
     keys = ("val_nats_per_byte", "best_step", "steps", "tokens", "epochs", "train_seconds", "parameters")
     return {"overrides": overrides, "seed": seed} | {key: facts[key] for key in keys}
@@ -59,8 +63,10 @@ def main() -> None:
         def run(candidate: tuple[str, int]) -> None:
             core = cores.get()
             start = time.perf_counter()
-            found = train(*candidate, text, core, folder)
-            cores.put(core)
+            try:
+                found = train(*candidate, text, core, folder)
+            finally:
+                cores.put(core)
             if args.log:
                 with args.log.open("a") as stream:
                     stream.write(json.dumps(found) + "\n")

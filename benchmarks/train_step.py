@@ -141,20 +141,23 @@ def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Calla
 def measure(preset: str, rounds: int, steps: int) -> dict:
     """Every variant's median step, in turn with the matrix peaks."""
     workers = [
-        Worker("ours, bf16", ours, preset=preset, dtype="bfloat16"),
-        Worker("ours, bf16, checkpointing", ours, preset=preset, dtype="bfloat16", checkpointing=True),
-        Worker("ours, fp32", ours, preset=preset, dtype="float32"),
-        Worker("naive Muon, fp32", naive, preset=preset),
+        Worker("ours, bf16, AdamW", ours, preset=preset, dtype="bfloat16", optim="adamw"),
+        Worker(
+            "ours, bf16, AdamW, checkpointing", ours, preset=preset, dtype="bfloat16", optim="adamw", checkpointing=True
+        ),
+        Worker("ours, fp32, AdamW", ours, preset=preset, dtype="float32", optim="adamw"),
+        Worker("ours, bf16, Muon", ours, preset=preset, dtype="bfloat16", optim="muon"),
+        Worker("naive, fp32, Muon", naive, preset=preset),
         Worker("transformers, fp32", hugging_face, preset=preset, autocast=False),
         Worker("transformers, bf16 autocast", hugging_face, preset=preset, autocast=True),
     ]
     if importlib.util.find_spec("litgpt"):
         workers.append(Worker("litgpt, fp32", litgpt, preset=preset, autocast=False))
         workers.append(Worker("litgpt, bf16 autocast", litgpt, preset=preset, autocast=True))
-    peaks = {dtype: Worker(dtype, matrix_peak, dtype=dtype) for dtype in ("bfloat16", "float32")}
+    peaks = {dtype: Worker(dtype, matrix_peak, dtype=dtype, n=2048) for dtype in ("bfloat16", "float32")}
     found: dict[str, list[float]] = {dtype: [] for dtype in peaks}
     for worker in workers:
-        worker.run(3)
+        worker.run(2)
         worker.times.clear()
     for _ in range(rounds):
         for dtype, worker in peaks.items():

@@ -123,16 +123,20 @@ class MultiHeadAttention(nn.Module):
 
         `blocked` (B, 1, T, S), where given, says what each row may not attend to, in place of the causal mask.
         """
-        queries, keys, values = self._project(x)
-        seen = 0 if cache is None else cache.length
-        if seen + x.shape[1] > len(self.mask):
-            total = seen + x.shape[1]
-            raise ValueError(f"{total} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
+        context = self.attend(*self._project(x), cache, blocked)  # (B, H, T, D)
+        return self.out_proj(context.transpose(1, 2).flatten(2))  # (B, T, C)
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, cache: KVCache | None, blocked: Tensor | None = None
+    ) -> Tensor:
+        """The context vectors (B, H, T, D) of queries, keys and values of that shape that follow those in the cache."""
+        seen, T = 0 if cache is None else cache.length, queries.shape[-2]
+        if seen + T > len(self.mask):
+            raise ValueError(f"{seen + T} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
         if cache is not None:
             keys, values = cache.append(keys, values)
             queries = queries.to(keys.dtype)
-        context = self._attend(queries, keys, values, seen, blocked)  # (B, H, T, D)
-        return self.out_proj(context.transpose(1, 2).flatten(2))  # (B, T, C)
+        return self._attend(queries, keys, values, seen, blocked)
 
     def weights(self, x: Tensor) -> Tensor:
         """The attention weights (B, H, T, T) that `forward` would use on x (B, T, d_in), before dropout."""

@@ -61,6 +61,10 @@ class DataConfig:
             raise ValueError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name == "huggingface" and len(self.paths) != 1:
             raise ValueError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
+        if sum(path.startswith(("http://", "https://")) for path in self.paths) > 1:
+            raise ValueError(
+                "data.path has several URLs, and data.sha256 is the hash of one: download the others first"
+            )
         if self.name in ONE_WORD and self.paths:
             raise ValueError(f"data.path={self.path!r} is read only with data=text: add it, or leave the path out")
         if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):

@@ -104,6 +104,9 @@ def _stream(config: "DataConfig", revision: str, place: Path, say: Callable[[str
                     texts, size = [], 0
             if texts:
                 _write_part(place, state["parts"], texts)
+            elif not state["parts"]:
+                more = "; raise data.max_bytes" if config.max_bytes else ""
+                raise UserError(f"data.path={name!r}: not one document was taken from it{more}")
     except (UserError, MemoryError):
         raise
     except Exception as error:  # of several libraries below

@@ -76,14 +76,15 @@ class GPTModule(LightningModule):
         if self.config.model.dropout:
             # Dropout, too, is a function of the seed and the step, so there is no generator whose state to save.
             torch.manual_seed(hash((self.config.seed, self._micro_step(batch_idx), self.global_rank)))
-        loss = self.training_loss(*batch)
+        share_done = self.global_step / self.plan.total_steps
+        loss = self.training_loss(*batch, attention_pieces(share_done, self.config.trainer.span_warmup))
         share = loss.detach() / self.plan.accumulation
         self.step_loss = share if batch_idx % self.plan.accumulation == 0 else self.step_loss + share
         return loss
 
-    def training_loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean nats per token of inputs and targets, each (B, T)."""
-        return next_token_loss(self.model.hidden(idx), self.model.token_embedding.weight, targets)
+    def training_loss(self, idx: Tensor, targets: Tensor, pieces: int = 1) -> Tensor:
+        """Mean nats per token of inputs and targets, each (B, T), with attention within `pieces` parts of each row."""
+        return next_token_loss(self.model.hidden(idx, pieces=pieces), self.model.token_embedding.weight, targets)
 
     def _micro_step(self, batch_idx: int) -> int:
         return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
@@ -170,6 +171,14 @@ class GPTModule(LightningModule):
         }
 
 
+def attention_pieces(share_done: float, warmup: float) -> int:
+    """Into how many pieces a window falls for attention, once a share of the run is done: 4, then 2, after `warmup` 1.
+
+    What is near is learnt first, with less noise from what is far and for less: Li et al. 2022 (arXiv:2108.06084).
+    """
+    return 1 if share_done >= warmup else 2 if share_done >= warmup / 2 else 4
+
+
 class TrainBatches:
     """The micro-batches of a whole run as one long epoch, from the trainer's present step on.
 
@@ -225,6 +234,7 @@ def make_plan(config: Config, corpora: Corpora, automatic: bool, say: Callable[[
     horizon = parse_horizon(config.horizon)
     if horizon.unit == "seconds":
         plan, seconds = measure(config, plan, corpora)
+        config = replace(config, trainer=replace(config.trainer, micro_batch_size=str(plan.micro_batch_size)))
         steps = max(1, round(horizon.amount / seconds))
         say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
         config = replace(config, horizon=f"{steps}steps")

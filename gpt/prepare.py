@@ -126,16 +126,16 @@ def _bar(total: int | None, initial: int = 0) -> tqdm:
 
 
 def _joint_tokenizer(texts: list[_Text], shares: tuple[int, ...], vocab_size: int, cache: Path, say: Say) -> Tokenizer:
-    """One byte-pair encoding for a mixture, trained on a sample of each corpus by its share, and kept in the cache."""
+    """One byte-pair encoding for a mixture, kept in the cache; of large corpora it sees samples by their share."""
     parts = [[text.sha256, text.validation_bytes, share] for text, share in zip(texts, shares, strict=True)]
     file = cache / f"tokenizer-{_digest({'format': FORMAT, 'parts': parts, 'vocab_size': vocab_size})}.json"
     if not file.exists():
 
         def sample() -> Iterator[str]:
             for text, share in zip(texts, shares, strict=True):
-                parts = list(text.survey(say).training_sample())
-                size = sum(len(part.encode("utf-8")) for part in parts)
-                yield from parts[:: max(1, -(-size * SHARES // (SAMPLE_BYTES * share)))]
+                samples = list(text.survey(say).training_sample())
+                size = sum(len(sample.encode("utf-8")) for sample in samples)
+                yield from samples[:: max(1, -(-size * SHARES // (SAMPLE_BYTES * share)))]
 
         tokenizer = train_bpe(sample(), vocab_size)
         with explain_cache(cache):

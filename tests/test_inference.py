@@ -1,6 +1,7 @@
 """A model made ready for sampling says what it said before, as nearly as its precision allows."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt.attention import Linear
+from gpt.errors import UserError
 from gpt.generation import Sampling, generate
-from gpt.inference import LARGE, Int8Linear, PackedLinear, choose_sampling_precision, prepare
+from gpt.inference import LARGE, Int8Linear, PackedLinear, choose_sampling_precision, prepare, require_compilable
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
 
@@ -129,6 +131,42 @@ def test_generation(precision):
             logits = model(so_far)[:, -1].float()
         chosen = logits.gather(1, tokens[:, length - 5, None])
         assert (logits.amax(-1, keepdim=True) - chosen <= 0.05 * logits.std()).all()  # but for the rounding of ties
+
+
+COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
+
+
+@pytest.mark.skipif(not COMPILER, reason="SKIPPED LOUDLY: there is no C++ compiler to compile sampling with")
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_compiled(precision):
+    """Compiled, a model says what it says otherwise, as nearly as its precision allows, past the context length too."""
+    exact = make_model()
+    model = prepare(copy.deepcopy(exact), precision, compiled=True)
+    idx = make_idx(1, 23)
+    with torch.no_grad():
+        expected = exact(idx)
+        caches = model.new_caches()
+        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+        together = model(idx).float()
+    bound = 0.02 * expected.std().item()
+    assert 0 < (steps - expected).abs().mean().item() < bound
+    assert 0 < (together - expected).abs().mean().item() < bound
+    assert caches[0].length == 23
+    tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
+    assert tokens.shape == (1, 31)
+
+
+def test_what_cannot_be_compiled(monkeypatch):
+    """One line says what to do instead."""
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    require_compilable("int8", 1)
+    with pytest.raises(UserError, match="does nothing for weights in fp32: add --precision bf16 or int8"):
+        require_compilable("fp32", 1)
+    with pytest.raises(UserError, match="is for a single text, and these are 3"):
+        require_compilable("bf16", 3)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        require_compilable("bf16", 1)
 
 
 def test_choice():
