@@ -64,6 +64,14 @@ def test_other_column_and_limit(data_set, tmp_path):
         assert read(data_set, tmp_path, max_bytes=most) == TEXTS[:7]
 
 
+def test_limit_below_the_first_document(data_set, tmp_path):
+    """A limit that lets nothing in is named; no empty data set is kept."""
+    assert refusal(data_set, tmp_path, max_bytes=1) == (
+        f"data.path={data_set!r}: not one document was taken from it; raise data.max_bytes"
+    )
+    assert read(data_set, tmp_path) == TEXTS
+
+
 def test_changed_data_set_is_fetched_anew(data_set, tmp_path):
     """What is on disk is never taken for another content."""
     assert read(data_set, tmp_path) == TEXTS
