@@ -207,7 +207,10 @@ def test_mistakes_that_hydra_refuses(override, message):
         ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1]}}, r"data\.weights=\[1\.0\] does not fit"),
         ({"data": {"name": "text", "path": ["a", "b"], "weights": [1, 1]}}, r"data\.weights=.* does not fit"),
         ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1, 0]}}, r"data\.weights=.* must be above 0"),
-        ({"data": {"name": "text", "path": ["http://a/b", "https://c/d"]}}, r"data\.path has several URLs .*download"),
+        (
+            {"data": {"name": "text", "path": ["http://a/b", "https://c/d"]}},
+            r"data\.path has several URLs, and .*download",
+        ),
         ({"trainer": {"span_warmup": 1.5}}, r"trainer\.span_warmup=1\.5 .*at least 0 and at most 1"),
         (
             {"model": {"context_length": 6}, "trainer": {"span_warmup": 0.5, "tokens_per_step": 12}},

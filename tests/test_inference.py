@@ -137,6 +137,7 @@ COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 @pytest.mark.skipif(not COMPILER, reason="SKIPPED LOUDLY: there is no C++ compiler to compile sampling with")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_compiled(precision):
     """Compiled, a model says what it says otherwise, as nearly as its precision allows, past the context length too."""
