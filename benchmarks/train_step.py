@@ -197,11 +197,12 @@ def report(preset: str, workers: list[Worker], peaks: dict[str, float]) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    arguments.add_argument("--rounds", type=int, default=7)
     args = arguments.parse_args()
     print(machine())
     reports = {}
     for preset in args.preset:
-        reports[preset] = measure(preset, 7, 10 if preset == "mini" else 1)
+        reports[preset] = measure(preset, args.rounds, 10 if preset == "mini" else 1)
     finish(reports, args.json)
 
 

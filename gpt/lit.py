@@ -65,7 +65,7 @@ class GPTModule(LightningModule):
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # in place, so that state dicts keep their names
                 block.compile()
-        self.weights = MasterWeights(self.model, DTYPES[config.trainer.precision])
+        self.weights = MasterWeights(self.model, DTYPES.get(config.trainer.precision, torch.float32))
         self._trained = list(self.weights.trained.values())  # looking for them costs a third as much as their norm
         self.step_loss = torch.zeros(())  # of the micro-batches of this step so far, each with its share
         self.grad_norm = torch.zeros(())  # of the last step, before clipping

@@ -221,16 +221,15 @@ def _remedy(folder: Path) -> str:
     return f"delete {folder} and it will be made anew"
 
 
-CACHE = Path(__file__).resolve().parents[1] / "data" / "cache"  # where train.py keeps it by default
-
-
 def main() -> None:
     """Check prepared corpora in full: a line for each, and an error at the first that is damaged."""
     parser = argparse.ArgumentParser(prog="python -m gpt.shards", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="prepared corpora (default: all in data/cache)")
-    folders = parser.parse_args().folders or sorted(file.parent for file in CACHE.glob("[!.]*/manifest.json"))
+    folders = parser.parse_args().folders or sorted(
+        file.parent for file in Path("data/cache").glob("[!.]*/manifest.json")
+    )
     if not folders:
-        raise UserError(f"{CACHE} holds no prepared corpus: name the folder of one")
+        raise UserError("data/cache holds no prepared corpus: name the folder of one")
     for folder in folders:
         shards = open_shards(folder)
         tokens = len(shards.train) + len(shards.validation)

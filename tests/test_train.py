@@ -255,7 +255,7 @@ def test_two_processes(settings, tmp_path, precision, micro_batch, tolerance):
     curves = []
     for devices in (1, 2):
         run_dir = tmp_path / str(devices)
-        exact = ["model.dropout=0", "trainer.device=cpu", f"trainer.precision={precision}", "horizon=30steps"]
+        exact = ["model.dropout=0", "trainer.device=cpu", f"trainer.precision={precision}", "horizon=9steps"]
         exact.append(f"trainer.micro_batch_size={micro_batch}")
         done = train(*settings, *exact, f"trainer.devices={devices}", f"run_dir={run_dir}")
         assert done.returncode == 0, done.stderr
