@@ -140,20 +140,19 @@ def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Calla
 
 def measure(preset: str, rounds: int, steps: int) -> dict:
     """Every variant's median step, in turn with the matrix peaks."""
-    workers = [
-        Worker("ours, bf16, AdamW", ours, preset=preset, dtype="bfloat16", optim="adamw"),
-        Worker(
-            "ours, bf16, AdamW, checkpointing", ours, preset=preset, dtype="bfloat16", optim="adamw", checkpointing=True
-        ),
-        Worker("ours, fp32, AdamW", ours, preset=preset, dtype="float32", optim="adamw"),
-        Worker("ours, bf16, Muon", ours, preset=preset, dtype="bfloat16", optim="muon"),
-        Worker("naive, fp32, Muon", naive, preset=preset),
-        Worker("transformers, fp32", hugging_face, preset=preset, autocast=False),
-        Worker("transformers, bf16 autocast", hugging_face, preset=preset, autocast=True),
+    bf16 = {"dtype": "bfloat16", "optim": "adamw"}
+    variants: list[tuple[str, Callable, dict]] = [
+        ("ours, bf16, AdamW", ours, bf16),
+        ("ours, bf16, AdamW, checkpointing", ours, bf16 | {"checkpointing": True}),
+        ("ours, bf16, Muon", ours, bf16 | {"optim": "muon"}),
+        ("transformers, bf16 autocast", hugging_face, {"autocast": True}),
+        ("transformers, fp32", hugging_face, {"autocast": False}),
     ]
     if importlib.util.find_spec("litgpt"):
-        workers.append(Worker("litgpt, fp32", litgpt, preset=preset, autocast=False))
-        workers.append(Worker("litgpt, bf16 autocast", litgpt, preset=preset, autocast=True))
+        variants.append(("litgpt, bf16 autocast", litgpt, {"autocast": True}))
+    if preset == "mini":  # of the large model all of these together would take more than 24 GB
+        variants += [("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32"}), ("naive, fp32, Muon", naive, {})]
+    workers = [Worker(name, make, preset=preset, **settings) for name, make, settings in variants]
     peaks = {dtype: Worker(dtype, matrix_peak, dtype=dtype, n=2048) for dtype in ("bfloat16", "float32")}
     found: dict[str, list[float]] = {dtype: [] for dtype in peaks}
     for worker in workers:
