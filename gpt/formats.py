@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from gpt.errors import UserError
-from gpt.text import well_formed
+from gpt.text import NotUTF8Error, decoded, well_formed
 
 BLOCK = 1 << 20  # bytes to read at once
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -206,21 +206,14 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def _decoded(file: Path, blocks: Iterable[bytes], errors: str) -> Iterator[str]:
     """The text of a file, without a byte order mark."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    offset, begun = 0, False
-    for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
-        pending = len(decoder.getstate()[0])  # the beginning of a character
-        try:
-            text = decoder.decode(block, last)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at offset "
-                f"{offset - pending + error.start}); "
-                "convert it first, for example with iconv -t utf-8, or say data.errors=replace"
-            ) from None
-        yield text if begun else text.removeprefix("\ufeff")
-        offset += len(block)
-        begun = begun or bool(text)
+    begun = False
+    try:
+        for text in decoded(blocks, errors):
+            yield text if begun else text.removeprefix("\ufeff")
+            begun = begun or bool(text)
+    except NotUTF8Error as error:
+        remedy = "convert it first, for example with iconv -t utf-8, or say data.errors=replace"
+        raise UserError(f"{file}: not UTF-8 ({error}); {remedy}") from None
 
 
 def _decode(encoded: bytes, place: str, errors: str) -> str:

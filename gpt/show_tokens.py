@@ -1,7 +1,6 @@
 """How a text splits into tokens: the command `python -m gpt.tokenizer`."""
 
 import argparse
-import codecs
 import functools
 import io
 import itertools
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from gpt.errors import UserError
-from gpt.text import cut, well_formed
+from gpt.text import NotUTF8Error, cut, decoded, well_formed
 from gpt.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 SHORT = 40  # tokens: so many at most are also listed one by one
@@ -97,18 +96,12 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
 
 def read_blocks(stream: BinaryIO, source: str) -> Iterator[str]:
     """A stream of UTF-8 as text, block by block; `UserError` names the first byte that is none."""
-    decoder, offset, block = codecs.getincrementaldecoder("utf-8")(), 0, b"?"
-    while block:
-        held = len(decoder.getstate()[0])  # bytes of a character that the last block has not ended
-        try:
-            block = stream.read(1 << 16)
-            yield decoder.decode(block, final=not block)
-        except OSError as error:
-            raise UserError(f"{source}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            byte, where = error.object[error.start], offset - held + error.start
-            raise UserError(f"{source}: not UTF-8 (byte 0x{byte:02x} at offset {where})") from None
-        offset += len(block)
+    try:
+        yield from decoded(iter(lambda: stream.read(1 << 16), b""))
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
+    except NotUTF8Error as error:
+        raise UserError(f"{source}: not UTF-8 ({error})") from None
 
 
 def visible(token: bytes) -> str:

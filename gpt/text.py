@@ -1,5 +1,7 @@
 """What all text has to be before it is counted, encoded or printed: well formed, and in pieces of a bounded size."""
 
+import codecs
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -17,6 +19,23 @@ def well_formed(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class NotUTF8Error(ValueError):
+    """Bytes that are no UTF-8; as a string, which byte and where."""
+
+
+def decoded(blocks: Iterable[bytes], errors: str = "strict") -> Iterator[str]:
+    """UTF-8 in blocks of any size as text, a block for each; `NotUTF8Error` where it is none."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(errors), 0
+    for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
+        pending = len(decoder.getstate()[0])  # the beginning of a character
+        try:
+            yield decoder.decode(block, last)
+        except UnicodeDecodeError as error:
+            place = offset - pending + error.start
+            raise NotUTF8Error(f"byte 0x{error.object[error.start]:02x} at offset {place}") from None
+        offset += len(block)
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
