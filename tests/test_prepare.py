@@ -897,13 +897,19 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
 # --- several processes at once ---
 
 
+def two_at_once(workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("progress.json", 5), **of_first):
+    """The numbers of two processes: one that is stopped while it prepares, and one that says it waits for it."""
+    first = workshop.start(data, cache, at=(*at, signal.SIGSTOP), **of_first)
+    assert workshop.wait(first) is None
+    second = workshop.start(data, cache)
+    workshop.wait_until_said(second, "waiting")
+    return first, second
+
+
 def test_two_processes_at_once(tmp_path, workshop, many, undisturbed):
     """One waits and says so, and then has what the other has made; nothing is prepared twice."""
     cache = tmp_path / "cache"
-    first = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP))
-    assert workshop.wait(first) is None
-    second = workshop.start(many, cache)
-    workshop.wait_until_said(second, "waiting")
+    first, second = two_at_once(workshop, many, cache)
     os.kill(first, signal.SIGCONT)
     assert [workshop.wait(first), workshop.wait(second)] == [0, 0]
     assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "prepared"]
@@ -925,10 +931,8 @@ def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
 def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, touches):
     """The one that waits goes on with what the other has left, be it nothing or a part."""
     cache = tmp_path / "cache"
-    first = workshop.start(many, cache, at=("plan.json" if touches == 1 else "progress.json", touches, signal.SIGSTOP))
-    assert workshop.wait(first) is None
-    second = workshop.start(many, cache)
-    workshop.wait_until_said(second, "waiting")
+    place = ("plan.json" if touches == 1 else "progress.json", touches)
+    first, second = two_at_once(workshop, many, cache, place)
     os.kill(first, signal.SIGKILL)
     assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
     waiting, then, *_ = workshop.said(second).splitlines()
@@ -940,10 +944,7 @@ def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, t
 def test_waiting_for_one_that_fails(tmp_path, workshop, many, undisturbed):
     """The text is too short for the first, which keeps nothing of it, and long enough for the one that waits."""
     cache = tmp_path / "cache"
-    first = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP), context_length=100_000)
-    assert workshop.wait(first) is None
-    second = workshop.start(many, cache)
-    workshop.wait_until_said(second, "waiting")
+    first, second = two_at_once(workshop, many, cache, context_length=100_000)
     os.kill(first, signal.SIGCONT)
     assert [workshop.wait(first), workshop.wait(second)] == [2, 0]
     assert "prepare: the training text has" in workshop.said(first).splitlines()[-1]
@@ -954,10 +955,7 @@ def test_waiting_for_one_that_fails(tmp_path, workshop, many, undisturbed):
 def test_ctrl_c_while_waiting(tmp_path, workshop, many, undisturbed):
     """The one that waited is gone, and the other is not disturbed by that."""
     cache = tmp_path / "cache"
-    first = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP))
-    assert workshop.wait(first) is None
-    second = workshop.start(many, cache)
-    workshop.wait_until_said(second, "waiting")
+    first, second = two_at_once(workshop, many, cache)
     os.kill(second, signal.SIGINT)
     assert workshop.wait(second) == 130
     os.kill(first, signal.SIGCONT)
