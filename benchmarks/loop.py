@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback
-from measuring import ROOT, finish, machine, parser, table
+from measuring import ROOT, finish, machine, parser, synchronize, table
 from omegaconf import OmegaConf
 
 import gpt.callbacks as parts
@@ -86,11 +86,6 @@ class Bare(Callback):
         module.weights.collect_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def measure(preset: str) -> dict:

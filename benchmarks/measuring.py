@@ -8,7 +8,6 @@ import argparse
 import json
 import multiprocessing
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -21,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+
+from gpt.hardware import choose_device, peak_memory_bytes  # noqa: E402
 
 
 class Worker:
@@ -76,7 +77,7 @@ def _serve(pipe, make: Callable[..., Callable[[], Any]], arguments: dict) -> Non
                 result = step()
                 synchronize()
                 times.append(time.perf_counter() - start)
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_rss()
+            peak = peak_memory_bytes(choose_device())
             pipe.send(("times", (times, peak, result if isinstance(result, dict) else {})))
     except EOFError:
         pass
@@ -88,11 +89,6 @@ def synchronize() -> None:
     """Wait until a GPU, where there is one, has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def peak_rss() -> int:
-    """The most memory that this process has held, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
 def matrix_peak(dtype: str, n: int, seconds: float = 1.0) -> Callable[[], dict]:
