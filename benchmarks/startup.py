@@ -1,7 +1,9 @@
 """How long one waits for the first step and the first token: python benchmarks/startup.py [--runs 5] [--json FILE].
 
 Wall time from the start of the command, as a user would type it: of `python train.py` with prepared data to the end of
-its first step, which it writes to TensorBoard, and of `python generate.py` to the first character it prints.
+its first step, which it writes to TensorBoard, and of `python generate.py` to the first character it prints. Last, of
+`python generate.py --compile` with GPT-2 124M to the end of its second token, the first that is compiled: PyTorch has
+kept on disk what it compiled the first time.
 """
 
 import json
@@ -15,7 +17,8 @@ from pathlib import Path
 from measuring import ROOT, finish, machine, parser, table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-TRAIN = ["train.py", "horizon=2steps", "trainer.log_every=1", "trainer.validate_every=2", "tokenizer=bpe"]
+LARGE = ["model=gpt2_small", "tokenizer=gpt2", "model.context_length=128", "data.validation_bytes=20000"]
+TRAIN = ["train.py", "horizon=2steps", "trainer.log_every=1", "trainer.validate_every=2"]
 
 
 def first_step(folder: Path) -> float:
@@ -42,6 +45,14 @@ def first_token(run_dir: Path) -> float:
     return seconds
 
 
+def second_token(run_dir: Path) -> float:
+    """Seconds to the end of two tokens, the second of them compiled."""
+    command = [sys.executable, "generate.py", "--checkpoint", str(run_dir), "--prompt", "a", "--max-new-tokens", "2"]
+    begin = time.time()
+    subprocess.run([*command, "--precision", "int8", "--compile"], cwd=ROOT, check=True, capture_output=True)
+    return time.time() - begin
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--runs", type=int, default=5)
@@ -49,13 +60,15 @@ def main() -> None:
     print(machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = folder / "model"
-        subprocess.run(
-            [sys.executable, *TRAIN, f"run_dir={model}"], cwd=ROOT, check=True, capture_output=True
-        )  # prepares the data as well, where it was not
+        model, large = folder / "model", folder / "large"
+        for run_dir, overrides in ((model, []), (large, LARGE)):  # prepares the data as well, where it was not
+            command = [sys.executable, *TRAIN, *overrides, f"run_dir={run_dir}"]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        second_token(large)
         found = {
             "first step": [first_step(folder) for _ in range(args.runs)],
             "first token": [first_token(model) for _ in range(args.runs)],
+            "second token of GPT-2 124M, compiled": [second_token(large) for _ in range(args.runs)],
         }
     rows = [[kind, *(f"{f(times):.2f}" for f in (min, statistics.median, max))] for kind, times in found.items()]
     print(table(["seconds to the", "least", "median", "most"], rows))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import re
 import typing
 from dataclasses import dataclass, field
@@ -60,7 +59,6 @@ class TrainerConfig:
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: str = "auto"  # windows that go through the model at once; the rest accumulates
     activation_checkpointing: bool = False  # compute each block's activations again instead of keeping them
-    span_warmup: float = 0.0  # the share of the run in which attention reaches through a quarter, then half a window
     log_every: int = 10
     validate_every: int = 250
     checkpoint_every: int = 250
@@ -75,10 +73,6 @@ class TrainerConfig:
         for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
-        if not 0.0 <= self.span_warmup <= 1.0:
-            raise ValueError(
-                f"trainer.span_warmup={self.span_warmup} is out of range: it must be at least 0 and at most 1"
-            )
         if not self.checkpoint_minutes > 0:
             raise ValueError(
                 f"trainer.checkpoint_minutes={self.checkpoint_minutes} is out of range: it must be above 0"
@@ -120,11 +114,6 @@ class Config:
             raise UserError(
                 f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
                 f"times trainer.devices={self.trainer.devices}: try {max(1, step // least) * least}"
-            )
-        if self.trainer.span_warmup and self.model.context_length % 4 != 0:
-            raise UserError(
-                f"model.context_length={self.model.context_length} has no quarters for trainer.span_warmup: "
-                f"try {math.ceil(self.model.context_length / 4) * 4}, or trainer.span_warmup=0"
             )
         windows = step // least
         if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:

@@ -76,15 +76,14 @@ class GPTModule(LightningModule):
         if self.config.model.dropout:
             # Dropout, too, is a function of the seed and the step, so there is no generator whose state to save.
             torch.manual_seed(hash((self.config.seed, self._micro_step(batch_idx), self.global_rank)))
-        share_done = self.global_step / self.plan.total_steps
-        loss = self.training_loss(*batch, attention_pieces(share_done, self.config.trainer.span_warmup))
+        loss = self.training_loss(*batch)
         share = loss.detach() / self.plan.accumulation
         self.step_loss = share if batch_idx % self.plan.accumulation == 0 else self.step_loss + share
         return loss
 
-    def training_loss(self, idx: Tensor, targets: Tensor, pieces: int = 1) -> Tensor:
-        """Mean nats per token of inputs and targets, each (B, T), with attention within `pieces` parts of each row."""
-        return next_token_loss(self.model.hidden(idx, pieces=pieces), self.model.token_embedding.weight, targets)
+    def training_loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Mean nats per token of inputs and targets, each (B, T)."""
+        return next_token_loss(self.model.hidden(idx), self.model.token_embedding.weight, targets)
 
     def _micro_step(self, batch_idx: int) -> int:
         return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
@@ -169,14 +168,6 @@ class GPTModule(LightningModule):
             "versions": checkpoint.versions(),
             "threads": torch.get_num_threads(),
         }
-
-
-def attention_pieces(share_done: float, warmup: float) -> int:
-    """Into how many pieces a window falls for attention, once a share of the run is done: 4, then 2, after `warmup` 1.
-
-    What is near is learnt first, with less noise from what is far and for less: Li et al. 2022 (arXiv:2108.06084).
-    """
-    return 1 if share_done >= warmup else 2 if share_done >= warmup / 2 else 4
 
 
 class TrainBatches:

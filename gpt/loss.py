@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -1  # a target that does not count
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # logits at a time: 64 MB and 1 GB in fp32
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}  # logits at a time: 128 MB and 1 GB in fp32
 SLICE = {"cpu": 2048}  # tokens of the vocabulary at a time; elsewhere all of it
 
 

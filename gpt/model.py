@@ -122,27 +122,22 @@ class GPT(nn.Module):
         """Logits (B, T, V) of the token after each of the tokens idx (B, T)."""
         return self.head(self.hidden(idx, caches))
 
-    def hidden(
-        self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None, pieces: int = 1
-    ) -> Tensor:
+    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None) -> Tensor:
         """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
 
         With `caches` (from `new_caches`) idx continues the tokens already seen, and the caches grow by T. `starts` (B,)
         is how many tokens at the left of each row, those seen included, are only there to fill it: nothing attends to
-        them, and positions count from the first that is not. With `pieces`, which divides T, attention stays within
-        that many equal parts of each row, while positions go on through all of it.
+        them, and positions count from the first that is not.
         """
         seen = 0 if caches is None else caches[0].length
         x = self._embed(idx, seen, starts)
         blocked = None if starts is None else self._blocked(seen, idx.shape[1], starts)
-        B, T, C = x.shape
-        x = x.view(B * pieces, T // pieces, C)
         for i, block in enumerate(self.blocks):
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)  # Chen et al. 2016 (arXiv:1604.06174)
             else:
                 x = block(x, None if caches is None else caches[i], blocked)
-        return self.final_norm(x).to(self.dtype).view(B, T, C)
+        return self.final_norm(x).to(self.dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""

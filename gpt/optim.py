@@ -26,16 +26,16 @@ class OptimConfig:
     """Which optimizer, its rates, and their course over the run. Rates are peaks, reached after the warm-up."""
 
     name: str = "muon"  # muon, or adamw for everything
-    matrix_lr: float = 0.02  # Muon's rate
+    matrix_lr: float = 0.014  # Muon's rate
     matrix_weight_decay: float = 0.1
     momentum: float = 0.95  # Muon's
-    lr: float = 0.003  # AdamW's rate
-    weight_decay: float = 0.0  # AdamW's, on matrices and embeddings; never on norms and biases
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    lr: float = 0.004  # AdamW's rate
+    weight_decay: float = 0.5  # AdamW's, on matrices and embeddings; never on norms and biases
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     clip: float = 0.0  # greatest norm of the whole gradient; 0 does not clip
     warmup_steps: int = 50
     schedule: str = "linear"  # how the rates fall: linear, cosine, or constant
-    decay_from: float = 0.5  # the share of the horizon at which they begin to
+    decay_from: float = 0.3  # the share of the horizon at which they begin to
     final_lr: float = 0.0  # where they end, as a share of the peak
 
     def __post_init__(self) -> None:

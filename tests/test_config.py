@@ -211,11 +211,6 @@ def test_mistakes_that_hydra_refuses(override, message):
             {"data": {"name": "text", "path": ["http://a/b", "https://c/d"]}},
             r"data\.path has several URLs, and .*download",
         ),
-        ({"trainer": {"span_warmup": 1.5}}, r"trainer\.span_warmup=1\.5 .*at least 0 and at most 1"),
-        (
-            {"model": {"context_length": 6}, "trainer": {"span_warmup": 0.5, "tokens_per_step": 12}},
-            r"model\.context_length=6 has no quarters .*try 8",
-        ),
         ({"data": {"errors": "ignore"}}, r"data\.errors='ignore' .*choose from strict, replace"),
         ({"data": {"validation_bytes": 2 * 10**9}}, r"data\.validation_bytes=2000000000 .*at most 1000000000"),
         ({"data": {"max_bytes": 0}}, r"data\.max_bytes=0 .*at least 1"),

@@ -312,17 +312,3 @@ def test_checkpointing(dropout):
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
     assert kept[1] < kept[0] / 2
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_attention_within_pieces(pieces):
-    """With a window in pieces nothing attends across them, and positions go on through all of it."""
-    model, T = make_model(), 12
-    idx = make_idx(T)
-    piece = torch.arange(T) // (T // pieces)
-    across = piece[:, None] != piece
-    x = model._embed(idx)
-    for block in model.blocks:
-        x = block(x, None, (block.attention.mask[:T, :T] | across)[None, None])
-    torch.testing.assert_close(model.hidden(idx, pieces=pieces), model.final_norm(x))
-    assert torch.allclose(model.hidden(idx, pieces=pieces), model.hidden(idx), atol=1e-3) is (pieces == 1)

@@ -19,7 +19,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt import checkpoint
 from gpt.config import validate
-from gpt.lit import attention_pieces
 from harness import ROOT, TINY, differences, read_curves, train, write_corpus
 
 SCALARS = {
@@ -196,20 +195,6 @@ def test_time_as_horizon(settings, tmp_path):
     steps = int(re.search(r"horizon=2s: (\d+) steps, at ", done.stdout)[1])
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["horizon"] == f"{steps}steps"
     assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == steps
-
-
-def test_span(settings, tmp_path):
-    """Attention reaches through a quarter, then half, then all of a window, as a function of the step alone."""
-    found = [attention_pieces(step / 10, 0.6) for step in range(10)]
-    assert found == [4, 4, 4, 2, 2, 2, 1, 1, 1, 1]
-    assert {attention_pieces(step / 10, 0.0) for step in range(10)} == {1}
-    curves = []
-    for warmup in (0.0, 1.0):
-        run_dir = tmp_path / str(warmup)
-        done = train(*settings, f"trainer.span_warmup={warmup}", "horizon=3steps", f"run_dir={run_dir}")
-        assert done.returncode == 0, done.stderr
-        curves.append(read_curves(run_dir)["train/loss"])
-    assert curves[0] != curves[1]
 
 
 def test_without_prompts(settings, tmp_path):

@@ -25,7 +25,6 @@ TINY = [
     "model.num_heads=3",
     "model.dropout=0.1",
     "trainer.tokens_per_step=96",
-    "trainer.span_warmup=0.6",
     "trainer.micro_batch_size=3",
     "trainer.log_every=3",
     "trainer.validate_every=17",
