@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpt import inference
 from gpt.attention import Linear
 from gpt.errors import UserError
 from gpt.generation import Sampling, generate
@@ -139,8 +140,10 @@ COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
 @pytest.mark.skipif(not COMPILER, reason="SKIPPED LOUDLY: there is no C++ compiler to compile sampling with")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_compiled(precision):
+def test_compiled(precision, monkeypatch):
     """Compiled, a model says what it says otherwise, as nearly as its precision allows, past the context length too."""
+    used, compiled = [], inference._compiled
+    monkeypatch.setattr(inference, "_compiled", lambda function: used.append(function) or compiled(function))
     exact = make_model()
     model = prepare(copy.deepcopy(exact), precision, compiled=True)
     idx = make_idx(1, 23)
@@ -148,6 +151,7 @@ def test_compiled(precision):
         expected = exact(idx)
         caches = model.new_caches()
         steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+        assert used.count(inference._token) == 2 * 21  # blocks; all tokens but the first and the last of the context
         together = model(idx).float()
     bound = 0.02 * expected.std().item()
     assert 0 < (steps - expected).abs().mean().item() < bound
