@@ -18,6 +18,7 @@ from measuring import ROOT, finish, machine, parser, table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 LARGE = ["model=gpt2_small", "tokenizer=gpt2", "model.context_length=128", "data.validation_bytes=20000"]
+GENERATE = [sys.executable, "generate.py", "--prompt", "a", "--checkpoint"]
 TRAIN = ["train.py", "horizon=2steps", "trainer.log_every=1", "trainer.validate_every=2"]
 
 
@@ -34,7 +35,7 @@ def first_step(folder: Path) -> float:
 
 def first_token(run_dir: Path) -> float:
     """Seconds to the first character after the prompt."""
-    command = [sys.executable, "generate.py", "--checkpoint", str(run_dir), "--prompt", "a", "--max-new-tokens", "50"]
+    command = [*GENERATE, str(run_dir), "--max-new-tokens", "50"]
     begin = time.time()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -47,9 +48,9 @@ def first_token(run_dir: Path) -> float:
 
 def second_token(run_dir: Path, *options: str) -> float:
     """Seconds to the end of two tokens of 8-bit weights, the second of them compiled where that is asked for."""
-    command = [sys.executable, "generate.py", "--checkpoint", str(run_dir), "--prompt", "a", "--max-new-tokens", "2"]
+    command = [*GENERATE, str(run_dir), "--max-new-tokens", "2", "--precision", "int8", *options]
     begin = time.time()
-    subprocess.run([*command, "--precision", "int8", *options], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return time.time() - begin
 
 

@@ -123,20 +123,15 @@ class MultiHeadAttention(nn.Module):
 
         `blocked` (B, 1, T, S), where given, says what each row may not attend to, in place of the causal mask.
         """
-        context = self.attend(*self._project(x), cache, blocked)  # (B, H, T, D)
-        return self.out_proj(context.transpose(1, 2).flatten(2))  # (B, T, C)
-
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, cache: KVCache | None, blocked: Tensor | None = None
-    ) -> Tensor:
-        """The context vectors (B, H, T, D) of queries, keys and values of that shape that follow those in the cache."""
-        seen, T = 0 if cache is None else cache.length, queries.shape[-2]
+        seen, T = 0 if cache is None else cache.length, x.shape[1]
         if seen + T > len(self.mask):
             raise ValueError(f"{seen + T} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
+        queries, keys, values = self._project(x)  # each (B, H, T, D)
         if cache is not None:
             keys, values = cache.append(keys, values)
             queries = queries.to(keys.dtype)
-        return self._attend(queries, keys, values, seen, blocked)
+        context = self._attend(queries, keys, values, seen, blocked)  # (B, H, T, D)
+        return self.out_proj(context.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def weights(self, x: Tensor) -> Tensor:
         """The attention weights (B, H, T, T) that `forward` would use on x (B, T, d_in), before dropout."""
