@@ -90,7 +90,6 @@ class Bare(Callback):
         lit.set_lr(self.optimizer, lit.lr_factor(self.done, plan.total_steps, module.config.optim))
         device = module.config.trainer.device
         module.training_loss(idx.to(device), targets.to(device)).backward()
-        module.weights.collect_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

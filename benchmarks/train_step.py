@@ -14,7 +14,6 @@ from measuring import Worker, finish, machine, matrix_peak, parser, table
 
 from gpt.hardware import choose_compile, choose_device, keep_freed_memory
 from gpt.loss import next_token_loss
-from gpt.masters import MasterWeights
 from gpt.model import GPT, GPTConfig
 from gpt.optim import OptimConfig, build_optimizer
 
@@ -41,23 +40,19 @@ def ours(preset: str, dtype: str, optim: str, checkpointing: bool = False) -> Ca
     keep_freed_memory()
     device = choose_device().type
     torch.manual_seed(0)
-    model = GPT(config_of(preset))
+    model = GPT(config_of(preset)).compute_in(getattr(torch, dtype)).to(device)
     model.checkpointing = checkpointing
-    weights = MasterWeights(model, getattr(torch, dtype)).to(device)
-    model.to(device)
     if choose_compile("auto", torch.device(device)):
         for block in model.blocks:
             block.compile()
-    optimizer = build_optimizer(weights.trained, OptimConfig(optim), torch.bfloat16)
-    trained = list(weights.trained.values())
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimConfig(optim), torch.bfloat16)
+    parameters = list(model.parameters())
     idx, targets = tokens(preset, device)
 
     def step() -> None:
-        next_token_loss(model.hidden(idx), model.token_embedding.weight, targets).backward()
-        weights.collect_gradients()
-        torch.nn.utils.get_total_norm([p.grad for p in trained]).isfinite().item()
+        next_token_loss(*model.hidden_and_head(idx), targets).backward()
+        torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite().item()
         optimizer.step()
-        weights.publish()
         optimizer.zero_grad()
 
     return step

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt.linear import Linear
+
 
 def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(Q K^T / sqrt(d_k)): how much each query attends to each key.
@@ -49,17 +51,6 @@ def prefers_fused_kernel(queries: Tensor) -> bool:
     """
     short_bf16_training = queries.dtype == torch.bfloat16 and queries.requires_grad and queries.shape[-2] <= 256
     return not (queries.device.type == "cpu" and short_bf16_training)
-
-
-class Linear(nn.Linear):
-    """A linear map that works in the precision of its own weights, whatever it is given."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class KVCache:

@@ -21,7 +21,6 @@ from gpt.config import Config, parse_horizon, to_plain
 from gpt.errors import NonFiniteError
 from gpt.hardware import choose_precision, is_out_of_memory, release_memory
 from gpt.loss import next_token_loss
-from gpt.masters import MasterWeights
 from gpt.model import GPT, GPTConfig
 from gpt.optim import build_optimizer, lr_factor, set_lr
 from gpt.shards import Corpora
@@ -61,12 +60,12 @@ class GPTModule(LightningModule):
         self.commit = commit
         torch.manual_seed(config.seed)
         self.model = GPT(GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model)))
+        self.model.compute_in(DTYPES.get(config.trainer.precision, torch.float32))
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # in place, so that state dicts keep their names
                 block.compile()
-        self.weights = MasterWeights(self.model, DTYPES.get(config.trainer.precision, torch.float32))
-        self._trained = list(self.weights.trained.values())  # looking for them costs a third as much as their norm
+        self._trained = list(self.model.parameters())  # looking for them costs a third as much as their norm
         self.step_loss = torch.zeros(())  # of the micro-batches of this step so far, each with its share
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
         self.between_updates = False  # whether all state is that of a finished step, so that it may be saved
@@ -83,7 +82,7 @@ class GPTModule(LightningModule):
 
     def training_loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean nats per token of inputs and targets, each (B, T)."""
-        return next_token_loss(self.model.hidden(idx), self.model.token_embedding.weight, targets)
+        return next_token_loss(*self.model.hidden_and_head(idx), targets)
 
     def _micro_step(self, batch_idx: int) -> int:
         return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
@@ -91,18 +90,10 @@ class GPTModule(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Muon only needs the direction of its updates: bfloat16 suffices wherever it is fast, in fp32 runs too.
         fast = choose_precision("auto", torch.device(self.config.trainer.device))
-        optimizer = build_optimizer(self.weights.trained, self.config.optim, DTYPES[fast])
-        optimizer.register_step_post_hook(lambda *_: self.weights.publish())
-        return optimizer
-
-    def on_after_backward(self) -> None:
-        self.weights.collect_gradients()
+        return build_optimizer(dict(self.model.named_parameters()), self.config.optim, DTYPES[fast])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         set_lr(optimizer, lr_factor(self.global_step, self.plan.total_steps, self.config.optim))
-        if self.trainer.world_size > 1 and self.plan.accumulation > 1:
-            # Lightning has the devices exchange the gradients of a step's last micro-batch only.
-            self.weights.average_gradients(lambda gradient: self.trainer.strategy.reduce(gradient, reduce_op="mean"))
         self.grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(self._describe_step())
@@ -118,7 +109,7 @@ class GPTModule(LightningModule):
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteError` rather than let weights that are not finite be saved over good ones."""
-        broken = [name for name, p in self.weights.trained.items() if not p.isfinite().all()]
+        broken = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
         if broken:
             raise NonFiniteError(
                 f"step {self.global_step}: the update has left weights that are not finite ({', '.join(broken[:3])}), "
@@ -131,7 +122,7 @@ class GPTModule(LightningModule):
         """What there is to know of a step whose gradient is not finite: its loss, its windows, each layer's norm."""
         step, windows = self.global_step, self.plan.windows_per_step
         squares: dict[str, float] = defaultdict(float)
-        for name, p in self.weights.trained.items():
+        for name, p in self.model.named_parameters():
             if p.grad is not None:
                 layer = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name.split(".")[0]
                 squares[layer] += float(p.grad.float().square().sum())
@@ -143,10 +134,10 @@ class GPTModule(LightningModule):
         )
 
     def state_dict(self, *args, **kwargs):
-        return self.model.state_dict(*args, **kwargs) | {name: p.detach() for name, p in self.weights.trained.items()}
+        return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        self.weights.load(state_dict)
+        self.model.load_state_dict(state_dict, *args, **kwargs)
 
     def on_load_checkpoint(self, payload: dict) -> None:
         # Training goes on at the first micro-batch of a step, whatever their size and number was when it was saved.
@@ -261,7 +252,6 @@ def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: floa
         for _ in range(plan.accumulation):
             idx, targets = train_batch(corpora, config, 0, plan.micro_batch_size)
             module.training_loss(idx.to(device), targets.to(device)).backward()
-            module.weights.collect_gradients()
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":

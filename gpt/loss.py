@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -1  # a target that does not count
-CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}  # logits at a time: 128 MB and 1 GB in fp32
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}  # logits at a time: 64 MB and 1 GB in fp32
 SLICE = {"cpu": 2048}  # tokens of the vocabulary at a time; elsewhere all of it
 
 
@@ -45,11 +45,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
         total = hidden.new_zeros((), dtype=torch.float32)
+        space = hidden.new_empty(min(rows, len(hidden)), V, dtype=torch.float32)  # one for all chunks
 
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             h, target = hidden[chunk], targets[chunk].clamp(min=0)[:, None]
-            logits = hidden.new_empty(len(h), V, dtype=torch.float32)
+            logits = space[: len(h)]
             for part in slices:
                 logits[:, part] = h @ head_weight[part].to(h.dtype).T
             of_target, highest = logits.gather(1, target), logits.amax(-1, keepdim=True)
@@ -65,14 +66,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     hidden_grad[chunk] += g @ head_weight[part].to(h.dtype)
                     weight_grad[part] += g.T @ h
 
-        if wants_gradients:
-            ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad)
+        ctx.gradients = (hidden_grad.to(hidden.dtype), weight_grad) if wants_gradients else None
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_grad: Tensor):
-        hidden_grad, weight_grad = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss went to an earlier backward pass: compute the loss again")
+        # Given away, so that the gradient of a tied embedding can be added to that of the head where it stands.
+        (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
         if loss_grad.device.type != "cpu" or loss_grad != 1:  # on a GPU looking would cost more than multiplying
-            hidden_grad, weight_grad = hidden_grad * loss_grad, weight_grad * loss_grad
+            hidden_grad, weight_grad = hidden_grad.mul_(loss_grad), weight_grad.mul_(loss_grad)
         return hidden_grad, weight_grad, None, None, None

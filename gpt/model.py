@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gpt.attention import KVCache, Linear, MultiHeadAttention
+from gpt.attention import KVCache, MultiHeadAttention
+from gpt.linear import Linear
 
 
 @dataclass
@@ -130,14 +132,18 @@ class GPT(nn.Module):
         them, and positions count from the first that is not.
         """
         seen = 0 if caches is None else caches[0].length
-        x = self._embed(idx, seen, starts)
+        x = self._embed(self.token_embedding(idx), seen, starts)
         blocked = None if starts is None else self._blocked(seen, idx.shape[1], starts)
-        for i, block in enumerate(self.blocks):
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)  # Chen et al. 2016 (arXiv:1604.06174)
-            else:
-                x = block(x, None if caches is None else caches[i], blocked)
-        return self.final_norm(x).to(self.dtype)
+        return self._transform(x, caches, blocked)
+
+    def hidden_and_head(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """`hidden` of the tokens idx, and the weight (V, C) of the head: what `next_token_loss` needs to train.
+
+        The weight is that of the token embedding, and the gradients of its two uses are added up in the memory of the
+        head's, where autograd alone would make two tensors of that size.
+        """
+        embedded, head_weight = _TiedLookup.apply(idx, self.token_embedding.weight)
+        return self._transform(self._embed(embedded)), head_weight
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""
@@ -146,13 +152,13 @@ class GPT(nn.Module):
         return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
 
     def compute_in(self, dtype: torch.dtype) -> "GPT":
-        """Hold the linear maps of the blocks in `dtype`, and so multiply in it; returns the model itself.
+        """Have the linear maps of the blocks multiply in `dtype`; returns the model itself.
 
-        Embeddings, norms and the residual stream stay as they are: they cost little and lose the most.
+        All weights stay as they are, and so do norms and the residual stream, which cost little and lose the most.
         """
         for module in self.blocks.modules():
-            if isinstance(module, nn.Linear):
-                module.to(dtype)
+            if isinstance(module, Linear):
+                module.compute_dtype = dtype
         return self
 
     @property
@@ -167,7 +173,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def attention_maps(self, idx: Tensor) -> Tensor:
         """Every head's attention weights (B, L, H, T, T) on the tokens idx (B, T)."""
-        x = self._embed(idx)
+        x = self._embed(self.token_embedding(idx))
         maps = []
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
@@ -195,14 +201,40 @@ class GPT(nn.Module):
         itself = columns == columns[seen:, None]  # (T, S): what only fills must not be left with nothing, which is nan
         return ((causal | (columns < starts[:, None, None])) & ~itself)[:, None]
 
-    def _embed(self, idx: Tensor, seen: int = 0, starts: Tensor | None = None) -> Tensor:
-        end = seen + idx.shape[1]
+    def _embed(self, embedded: Tensor, seen: int = 0, starts: Tensor | None = None) -> Tensor:
+        end = seen + embedded.shape[1]
         if end > self.config.context_length:
             raise ValueError(
                 f"{end} tokens do not fit a context of {self.config.context_length}: pass the last ones only"
             )
         positions = self.position_embedding.weight[seen:end]  # (T, C)
         if starts is not None:
-            columns = torch.arange(seen, end, device=idx.device)
+            columns = torch.arange(seen, end, device=starts.device)
             positions = self.position_embedding((columns - starts[:, None]).clamp(min=0))  # (B, T, C)
-        return self.dropout(self.token_embedding(idx) + positions)  # (B, T, C)
+        return self.dropout(embedded + positions)  # (B, T, C)
+
+    def _transform(self, x: Tensor, caches: list[KVCache] | None = None, blocked: Tensor | None = None) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)  # Chen et al. 2016 (arXiv:1604.06174)
+            else:
+                x = block(x, None if caches is None else caches[i], blocked)
+        return self.final_norm(x).to(self.dtype)
+
+
+class _TiedLookup(torch.autograd.Function):
+    """The rows of an embedding for tokens, and the whole of it for the head."""
+
+    @staticmethod
+    def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(idx)
+        return F.embedding(idx, weight), weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, rows_grad: Tensor, head_grad: Tensor):
+        (idx,) = ctx.saved_tensors
+        if head_grad.device.type == "cpu":
+            return None, head_grad.index_add_(0, idx.flatten(), rows_grad.flatten(0, 1))
+        # There index_add_ adds in no fixed order.
+        return None, head_grad.add_(torch.ops.aten.embedding_dense_backward(rows_grad, idx, len(head_grad), -1, False))

@@ -115,6 +115,15 @@ def test_transposed_hidden():
     torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-5)
 
 
+def test_gradients_are_given_once():
+    """They may be added to where they stand, so a second pass over the same loss is refused and not wrong."""
+    hidden, weight, targets = make_problem()
+    loss = next_token_loss(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="went to an earlier backward pass"):
+        loss.backward()
+
+
 def test_large_logits():
     """Logits of thousands neither overflow nor lose the loss."""
     hidden, weight, targets = make_problem()

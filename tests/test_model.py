@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig, ModelConfig
 
 VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 5
@@ -187,6 +188,28 @@ def test_head_is_tied():
     absent = next(v for v in range(VOCAB) if v not in idx)
     model(idx).square().mean().backward()
     assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_hidden_and_head(scale):
+    """Training's way to the loss has the same value and gradients, those of repeated tokens and of the head included,
+    when they are asked for as when they are accumulated.
+    """
+    model = make_model()
+    idx, targets = make_idx(CONTEXT), make_idx(CONTEXT).flip(1)
+    assert idx.unique().numel() < idx.numel()
+    expected_loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()) * scale
+    expected = torch.autograd.grad(expected_loss, list(model.parameters()))
+
+    def loss() -> Tensor:
+        return next_token_loss(*model.hidden_and_head(idx), targets) * scale
+
+    torch.testing.assert_close(loss(), expected_loss)
+    torch.testing.assert_close(torch.autograd.grad(loss(), list(model.parameters())), expected, atol=1e-6, rtol=1e-4)
+    for times in (1, 2):
+        loss().backward()
+        gradients = tuple(p.grad / times for p in model.parameters())
+        torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fused_kernel", [True, False])
