@@ -18,7 +18,7 @@ from gpt.model import GPT, GPTConfig
 from gpt.optim import OptimConfig, build_optimizer
 
 PRESETS = {  # (context length, d_model, layers, heads), vocabulary, sequences and tokens each of a step on a CPU, a GPU
-    "mini": ((128, 128, 4, 4), 1024, (8, 128), (64, 128)),
+    "mini": ((128, 128, 4, 4), 1536, (8, 128), (64, 128)),
     "gpt2_small": ((1024, 768, 12, 12), 50257, (4, 256), (32, 1024)),
 }
 

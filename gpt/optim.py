@@ -26,7 +26,7 @@ class OptimConfig:
     """Which optimizer, its rates, and their course over the run. Rates are peaks, reached after the warm-up."""
 
     name: str = "muon"  # muon, or adamw for everything
-    matrix_lr: float = 0.014  # Muon's rate
+    matrix_lr: float = 0.02  # Muon's rate
     matrix_weight_decay: float = 0.1
     momentum: float = 0.95  # Muon's
     lr: float = 0.004  # AdamW's rate

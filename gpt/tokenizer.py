@@ -29,7 +29,7 @@ class TokenizerConfig:
     """Which tokenizer; `vocab_size` is how many tokens `bpe` is trained to, end-of-text among them."""
 
     name: str = "bpe"  # bpe, gpt2 or byte
-    vocab_size: int = 1024
+    vocab_size: int = 1536
 
     def __post_init__(self) -> None:
         require_choice("tokenizer.name", self.name, ("bpe", "gpt2", "byte"))

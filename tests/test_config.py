@@ -99,7 +99,7 @@ def test_experiments_choose_their_groups():
 @pytest.mark.parametrize(
     ("name", "vocab_size", "expected"),
     [
-        ("mini", 1024, (1024 + 128) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),  # embeddings, blocks, last norm
+        ("mini", 1536, (1536 + 128) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),  # embeddings, blocks, last norm
         ("gpt2_small", 50257, 124_439_808),
         ("gpt2_medium", 50257, 354_823_168),
         ("gpt2_large", 50257, 774_030_080),
@@ -112,7 +112,7 @@ def test_parameter_counts(name, vocab_size, expected):
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=vocab_size, **dataclasses.asdict(shape)))
     assert model.num_parameters() == expected
-    stated = "0.9 million" if name == "mini" else f"{expected:,}"
+    stated = "1.0 million" if name == "mini" else f"{expected:,}"
     assert stated in (CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def make_linear(bias: bool = True) -> tuple[Linear, Tensor, Tensor]:
-    """A map of 6 to 4, an input (2, 3, 6) to be differentiated, and a gradient (2, 3, 4) that bfloat16 holds exactly."""
+    """A map of 6 to 4, an input (2, 3, 6) to be differentiated, a gradient (2, 3, 4): all as bfloat16 holds them."""
     torch.manual_seed(7)
     linear = Linear(6, 4, bias=bias)
     x = torch.randn(2, 3, 6).bfloat16()
@@ -84,7 +84,7 @@ def test_no_second_copy_of_the_weights():
 
 
 def test_what_is_rounded():
-    """The linear maps of the blocks multiply in bfloat16; every weight stays in fp32, and everything else works in it."""
+    """The linear maps of the blocks multiply in bfloat16; weights and everything else stay in fp32."""
     exact, model = make_model(), make_model(torch.bfloat16)
     assert (exact.dtype, model.dtype) == (torch.float32, torch.bfloat16)
     assert {name for name, module in model.named_modules() if isinstance(module, Linear)} == {

@@ -641,7 +641,7 @@ def test_impossible_ranks_are_refused(ranks, message):
 
 def test_config_ranges():
     """The default is valid, the ends of the range are in it, and what lies outside is named."""
-    assert dataclasses.asdict(TokenizerConfig()) == {"name": "bpe", "vocab_size": 1024}
+    assert dataclasses.asdict(TokenizerConfig()) == {"name": "bpe", "vocab_size": 1536}
     for name, vocab_size in [("bpe", 257), ("bpe", 1_000_000), ("gpt2", 1), ("byte", 1)]:
         assert TokenizerConfig(name, vocab_size).vocab_size == vocab_size
     for vocab_size in (-1, 0, 256, 1_000_001):
