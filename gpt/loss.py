@@ -54,13 +54,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for part in slices:
                 logits[:, part] = h @ head_weight[part].to(h.dtype).T
             of_target, highest = logits.gather(1, target), logits.amax(-1, keepdim=True)
-            exponentials = logits.sub_(highest).exp_()
-            sums = exponentials.sum(-1, keepdim=True)
-            total += ((sums.log() + highest - of_target).squeeze(1) * counted[chunk]).sum()
+            probabilities = torch.softmax(logits, -1, out=logits)  # in place: one pass over memory instead of four
+            # The likeliest token's probability is 1 / sum(exp(logits - highest)).
+            losses = highest - of_target - probabilities.amax(-1, keepdim=True).log()
+            total += (losses.squeeze(1) * counted[chunk]).sum()
             if wants_gradients:
                 # d loss / d logits = (softmax - one_hot) / count
                 share = (counted[chunk] / count)[:, None]
-                grad = exponentials.mul_(share / sums).scatter_add_(1, target, -share)
+                grad = probabilities.mul_(share).scatter_add_(1, target, -share)
                 for part in slices:
                     g = grad[:, part].to(h.dtype)
                     hidden_grad[chunk] += g @ head_weight[part].to(h.dtype)

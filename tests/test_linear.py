@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpt import linear as module
 from gpt.linear import Linear
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
@@ -46,9 +47,17 @@ def test_in_the_precision_of_its_weights():
     assert linear.to(torch.bfloat16).dtype == linear(x).dtype == torch.bfloat16
 
 
+@pytest.fixture(params=[False, True], ids=["small", "large"])
+def large(request, monkeypatch) -> bool:
+    """Whether the matrices of a test count as large."""
+    if request.param:
+        monkeypatch.setattr(module, "LARGE", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
-def test_rounded(into, bias):
+def test_rounded(into, bias, large):
     """The result and all gradients are those of rounded weights in bfloat16, and come in the precision of their own."""
     linear, x, grad = make_linear(bias)
     x = x.detach().to(into).requires_grad_()
@@ -69,18 +78,15 @@ def test_rounded(into, bias):
         assert torch.equal(linear.bias.grad.bfloat16(), rounded.bias.grad)
 
 
-def test_no_second_copy_of_the_weights():
-    """What is kept for the backward pass is the rounded input and the weights themselves."""
+def test_what_is_kept_of_the_weights(large):
+    """For the backward pass a small matrix is kept rounded, and of a large one nothing but itself."""
     linear, x, _ = make_linear()
     linear.compute_dtype = torch.bfloat16
     kept = []
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         linear(x).sum()
-    kept = [tensor for tensor in kept if tensor.dim() > 1]
-    assert sorted((tensor.dtype, tensor.numel()) for tensor in kept if tensor is not linear.weight) == [
-        (torch.bfloat16, x.numel())
-    ]
-    assert any(tensor is linear.weight for tensor in kept)
+    weights = {(tensor.dtype, tensor is linear.weight) for tensor in kept if tensor.numel() == linear.weight.numel()}
+    assert weights == ({(torch.float32, True)} if large else {(torch.bfloat16, False)})
 
 
 def test_what_is_rounded():
@@ -106,7 +112,7 @@ def test_what_is_rounded():
     assert in_bf16 == {"Linear", "MultiHeadAttention", "FeedForward", "Dropout"}
 
 
-def test_gradients():
+def test_gradients(large):
     """Those of several micro-batches add up in fp32, and are near those of an fp32 model."""
     exact, model = make_model(), make_model(torch.bfloat16)
     total: dict[str, Tensor] = {}
@@ -138,7 +144,7 @@ def test_small_updates_are_not_lost():
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
-def test_compiles_whole():
+def test_compiles_whole(large):
     """A block in bfloat16 is one graph, forward and backward, with the same results."""
     block = make_model(torch.bfloat16).blocks[0]
     x = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(3))
