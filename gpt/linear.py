@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
 LARGE = 2**18  # numbers in a matrix
 
 
@@ -38,8 +37,9 @@ class Linear(nn.Linear):
 class _RoundedTwice(torch.autograd.Function):
     """F.linear in the precision of x, for which the weights are rounded once more in the backward pass.
 
-    Autograd would keep the rounded ones until then: for GPT-2 124M another 170 MB, where rounding them again costs 15 ms
-    of a step of 2.5 s on two cores. For small matrices it is this function that would cost more: 4% of the mini model's.
+    Autograd would keep the rounded ones until then: for GPT-2 124M another 170 MB, where rounding them again costs
+    15 ms of a step of 2.5 s on two cores. For small matrices the function itself would cost more: 4% of the mini
+    model's step.
     """
 
     @staticmethod

@@ -11,14 +11,14 @@ from torch.optim.adamw import adamw
 from gpt.errors import require_choice
 
 # Odd polynomials a x + b x^3 + c x^5 that, one after the other, carry every singular value of a matrix towards 1 as
-# fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932). Made for an interval
-# from 0.005, with room for rounding in bfloat16: three rounds bring all that is in it between 0.50 and 1.50.
+# fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932). These three, with
+# room for rounding in bfloat16, bring all values from 0.005 on between 0.50 and 1.50.
 POLAR_EXPRESS = (
     (8.216538472211699, -23.712001679746606, 17.21230421965734),
     (3.880284451292684, -2.839070438741758, 0.5328633304422103),
     (3.191423506000469, -2.396951700304201, 0.5010340500477566),
 )
-# The paper's own for an interval from 0.001, four rounds: for large matrices, whose many directions are each weaker.
+# The paper's own for values from 0.001 on, four rounds: for large matrices, whose many directions are each weaker.
 POLAR_EXPRESS_LARGE = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

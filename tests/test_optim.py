@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from gpt.model import GPT, GPTConfig
-from gpt.optim import POLAR_EXPRESS, MuonAdamW, OptimConfig, build_optimizer, lr_factor, orthogonalize, set_lr
+from gpt.optim import (
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_LARGE,
+    MuonAdamW,
+    OptimConfig,
+    build_optimizer,
+    lr_factor,
+    orthogonalize,
+    set_lr,
+)
 
 LAYERS, D_MODEL = 2, 6
 MATRICES = {
@@ -50,10 +59,10 @@ def values(model: GPT) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def polar_express(singular: Tensor) -> Tensor:
+def polar_express(singular: Tensor, polynomials=POLAR_EXPRESS) -> Tensor:
     """What the iteration makes of singular values (..., rows), which are all that an odd polynomial changes."""
     x = singular / (singular.norm(dim=-1, keepdim=True) * 1.02 + 1e-6)
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in polynomials:
         x = a * x + b * x**3 + c * x**5
     return x
 
@@ -218,6 +227,27 @@ def test_orthogonalize(shape):
     U, S, Vh = torch.linalg.svd(matrices, full_matrices=False)
     expected = U @ torch.diag_embed(polar_express(S)) @ Vh
     torch.testing.assert_close(orthogonalize(matrices), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("rows", [256, 257])
+def test_orthogonalize_large(rows):
+    """Matrices of more than 256 rows get another round, which their weaker directions need."""
+    U, _ = torch.linalg.qr(torch.randn(rows, rows, generator=torch.Generator().manual_seed(7)))
+    S = torch.logspace(0.0, -3.0, rows)
+    strengths = (U.mT @ orthogonalize((U * S @ U.mT)[None])[0] @ U).diagonal()
+    expected = polar_express(S, POLAR_EXPRESS_LARGE if rows > 256 else POLAR_EXPRESS)
+    torch.testing.assert_close(strengths, expected, atol=1e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("polynomials", "weakest", "low"), [(POLAR_EXPRESS, 0.005, 0.49), (POLAR_EXPRESS_LARGE, 0.001, 0.4)]
+)
+def test_polar_express(polynomials, weakest, low):
+    """All singular values from the weakest on come near 1, as the polynomials were made to do."""
+    singular = torch.logspace(math.log10(weakest), 0.0, 10000, dtype=torch.float64)
+    for a, b, c in polynomials:
+        singular = a * singular + b * singular**3 + c * singular**5
+    assert low < singular.min() < singular.max() < 2.0 - low
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
