@@ -2,9 +2,9 @@
 
 The peer is nanoGPT's recipe for a CPU as a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters,
 batches of 12, AdamW from 1e-3 to 1e-4 over 2,000 steps, fp32. Ours is `python train.py experiment=shakespeare` as
-anybody would run it, for an eighth of the time that the peer took just before, for all of it, and for `--seconds`, less
-some `HEADROOM`. Everyone is judged by nats per byte of the last tenth of the text, in windows of the own context that
-do not overlap, by the seconds that their steps took.
+anybody would run it, for an eighth of the time that the peer took just before, for all of it, and for `--seconds`, of
+which it asks for a `SHARE`. Everyone is judged by nats per byte of the last tenth of the text, in windows of the own
+context that do not overlap, by the seconds that their steps took.
 """
 
 import json
@@ -23,7 +23,7 @@ from measuring import ROOT, finish, machine, parser, table
 from gpt.model import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
-HEADROOM = 0.85  # a time as horizon is measured at the start, when a machine that has rested is faster than it will be
+SHARE = 0.85  # of a time that is asked for: it is measured at the start, when a machine that has rested is faster
 
 
 def peer(text: str, seed: int) -> dict:
@@ -67,7 +67,7 @@ def ours(text: Path, seed: int, seconds: float, folder: Path) -> dict:
     """Train as a user would; returns what metrics.json says."""
     run_dir = tempfile.mkdtemp(dir=folder)
     command = [sys.executable, "train.py", "experiment=shakespeare", "data=text", f"data.path={text}", f"seed={seed}"]
-    command += [f"horizon={HEADROOM * seconds:.1f}s", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
+    command += [f"horizon={SHARE * seconds:.1f}s", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     facts = json.loads((Path(run_dir) / "metrics.json").read_text())
     return {

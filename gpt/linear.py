@@ -38,7 +38,7 @@ class _RoundedTwice(torch.autograd.Function):
     """F.linear in the precision of x, for which the weights are rounded once more in the backward pass.
 
     Autograd would keep the rounded ones until then: for GPT-2 124M another 170 MB, where rounding them again costs
-    15 ms of a step of 2.5 s on two cores. For small matrices the function itself would cost more: 4% of the mini
+    15 ms of a step of 2.5 s on two cores. For small matrices the function itself would cost more: 2 to 4% of the mini
     model's step.
     """
 

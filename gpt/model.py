@@ -67,7 +67,7 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C).
 
-    The sums and norms are in the precision of x, the two maps in that of their own matrices.
+    The sums and norms are in the precision of x, the two maps in that of their linear maps: see `Linear.dtype`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -139,8 +139,8 @@ class GPT(nn.Module):
     def hidden_and_head(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """`hidden` of the tokens idx, and the weight (V, C) of the head: what `next_token_loss` needs to train.
 
-        The weight is that of the token embedding, and the gradients of its two uses are added up in the memory of the
-        head's, where autograd alone would make two tensors of that size.
+        The weight is that of the token embedding. On a CPU the gradients of its two uses are added up in the memory of
+        the head's, where autograd alone would make two tensors of that size.
         """
         embedded, head_weight = _TiedLookup.apply(idx, self.token_embedding.weight)
         return self._transform(self._embed(embedded)), head_weight
@@ -223,7 +223,10 @@ class GPT(nn.Module):
 
 
 class _TiedLookup(torch.autograd.Function):
-    """The rows of an embedding for tokens, and the whole of it for the head."""
+    """The rows of an embedding for tokens, and the whole of it for the head.
+
+    Adds in place to the head's gradient, which must be nobody else's: `next_token_loss` gives its own away.
+    """
 
     @staticmethod
     def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,5 +239,5 @@ class _TiedLookup(torch.autograd.Function):
         (idx,) = ctx.saved_tensors
         if head_grad.device.type == "cpu":
             return None, head_grad.index_add_(0, idx.flatten(), rows_grad.flatten(0, 1))
-        # There index_add_ adds in no fixed order.
+        # On a GPU index_add_ adds in no fixed order.
         return None, head_grad.add_(torch.ops.aten.embedding_dense_backward(rows_grad, idx, len(head_grad), -1, False))

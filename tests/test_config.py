@@ -112,7 +112,7 @@ def test_parameter_counts(name, vocab_size, expected):
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=vocab_size, **dataclasses.asdict(shape)))
     assert model.num_parameters() == expected
-    stated = "1.0 million" if name == "mini" else f"{expected:,}"
+    stated = f"{expected / 1e6:.1f} million" if name == "mini" else f"{expected:,}"
     assert stated in (CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt import inference
-from gpt.attention import Linear
 from gpt.errors import UserError
 from gpt.generation import Sampling, generate
 from gpt.inference import LARGE, Int8Linear, PackedLinear, choose_sampling_precision, prepare, require_compilable
+from gpt.linear import Linear
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig
 

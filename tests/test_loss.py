@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt.loss import CHUNK_LOGITS, IGNORE, next_token_loss
+from gpt.loss import CHUNK_LOGITS, IGNORE, SLICE, next_token_loss
 from gpt.model import GPT, GPTConfig
 
 N, C, V = 13, 7, 23
@@ -68,8 +68,11 @@ def test_hand_computed():
     [slice(0), slice(None, None, 3), slice(5), slice(3, N), slice(1, N)],
     ids=["none", "some", "first-chunk", "last-chunks", "all-but-one"],
 )
-def test_equals_cross_entropy(rows, ignored):
-    """However the rows are cut and whatever is ignored, value and both gradients are those of all logits at once."""
+@pytest.mark.parametrize("width", [None, 7])
+def test_equals_cross_entropy(rows, ignored, width, monkeypatch):
+    """However rows and vocabulary are cut, whatever is ignored, value and both gradients are those of all logits."""
+    if width:
+        monkeypatch.setitem(SLICE, "cpu", width)
     results = []
     for function in (lambda *problem: next_token_loss(*problem, rows), reference):
         hidden, weight, targets = make_problem(ignored)

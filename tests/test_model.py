@@ -16,6 +16,8 @@ from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig, ModelConfig
 
 VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 5
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 D_MODEL = HEADS * 7
 
 # Our name: the Hugging Face name, and whether it holds the transposed matrix (its Conv1D is (in, out)).
@@ -191,12 +193,13 @@ def test_head_is_tied():
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_hidden_and_head(scale):
+@pytest.mark.parametrize("device", DEVICES)
+def test_hidden_and_head(device, scale):
     """Training's way to the loss has the same value and gradients, those of repeated tokens and of the head included,
     when they are asked for as when they are accumulated.
     """
-    model = make_model()
-    idx, targets = make_idx(CONTEXT), make_idx(CONTEXT).flip(1)
+    model = make_model().to(device)
+    idx, targets = make_idx(CONTEXT).to(device), make_idx(CONTEXT).flip(1).to(device)
     assert idx.unique().numel() < idx.numel()
     expected_loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()) * scale
     expected = torch.autograd.grad(expected_loss, list(model.parameters()))
