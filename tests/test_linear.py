@@ -131,6 +131,20 @@ def test_gradients(large):
             assert relative_error(collected, parameter.grad) < 0.03, name
 
 
+def test_small_updates_are_not_lost():
+    """A thousand updates that bfloat16 cannot tell from none arrive all the same, in weights and in results."""
+    linear = make_model(torch.bfloat16).blocks[1].feed_forward.expand
+    torch.nn.init.ones_(linear.weight)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+    before = linear(x)
+    optimizer = torch.optim.SGD([linear.weight], lr=1e-4)
+    for _ in range(1000):
+        linear.weight.grad = -torch.ones_like(linear.weight)
+        optimizer.step()
+    torch.testing.assert_close(linear.weight, torch.full_like(linear.weight, 1.1), atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(linear(x), before * 1.1, atol=0.02, rtol=0.02)
+
+
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
 def test_compiles_whole(large):
     """A block in bfloat16 is one graph, forward and backward, with the same results."""
