@@ -67,8 +67,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad = probabilities.mul_(share).scatter_add_(1, target, -share)
                 for part in slices:
                     g = grad[:, part].to(h.dtype)
-                    hidden_grad[chunk] += g @ head_weight[part].to(h.dtype)
-                    weight_grad[part] += g.T @ h
+                    hidden_grad[chunk].add_(g @ head_weight[part].to(h.dtype))
+                    weight_grad[part].add_(g.T @ h)  # `+=` would copy the slice onto itself as well
 
         ctx.gradients = (hidden_grad.to(hidden.dtype), weight_grad) if wants_gradients else None
         return total / count

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.attention import KVCache, MultiHeadAttention, attention, attention_weights, prefers_fused_kernel
+from gpt.attention import (
+    KVCache,
+    MultiHeadAttention,
+    attention,
+    attention_weights,
+    causal_attention,
+    prefers_fused_kernel,
+)
 
 B, H, D, D_IN, CONTEXT = 2, 3, 5, 11, 13
 C = H * D
@@ -89,6 +96,21 @@ def test_arguments_are_left_alone():
     copies = [argument.clone() for argument in arguments]
     attention(*arguments)
     assert all(torch.equal(argument, copy) for argument, copy in zip(arguments, copies, strict=True))
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
+def test_halves_are_the_whole(T, S):
+    """In halves or not, with earlier keys or without, the formula's output and gradients; no weight is dropped."""
+    torch.manual_seed(5)
+    inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
+    mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
+    results = []
+    for function in (attention, causal_attention):
+        output = function(*inputs, mask)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
+    torch.testing.assert_close(results[0], results[1])
+    every = causal_attention(*inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
+    torch.testing.assert_close(every, results[0][0])
 
 
 @pytest.mark.parametrize("T", [1, 7, CONTEXT])
@@ -223,9 +245,10 @@ def test_indivisible_width_is_refused():
 
 
 @BOTH_PATHS
-def test_dropout_share_and_scale(fused_kernel):
+@pytest.mark.parametrize("tokens", [53, 300])
+def test_dropout_share_and_scale(fused_kernel, tokens):
     """Training drops about that share of the weights and scales those kept; evaluation drops none."""
-    tokens, dropout = 53, 0.3
+    dropout = 0.3
     torch.manual_seed(11)
     module = MultiHeadAttention(tokens, tokens, tokens, dropout, num_heads=1)
     module.fused_kernel = fused_kernel
@@ -267,12 +290,12 @@ def test_bfloat16(fused_kernel, given):
     [
         (torch.float32, True, 7, True),
         (torch.bfloat16, False, 7, True),
-        (torch.bfloat16, True, 257, True),
-        (torch.bfloat16, True, 256, False),
+        (torch.bfloat16, True, 1025, True),
+        (torch.bfloat16, True, 1024, False),
     ],
 )
 def test_preferred_path(dtype, requires_grad, T, expected):
-    """On a CPU the fused kernel is preferred but for short bfloat16 training."""
+    """On a CPU the fused kernel is preferred but for bfloat16 training up to 1,024 tokens."""
     assert prefers_fused_kernel(torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=requires_grad)) is expected
 
 
