@@ -1,13 +1,18 @@
 """Sampling from GPT-2 124M against its peers: python benchmarks/generate.py [--tokens 100] [--json FILE].
 
 Greedy continuations of a prompt of 16 tokens, random weights, by precision and by how many texts are made at once;
-tokens a second of all texts together, in turn with the speed at which this machine reads memory. The peer is
-`transformers.generate` with its cache.
+tokens a second of all texts together, in turn with the speed at which this machine reads memory. The peers are
+`transformers.generate` with its cache and, on a CPU where its Python binding is installed (llama-cpp-python and gguf),
+llama.cpp with the same weights, one text at a time.
 """
 
+import importlib.util
+import tempfile
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import torch
 from measuring import Worker, finish, machine, parser, read_bandwidth, table
 
@@ -50,6 +55,61 @@ def hugging_face(dtype: str, rows: int, tokens: int) -> Callable[[], None]:
     return step
 
 
+def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
+    from llama_cpp import Llama
+
+    torch.manual_seed(0)
+    ids, threads = prompt(rows)[0].tolist(), torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(GPT(GPTConfig()), path, kind)
+        model = Llama(str(path), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def step() -> list[int]:
+        model.reset()
+        model.eval(ids)
+        made = []
+        for _ in range(tokens):
+            # The binding's own lists of logits would take ten times as long as the model.
+            logits = np.ctypeslib.as_array(model._ctx.get_logits(), (GPTConfig.vocab_size,))
+            made.append(int(logits.argmax()))
+            model.eval(made[-1:])
+        return made
+
+    return step
+
+
+def write_gguf(model: GPT, path: Path, kind: str) -> None:
+    """The weights in llama.cpp's file format, matrices as `kind` (F32, BF16, Q8_0), without a tokenizer."""
+    import gguf
+
+    config, quantization = model.config, gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(str(path), "gpt2")
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(4 * config.d_model)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_layer_norm_eps(model.final_norm.eps)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
+    names = {"token_embedding": "token_embd", "position_embedding": "position_embd", "final_norm": "output_norm",
+             "blocks": "blk", "norm1": "attn_norm", "attention.W_qkv": "attn_qkv", "attention.out_proj": "attn_output",
+             "norm2": "ffn_norm", "feed_forward.expand": "ffn_up", "feed_forward.contract": "ffn_down"}  # fmt: skip
+    for name, tensor in model.state_dict().items():
+        for part, theirs in names.items():
+            name = name.replace(part, theirs)
+        array = tensor.numpy()
+        if tensor.dim() == 2 and name != "position_embd.weight":
+            writer.add_tensor(name, gguf.quants.quantize(array, quantization), raw_dtype=quantization)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--tokens", type=int, default=100)
@@ -63,6 +123,8 @@ def main() -> None:
         (f"ours, {precision}, compiled", 1, ours, {"precision": precision, "compiled": True})
         for precision in ("bf16", "int8")
     ]
+    if importlib.util.find_spec("llama_cpp") and choose_device().type == "cpu":
+        wanted += [(f"llama.cpp, {kind.lower()}", 1, llama_cpp, {"kind": kind}) for kind in ("F32", "BF16", "Q8_0")]
     wanted += [("transformers, bf16", 8, hugging_face, {"dtype": "bfloat16"})]
     wanted += [(f"ours, {precision}", 8, ours, {"precision": precision}) for precision in ("bf16", "int8")]
     memory = Worker("memory", read_bandwidth)
@@ -79,6 +141,8 @@ def main() -> None:
         speeds.append(memory.facts["bytes_per_second"])
         for _, worker in workers:
             worker.run(1)
+    for worker in [memory, *(worker for _, worker in workers)]:
+        worker.close()
     speed = sorted(speeds)[len(speeds) // 2]
     figures, rows_of_table = {}, []
     peers = {

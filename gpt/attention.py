@@ -53,9 +53,10 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     if T <= 256:
         return attention(queries, keys, values, mask, dropout)
     half, seen = T // 2, S - T + T // 2
-    early = [queries[..., :half, :], keys[..., :seen, :], values[..., :seen, :], mask[..., :half, :seen]]
-    late = [queries[..., half:, :], keys, values, mask[..., half:, :]]
-    return torch.cat([attention(*early, dropout=dropout), attention(*late, dropout=dropout)], dim=-2)
+    keys_seen, values_seen = keys[..., :seen, :], values[..., :seen, :]
+    early = attention(queries[..., :half, :], keys_seen, values_seen, mask[..., :half, :seen], dropout)
+    late = attention(queries[..., half:, :], keys, values, mask[..., half:, :], dropout)
+    return torch.cat([early, late], dim=-2)
 
 
 def prefers_fused_kernel(queries: Tensor) -> bool:
