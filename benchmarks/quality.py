@@ -73,9 +73,13 @@ def ours(text: Path, seed: int, seconds: float, folder: Path) -> dict:
     return {
         "seconds": facts["train_seconds"],
         "nats_per_byte": facts["val_nats_per_byte"],
-        "bits_per_byte": facts["val_bits_per_byte"],
         "steps": facts["steps"],
     }
+
+
+def row(name: str, figures: dict) -> list[str]:
+    nats = figures["nats_per_byte"]
+    return [name, f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{figures['seconds']:.1f}", f"{figures['steps']:.0f}"]
 
 
 def main() -> None:
@@ -97,13 +101,12 @@ def main() -> None:
                 measured[kind] = ours(args.text.resolve(), seed, seconds, Path(name))
             for kind, figures in measured.items():
                 found.setdefault(kind, []).append(figures)
-                row = [f"{figures['nats_per_byte']:.4f}", f"{figures['seconds']:.1f}", f"{figures['steps']}"]
-                rows.append([f"{kind}, seed {seed}", *row])
+                rows.append(row(f"{kind}, seed {seed}", figures))
                 print("  ".join(rows[-1]), flush=True)
-    for kind, figures in found.items():
-        middle = [statistics.median(f[key] for f in figures) for key in ("nats_per_byte", "seconds", "steps")]
-        rows.append([f"{kind}, median", f"{middle[0]:.4f}", f"{middle[1]:.1f}", f"{middle[2]:.0f}"])
-    print(table(["", "nats/byte", "seconds", "steps"], rows))
+    for kind, runs in found.items():
+        keys = ("nats_per_byte", "seconds", "steps")
+        rows.append(row(f"{kind}, median", {key: statistics.median(run[key] for run in runs) for key in keys}))
+    print(table(["", "nats/byte", "bits/byte", "seconds", "steps"], rows))
     finish({"text": args.text.name, "runs": found}, args.json)
 
 
