@@ -2,9 +2,9 @@
 
 The peer is nanoGPT's recipe for a CPU as a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters,
 batches of 12, AdamW from 1e-3 to 1e-4 over 2,000 steps, fp32. Ours is `python train.py experiment=shakespeare` as
-anybody would run it, for an eighth of the time that the peer took just before, for all of it, and for `--seconds`, of
-which it asks for a `SHARE`. Everyone is judged by nats per byte of the last tenth of the text, in windows of the own
-context that do not overlap, by the seconds that their steps took.
+anybody would run it: for as many steps as take an eighth of the peer's time and all of it, by what a step of each takes
+when they are measured in turn, and for `--seconds`. Everyone is judged by nats per byte of the last tenth of the text,
+in windows of the own context that do not overlap; the seconds are those that the training steps took.
 """
 
 import json
@@ -14,20 +14,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import ROOT, finish, machine, parser, table
+from measuring import ROOT, Worker, finish, machine, parser, table
+from torch import Tensor
+from train_step import ours as mini_step
 
 from gpt.model import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
-SHARE = 0.85  # of a time that is asked for: it is measured at the start, when a machine that has rested is faster
+OF_STEPS = 0.95  # what surrounds a step of ours takes time, too
+OF_SECONDS = 0.85  # they are measured at the start, when a machine that has rested is faster
 
 
-def peer(text: str, seed: int) -> dict:
-    """Train the peer's recipe; returns seconds of stepping and nats per character, which here is a byte."""
+def make_peer(text: str, seed: int) -> tuple[GPT, Callable[[], None], Tensor]:
+    """The peer's model, the function that takes its next step, and the text that judges it as numbers."""
     torch.manual_seed(seed)
     characters = sorted(set(text))
     number = {character: i for i, character in enumerate(characters)}
@@ -41,8 +46,10 @@ def peer(text: str, seed: int) -> dict:
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
-    begin = time.perf_counter()
-    for step in range(STEPS):
+    numbers = count()
+
+    def step() -> None:
+        step = next(numbers)
         progress = (step - WARM_UP) / (STEPS - WARM_UP)
         lr = 1e-3 * (step + 1) / WARM_UP if step < WARM_UP else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
@@ -54,6 +61,20 @@ def peer(text: str, seed: int) -> dict:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+    return model, step, validation
+
+
+def peer_step(text: str) -> Callable[[], None]:
+    return make_peer(text, seed=0)[1]
+
+
+def peer(text: str, seed: int) -> dict:
+    """Train the peer's recipe; returns seconds of stepping and nats per character, which here is a byte."""
+    model, step, validation = make_peer(text, seed)
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
     seconds = time.perf_counter() - begin
     nats = 0.0
     with torch.no_grad():
@@ -63,18 +84,33 @@ def peer(text: str, seed: int) -> dict:
     return {"seconds": seconds, "nats_per_byte": nats / (len(validation) - 1), "steps": STEPS}
 
 
-def ours(text: Path, seed: int, seconds: float, folder: Path) -> dict:
+def steps_of_ours(text: str) -> float:
+    """How many steps of ours take as long as all of the peer's, measured in turn."""
+    both = [
+        Worker("peer", peer_step, text=text),
+        Worker("ours", mini_step, preset="mini", dtype="bfloat16", optim="muon"),
+    ]
+    for worker in both:
+        worker.run(20)
+        worker.times.clear()
+    for _ in range(15):
+        for worker in both:
+            worker.run(30)
+    for worker in both:
+        worker.close()
+    theirs, own = (statistics.fmean(worker.times) for worker in both)
+    print(f"a step, measured in turn: peer {1000 * theirs:.1f} ms, ours {1000 * own:.1f} ms", flush=True)
+    return STEPS * theirs / own
+
+
+def ours(text: Path, seed: int, horizon: str, folder: Path) -> dict:
     """Train as a user would; returns what metrics.json says."""
     run_dir = tempfile.mkdtemp(dir=folder)
     command = [sys.executable, "train.py", "experiment=shakespeare", "data=text", f"data.path={text}", f"seed={seed}"]
-    command += [f"horizon={SHARE * seconds:.1f}s", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
+    command += [f"horizon={horizon}", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     facts = json.loads((Path(run_dir) / "metrics.json").read_text())
-    return {
-        "seconds": facts["train_seconds"],
-        "nats_per_byte": facts["val_nats_per_byte"],
-        "steps": facts["steps"],
-    }
+    return {"seconds": facts["train_seconds"], "nats_per_byte": facts["val_nats_per_byte"], "steps": facts["steps"]}
 
 
 def row(name: str, figures: dict) -> list[str]:
@@ -90,15 +126,19 @@ def main() -> None:
     args = arguments.parse_args()
     text = args.text.read_text(encoding="utf-8")
     print(machine())
+    steps = OF_STEPS * steps_of_ours(text)
+    horizons = {
+        "ours, an eighth": f"{steps / 8:.0f}steps",
+        "ours, its time": f"{steps:.0f}steps",
+        "ours": f"{OF_SECONDS * args.seconds:.0f}s",
+    }
     found: dict[str, list[dict]] = {}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for seed in range(1, args.seeds + 1):
             measured = {"peer": peer(text, seed)}
-            time_of_peer = measured["peer"]["seconds"]
-            budgets = {"ours, an eighth": time_of_peer / 8, "ours, its time": time_of_peer, "ours": args.seconds}
-            for kind, seconds in budgets.items():
-                measured[kind] = ours(args.text.resolve(), seed, seconds, Path(name))
+            for kind, horizon in horizons.items():
+                measured[kind] = ours(args.text.resolve(), seed, horizon, Path(name))
             for kind, figures in measured.items():
                 found.setdefault(kind, []).append(figures)
                 rows.append(row(f"{kind}, seed {seed}", figures))

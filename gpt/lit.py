@@ -240,7 +240,7 @@ def measure(config: Config, plan: Plan, corpora: Corpora) -> tuple[Plan, float]:
 
 
 def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: float = 5.0) -> float:
-    """The median time of a training step, from a few steps of a model of its own that is then thrown away."""
+    """The mean time of a training step, from a few steps of a model of its own that is then thrown away."""
     module = GPTModule(config, replace(plan, total_steps=1000), corpora)
     device = torch.device(config.trainer.device)
     module.to(device)
@@ -252,12 +252,13 @@ def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: floa
         for _ in range(plan.accumulation):
             idx, targets = train_batch(corpora, config, 0, plan.micro_batch_size)
             module.training_loss(idx.to(device), targets.to(device)).backward()
+        torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]).isfinite().item()
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.fmean(times[1:])  # a median would leave out hiccups, of which a run has its share
 
 
 def build_trainer(config: Config, plan: Plan, callbacks: list[Callback], files: CheckpointIO) -> Trainer:
