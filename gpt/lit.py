@@ -252,13 +252,14 @@ def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: floa
         for _ in range(plan.accumulation):
             idx, targets = train_batch(corpora, config, 0, plan.micro_batch_size)
             module.training_loss(idx.to(device), targets.to(device)).backward()
-        torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]).isfinite().item()
+        torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).isfinite().item()
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.fmean(times[1:])  # a median would leave out hiccups, of which a run has its share
+    # The first half warms up. A median of the rest would leave out hiccups, of which a run has its share.
+    return statistics.fmean(times[len(times) // 2 :])
 
 
 def build_trainer(config: Config, plan: Plan, callbacks: list[Callback], files: CheckpointIO) -> Trainer:
