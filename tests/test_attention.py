@@ -100,7 +100,7 @@ def test_arguments_are_left_alone():
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
 def test_halves_are_the_whole(T, S):
-    """In halves or not, with earlier keys or without, the formula's output and gradients; no weight is dropped."""
+    """In halves or not, with earlier keys or without, the formula's output and gradients."""
     torch.manual_seed(5)
     inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
     mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
