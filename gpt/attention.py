@@ -67,8 +67,8 @@ def prefers_fused_kernel(queries: Tensor) -> bool:
     T = 256, 45 and 20 ms for T = 512, 56 and 41 ms for T = 1024: 7% of a step of GPT-2 124M on 4 x 1,024 tokens, for
     weights of 0.9 GB. Beyond that these weights, which grow with T squared, take too much memory.
     """
-    bf16_training = queries.dtype == torch.bfloat16 and queries.requires_grad and queries.shape[-2] <= 1024
-    return not (queries.device.type == "cpu" and bf16_training)
+    bf16_training = queries.dtype == torch.bfloat16 and queries.requires_grad
+    return not (queries.device.type == "cpu" and bf16_training and queries.shape[-2] <= 1024)
 
 
 class KVCache:

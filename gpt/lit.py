@@ -92,9 +92,13 @@ class GPTModule(LightningModule):
         fast = choose_precision("auto", torch.device(self.config.trainer.device))
         return build_optimizer(dict(self.model.named_parameters()), self.config.optim, DTYPES[fast])
 
+    def measure_gradients(self) -> Tensor:
+        """The norm of all gradients together, a scalar."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         set_lr(optimizer, lr_factor(self.global_step, self.plan.total_steps, self.config.optim))
-        self.grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        self.grad_norm = self.measure_gradients()
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(self._describe_step())
         if self.config.optim.clip:
@@ -252,7 +256,7 @@ def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: floa
         for _ in range(plan.accumulation):
             idx, targets = train_batch(corpora, config, 0, plan.micro_batch_size)
             module.training_loss(idx.to(device), targets.to(device)).backward()
-        torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]).isfinite().item()
+        math.isfinite(module.measure_gradients())  # waits for it, as a real step does
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
