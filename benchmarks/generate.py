@@ -123,7 +123,7 @@ def main() -> None:
         (f"ours, {precision}, compiled", 1, ours, {"precision": precision, "compiled": True})
         for precision in ("bf16", "int8")
     ]
-    if importlib.util.find_spec("llama_cpp") and choose_device().type == "cpu":
+    if all(map(importlib.util.find_spec, ("llama_cpp", "gguf"))) and choose_device().type == "cpu":
         wanted += [(f"llama.cpp, {kind.lower()}", 1, llama_cpp, {"kind": kind}) for kind in ("F32", "BF16", "Q8_0")]
     wanted += [("transformers, bf16", 8, hugging_face, {"dtype": "bfloat16"})]
     wanted += [(f"ours, {precision}", 8, ours, {"precision": precision}) for precision in ("bf16", "int8")]

@@ -114,8 +114,8 @@ def ours(text: Path, seed: int, horizon: str, folder: Path) -> dict:
 
 
 def row(name: str, figures: dict) -> list[str]:
-    nats = figures["nats_per_byte"]
-    return [name, f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{figures['seconds']:.1f}", f"{figures['steps']:.0f}"]
+    quality = [f"{figures[key]:.4f}" for key in ("nats_per_byte", "bits_per_byte")]
+    return [name, *quality, f"{figures['seconds']:.1f}", f"{figures['steps']:.0f}"]
 
 
 def main() -> None:
@@ -140,11 +140,12 @@ def main() -> None:
             for kind, horizon in horizons.items():
                 measured[kind] = ours(args.text.resolve(), seed, horizon, Path(name))
             for kind, figures in measured.items():
+                figures["bits_per_byte"] = figures["nats_per_byte"] / math.log(2)
                 found.setdefault(kind, []).append(figures)
                 rows.append(row(f"{kind}, seed {seed}", figures))
                 print("  ".join(rows[-1]), flush=True)
     for kind, runs in found.items():
-        keys = ("nats_per_byte", "seconds", "steps")
+        keys = ("nats_per_byte", "bits_per_byte", "seconds", "steps")
         rows.append(row(f"{kind}, median", {key: statistics.median(run[key] for run in runs) for key in keys}))
     print(table(["", "nats/byte", "bits/byte", "seconds", "steps"], rows))
     finish({"text": args.text.name, "runs": found}, args.json)
