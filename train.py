@@ -125,6 +125,9 @@ def resume(path: str) -> None:
     file, payload = found
     if missing := [key for key in ("plan", "step", "corpus", "threads", "versions") if key not in payload]:
         raise UserError(f"{file}: cannot be continued, for it has no {missing[0]!r}; start anew with init_from={file}")
+    if payload["format"] < checkpoint.FORMAT:
+        begun = f"an older version of this project (commit {payload.get('git_commit')})"
+        raise UserError(f"{file}: begun by {begun}, whose optimizer differs; start anew with init_from={file}")
     config = validate(payload["config"])
     choose_device(config.trainer.device)  # says so where this machine has none
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None

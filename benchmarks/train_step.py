@@ -45,7 +45,8 @@ def ours(preset: str, dtype: str, optim: str, checkpointing: bool = False) -> Ca
     if choose_compile("auto", torch.device(device)):
         for block in model.blocks:
             block.compile()
-    optimizer = build_optimizer(dict(model.named_parameters()), OptimConfig(optim), torch.bfloat16)
+    weights, heads = dict(model.named_parameters()), model.config.num_heads
+    optimizer = build_optimizer(weights, heads, OptimConfig(optim), torch.bfloat16)
     parameters = list(model.parameters())
     idx, targets = tokens(preset, device)
 

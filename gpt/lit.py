@@ -90,7 +90,8 @@ class GPTModule(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Muon only needs the direction of its updates: bfloat16 suffices wherever it is fast, in fp32 runs too.
         fast = choose_precision("auto", torch.device(self.config.trainer.device))
-        return build_optimizer(dict(self.model.named_parameters()), self.config.optim, DTYPES[fast])
+        weights = dict(self.model.named_parameters())
+        return build_optimizer(weights, self.config.model.num_heads, self.config.optim, DTYPES[fast])
 
     def measure_gradients(self) -> Tensor:
         """The norm of all gradients together, a scalar."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ POLAR_EXPRESS_LARGE = (
 )
 LARGE = 256  # rows
 MOMENTUM_WARMUP = (0.85, 300)  # Muon's momentum at the first step, and the steps until it reaches its final value
+NORMALIZER_BETA = 0.95  # how much of the mean square of Muon's directions stays from one step to the next
 
 
 @dataclass
@@ -84,9 +86,12 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     return 1.0 - (1.0 - config.final_lr) * fall
 
 
-def build_optimizer(weights: dict[str, Tensor], config: OptimConfig, muon_dtype: torch.dtype) -> torch.optim.Optimizer:
+def build_optimizer(
+    weights: Mapping[str, Tensor], num_heads: int, config: OptimConfig, muon_dtype: torch.dtype
+) -> torch.optim.Optimizer:
     """The optimizer for a GPT's weights by name: `name=muon` gives Muon the blocks' matrices, AdamW has the rest.
 
+    The queries, keys and values of each head are matrices of their own to Muon, which learns more in a step that way.
     Every group keeps its peak rate under `peak_lr`; `set_lr` derives `lr` from it. `muon_dtype` is the precision of
     Muon's orthogonalisation: bfloat16 suffices where the hardware multiplies it fast.
     """
@@ -95,7 +100,7 @@ def build_optimizer(weights: dict[str, Tensor], config: OptimConfig, muon_dtype:
         if parameter.dim() < 2:
             vectors.append(parameter)
         elif name.startswith("blocks.") and config.name == "muon":
-            matrices.append((parameter, 3 if name.endswith("W_qkv.weight") else 1))
+            matrices.append((parameter, 3 * num_heads if name.endswith("W_qkv.weight") else 1))
         else:
             embeddings.append(parameter)
     groups: list[dict] = [
@@ -124,7 +129,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024) steps along the orthogonalised momentum: all singular values of the update become 1, so a
     matrix learns in its rare directions as fast as in its dominant ones. `parts` says into how many stacked matrices a
-    parameter falls: a fused query-key-value projection is three. Matrices of one shape are orthogonalised as one batch.
+    parameter falls. Matrices of one shape are orthogonalised as one batch. What orthogonalisation leaves uneven, the
+    rows of a tall matrix or the columns of a wide one, is divided by its root mean square over the last steps: NorMuon
+    (Li et al. 2025, arXiv:2510.05491). So an entry moves by lr / sqrt(d_model) a step, in whichever matrix it stands.
     AdamW is Loshchilov and Hutter 2019. Decay is decoupled and scaled by the rate in both.
     """
 
@@ -133,9 +140,11 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon_dtype = muon_dtype
         # At once and not with the first step, when it would take the places that activations come and go in.
         for group in self.param_groups:
-            for p in group["params"]:
+            for i, p in enumerate(group["params"]):
                 if group["algorithm"] == "muon":
-                    self.state[p] = {"momentum": torch.zeros_like(p)}
+                    parts = group["parts"][i]
+                    squares = p.new_zeros(parts, max(len(p) // parts, p.shape[1]))
+                    self.state[p] = {"momentum": torch.zeros_like(p), "squares": squares}
                 else:
                     step = torch.zeros((), dtype=torch.float32, device=p.device)
                     self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -182,20 +191,23 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, grads, 1.0 - momentum)
         nesterov = [update.to(self.muon_dtype) for update in torch._foreach_lerp(grads, averages, momentum)]
 
-        batches = defaultdict(list)  # shape -> (the matrix in the parameter, its update)
+        batches = defaultdict(list)  # (rows, columns, d_model) -> the matrices of some parameters
         for p, update, parts in zip(params, nesterov, group["parts"], strict=True):
-            for matrix, piece in zip(p.chunk(parts), update.chunk(parts), strict=True):
-                rows, columns = piece.shape
-                wide = (matrix, piece) if rows <= columns else (matrix.T, piece.T)
-                batches[wide[0].shape].append(wide)
+            matrices, pieces = p.view(parts, -1, p.shape[1]), update.view(parts, -1, p.shape[1])
+            if pieces.shape[1] > pieces.shape[2]:
+                matrices, pieces = matrices.mT, pieces.mT
+            batches[*pieces.shape[1:], min(p.shape)].append((matrices, pieces, self.state[p]["squares"]))
         torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
-        for (rows, columns), pairs in batches.items():
-            targets, updates = zip(*pairs, strict=True)
-            directions = orthogonalize(torch.stack(updates))
-            # A wide matrix spreads the same row norm over more entries: this keeps the size of an entry's change.
-            scale = math.sqrt(columns / rows)
-            steps = directions.to(targets[0].dtype).unbind()
-            torch._foreach_add_(targets, steps, alpha=-group["lr"] * scale)
+        seen = 1.0 - NORMALIZER_BETA ** group["step"]  # of means that began with zeros
+        for (_, _, d_model), batch in batches.items():
+            # Of each parameter: (parts, rows, columns) twice, and (parts, columns).
+            targets, updates, squares = zip(*batch, strict=True)
+            sizes = list(map(len, squares))
+            directions = orthogonalize(torch.cat(updates)).to(targets[0].dtype)
+            torch._foreach_lerp_(squares, directions.square().mean(-2).split(sizes), 1.0 - NORMALIZER_BETA)
+            usual = (torch.cat(squares) / seen).sqrt_().add_(1e-8)
+            steps = directions.div_(usual[:, None]).split(sizes)
+            torch._foreach_add_(targets, steps, alpha=-group["lr"] / math.sqrt(d_model))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

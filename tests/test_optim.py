@@ -20,7 +20,7 @@ from gpt.optim import (
     set_lr,
 )
 
-LAYERS, D_MODEL = 2, 6
+LAYERS, D_MODEL, HEADS = 2, 6, 3
 MATRICES = {
     f"blocks.{i}.{name}.weight"
     for i in range(LAYERS)
@@ -34,11 +34,11 @@ STEEP = {"warmup_steps": 4, "decay_from": 0.5, "final_lr": 0.25}  # in 24 steps:
 def make_model(**changes) -> GPT:
     """A small model, always the same."""
     torch.manual_seed(3)
-    return GPT(GPTConfig(7, D_MODEL, LAYERS, num_heads=3, vocab_size=11, **changes))
+    return GPT(GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11, **changes))
 
 
 def make_optimizer(model: GPT, dtype: torch.dtype = torch.float32, **changes) -> MuonAdamW:
-    return build_optimizer(dict(model.named_parameters()), OptimConfig(**changes), dtype)
+    return build_optimizer(dict(model.named_parameters()), HEADS, OptimConfig(**changes), dtype)
 
 
 def set_gradients(model: GPT, step: int) -> dict[str, Tensor]:
@@ -70,6 +70,8 @@ def polar_express(singular: Tensor, polynomials=POLAR_EXPRESS) -> Tensor:
 def muon_by_definition(start: Tensor, gradients: list[Tensor], first_step: int, config: OptimConfig) -> Tensor:
     """One matrix (rows, columns) after a Muon step for each gradient, written out in float64."""
     weight, average = start.double(), torch.zeros_like(start).double()
+    along = 0 if start.shape[0] <= start.shape[1] else 1  # a mean for each column of a wide matrix, row of a tall one
+    squares = torch.zeros_like(start).double().sum(along, keepdim=True)
     for step, gradient in enumerate(gradients, first_step):
         warm = min(step / 300, 1.0)
         momentum = config.momentum if config.momentum < 0.85 else 0.85 + (config.momentum - 0.85) * warm
@@ -77,9 +79,10 @@ def muon_by_definition(start: Tensor, gradients: list[Tensor], first_step: int, 
         nesterov = momentum * average + (1 - momentum) * gradient.double()
         U, S, Vh = torch.linalg.svd(nesterov, full_matrices=False)
         direction = U @ torch.diag(polar_express(S)) @ Vh
-        scale = math.sqrt(max(start.shape) / min(start.shape))
+        squares = 0.95 * squares + 0.05 * direction.square().mean(along, keepdim=True)
+        direction = direction / (squares / (1 - 0.95 ** (step + 1))).sqrt()
         weight = weight * (1 - config.matrix_lr * config.matrix_weight_decay)
-        weight = weight - config.matrix_lr * scale * direction
+        weight = weight - config.matrix_lr / math.sqrt(D_MODEL) * direction
     return weight.float()
 
 
@@ -160,7 +163,7 @@ def test_groups(qkv_bias):
     assert [group["algorithm"] for group in groups] == ["adamw", "adamw", "muon"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0, 0.7]
     assert all(parameter.dim() == 2 for parameter in groups[2]["params"])
-    assert groups[2]["parts"] == [3 if "W_qkv" in name else 1 for name in matrices]
+    assert groups[2]["parts"] == [3 * HEADS if "W_qkv" in name else 1 for name in matrices]
 
 
 def test_groups_of_adamw_alone():
@@ -291,11 +294,11 @@ def test_orthogonalize_zero():
 @pytest.mark.parametrize("first_step", [0, 150, 298])
 @pytest.mark.parametrize("momentum", [0.95, 0.5])
 def test_muon_by_definition(first_step, momentum):
-    """Five steps on square, wide, tall and fused matrices equal the definition, one matrix at a time."""
+    """Five steps on square, wide, tall and fused matrices equal the definition, one matrix or head at a time."""
     config = OptimConfig(matrix_lr=0.03, matrix_weight_decay=0.7, momentum=momentum)
     model = make_model()
     start = values(model)
-    optimizer = build_optimizer(dict(model.named_parameters()), config, torch.float32)
+    optimizer = build_optimizer(dict(model.named_parameters()), HEADS, config, torch.float32)
     optimizer.param_groups[2]["step"] = first_step
     gradients = []
     for step in range(5):
@@ -304,12 +307,52 @@ def test_muon_by_definition(first_step, momentum):
     assert optimizer.param_groups[2]["step"] == first_step + 5
     moved = values(model)
     for name in MATRICES:
-        parts = 3 if "W_qkv" in name else 1
+        parts = 3 * HEADS if "W_qkv" in name else 1
         per_part = zip(*(gradient[name].chunk(parts) for gradient in gradients), strict=True)
         pieces = zip(start[name].chunk(parts), per_part, strict=True)
         expected = [muon_by_definition(piece, list(each), first_step, config) for piece, each in pieces]
         assert (moved[name] - start[name]).abs().max() > 0.01, name
         torch.testing.assert_close(moved[name], torch.cat(expected), atol=1e-5, rtol=0.0)
+
+
+def test_muon_moves_all_entries_alike():
+    """Whatever its shape and its gradient, an entry of a matrix moves by lr / sqrt(d_model) in the first step."""
+    model = make_model()
+    optimizer = make_optimizer(model, matrix_lr=0.5, matrix_weight_decay=0.0)
+    start = values(model)
+    gradients = set_gradients(model, 0)
+    for name in MATRICES:
+        model.get_parameter(name).grad *= torch.logspace(0.0, 3.0, len(gradients[name]))[:, None]
+    optimizer.step()
+    for name, value in values(model).items():
+        if name in MATRICES:
+            assert (value - start[name]).square().mean().sqrt().item() == pytest.approx(0.5 / math.sqrt(D_MODEL), 1e-3)
+
+
+def test_muon_without_gradients():
+    """Matrices, rows and columns whose gradients are all zero stay where they are, and nothing becomes nan."""
+    model = make_model()
+    optimizer = make_optimizer(model, matrix_weight_decay=0.0)
+    start = values(model)
+    set_gradients(model, 0)
+    for name in MATRICES:
+        gradient = model.get_parameter(name).grad
+        if "expand" in name:
+            gradient[5] = 0.0
+        elif "contract" in name:
+            gradient[:, 5] = 0.0
+        else:
+            gradient.zero_()
+    optimizer.step()
+    for name, value in values(model).items():
+        moved = value != start[name]
+        assert value.isfinite().all()
+        if "expand.weight" in name:
+            assert not moved[5].any() and moved[6].any()
+        elif "contract.weight" in name:
+            assert not moved[:, 5].any() and moved[:, 6].any()
+        elif name in MATRICES:
+            assert not moved.any()
 
 
 def test_muon_uses_the_present_rate():
@@ -383,7 +426,7 @@ def test_state_follows_the_parameters():
     other = make_optimizer(elsewhere)
     other.load_state_dict(optimizer.state_dict())
     devices = {key: value.device.type for state in other.state.values() for key, value in state.items()}
-    assert devices == {"step": "meta", "exp_avg": "meta", "exp_avg_sq": "meta", "momentum": "meta"}
+    assert devices == {"step": "meta", "exp_avg": "meta", "exp_avg_sq": "meta", "momentum": "meta", "squares": "meta"}
 
 
 def test_closure():

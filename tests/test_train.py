@@ -385,6 +385,18 @@ def test_model_keys_do_not_go_with_init_from(refuse, run):
     assert "model.num_layers=5 does not go with init_from" in refuse(f"init_from={run[0]}", "model.num_layers=5")
 
 
+def test_run_of_an_older_version(refuse, run, tmp_path):
+    """What an older version began is not continued with another optimizer; the line says how to use its weights."""
+    payload = checkpoint.load(run[0] / "checkpoints/last.ckpt")
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.yaml").write_text((run[0] / "config.yaml").read_text())
+    checkpoint.save(payload | {"format": checkpoint.FORMAT - 1}, old / "checkpoints/last.ckpt")
+    refusal = refuse(f"resume={old}")
+    assert f"begun by an older version of this project (commit {payload['git_commit']})" in refusal
+    assert refusal.endswith(f"start anew with init_from={old}/checkpoints/last.ckpt")
+
+
 def test_weights_that_an_update_has_spoilt(settings, tmp_path):
     """They end the run with code 3 before they are validated, sampled or saved."""
     spoilt = ["optim.matrix_weight_decay=1e41", "trainer.validate_every=1", f"run_dir={tmp_path / 'run'}"]
