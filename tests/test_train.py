@@ -385,16 +385,17 @@ def test_model_keys_do_not_go_with_init_from(refuse, run):
     assert "model.num_layers=5 does not go with init_from" in refuse(f"init_from={run[0]}", "model.num_layers=5")
 
 
-def test_run_of_an_older_version(refuse, run, tmp_path):
+def test_run_of_an_older_version(run, tmp_path):
     """What an older version began is not continued with another optimizer; the line says how to use its weights."""
     payload = checkpoint.load(run[0] / "checkpoints/last.ckpt")
     old = tmp_path / "old"
     old.mkdir()
     (old / "config.yaml").write_text((run[0] / "config.yaml").read_text())
     checkpoint.save(payload | {"format": checkpoint.FORMAT - 1}, old / "checkpoints/last.ckpt")
-    refusal = refuse(f"resume={old}")
-    assert f"begun by an older version of this project (commit {payload['git_commit']})" in refusal
-    assert refusal.endswith(f"start anew with init_from={old}/checkpoints/last.ckpt")
+    done = train(f"resume={old}")
+    assert done.returncode == 2
+    assert f"begun by an older version of this project (commit {payload['git_commit']})" in done.stderr
+    assert done.stderr.endswith(f"start anew with init_from={old}/checkpoints/last.ckpt\n")
 
 
 def test_weights_that_an_update_has_spoilt(settings, tmp_path):
