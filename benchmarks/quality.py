@@ -2,9 +2,9 @@
 
 The peer is nanoGPT's recipe for a CPU as a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters,
 batches of 12, AdamW from 1e-3 to 1e-4 over 2,000 steps, fp32. Ours is `python train.py experiment=shakespeare` as
-anybody would run it: for as many steps as take an eighth of the peer's time and all of it, by what a step of each takes
-when they are measured in turn, and for `--seconds`. Everyone is judged by nats per byte of the last tenth of the text,
-in windows of the own context that do not overlap; the seconds are those that the training steps took.
+anybody would run it: for as many steps as take an eighth of the peer's time, all of it, and `--seconds`, by what a step
+of each takes when they are measured in turn. Everyone is judged by nats per byte of the last tenth of the text, in
+windows of the own context that do not overlap; the seconds are those that the training steps took.
 """
 
 import json
@@ -27,8 +27,8 @@ from train_step import ours as mini_step
 from gpt.model import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
-OF_STEPS = 0.95  # what surrounds a step of ours takes time, too
-OF_SECONDS = 0.85  # they are measured at the start, when a machine that has rested is faster
+OF_PEER = 0.95  # of its time: what surrounds a step of ours takes time, too
+OF_SECONDS = 0.85  # of those given: steps are measured at the start, when a machine that has rested is faster
 
 
 def make_peer(text: str, seed: int) -> tuple[GPT, Callable[[], None], Tensor]:
@@ -84,8 +84,8 @@ def peer(text: str, seed: int) -> dict:
     return {"seconds": seconds, "nats_per_byte": nats / (len(validation) - 1), "steps": STEPS}
 
 
-def steps_of_ours(text: str) -> float:
-    """How many steps of ours take as long as all of the peer's, measured in turn."""
+def step_times(text: str) -> tuple[float, float]:
+    """Seconds that a step of the peer and one of ours take, measured in turn."""
     both = [
         Worker("peer", peer_step, text=text),
         Worker("ours", mini_step, preset="mini", dtype="bfloat16", optim="muon"),
@@ -100,14 +100,14 @@ def steps_of_ours(text: str) -> float:
         worker.close()
     theirs, own = (statistics.fmean(worker.times) for worker in both)
     print(f"a step, measured in turn: peer {1000 * theirs:.1f} ms, ours {1000 * own:.1f} ms", flush=True)
-    return STEPS * theirs / own
+    return theirs, own
 
 
-def ours(text: Path, seed: int, horizon: str, folder: Path) -> dict:
+def ours(text: Path, seed: int, steps: int, folder: Path) -> dict:
     """Train as a user would; returns what metrics.json says."""
     run_dir = tempfile.mkdtemp(dir=folder)
     command = [sys.executable, "train.py", "experiment=shakespeare", "data=text", f"data.path={text}", f"seed={seed}"]
-    command += [f"horizon={horizon}", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
+    command += [f"horizon={steps}steps", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     facts = json.loads((Path(run_dir) / "metrics.json").read_text())
     return {"seconds": facts["train_seconds"], "nats_per_byte": facts["val_nats_per_byte"], "steps": facts["steps"]}
@@ -126,19 +126,19 @@ def main() -> None:
     args = arguments.parse_args()
     text = args.text.read_text(encoding="utf-8")
     print(machine())
-    steps = OF_STEPS * steps_of_ours(text)
-    horizons = {
-        "ours, an eighth": f"{steps / 8:.0f}steps",
-        "ours, its time": f"{steps:.0f}steps",
-        "ours": f"{OF_SECONDS * args.seconds:.0f}s",
+    theirs, own = step_times(text)
+    budgets = {
+        "ours, an eighth": OF_PEER * STEPS * theirs / 8,
+        "ours, its time": OF_PEER * STEPS * theirs,
+        f"ours, {args.seconds:g} s": OF_SECONDS * args.seconds,
     }
     found: dict[str, list[dict]] = {}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for seed in range(1, args.seeds + 1):
             measured = {"peer": peer(text, seed)}
-            for kind, horizon in horizons.items():
-                measured[kind] = ours(args.text.resolve(), seed, horizon, Path(name))
+            for kind, seconds in budgets.items():
+                measured[kind] = ours(args.text.resolve(), seed, round(seconds / own), Path(name))
             for kind, figures in measured.items():
                 figures["bits_per_byte"] = figures["nats_per_byte"] / math.log(2)
                 found.setdefault(kind, []).append(figures)
@@ -148,7 +148,8 @@ def main() -> None:
         keys = ("nats_per_byte", "bits_per_byte", "seconds", "steps")
         rows.append(row(f"{kind}, median", {key: statistics.median(run[key] for run in runs) for key in keys}))
     print(table(["", "nats/byte", "bits/byte", "seconds", "steps"], rows))
-    finish({"text": args.text.name, "runs": found}, args.json)
+    report = {"text": args.text.name, "peer_step_seconds": theirs, "our_step_seconds": own, "runs": found}
+    finish(report, args.json)
 
 
 if __name__ == "__main__":
