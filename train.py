@@ -123,11 +123,9 @@ def resume(path: str) -> None:
         begin(configuration.read(run_dir / "config.yaml"), run_dir)
         return
     file, payload = found
-    if missing := [key for key in ("plan", "step", "corpus", "threads", "versions") if key not in payload]:
+    needed = ("plan", "step", "corpus", "threads", "versions", "optimizer_states")
+    if missing := [key for key in needed if key not in payload]:
         raise UserError(f"{file}: cannot be continued, for it has no {missing[0]!r}; start anew with init_from={file}")
-    if payload["format"] < checkpoint.FORMAT:
-        begun = f"an older version of this project (commit {payload.get('git_commit')})"
-        raise UserError(f"{file}: begun by {begun}, whose optimizer differs; start anew with init_from={file}")
     config = validate(payload["config"])
     choose_device(config.trainer.device)  # says so where this machine has none
     given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
@@ -141,6 +139,9 @@ def resume(path: str) -> None:
         done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
         say(f"{done}; init_from={run_dir} starts a new run from it")
         return
+    states = payload["optimizer_states"][0]["state"].values()
+    if any("momentum" in state and "squares" not in state for state in states):
+        raise UserError(f"{file}: saved by an older version, whose Muon was another; start anew with init_from={file}")
     then, now = payload["versions"], checkpoint.versions()
     if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
         warn(f"perhaps not bit for bit what it would have been: other versions began it ({', '.join(changed)})")

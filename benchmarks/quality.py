@@ -2,9 +2,9 @@
 
 The peer is nanoGPT's recipe for a CPU as a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters,
 batches of 12, AdamW from 1e-3 to 1e-4 over 2,000 steps, fp32. Ours is `python train.py experiment=shakespeare` as
-anybody would run it: for as many steps as take an eighth of the peer's time, all of it, and `--seconds`, by what a step
-of each takes when they are measured in turn. Everyone is judged by nats per byte of the last tenth of the text, in
-windows of the own context that do not overlap; the seconds are those that the training steps took.
+anybody would run it: for as many steps as take nearly an eighth of the peer's time, all of it, and `--seconds`, by what
+a step of each takes when they are measured in turn. Everyone is judged by nats per byte of the last tenth of the text,
+in windows of the own context that do not overlap; the seconds are those that the training steps took.
 """
 
 import json
@@ -24,6 +24,7 @@ from measuring import ROOT, Worker, finish, machine, parser, table
 from torch import Tensor
 from train_step import ours as mini_step
 
+from gpt.hardware import choose_device, choose_precision
 from gpt.model import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
@@ -86,9 +87,10 @@ def peer(text: str, seed: int) -> dict:
 
 def step_times(text: str) -> tuple[float, float]:
     """Seconds that a step of the peer and one of ours take, measured in turn."""
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[choose_precision("auto", choose_device())]
     both = [
         Worker("peer", peer_step, text=text),
-        Worker("ours", mini_step, preset="mini", dtype="bfloat16", optim="muon"),
+        Worker("ours", mini_step, preset="mini", dtype=dtype, optim="muon", shape=(8, 128)),
     ]
     for worker in both:
         worker.run(20)
@@ -138,7 +140,7 @@ def main() -> None:
         for seed in range(1, args.seeds + 1):
             measured = {"peer": peer(text, seed)}
             for kind, seconds in budgets.items():
-                measured[kind] = ours(args.text.resolve(), seed, round(seconds / own), Path(name))
+                measured[kind] = ours(args.text.resolve(), seed, max(1, round(seconds / own)), Path(name))
             for kind, figures in measured.items():
                 figures["bits_per_byte"] = figures["nats_per_byte"] / math.log(2)
                 found.setdefault(kind, []).append(figures)

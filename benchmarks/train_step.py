@@ -23,10 +23,10 @@ PRESETS = {  # (context length, d_model, layers, heads), vocabulary, sequences a
 }
 
 
-def tokens(preset: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(preset: str, device: str, shape: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, each (B, T)."""
     _, vocab_size, on_cpu, on_gpu = PRESETS[preset]
-    shape = on_gpu if device == "cuda" else on_cpu
+    shape = shape or (on_gpu if device == "cuda" else on_cpu)
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randint(vocab_size, shape, generator=generator).to(device) for _ in range(2))  # type: ignore[return-value]
 
@@ -36,7 +36,9 @@ def config_of(preset: str) -> GPTConfig:
     return GPTConfig(*shape, vocab_size=vocab_size)
 
 
-def ours(preset: str, dtype: str, optim: str, checkpointing: bool = False) -> Callable[[], None]:
+def ours(
+    preset: str, dtype: str, optim: str, checkpointing: bool = False, shape: tuple[int, int] | None = None
+) -> Callable[[], None]:
     keep_freed_memory()
     device = choose_device().type
     torch.manual_seed(0)
@@ -48,7 +50,7 @@ def ours(preset: str, dtype: str, optim: str, checkpointing: bool = False) -> Ca
     weights, heads = dict(model.named_parameters()), model.config.num_heads
     optimizer = build_optimizer(weights, heads, OptimConfig(optim), torch.bfloat16)
     parameters = list(model.parameters())
-    idx, targets = tokens(preset, device)
+    idx, targets = tokens(preset, device, shape)
 
     def step() -> None:
         next_token_loss(*model.hidden_and_head(idx), targets).backward()

@@ -29,7 +29,7 @@ class DamagedError(UserError):
     """A checkpoint that is not what was written: another one may serve."""
 
 
-FORMAT = 2  # raise it when an older program could not read what is written, or a newer one not continue it
+FORMAT = 1  # raise it when an older program could not read what is written
 
 
 def save(payload: dict[str, Any], path: Path) -> None:

@@ -111,7 +111,9 @@ def build_optimizer(
         group |= {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8, "fused": True}
     if matrices:
         params, parts = zip(*matrices, strict=True)
-        muon = {"params": list(params), "parts": list(parts), "weight_decay": config.matrix_weight_decay}
+        d_model = min(params[0].shape)  # the smaller side of every matrix in a block
+        muon = {"params": list(params), "parts": list(parts), "d_model": d_model}
+        muon |= {"weight_decay": config.matrix_weight_decay}
         groups.append(muon | {"algorithm": "muon", "lr": config.matrix_lr, "momentum": config.momentum, "step": 0})
     for group in groups:
         group["peak_lr"] = group["lr"]
@@ -127,11 +129,12 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 class MuonAdamW(torch.optim.Optimizer):
     """One optimizer, two rules: groups with `algorithm="muon"` and groups with `algorithm="adamw"`.
 
-    Muon (Jordan et al. 2024) steps along the orthogonalised momentum: all singular values of the update become 1, so a
-    matrix learns in its rare directions as fast as in its dominant ones. `parts` says into how many stacked matrices a
-    parameter falls. Matrices of one shape are orthogonalised as one batch. What orthogonalisation leaves uneven, the
-    rows of a tall matrix or the columns of a wide one, is divided by its root mean square over the last steps: NorMuon
-    (Li et al. 2025, arXiv:2510.05491). So an entry moves by lr / sqrt(d_model) a step, in whichever matrix it stands.
+    Muon (Jordan et al. 2024) steps along the orthogonalised momentum: all its singular values become 1, so a matrix
+    learns in its rare directions as fast as in its dominant ones. `parts` says into how many stacked matrices a
+    parameter falls. Matrices of one shape are orthogonalised as one batch. This leaves the rows of a tall matrix and
+    the columns of a wide one uneven, so they are divided by their root mean square over the last steps, after NorMuon
+    (Li et al. 2025, arXiv:2510.05491). What an entry moves by in a step is then lr / sqrt(d_model) in the root mean
+    square, whatever its matrix; for a while up to 4.5 times as much where a row or column was silent before.
     AdamW is Loshchilov and Hutter 2019. Decay is decoupled and scaled by the rate in both.
     """
 
@@ -191,15 +194,15 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, grads, 1.0 - momentum)
         nesterov = [update.to(self.muon_dtype) for update in torch._foreach_lerp(grads, averages, momentum)]
 
-        batches = defaultdict(list)  # (rows, columns, d_model) -> the matrices of some parameters
+        batches = defaultdict(list)  # (rows, columns) -> of each parameter its matrices, their updates and squares
         for p, update, parts in zip(params, nesterov, group["parts"], strict=True):
             matrices, pieces = p.view(parts, -1, p.shape[1]), update.view(parts, -1, p.shape[1])
             if pieces.shape[1] > pieces.shape[2]:
                 matrices, pieces = matrices.mT, pieces.mT
-            batches[*pieces.shape[1:], min(p.shape)].append((matrices, pieces, self.state[p]["squares"]))
+            batches[pieces.shape[1:]].append((matrices, pieces, self.state[p]["squares"]))
         torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
         seen = 1.0 - NORMALIZER_BETA ** group["step"]  # of means that began with zeros
-        for (_, _, d_model), batch in batches.items():
+        for batch in batches.values():
             # Of each parameter: (parts, rows, columns) twice, and (parts, columns).
             targets, updates, squares = zip(*batch, strict=True)
             sizes = list(map(len, squares))
@@ -207,7 +210,7 @@ class MuonAdamW(torch.optim.Optimizer):
             torch._foreach_lerp_(squares, directions.square().mean(-2).split(sizes), 1.0 - NORMALIZER_BETA)
             usual = (torch.cat(squares) / seen).sqrt_().add_(1e-8)
             steps = directions.div_(usual[:, None]).split(sizes)
-            torch._foreach_add_(targets, steps, alpha=-group["lr"] / math.sqrt(d_model))
+            torch._foreach_add_(targets, steps, alpha=-group["lr"] / math.sqrt(group["d_model"]))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
