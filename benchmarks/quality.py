@@ -22,12 +22,14 @@ import torch
 import torch.nn.functional as F
 from measuring import ROOT, Worker, finish, machine, parser, table
 from torch import Tensor
+from train_step import PRESETS
 from train_step import ours as mini_step
 
 from gpt.hardware import choose_device, choose_precision
 from gpt.model import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
+_, _, ON_CPU, _ = PRESETS["mini"]  # sequences and tokens of a step, which the recipe has on every device
 OF_PEER = 0.95  # of its time: what surrounds a step of ours takes time, too
 OF_SECONDS = 0.85  # of those given: steps are measured at the start, when a machine that has rested is faster
 
@@ -90,7 +92,7 @@ def step_times(text: str) -> tuple[float, float]:
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[choose_precision("auto", choose_device())]
     both = [
         Worker("peer", peer_step, text=text),
-        Worker("ours", mini_step, preset="mini", dtype=dtype, optim="muon", shape=(8, 128)),
+        Worker("ours", mini_step, preset="mini", dtype=dtype, optim="muon", shape=ON_CPU),
     ]
     for worker in both:
         worker.run(20)

@@ -111,10 +111,10 @@ def build_optimizer(
         group |= {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8, "fused": True}
     if matrices:
         params, parts = zip(*matrices, strict=True)
-        d_model = min(params[0].shape)  # the smaller side of every matrix in a block
-        muon = {"params": list(params), "parts": list(parts), "d_model": d_model}
-        muon |= {"weight_decay": config.matrix_weight_decay}
-        groups.append(muon | {"algorithm": "muon", "lr": config.matrix_lr, "momentum": config.momentum, "step": 0})
+        muon = {"algorithm": "muon", "lr": config.matrix_lr, "momentum": config.momentum, "step": 0}
+        muon |= {"params": list(params), "parts": list(parts), "weight_decay": config.matrix_weight_decay}
+        muon["d_model"] = min(params[0].shape)  # the smaller side of every matrix in a block
+        groups.append(muon)
     for group in groups:
         group["peak_lr"] = group["lr"]
     return MuonAdamW(groups, muon_dtype)
