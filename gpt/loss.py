@@ -1,9 +1,9 @@
-"""Next-token cross-entropy that never holds all logits at once.
+"""Next-token cross-entropy that makes the logits a part at a time, and drops them again.
 
 The logits are the largest tensor of a language model: GPT-2 on 4 x 1024 tokens makes 206 million of them, 823 MB in
-fp32 and as much again for their gradient. Here they are made, used and dropped a few hundred rows at a time, and their
-gradient is taken on the spot, while they are still at hand. On a CPU the products with the head are made over slices of
-the vocabulary, whose results are still in the cache when they are converted or added up.
+fp32 and as much again for their gradient. Here they are made some hundred rows at a time, and their gradient is taken
+on the spot, while they are still at hand. On a CPU a row is also cut into slices of the vocabulary that stay in the
+cache: softmax is put together from the slices' sums (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
 Letters in shapes: N targets (B x T), C d_model, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE = -1  # a target that does not count
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # logits at a time: 64 MB in fp32, and twice 512 MB
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # of logits at a time, in the precision of the products
 SLICE = {"cpu": 2048}  # tokens of the vocabulary at a time; elsewhere all of it
 
 
@@ -27,47 +27,64 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
     Products are in the precision of `hidden`; softmax and sums are in fp32, and so is the scalar it returns,
     which can be differentiated once.
     """
-    device = hidden.device.type
-    if rows is None:
-        chunks = math.ceil(targets.numel() * head_weight.shape[0] / CHUNK_LOGITS.get(device, 2**26))
-        rows = max(1, math.ceil(targets.numel() / max(1, chunks)))
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows, gradients)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int, wants_gradients: bool) -> Tensor:
-        V, width = len(head_weight), SLICE.get(hidden.device.type, len(head_weight))
-        slices = [slice(start, start + width) for start in range(0, V, width)]
+    def forward(
+        ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None, wants_gradients: bool
+    ) -> Tensor:
+        N, V, device = len(hidden), len(head_weight), hidden.device.type
+        width = SLICE.get(device, V)
+        slices = [slice(start, min(start + width, V)) for start in range(0, V, width)]
+        # Between the two passes over the slices the probabilities wait or, where those would take more memory, the
+        # logits: if all of them fit, in the very memory of the head's gradient, which is written only after them.
+        keeps_logits = len(slices) > 1 and hidden.itemsize < 4
+        fit = keeps_logits and N * hidden.itemsize <= head_weight[0].nbytes
+        if rows is None:
+            chunks = 1 if fit else math.ceil(N * V * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
+            rows = max(1, math.ceil(N / max(1, chunks)))
+        rooms: list[Tensor | None] = [None] * len(slices)
         if wants_gradients:
             hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
-            weight_grad = torch.zeros_like(head_weight)
+            weight_grad = torch.empty_like(head_weight)
+            if fit and rows >= N:
+                rooms = [_room(weight_grad[part], hidden) for part in slices]
+
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
         total = hidden.new_zeros((), dtype=torch.float32)
-        # One for all chunks. On a CPU softmax works in place (the tests watch over it); elsewhere nobody promises it.
-        space = hidden.new_empty(min(rows, len(hidden)), V, dtype=torch.float32)
-        results = space if space.device.type == "cpu" else torch.empty_like(space)
-
-        for start in range(0, len(hidden), rows):
+        for start in range(0, max(1, N), rows):
             chunk = slice(start, start + rows)
             h, target = hidden[chunk], targets[chunk].clamp(min=0)[:, None]
-            logits = space[: len(h)]
-            for part in slices:
-                logits[:, part] = h @ head_weight[part].to(h.dtype).T
-            of_target, highest = logits.gather(1, target), logits.amax(-1, keepdim=True)
-            probabilities = torch.softmax(logits, -1, out=results[: len(h)])
-            # The likeliest token's probability is 1 / sum(exp(logits - highest)).
-            losses = highest - of_target - probabilities.amax(-1, keepdim=True).log()
-            total += (losses.squeeze(1) * counted[chunk]).sum()
-            if wants_gradients:
+            of_target, sums, waiting = torch.zeros_like(total), [], []
+            for part, room in zip(slices, rooms, strict=True):
+                made = torch.mm(h, head_weight[part].to(h.dtype).T, out=room)
+                logits = made.float()
+                column, inside = _within(part, target)
+                of_target = of_target + logits.gather(1, column) * inside
+                highest, probabilities = logits.amax(-1), _softmax(logits)
+                # The likeliest token's probability is 1 / sum(exp(logits - highest)).
+                sums.append(highest - probabilities.amax(-1).log())
+                if wants_gradients:
+                    waiting.append((part, column, inside, made if keeps_logits else probabilities))
+            of_slices = torch.stack(sums)  # (slices, rows): the logarithm of each slice's sum of exp(logits)
+            of_all = of_slices.logsumexp(0)
+            total += ((of_all - of_target.squeeze(1)) * counted[chunk]).sum()
+
+            share = counted[chunk] / count  # of each row in the mean
+            scales = (of_slices - of_all).exp() * share
+            for (part, column, inside, kept), scale in zip(waiting, scales, strict=wants_gradients):
                 # d loss / d logits = (softmax - one_hot) / count
-                share = (counted[chunk] / count)[:, None]
-                grad = probabilities.mul_(share).scatter_add_(1, target, -share)
-                for part in slices:
-                    g = grad[:, part].to(h.dtype)
-                    hidden_grad[chunk].add_(g @ head_weight[part].to(h.dtype))
+                probabilities = _softmax(kept.float()) if keeps_logits else kept
+                grad = probabilities.mul_(scale[:, None]).scatter_add_(1, column, -share[:, None] * inside)
+                g = grad.to(h.dtype)
+                hidden_grad[chunk].add_(g @ head_weight[part].to(h.dtype))
+                if start == 0:
+                    weight_grad[part] = g.T @ h
+                else:
                     weight_grad[part].add_(g.T @ h)  # `+=` would copy the slice onto itself as well
 
         ctx.gradients = (hidden_grad.to(hidden.dtype), weight_grad) if wants_gradients else None
@@ -83,3 +100,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if loss_grad.device.type != "cpu" or loss_grad != 1:  # on a GPU looking would cost more than multiplying
             hidden_grad, weight_grad = hidden_grad.mul_(loss_grad), weight_grad.mul_(loss_grad)
         return hidden_grad, weight_grad, None, None, None
+
+
+def _room(weight_grad: Tensor, hidden: Tensor) -> Tensor:
+    """The memory of a slice of the head's gradient as one for the slice's logits."""
+    return weight_grad.view(hidden.dtype).flatten()[: len(hidden) * len(weight_grad)].view(len(hidden), -1)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    """On a CPU in place, which PyTorch does not promise: the tests watch over it."""
+    return torch.softmax(x, -1, out=x if x.device.type == "cpu" else None)
+
+
+def _within(part: slice, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each target in a slice of the vocabulary, and whether it is in there at all."""
+    column, width = target - part.start, part.stop - part.start
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
