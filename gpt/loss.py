@@ -2,8 +2,9 @@
 
 The logits are the largest tensor of a language model: GPT-2 on 4 x 1024 tokens makes 206 million of them, 823 MB in
 fp32 and as much again for their gradient. Here they are made some hundred rows at a time, and their gradient is taken
-on the spot, while they are still at hand. On a CPU a row is also cut into slices of the vocabulary that stay in the
-cache: softmax is put together from the slices' sums (Milakov and Gimelshein 2018, arXiv:1805.02867).
+on the spot, while they are still at hand. The vocabulary is cut into slices as well, and softmax put together from
+their sums (Milakov and Gimelshein 2018, arXiv:1805.02867): on a CPU so that a slice stays in the cache from its product
+to its sum, on a GPU so that all but a few tokens are multiplied in rows that are aligned.
 
 Letters in shapes: N targets (B x T), C d_model, V vocabulary.
 """
@@ -16,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -1  # a target that does not count
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # of logits at a time, in the precision of the products
-SLICE = {"cpu": 2048}  # tokens of the vocabulary at a time; elsewhere all of it
+SLICE = 2048  # tokens of the vocabulary at a time on a CPU
+ALIGNED = 64  # on a GPU, as many as are a multiple of this: its matrix units are slow for GPT-2's odd 50,257
 
 
 def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None = None) -> Tensor:
@@ -37,11 +39,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None, wants_gradients: bool
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
-        width = SLICE.get(device, V)
-        slices = [slice(start, min(start + width, V)) for start in range(0, V, width)]
+        slices = _slices(V, device)
         # Between the two passes over the slices the probabilities wait or, where those would take more memory, the
         # logits: if all of them fit, in the very memory of the head's gradient, which is written only after them.
-        keeps_logits = len(slices) > 1 and hidden.itemsize < 4
+        keeps_logits = device == "cpu" and len(slices) > 1 and hidden.itemsize < 4
         fit = keeps_logits and N * hidden.itemsize <= head_weight[0].nbytes
         if rows is None:
             chunks = 1 if fit else math.ceil(N * V * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
@@ -100,6 +101,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if loss_grad.device.type != "cpu" or loss_grad != 1:  # on a GPU looking would cost more than multiplying
             hidden_grad, weight_grad = hidden_grad.mul_(loss_grad), weight_grad.mul_(loss_grad)
         return hidden_grad, weight_grad, None, None, None
+
+
+def _slices(V: int, device: str) -> list[slice]:
+    width = SLICE if device == "cpu" else max(V - V % ALIGNED, ALIGNED)
+    return [slice(start, min(start + width, V)) for start in range(0, V, width)]
 
 
 def _room(weight_grad: Tensor, hidden: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt.loss import CHUNK_BYTES, IGNORE, SLICE, next_token_loss
+from gpt import loss as module
+from gpt.loss import IGNORE, next_token_loss
 from gpt.model import GPT, GPTConfig
 
 N, C, V = 13, 7, 23
@@ -73,7 +74,7 @@ def test_hand_computed():
 def test_equals_cross_entropy(rows, ignored, width, monkeypatch):
     """However rows and vocabulary are cut, whatever is ignored, value and both gradients are those of all logits."""
     if width:
-        monkeypatch.setitem(SLICE, "cpu", width)
+        monkeypatch.setattr(module, "SLICE", width)
     results = []
     for function in (lambda *problem: next_token_loss(*problem, rows), reference):
         hidden, weight, targets = make_problem(ignored)
@@ -170,7 +171,7 @@ def test_tied_head():
 def test_bfloat16(of_weight, rows, width, n, monkeypatch):
     """With hidden states in bfloat16 the products are, but softmax and sums are in fp32, and so is the loss."""
     if width:
-        monkeypatch.setitem(SLICE, "cpu", width)
+        monkeypatch.setattr(module, "SLICE", width)
     hidden, weight, targets = make_problem(slice(None, None, 3), n=n)
     exact = reference(hidden, weight, targets).item()
     logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
@@ -248,7 +249,7 @@ def test_never_holds_all_logits():
 
 def test_a_slice_at_a_time(monkeypatch):
     """In bfloat16 no tensor is larger than a slice of a chunk, but for those that are as large as the inputs."""
-    monkeypatch.setitem(SLICE, "cpu", 128)
+    monkeypatch.setattr(module, "SLICE", 128)
     hidden, weight, targets = make_problem(n=2003, v=1009)
     with Recorder() as recorder:
         next_token_loss(hidden.bfloat16(), weight, targets, rows=101).backward()
@@ -258,7 +259,7 @@ def test_a_slice_at_a_time(monkeypatch):
 @pytest.mark.parametrize(("n", "lent"), [(13, True), (14, True), (15, False)])
 def test_logits_wait_in_the_gradient(n, lent, monkeypatch):
     """Up to 2 C rows of logits in bfloat16 take no memory of their own, but that of the fp32 gradient of the head."""
-    monkeypatch.setitem(SLICE, "cpu", 5)
+    monkeypatch.setattr(module, "SLICE", 5)
     hidden, weight, targets = make_problem(n=n)
     with Recorder() as recorder:
         next_token_loss(hidden.bfloat16(), weight, targets).backward()
@@ -268,7 +269,7 @@ def test_logits_wait_in_the_gradient(n, lent, monkeypatch):
 @pytest.mark.parametrize(("chunk_bytes", "rows"), [(4 * 11 * 1009 + 5, 11), (7, 1)])
 def test_default_rows(monkeypatch, chunk_bytes, rows):
     """By default a chunk has as many rows as the device's share of memory allows, and at least one."""
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk_bytes)
     hidden, weight, targets = make_problem(n=53, v=1009)
     with Recorder() as recorder:
         next_token_loss(hidden.detach(), weight.detach(), targets)
@@ -281,3 +282,15 @@ def test_no_rows():
     loss = next_token_loss(hidden, weight, targets)
     loss.backward()
     assert loss.item() == 0.0 and torch.equal(weight.grad, torch.zeros(V, C))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1536, 50257])
+@pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
+def test_slices(vocab_size, device, widest):
+    """They cover the vocabulary once; on a GPU all but fewer than 64 tokens are in one whose rows are aligned."""
+    slices = module._slices(vocab_size, device)
+    assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
+    widths = [part.stop - part.start for part in slices]
+    assert max(widths) <= widest
+    if device == "cuda":
+        assert all(width % 64 == 0 for width in widths[:-1]) and vocab_size - widths[0] < 64
