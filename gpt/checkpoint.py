@@ -137,11 +137,11 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
 
 
 def build_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
-    """The model and the tokenizer that a checkpoint holds; `UserError` where its parts do not fit."""
+    """The model, of the very weights of a checkpoint, and its tokenizer; `UserError` where its parts do not fit."""
     try:
         tokenizer = Tokenizer.from_dict(payload["tokenizer"])
-        model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **payload["config"]["model"]))
-        model.load_state_dict(payload["state_dict"])
+        config = GPTConfig(vocab_size=tokenizer.vocab_size, **payload["config"]["model"])
+        model = GPT.from_state_dict(config, payload["state_dict"])
     except (KeyError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"the checkpoint's tokenizer, configuration and weights do not fit ({reason})") from None

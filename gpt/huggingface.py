@@ -69,12 +69,12 @@ def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     try:
         config = _read_config(stored)
         state = from_huggingface(weights, config.num_layers)
-        with torch.device("meta"):
-            GPT(config).load_state_dict(state, assign=True)  # raises where a shape does not fit
+        state = {name: tensor.to(torch.float32).contiguous() for name, tensor in state.items()}
+        GPT.from_state_dict(config, state)  # raises where a shape does not fit
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = f"config.json has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {reason}") from None
-    return config, {name: tensor.to(torch.float32) for name, tensor in state.items()}
+    return config, state
 
 
 def is_directory(path: Path) -> bool:
@@ -88,9 +88,7 @@ def build_model(folder: Path) -> tuple[GPT, Tokenizer]:
     tokenizer = gpt2_tokenizer()
     if config.vocab_size != tokenizer.vocab_size:
         raise UserError(f"{folder}: a vocabulary of {config.vocab_size} tokens, and GPT-2's has {tokenizer.vocab_size}")
-    model = GPT(config)
-    model.load_state_dict(weights)
-    return model.eval(), tokenizer
+    return GPT.from_state_dict(config, weights).eval(), tokenizer
 
 
 def _read_config(stored: dict) -> GPTConfig:

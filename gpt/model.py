@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gpt.attention import KVCache, MultiHeadAttention
+from gpt.attention import KVCache, MultiHeadAttention, causal_mask
 from gpt.linear import Linear
 
 
@@ -100,6 +100,19 @@ class GPT(nn.Module):
         self.output: nn.Module | None = None  # in place of the tied head, for sampling: see inference.py
         self.checkpointing = False  # keep only what goes into each block, and compute it again for the backward pass
         self.init_weights()
+
+    @classmethod
+    def from_state_dict(cls, config: GPTConfig, state_dict: dict[str, Tensor]) -> "GPT":
+        """A model in fp32 that has the tensors of a state dict for its weights, without drawing or copying any.
+
+        `RuntimeError` where they are not those of such a model. For GPT-2 124M drawing would take a second.
+        """
+        with torch.device("meta"):
+            model = cls(config)
+        model.load_state_dict(state_dict, assign=True)
+        for block in model.blocks:
+            block.attention.mask = causal_mask(config.context_length)  # type: ignore[union-attr]
+        return model.float()
 
     @torch.no_grad()
     def init_weights(self) -> None:

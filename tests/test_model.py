@@ -178,6 +178,29 @@ def test_init_statistics():
             assert beyond == pytest.approx(0.0455, abs=0.01), name  # a normal variable's share
 
 
+def test_from_state_dict():
+    """The same model out of the same tensors: nothing is drawn, copied or left on the meta device."""
+    model, idx = make_model(), make_idx(5)
+    state = model.state_dict()
+    generator = torch.get_rng_state()
+    again = GPT.from_state_dict(model.config, state)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.requires_grad and p.data_ptr() == state[name].data_ptr() for name, p in again.named_parameters())
+    assert all(torch.equal(*masks) for masks in zip(again.buffers(), model.buffers(), strict=True))
+    assert torch.equal(again(idx), model(idx))
+
+
+def test_from_state_dict_is_in_fp32():
+    """Weights kept in bfloat16 become fp32 ones; and those of another shape, or too few, are refused."""
+    model = make_model()
+    halves = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    assert {p.dtype for p in GPT.from_state_dict(model.config, halves).parameters()} == {torch.float32}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        GPT.from_state_dict(make_config(d_model=2 * model.config.d_model), halves)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        GPT.from_state_dict(model.config, dict(list(halves.items())[1:]))
+
+
 def test_head_is_tied():
     """The output head is the token embedding itself: one parameter, saved once."""
     model = make_model()
