@@ -69,7 +69,9 @@ def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     try:
         config = _read_config(stored)
         state = from_huggingface(weights, config.num_layers)
-        state = {name: tensor.to(torch.float32).contiguous() for name, tensor in state.items()}
+        # Copied, as `load_file` maps the file: whoever replaced it would change the weights of a model in use.
+        contiguous = torch.contiguous_format
+        state = {name: w.to(torch.float32, copy=True, memory_format=contiguous) for name, w in state.items()}
         GPT.from_state_dict(config, state)  # raises where a shape does not fit
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = f"config.json has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())

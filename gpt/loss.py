@@ -1,7 +1,7 @@
 """Next-token cross-entropy that makes the logits a part at a time, and drops them again.
 
 The logits are the largest tensor of a language model: GPT-2 on 4 x 1024 tokens makes 206 million of them, 823 MB in
-fp32 and as much again for their gradient. Here they are made some hundred rows at a time, and their gradient is taken
+fp32 and as much again for their gradient. Here they are made for some rows at a time, and their gradient is taken
 on the spot, while they are still at hand. The vocabulary is cut into slices as well, and softmax put together from
 their sums (Milakov and Gimelshein 2018, arXiv:1805.02867): on a CPU so that a slice stays in the cache from its product
 to its sum, on a GPU so that all but a few tokens are multiplied in rows that are aligned.
@@ -18,17 +18,26 @@ from torch.autograd.function import once_differentiable
 IGNORE = -1  # a target that does not count
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # of logits at a time, in the precision of the products
 SLICE = 2048  # tokens of the vocabulary at a time on a CPU
-ALIGNED = 64  # on a GPU, as many as are a multiple of this: its matrix units are slow for GPT-2's odd 50,257
+ALIGNED = 64  # on a GPU the most that are a multiple of this, then the rest: its matrix units want aligned rows
 
 
 def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None = None) -> Tensor:
     """Mean cross-entropy, in nats per target, of the logits hidden @ head_weight^T.
 
     Shapes: hidden (..., C), head_weight (V, C), targets (...) of token ids, `IGNORE` where a position does not count.
-    `rows` is how many positions are taken at a time; by default as many as keep a chunk of logits small.
-    Products are in the precision of `hidden`; softmax and sums are in fp32, and so is the scalar it returns,
-    which can be differentiated once.
+    `rows` is how many positions are taken at a time: by default all of them, if their logits fit into the memory of the
+    head's gradient, else as many as make about `CHUNK_BYTES` of logits. Products are in the precision of `hidden`;
+    softmax and sums are in fp32, and so is the scalar it returns, which can be differentiated once.
+    `ValueError` for shapes that differ, too few rows and, on a CPU, token ids that are none.
     """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden states {tuple(hidden.shape)} need targets {tuple(hidden.shape[:-1])}, one for each")
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows={rows} is out of range: it must be at least 1")
+    if targets.device.type == "cpu" and targets.numel():  # elsewhere looking would wait for the device
+        least, most = (int(extreme) for extreme in targets.aminmax())
+        if least < IGNORE or most >= len(head_weight):
+            raise ValueError(f"targets from {least} to {most} are out of range: {IGNORE} to {len(head_weight) - 1}")
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
     return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows, gradients)
 
@@ -40,8 +49,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
         slices = _slices(V, device)
-        # Between the two passes over the slices the probabilities wait or, where those would take more memory, the
-        # logits: if all of them fit, in the very memory of the head's gradient, which is written only after them.
+        # Between the two passes over the slices the probabilities wait; but where they would take twice the memory on a
+        # CPU, the logits: if all of them fit, in that of the head's gradient, which is written only after them.
         keeps_logits = device == "cpu" and len(slices) > 1 and hidden.itemsize < 4
         fit = keeps_logits and N * hidden.itemsize <= head_weight[0].nbytes
         if rows is None:
@@ -50,7 +59,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rooms: list[Tensor | None] = [None] * len(slices)
         if wants_gradients:
             hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
-            weight_grad = torch.empty_like(head_weight)
+            weight_grad = torch.empty_like(head_weight, memory_format=torch.contiguous_format)
             if fit and rows >= N:
                 rooms = [_room(weight_grad[part], hidden) for part in slices]
 
@@ -65,7 +74,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 made = torch.mm(h, head_weight[part].to(h.dtype).T, out=room)
                 logits = made.float()
                 column, inside = _within(part, target)
-                of_target = of_target + logits.gather(1, column) * inside
+                of_target = of_target + logits.gather(1, column).where(inside, 0)
                 highest, probabilities = logits.amax(-1), _softmax(logits)
                 # The likeliest token's probability is 1 / sum(exp(logits - highest)).
                 sums.append(highest - probabilities.amax(-1).log())
@@ -74,10 +83,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             of_slices = torch.stack(sums)  # (slices, rows): the logarithm of each slice's sum of exp(logits)
             of_all = of_slices.logsumexp(0)
             total += ((of_all - of_target.squeeze(1)) * counted[chunk]).sum()
+            del made, logits  # on a GPU larger than all else
+            if not wants_gradients:
+                continue
 
             share = counted[chunk] / count  # of each row in the mean
             scales = (of_slices - of_all).exp() * share
-            for (part, column, inside, kept), scale in zip(waiting, scales, strict=wants_gradients):
+            for (part, column, inside, kept), scale in zip(waiting, scales, strict=True):
                 # d loss / d logits = (softmax - one_hot) / count
                 probabilities = _softmax(kept.float()) if keeps_logits else kept
                 grad = probabilities.mul_(scale[:, None]).scatter_add_(1, column, -share[:, None] * inside)
@@ -110,7 +122,8 @@ def _slices(V: int, device: str) -> list[slice]:
 
 def _room(weight_grad: Tensor, hidden: Tensor) -> Tensor:
     """The memory of a slice of the head's gradient as one for the slice's logits."""
-    return weight_grad.view(hidden.dtype).flatten()[: len(hidden) * len(weight_grad)].view(len(hidden), -1)
+    rows, width = len(hidden), len(weight_grad)
+    return weight_grad.view(hidden.dtype).flatten()[: rows * width].view(rows, width)
 
 
 def _softmax(x: Tensor) -> Tensor:

@@ -103,15 +103,16 @@ class GPT(nn.Module):
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state_dict: dict[str, Tensor]) -> "GPT":
-        """A model in fp32 that has the tensors of a state dict for its weights, without drawing or copying any.
+        """A model in fp32 whose weights are the very tensors of a state dict, where these are in fp32, and not copies.
 
-        `RuntimeError` where they are not those of such a model. For GPT-2 124M drawing would take a second.
+        None are drawn first, which would take a second for GPT-2 124M. `RuntimeError` where they do not fit the model.
         """
         with torch.device("meta"):
             model = cls(config)
         model.load_state_dict(state_dict, assign=True)
         for block in model.blocks:
-            block.attention.mask = causal_mask(config.context_length)  # type: ignore[union-attr]
+            mask = causal_mask(config.context_length)
+            block.attention.mask = mask.to(model.token_embedding.weight.device)  # type: ignore[union-attr]
         return model.float()
 
     @torch.no_grad()

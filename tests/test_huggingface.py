@@ -93,6 +93,17 @@ def test_half_precision_becomes_single(saved, folder):
     assert all(torch.equal(state[name], full[name].half().float()) for name in full)
 
 
+def test_file_may_be_replaced(folder):
+    """What is loaded stays as it is, whatever is written over the file afterwards; matrices lie as ours do."""
+    _, state = load_directory(folder)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.write(bytes(size))
+    assert all(tensor.is_contiguous() and torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
 def test_from_huggingface_by_hand():
     """Their linear layers hold the transposed matrix; the embeddings do not."""
     theirs = {name: tensor.detach() for name, tensor in make_theirs().state_dict().items()}

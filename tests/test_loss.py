@@ -294,3 +294,34 @@ def test_slices(vocab_size, device, widest):
     assert max(widths) <= widest
     if device == "cuda":
         assert all(width % 64 == 0 for width in widths[:-1]) and vocab_size - widths[0] < 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "rows", "message"),
+    [
+        ((4,), V, None, "targets from 0 to 23 are out of range: -1 to 22"),
+        ((4,), -2, None, "targets from -2 to 0 are out of range: -1 to 22"),
+        ((5,), 0, None, "need targets"),
+        ((2, 2), 0, None, "need targets"),
+        ((4,), 0, 0, "rows=0 is out of range: it must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(shape, target, rows, message):
+    """Targets that are no tokens, of another shape, or no rows at a time: an error, and not some loss or other."""
+    hidden, weight, _ = make_problem(n=4)
+    targets = torch.zeros(shape, dtype=torch.long)
+    targets[-1] = target
+    with pytest.raises(ValueError, match=message):
+        next_token_loss(hidden, weight, targets, rows)
+
+
+@pytest.mark.parametrize("n", [0, N])
+def test_transposed_weight(n, monkeypatch):
+    """The head's weight need not be contiguous, even where logits wait in the memory of its gradient."""
+    monkeypatch.setattr(module, "SLICE", 7)
+    hidden, weight, targets = make_problem(n=n)
+    across = weight.detach().T.contiguous().T.requires_grad_()
+    losses = [next_token_loss(hidden.bfloat16(), w, targets) for w in (weight, across)]
+    assert torch.equal(*losses)
+    gradients = [torch.autograd.grad(loss, w)[0] for loss, w in zip(losses, (weight, across), strict=True)]
+    assert torch.equal(*gradients)
