@@ -25,9 +25,9 @@ def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: 
     """Mean cross-entropy, in nats per target, of the logits hidden @ head_weight^T.
 
     Shapes: hidden (..., C), head_weight (V, C), targets (...) of token ids, `IGNORE` where a position does not count.
-    `rows` is how many positions are taken at a time: by default all of them, if their logits fit into the memory of the
-    head's gradient, else as many as make about `CHUNK_BYTES` of logits. Products are in the precision of `hidden`;
-    softmax and sums are in fp32, and so is the scalar it returns, which can be differentiated once.
+    `rows` is how many positions are taken at a time: by default as many as make at most `CHUNK_BYTES` of logits.
+    Products are in the precision of `hidden`; softmax and sums are in fp32, and so is the scalar it returns, which can
+    be differentiated once.
     `ValueError` for shapes that differ, too few rows and, on a CPU, token ids that are none.
     """
     if hidden.shape[:-1] != targets.shape:
@@ -49,19 +49,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
         slices = _slices(V, device)
-        # Between the two passes over the slices the probabilities wait; but where they would take twice the memory on a
-        # CPU, the logits: if all of them fit, in that of the head's gradient, which is written only after them.
-        keeps_logits = device == "cpu" and len(slices) > 1 and hidden.itemsize < 4
-        fit = keeps_logits and N * hidden.itemsize <= head_weight[0].nbytes
         if rows is None:
-            chunks = 1 if fit else math.ceil(N * V * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
+            chunks = math.ceil(N * V * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
             rows = max(1, math.ceil(N / max(1, chunks)))
-        rooms: list[Tensor | None] = [None] * len(slices)
+        # Between the two passes over the slices the probabilities wait; but where they would take twice the memory on a
+        # CPU, the logits. One memory for those of all chunks: many small ones leave holes of 0.2 GB behind.
+        keeps_logits = device == "cpu" and len(slices) > 1 and hidden.itemsize < 4
+        space = hidden.new_empty(min(rows, N) * V if keeps_logits and wants_gradients else 0)
         if wants_gradients:
             hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
             weight_grad = torch.empty_like(head_weight, memory_format=torch.contiguous_format)
-            if fit and rows >= N:
-                rooms = [_room(weight_grad[part], hidden) for part in slices]
 
         counted = targets != IGNORE
         count = counted.sum().clamp(min=1)
@@ -70,8 +67,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             h, target = hidden[chunk], targets[chunk].clamp(min=0)[:, None]
             of_target, sums, waiting = torch.zeros_like(total), [], []
-            for part, room in zip(slices, rooms, strict=True):
-                made = torch.mm(h, head_weight[part].to(h.dtype).T, out=room)
+            for part in slices:
+                place = space[len(h) * part.start : len(h) * part.stop].view(len(h), -1) if len(space) else None
+                made = torch.mm(h, head_weight[part].to(h.dtype).T, out=place)
                 logits = made.float()
                 column, inside = _within(part, target)
                 of_target = of_target + logits.gather(1, column).where(inside, 0)
@@ -118,12 +116,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _slices(V: int, device: str) -> list[slice]:
     width = SLICE if device == "cpu" else max(V - V % ALIGNED, ALIGNED)
     return [slice(start, min(start + width, V)) for start in range(0, V, width)]
-
-
-def _room(weight_grad: Tensor, hidden: Tensor) -> Tensor:
-    """The memory of a slice of the head's gradient as one for the slice's logits."""
-    rows, width = len(hidden), len(weight_grad)
-    return weight_grad.view(hidden.dtype).flatten()[: rows * width].view(rows, width)
 
 
 def _softmax(x: Tensor) -> Tensor:
