@@ -81,7 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             of_slices = torch.stack(sums)  # (slices, rows): the logarithm of each slice's sum of exp(logits)
             of_all = of_slices.logsumexp(0)
             total += ((of_all - of_target.squeeze(1)) * counted[chunk]).sum()
-            del made, logits  # on a GPU larger than all else
+            del made, logits  # of a single slice as large as all that waits
             if not wants_gradients:
                 continue
 

@@ -166,12 +166,11 @@ def test_tied_head():
 @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, None])
 @pytest.mark.parametrize("width", [None, 7, 22])
-@pytest.mark.parametrize("n", [6, N, 101])
-def test_bfloat16(of_weight, rows, width, n, monkeypatch):
+def test_bfloat16(of_weight, rows, width, monkeypatch):
     """With hidden states in bfloat16 the products are, but softmax and sums are in fp32, and so is the loss."""
     if width:
         monkeypatch.setattr(module, "SLICE", width)
-    hidden, weight, targets = make_problem(slice(None, None, 3), n=n)
+    hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
     exact = reference(hidden, weight, targets).item()
     logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
     expected = F.cross_entropy(logits, targets, ignore_index=IGNORE)
@@ -184,7 +183,7 @@ def test_bfloat16(of_weight, rows, width, n, monkeypatch):
     assert set(recorder.products) == {torch.bfloat16}
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, atol=0.0, rtol=2e-4)
-    assert 0 < abs(loss.item() - exact) < 0.02 * exact  # near that of fp32, but not the same
+    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near that of fp32, but not the same
     assert [gradient.dtype for gradient in gradients] == [hidden.dtype, weight.dtype]
     tolerance = 0.004 if of_weight == torch.float32 else 0.02  # bfloat16 weights have theirs summed in bfloat16
     assert all(relative_error(*pair) < tolerance for pair in zip(gradients, expected_gradients, strict=True))
