@@ -57,8 +57,8 @@ def from_huggingface(weights: dict[str, Tensor], num_layers: int) -> dict[str, T
     return state
 
 
-def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The configuration and the weights of a Hugging Face GPT-2 directory (config.json and model.safetensors)."""
+def load_directory(folder: Path) -> GPT:
+    """The model of a Hugging Face GPT-2 directory (config.json and model.safetensors); `UserError` where it is none."""
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
@@ -72,11 +72,10 @@ def load_directory(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
         # Copied, as `load_file` maps the file: whoever replaced it would change the weights of a model in use.
         contiguous = torch.contiguous_format
         state = {name: w.to(torch.float32, copy=True, memory_format=contiguous) for name, w in state.items()}
-        GPT.from_state_dict(config, state)  # raises where a shape does not fit
+        return GPT.from_state_dict(config, state)
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = f"config.json has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {reason}") from None
-    return config, state
 
 
 def is_directory(path: Path) -> bool:
@@ -86,11 +85,10 @@ def is_directory(path: Path) -> bool:
 
 def build_model(folder: Path) -> tuple[GPT, Tokenizer]:
     """The model of a directory, with GPT-2's tokenizer; `UserError` where it has another vocabulary."""
-    config, weights = load_directory(folder)
-    tokenizer = gpt2_tokenizer()
-    if config.vocab_size != tokenizer.vocab_size:
-        raise UserError(f"{folder}: a vocabulary of {config.vocab_size} tokens, and GPT-2's has {tokenizer.vocab_size}")
-    return GPT.from_state_dict(config, weights).eval(), tokenizer
+    model, tokenizer = load_directory(folder), gpt2_tokenizer()
+    if (theirs := model.config.vocab_size) != tokenizer.vocab_size:
+        raise UserError(f"{folder}: a vocabulary of {theirs} tokens, and GPT-2's has {tokenizer.vocab_size}")
+    return model.eval(), tokenizer
 
 
 def _read_config(stored: dict) -> GPTConfig:

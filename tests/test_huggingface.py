@@ -61,10 +61,8 @@ def refusal(folder: Path) -> str:
 @torch.no_grad()
 def test_same_logits(saved):
     """The directory gives the shape, and weights with which our model says what theirs says."""
-    config, state = load_directory(saved)
-    assert config == GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
-    model = GPT(config).eval()
-    model.load_state_dict(state)
+    model = load_directory(saved).eval()
+    assert model.config == GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
     idx = torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(3))
     expected = make_theirs()(idx).logits
     assert expected.std() > 0.5
@@ -76,9 +74,7 @@ def test_without_a_head(tmp_path):
     """A GPT2Model, which has no head and no prefix before its names, loads as well."""
     theirs = make_theirs(GPT2Model)
     theirs.save_pretrained(tmp_path)
-    config, state = load_directory(tmp_path)
-    model = GPT(config).eval()
-    model.load_state_dict(state)
+    model = load_directory(tmp_path).eval()
     idx = torch.arange(CONTEXT)[None]
     torch.testing.assert_close(model.hidden(idx), theirs(idx).last_hidden_state, atol=1e-4, rtol=0.0)
 
@@ -87,15 +83,14 @@ def test_half_precision_becomes_single(saved, folder):
     """Weights stored in 16 bits are loaded as fp32, with the values they have."""
     stored = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(stored, folder / "model.safetensors")
-    _, state = load_directory(folder)
-    _, full = load_directory(saved)
+    state, full = load_directory(folder).state_dict(), load_directory(saved).state_dict()
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert all(torch.equal(state[name], full[name].half().float()) for name in full)
 
 
 def test_file_may_be_replaced(folder):
     """What is loaded stays as it is, whatever is written over the file afterwards; matrices lie as ours do."""
-    _, state = load_directory(folder)
+    state = load_directory(folder).state_dict()
     before = {name: tensor.clone() for name, tensor in state.items()}
     file = folder / "model.safetensors"
     size = file.stat().st_size
