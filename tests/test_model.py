@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig, ModelConfig
+from gpt.optim import OptimConfig, build_optimizer
 
 VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 5
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
@@ -213,6 +214,34 @@ def test_head_is_tied():
     absent = next(v for v in range(VOCAB) if v not in idx)
     model(idx).square().mean().backward()
     assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_elsewhere(name, fused):
+    """On the meta device, which has shapes but no numbers, steps and sampling meet no tensor of the CPU's.
+
+    It takes the ways that a GPU takes, wherever there is none to take them.
+    """
+    model = make_model().compute_in(torch.bfloat16).to("meta")
+    for block in model.blocks:
+        block.attention.fused_kernel = fused
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, HEADS, OptimConfig(name), torch.bfloat16)
+    idx = make_idx(CONTEXT).to("meta")
+    for model.checkpointing in (False, True):
+        loss = next_token_loss(*model.hidden_and_head(idx), idx)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (loss.device.type, loss.dtype, norm.device.type) == ("meta", torch.float32, "meta")
+    caches, starts = model.new_caches(), torch.zeros(len(idx), dtype=torch.long, device="meta")
+    with torch.no_grad():
+        for tokens in (idx[:, :-1], idx[:, -1:]):
+            assert model.head(model.hidden(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
+    assert model.attention_maps(idx).device.type == "meta"
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
