@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.loss import next_token_loss
@@ -214,6 +215,32 @@ def test_head_is_tied():
     absent = next(v for v in range(VOCAB) if v not in idx)
     model(idx).square().mean().backward()
     assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_once(checkpointing):
+    """All blocks are one graph, made once with gradients and once without, however training, validation and samples
+    follow one another.
+    """
+    model, idx = make_model().compute_in(torch.bfloat16).train(), make_idx(CONTEXT)
+    model.checkpointing = checkpointing
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    counts = []
+    for _ in range(3):
+        for _ in range(2):
+            next_token_loss(*model.hidden_and_head(idx), idx).backward()
+        counts.append(counter.frame_count)
+        with torch.no_grad():
+            model.eval().hidden(idx)
+            with torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
+                model.hidden(idx[:1, :7])
+        model.train()
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
