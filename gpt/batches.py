@@ -93,14 +93,16 @@ def _pair(block: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def validation_batches(tokens: Array, batch_size: int, context_length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, each (up to B, T), that predict every token but the first exactly once.
+    """Inputs and targets, each (B, T), that predict every token but the first exactly once.
 
-    Windows do not overlap; where the last one is short its targets end in `IGNORE`.
+    Windows do not overlap. The last batch is filled up with targets of `IGNORE`, so that a compiled model meets one
+    shape only: B is `batch_size`, or the number of windows where that is less.
     """
     T = min(context_length, len(tokens) - 1)
     count = -(-(len(tokens) - 1) // T)
-    for first in range(0, count, batch_size):
-        starts = np.arange(first, min(first + batch_size, count)) * T
+    B = min(batch_size, count)
+    for first in range(0, count, B):
+        starts = np.arange(first, first + B) * T
         positions = starts[:, None] + np.arange(T + 1)  # (B, T + 1)
         inside = positions < len(tokens)
         block = torch.from_numpy(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int64))

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.batches import validation_batches
+from gpt.evaluate import evaluate
 from gpt.loss import next_token_loss
 from gpt.model import GPT, GPTConfig, ModelConfig
 from gpt.optim import OptimConfig, build_optimizer
@@ -229,15 +231,15 @@ def test_compiled_once(checkpointing):
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
+    text = idx.flatten().repeat(4)[: 6 * CONTEXT + 2].numpy()  # seven windows, of which the last batch has one
     counts = []
     for _ in range(3):
         for _ in range(2):
             next_token_loss(*model.hidden_and_head(idx), idx).backward()
         counts.append(counter.frame_count)
-        with torch.no_grad():
-            model.eval().hidden(idx)
-            with torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
-                model.hidden(idx[:1, :7])
+        evaluate(model, validation_batches(text, 3, CONTEXT), num_bytes=1)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
+            model.eval().hidden(idx[:1, :7])
         model.train()
         counts.append(counter.frame_count)
     assert counts == [1, 2, 2, 2, 2, 2]
