@@ -43,11 +43,6 @@ def attention(
     return weights @ values
 
 
-def causal_mask(T: int) -> Tensor:
-    """Bool (T, T), True where the key of a column comes after the query of a row."""
-    return torch.ones(T, T, dtype=torch.bool).triu(diagonal=1)
-
-
 def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
     """`attention` whose mask blocks every later token, without looking at most of what it blocks.
 
@@ -128,7 +123,8 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
         self.fused_kernel: bool | None = None  # None: whichever is faster; True or False: that path, for tests
-        self.register_buffer("mask", causal_mask(context_length), persistent=False)
+        blocked = torch.ones(context_length, context_length, dtype=torch.bool).triu(diagonal=1)
+        self.register_buffer("mask", blocked, persistent=False)
         self.register_load_state_dict_pre_hook(_fuse_separate_projections)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:

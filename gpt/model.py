@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from gpt.attention import KVCache, MultiHeadAttention, causal_mask
+from gpt.attention import KVCache, MultiHeadAttention
 from gpt.linear import Linear
 
 
@@ -107,12 +108,9 @@ class GPT(nn.Module):
 
         None are drawn first, which would take a second for GPT-2 124M. `RuntimeError` where they do not fit the model.
         """
-        with torch.device("meta"):
+        with _Undrawn():
             model = cls(config)
         model.load_state_dict(state_dict, assign=True)
-        for block in model.blocks:
-            mask = causal_mask(config.context_length)
-            block.attention.mask = mask.to(model.token_embedding.weight.device)  # type: ignore[union-attr]
         return model.float()
 
     @torch.no_grad()
@@ -234,6 +232,18 @@ class GPT(nn.Module):
             else:
                 x = block(x, None if caches is None else caches[i], blocked)
         return self.final_norm(x).to(self.dtype)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Within it random weights are not drawn, and memory for them is not touched.
+
+    The meta device does the same, but there drawing imports PyTorch's compiler, which takes longer than it saves.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("normal_", "uniform_", "kaiming_uniform_"):
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 class _TiedLookup(torch.autograd.Function):

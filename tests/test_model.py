@@ -183,7 +183,7 @@ def test_init_statistics():
 
 
 def test_from_state_dict():
-    """The same model out of the same tensors: nothing is drawn, copied or left on the meta device."""
+    """The same model out of the same tensors: nothing is drawn and nothing copied."""
     model, idx = make_model(), make_idx(5)
     state = model.state_dict()
     generator = torch.get_rng_state()
