@@ -250,7 +250,7 @@ def test_compiled_once(checkpointing):
 def test_elsewhere(name, fused):
     """On the meta device, which has shapes but no numbers, steps and sampling meet no tensor of the CPU's.
 
-    It takes the ways that a GPU takes, wherever there is none to take them.
+    What the code does there is what it does on a GPU, so this is checked without one as well.
     """
     model = make_model().compute_in(torch.bfloat16).to("meta")
     for block in model.blocks:
