@@ -394,6 +394,7 @@ def test_validation_predicts_every_token_once(length, batch_size):
     rows = min(batch_size, windows)
     assert [len(idx) for idx, _ in batches] == [rows] * math.ceil(windows / rows)
     ignored = torch.cat([targets for _, targets in batches]).eq(IGNORE).flatten()
+    assert ignored.sum() == len(batches) * rows * width - (length - 1)
     assert not ignored[: length - 1].any()
 
 
