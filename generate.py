@@ -97,11 +97,11 @@ def main(arguments: list[str] | None = None) -> None:
     # Only now the slow imports: a mistyped option is answered at once.
     import torch
 
-    from gpt import checkpoint, huggingface
-    from gpt.generation import Sampling, TextStream, align, generate
+    from gpt.exchange import checkpoint, huggingface
     from gpt.hardware import choose_device, choose_precision
-    from gpt.inference import choose_sampling_precision, prepare, require_compilable
-    from gpt.text import well_formed
+    from gpt.sampling.generation import Sampling, TextStream, align, generate
+    from gpt.sampling.packed import choose_sampling_precision, prepare, require_compilable
+    from gpt.text.pieces import well_formed
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
     device = choose_device(args.device)

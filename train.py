@@ -15,11 +15,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt import checkpoint, huggingface, runs
-from gpt import config as configuration
-from gpt.config import Config, to_plain, unknown_key, validate
-from gpt.corpus import pinned
 from gpt.errors import UserError, command_line, write_line
+from gpt.exchange import checkpoint, huggingface
 from gpt.hardware import (
     choose_compile,
     choose_device,
@@ -31,14 +28,18 @@ from gpt.hardware import (
     release_memory,
     require_devices,
 )
-from gpt.prepare import prepare
-from gpt.shards import Corpora
-from gpt.tokenizer import Tokenizer
+from gpt.text.corpus import pinned
+from gpt.text.prepare import prepare
+from gpt.text.shards import Corpora
+from gpt.text.tokenizer import Tokenizer
+from gpt.training import config as configuration
+from gpt.training import runs
+from gpt.training.config import Config, to_plain, unknown_key, validate
 
 # Lightning takes seconds to import: lit.py and callbacks.py wait until the configuration has proved right.
 if TYPE_CHECKING:
-    from gpt.callbacks import Validation
-    from gpt.lit import GPTModule, Plan
+    from gpt.training.callbacks import Validation
+    from gpt.training.module import GPTModule, Plan
 
 ROOT = Path(__file__).resolve().parent
 IS_MAIN = os.environ.get("LOCAL_RANK", "0") == "0"  # with several devices, one process speaks
@@ -105,7 +106,7 @@ def begin(config: Config, run_dir: Path | None, name: str = "") -> None:
     config = dataclasses.replace(config, data=pinned(config.data, cache_folder(config)))
     corpora = load_corpora(config, given)
 
-    from gpt.lit import make_plan
+    from gpt.training.module import make_plan
 
     config, plan = make_plan(config, corpora, automatic, say)
     run_dir = run_dir or runs.make(config.run_dir, name, configuration.to_yaml(config))
@@ -132,7 +133,7 @@ def resume(path: str) -> None:
     corpora = load_corpora(config, given)
     refuse_change(file, payload, corpora)
 
-    from gpt.lit import Plan
+    from gpt.training.module import Plan
 
     plan, step, threads = Plan(**payload["plan"]), payload["step"], payload["threads"]
     if step >= plan.total_steps:
@@ -257,8 +258,8 @@ def train(
     """Train to the horizon or to a signal, and say what came of it."""
     import torch
 
-    from gpt.callbacks import CheckpointFiles, Clock, Curves, Journal, LastCheckpoint, Progress, Validation
-    from gpt.lit import GPTData, GPTModule, build_trainer
+    from gpt.training.callbacks import CheckpointFiles, Clock, Curves, Journal, LastCheckpoint, Progress, Validation
+    from gpt.training.module import GPTData, GPTModule, build_trainer
 
     module = GPTModule(config, plan, corpora, checkpoint.git_commit(ROOT))
     if weights is not None:
@@ -290,7 +291,7 @@ def report(module: "GPTModule", validation: "Validation", run_dir: Path) -> None
     """The final figures, where the run is, and what to do with it."""
     import numpy as np
 
-    from gpt.evaluate import xz_bits_per_byte
+    from gpt.sampling.scoring import xz_bits_per_byte
 
     facts = validation.metrics(module, module.plan.total_steps)
     tokenizer = module.corpora.tokenizer

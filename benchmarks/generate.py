@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from measuring import Worker, finish, machine, parser, read_bandwidth, table
 
-from gpt.generation import Sampling, generate
 from gpt.hardware import choose_device
-from gpt.inference import prepare
-from gpt.model import GPT, GPTConfig
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.packed import prepare
 
 PROMPT = 16
 

@@ -22,9 +22,11 @@ from omegaconf import OmegaConf
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpt import callbacks, hardware, lit  # noqa: E402
-from gpt.config import validate  # noqa: E402
-from gpt.prepare import prepare  # noqa: E402
+from gpt import hardware  # noqa: E402
+from gpt.text.prepare import prepare  # noqa: E402
+from gpt.training import callbacks
+from gpt.training import module as lit
+from gpt.training.config import validate  # noqa: E402
 
 BLOCK = 10  # steps with, then as many without
 

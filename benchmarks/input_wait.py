@@ -14,13 +14,14 @@ from lightning.pytorch.profilers import SimpleProfiler
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpt import hardware, lit  # noqa: E402
-from gpt.callbacks import CheckpointFiles  # noqa: E402
-from gpt.config import Config, TrainerConfig  # noqa: E402
-from gpt.corpus import DataConfig  # noqa: E402
-from gpt.model import ModelConfig  # noqa: E402
-from gpt.prepare import prepare  # noqa: E402
-from gpt.tokenizer import TokenizerConfig  # noqa: E402
+from gpt import hardware
+from gpt.model.transformer import ModelConfig  # noqa: E402
+from gpt.text.corpus import DataConfig  # noqa: E402
+from gpt.text.prepare import prepare  # noqa: E402
+from gpt.text.tokenizer import TokenizerConfig  # noqa: E402
+from gpt.training import module as lit  # noqa: E402
+from gpt.training.callbacks import CheckpointFiles  # noqa: E402
+from gpt.training.config import Config, TrainerConfig  # noqa: E402
 
 # As the profiler names what Lightning's loop does.
 NEXT, STEP = "[_TrainingEpochLoop].train_dataloader_next", "run_training_batch"

@@ -16,11 +16,12 @@ from lightning import Callback
 from measuring import ROOT, finish, machine, parser, synchronize, table
 from omegaconf import OmegaConf
 
-import gpt.callbacks as parts
-from gpt import hardware, lit
-from gpt.config import Config, validate
-from gpt.prepare import prepare
-from gpt.shards import Corpora
+import gpt.training.callbacks as parts
+from gpt import hardware
+from gpt.text.prepare import prepare
+from gpt.text.shards import Corpora
+from gpt.training import module as lit
+from gpt.training.config import Config, validate
 
 PRESETS = {  # the choice of each group, what differs from it, how many steps in each turn, and turns
     "mini": (

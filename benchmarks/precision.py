@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from measuring import ROOT, finish, machine, parser, table
 
-from gpt import checkpoint
-from gpt.batches import validation_batches
-from gpt.config import validate
-from gpt.evaluate import Score
-from gpt.inference import prepare as prepare_model
-from gpt.loss import IGNORE
-from gpt.prepare import prepare
+from gpt.exchange import checkpoint
+from gpt.model.loss import IGNORE
+from gpt.sampling.packed import prepare as prepare_model
+from gpt.sampling.scoring import Score
+from gpt.text.batches import validation_batches
+from gpt.text.prepare import prepare
+from gpt.training.config import validate
 
 
 def train(precision: str, seed: int, steps: int, folder: Path) -> tuple[Path, float]:

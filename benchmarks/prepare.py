@@ -22,11 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gpt import shards, stdlib  # noqa: E402
-from gpt.batches import train_batch  # noqa: E402
-from gpt.corpus import DataConfig  # noqa: E402
-from gpt.prepare import prepare  # noqa: E402
-from gpt.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer  # noqa: E402
+from gpt.text import python_docs as stdlib
+from gpt.text import shards  # noqa: E402
+from gpt.text.batches import train_batch  # noqa: E402
+from gpt.text.corpus import DataConfig  # noqa: E402
+from gpt.text.prepare import prepare  # noqa: E402
+from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer  # noqa: E402
 
 ROUNDS = 3
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -69,7 +70,7 @@ def fast_gpt2():
     """GPT-2's encoding in the `tokenizers` library, whose merges follow from the ranks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from gpt.tokenizer import _bytes_by_stand_in
+    from gpt.text.tokenizer import _bytes_by_stand_in
 
     stand_in = {byte: character for character, byte in _bytes_by_stand_in().items()}
     ranks = gpt2_tokenizer()._ranks
@@ -136,9 +137,9 @@ import json, sys, time
 sys.path.insert(0, {root!r})
 import train
 from pathlib import Path
-from gpt.corpus import DataConfig
-from gpt.prepare import prepare
-from gpt.tokenizer import TokenizerConfig
+from gpt.text.corpus import DataConfig
+from gpt.text.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig
 
 def peak():  # of this program: the kernel's other figure begins with that of the parent
     lines = Path("/proc/self/status").read_text().splitlines()

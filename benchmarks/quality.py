@@ -26,7 +26,7 @@ from train_step import PRESETS
 from train_step import ours as mini_step
 
 from gpt.hardware import choose_device, choose_precision
-from gpt.model import GPT, GPTConfig
+from gpt.model.transformer import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
 _, _, ON_CPU, _ = PRESETS["mini"]  # sequences and tokens of a step, which the recipe has on every device

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from measuring import Worker, finish, machine, matrix_peak, parser, table
 
 from gpt.hardware import choose_compile, choose_device, keep_freed_memory
-from gpt.loss import next_token_loss
-from gpt.model import GPT, GPTConfig
-from gpt.optim import OptimConfig, build_optimizer
+from gpt.model.loss import next_token_loss
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.training.optim import OptimConfig, build_optimizer
 
 PRESETS = {  # (context length, d_model, layers, heads), vocabulary, sequences and tokens each of a step on a CPU, a GPU
     "mini": ((128, 128, 4, 4), 1536, (8, 128), (64, 128)),

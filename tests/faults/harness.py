@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt import checkpoint
+from gpt.exchange import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # A model so small that a run is over in seconds, with everything on that could come out of step: dropout,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.exchange import checkpoint
 from harness import TINY, Session, differences, read_curves, train, wait_for_file, write_corpus
 
 HORIZON = "horizon=101steps"

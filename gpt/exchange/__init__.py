@@ -1,0 +1,1 @@
+"""What enters and leaves: checkpoints and other projects' formats."""

@@ -1,0 +1,1 @@
+"""From a model to text, and how likely a text is."""

@@ -1,0 +1,1 @@
+"""From files to batches: corpora, tokenizers, prepared token ids."""

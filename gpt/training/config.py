@@ -1,0 +1,200 @@
+"""The whole configuration as plain, checked objects: the root, which nests what each module defines for itself."""
+
+import dataclasses
+import difflib
+import re
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from gpt.errors import UserError, require_choice
+from gpt.model.transformer import ModelConfig
+from gpt.text.corpus import DataConfig
+from gpt.text.tokenizer import TokenizerConfig
+from gpt.training.optim import OptimConfig
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+_HORIZON = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|B)?\s*(steps?|tokens?)|(epochs?)|(s|min|h))")
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long a run trains: an amount of `steps`, `tokens`, `epochs` or `seconds`."""
+
+    amount: float
+    unit: str
+
+
+def parse_horizon(text: str) -> Horizon:
+    """Read `2000steps`, `100Mtokens`, `3epochs`, `90s`, `3min` or `2h`; anything else raises `ValueError`."""
+    match = _HORIZON.fullmatch(text.strip())
+    if not match or not 0 < float(match[1]) < 1e15:
+        raise ValueError(
+            f"horizon={text!r} is not a horizon: give a number above 0 and a unit, such as "
+            "2000steps, 100Mtokens, 3epochs, 90s, 3min or 2h"
+        )
+    if match[5]:
+        return Horizon(float(match[1]) * _SECONDS[match[5]], "seconds")
+    if match[4]:
+        return Horizon(float(match[1]), "epochs")
+    amount = float(match[1]) * _THOUSANDS[match[2] or ""]
+    return Horizon(amount, match[3].rstrip("s") + "s")
+
+
+@dataclass
+class TrainerConfig:
+    """Where and how the training runs. Intervals are in optimizer steps."""
+
+    device: str = "auto"  # auto, cpu, cuda or mps
+    devices: int = 1  # how many of them
+    precision: str = "auto"  # auto, fp32 or bf16
+    strategy: str = "auto"  # auto or ddp, which auto is with several devices
+    compile: str = "auto"  # auto, true or false
+    tokens_per_step: int = 1024  # of one optimizer step, over all devices
+    micro_batch_size: str = "auto"  # windows that go through the model at once; the rest accumulates
+    activation_checkpointing: bool = False  # compute each block's activations again instead of keeping them
+    log_every: int = 10
+    validate_every: int = 250
+    checkpoint_every: int = 250
+    checkpoint_minutes: float = 10.0  # and after this many minutes without one
+
+    def __post_init__(self) -> None:
+        require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
+        require_choice("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
+        require_choice("trainer.strategy", self.strategy, ("auto", "ddp"))
+        self.compile = self.compile.lower()
+        require_choice("trainer.compile", self.compile, ("auto", "true", "false"))
+        for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
+        if not self.checkpoint_minutes > 0:
+            raise ValueError(
+                f"trainer.checkpoint_minutes={self.checkpoint_minutes} is out of range: it must be above 0"
+            )
+        if self.micro_batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", self.micro_batch_size):
+            raise ValueError(
+                f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"
+            )
+
+
+@dataclass
+class Config:
+    """All of it: see configs/train.yaml for the values that a run starts from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    horizon: str = "3000steps"
+    seed: int = 1
+    run_dir: str | None = None  # where to write; by default runs/<date>_<time>_<data>-<model>
+    resume: str | None = None  # a run directory to continue
+    init_from: str | None = None  # a run, a checkpoint or a Hugging Face GPT-2 directory to start from
+
+    def __post_init__(self) -> None:
+        parse_horizon(self.horizon)
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
+        if self.resume and self.init_from:
+            raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
+        if not self.init_from:  # else the shape is not known before the model has been read
+            self.require_whole_windows()
+
+    def require_whole_windows(self) -> None:
+        """Raise `UserError` where a step is not a whole number of windows or of micro-batches on each device."""
+        step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.devices
+        if step % least != 0:
+            raise UserError(
+                f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
+                f"times trainer.devices={self.trainer.devices}: try {max(1, step // least) * least}"
+            )
+        windows = step // least
+        if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:
+            raise UserError(
+                f"trainer.micro_batch_size={self.trainer.micro_batch_size} does not divide the {windows} windows of a "
+                "step on a device: choose a divisor, or auto"
+            )
+
+
+def validate(composed: DictConfig | dict) -> Config:
+    """A checked `Config` from a composed or stored configuration; `UserError` names the key that is wrong."""
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
+        assert isinstance(plain, dict)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), _whole_floats_to_ints(plain, Config))
+        config = OmegaConf.to_object(merged)
+    except UserError:
+        raise
+    except ConfigKeyError as error:
+        raise UserError(unknown_key(str(error.full_key))) from None
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        key = getattr(error, "full_key", None)
+        raise UserError(f"{key}: {reason}" if key else reason) from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def read(path: Path) -> Config:
+    """The resolved configuration of a run; `UserError` where the file holds none."""
+    try:
+        stored = OmegaConf.load(path)
+    except (OSError, YAMLError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(stored, DictConfig) or "model" not in stored:
+        raise UserError(f"{path}: holds no configuration of a run")
+    return validate(stored)
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as `read` reads it."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The configuration as dictionaries, lists, strings and numbers, for YAML files and checkpoints."""
+    return dataclasses.asdict(config)
+
+
+def unknown_key(key: str) -> str:
+    """One line about a key that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.75)
+    if not near:  # the right name in the wrong place
+        near = [known for known in _keys(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
+    return f"there is no key {key!r}" + (
+        f"; did you mean {near[0]!r}?" if near else "; see configs/ for those there are"
+    )
+
+
+def _keys(kind: type, prefix: str = "") -> list[str]:
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            keys += _keys(hint, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _whole_floats_to_ints(values: dict, kind: type) -> dict:
+    """1e3 is read as a float; where an integer is wanted and the value is whole, take it as one."""
+    hints = typing.get_type_hints(kind)
+    result = dict(values)
+    for name, value in values.items():
+        hint = hints.get(name)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{name}={value!r} stands where keys such as {name}.{_keys(hint)[0]} belong")
+            result[name] = _whole_floats_to_ints(value, hint)
+        elif hint is int and isinstance(value, float) and value.is_integer():
+            result[name] = int(value)
+    return result

@@ -1,0 +1,320 @@
+"""Attention against hand-computed numbers, and every path of the module against the written-out formula."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt.model.attention import (
+    KVCache,
+    MultiHeadAttention,
+    attention,
+    attention_weights,
+    causal_attention,
+    prefers_fused_kernel,
+)
+
+B, H, D, D_IN, CONTEXT = 2, 3, 5, 11, 13
+C = H * D
+
+BOTH_PATHS = pytest.mark.parametrize("fused_kernel", [True, False])
+
+
+def make_module(fused_kernel: bool | None = None, dropout: float = 0.0, qkv_bias: bool = True) -> MultiHeadAttention:
+    """A module with weights large enough for its attention to be far from even."""
+    torch.manual_seed(3)
+    module = MultiHeadAttention(D_IN, C, CONTEXT, dropout, H, qkv_bias)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    module.fused_kernel = fused_kernel
+    return module
+
+
+def make_input(T: int) -> Tensor:
+    """Seeded input (B, T, d_in)."""
+    return torch.randn(B, T, D_IN, generator=torch.Generator().manual_seed(T))
+
+
+def dropped_weights(module: MultiHeadAttention, tokens: int) -> Tensor:
+    """The weights (T, T) of a one-head module after dropout: one-hot values make the output show them."""
+    with torch.no_grad():
+        module.W_qkv.weight.copy_(torch.cat([torch.randn(2 * tokens, tokens), torch.eye(tokens)]))
+        module.out_proj.weight.copy_(torch.eye(tokens))
+        module.out_proj.bias.zero_()
+        return module(torch.eye(tokens)[None])[0]
+
+
+def notes_state_dict(qkv_bias: bool, prefix: str = "") -> dict[str, Tensor]:
+    """Random weights under the names that the notes' module saves, its mask of floats included."""
+    torch.manual_seed(5)
+    state = {f"{prefix}{name}.weight": torch.randn(C, D_IN) for name in ("W_query", "W_key", "W_value")}
+    if qkv_bias:
+        state |= {f"{prefix}{name}.bias": torch.randn(C) for name in ("W_query", "W_key", "W_value")}
+    return state | {
+        f"{prefix}out_proj.weight": torch.randn(C, C),
+        f"{prefix}out_proj.bias": torch.randn(C),
+        f"{prefix}mask": torch.ones(CONTEXT, CONTEXT).triu(diagonal=1),
+    }
+
+
+def test_hand_computed():
+    """Two tokens whose scores are zero and the logarithm of three."""
+    queries = torch.tensor([[9.0, 9.0, 9.0, 9.0], [2 * math.log(3), 0.0, 0.0, 0.0]])
+    keys = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    values = torch.tensor([[4.0, 8.0], [0.0, 4.0]])
+    mask = torch.tensor([[False, True], [False, False]])
+    torch.testing.assert_close(attention_weights(queries, keys, mask), torch.tensor([[1.0, 0.0], [0.25, 0.75]]))
+    torch.testing.assert_close(attention(queries, keys, values, mask), torch.tensor([[4.0, 8.0], [1.0, 5.0]]))
+    torch.testing.assert_close(attention(queries, keys, values), torch.tensor([[2.0, 6.0], [1.0, 5.0]]))
+
+
+@pytest.mark.parametrize("d_v", [1, 3, 11])
+def test_values_of_another_width(d_v):
+    """The context vectors are as wide as the values, and each is the sum that the formula says."""
+    torch.manual_seed(7)
+    queries, keys, values = torch.randn(B, H, 7, D), torch.randn(B, H, 11, D), torch.randn(B, H, 11, d_v)
+    exponentials = torch.einsum("bhtd,bhsd->bhts", queries, keys).div(D**0.5).exp()
+    expected = torch.einsum("bhts,bhsv->bhtv", exponentials / exponentials.sum(-1, keepdim=True), values)
+    torch.testing.assert_close(attention(queries, keys, values), expected)
+
+
+def test_weights_are_rows_of_probabilities():
+    """Blocked weights are exactly zero, the others are not, and each row sums to one."""
+    x = make_input(CONTEXT)
+    weights = make_module().weights(x)
+    blocked = torch.ones(CONTEXT, CONTEXT, dtype=torch.bool).triu(diagonal=1)
+    assert weights.shape == (B, H, CONTEXT, CONTEXT)
+    assert torch.equal(weights == 0, blocked.expand_as(weights))
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(B, H, CONTEXT))
+
+
+def test_arguments_are_left_alone():
+    """The mask is applied in place, but never to what the caller passed."""
+    torch.manual_seed(7)
+    arguments = [torch.randn(7, D), torch.randn(7, D), torch.randn(7, D), torch.ones(7, 7).triu(1).bool()]
+    copies = [argument.clone() for argument in arguments]
+    attention(*arguments)
+    assert all(torch.equal(argument, copy) for argument, copy in zip(arguments, copies, strict=True))
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
+def test_halves_are_the_whole(T, S):
+    """In halves or not, with earlier keys or without, the formula's output and gradients."""
+    torch.manual_seed(5)
+    inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
+    mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
+    results = []
+    for function in (attention, causal_attention):
+        output = function(*inputs, mask)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
+    torch.testing.assert_close(results[0], results[1])
+    every = causal_attention(*inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
+    torch.testing.assert_close(every, results[0][0])
+
+
+@pytest.mark.parametrize("T", [1, 7, CONTEXT])
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_paths_agree(T, qkv_bias):
+    """The fused kernel equals the formula, in its output and in the gradient of the input and of every parameter."""
+    results = []
+    for fused_kernel in (True, False):
+        module, x = make_module(fused_kernel, qkv_bias=qkv_bias), make_input(T).requires_grad_()
+        output = module(x)
+        assert output.shape == (B, T, C)
+        (output.sin() * torch.arange(1.0, C + 1)).mean().backward()
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        results.append({"output": output.detach(), "x": x.grad} | gradients)
+    assert all(tensor.abs().max() > 1e-3 for name, tensor in results[0].items() if T > 1 or name in ("output", "x"))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+
+@BOTH_PATHS
+def test_weights_agree_with_forward(fused_kernel):
+    """Mixing each head's values by `weights` and projecting gives what `forward` gives."""
+    module, x = make_module(fused_kernel), make_input(7)
+    values = module.W_qkv(x)[..., 2 * C :].view(B, 7, H, D)
+    context = torch.einsum("bhts,bshd->bthd", module.weights(x), values).reshape(B, 7, C)
+    torch.testing.assert_close(module(x), module.out_proj(context), atol=1e-5, rtol=1e-5)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("changed", [1, 5, CONTEXT - 1])
+def test_the_future_changes_nothing(fused_kernel, changed):
+    """Another token at one place alters the output there and later, never before."""
+    module, x = make_module(fused_kernel), make_input(CONTEXT)
+    other = x.clone()
+    other[:, changed] += 1.0
+    before, after = module(x), module(other)
+    torch.testing.assert_close(after[:, :changed], before[:, :changed], atol=1e-6, rtol=0.0)
+    assert ((after - before)[:, changed:].abs().amax(dim=-1) > 1e-3).all()
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize(
+    "pieces",
+    [[CONTEXT], [5] + [1] * 8, [1] * CONTEXT, [2, 3, 7, 1], [7, 6]],
+    ids=["whole", "prefill-then-single", "single", "pieces", "halves"],
+)
+@torch.no_grad()
+def test_cache_equals_uncached(fused_kernel, pieces):
+    """However the tokens are cut, the cached outputs are those of one uncached pass."""
+    module, x = make_module(fused_kernel), make_input(CONTEXT)
+    cache = KVCache(CONTEXT)
+    outputs = [module(piece, cache) for piece in x.split(pieces, dim=1)]
+    assert cache.length == sum(pieces) == CONTEXT
+    torch.testing.assert_close(torch.cat(outputs, dim=1), module(x), atol=1e-5, rtol=1e-5)
+
+
+def test_cache_returns_what_was_appended():
+    """A cache gives back all keys and values so far, in order, from memory that never moves."""
+    torch.manual_seed(7)
+    keys, values = torch.randn(B, H, 7, D), torch.randn(B, H, 7, D)
+    cache = KVCache(11)
+    first_keys, _ = cache.append(keys[:, :, :3], values[:, :, :3])
+    all_keys, all_values = cache.append(keys[:, :, 3:], values[:, :, 3:])
+    assert cache.length == 7
+    assert torch.equal(all_keys, keys) and torch.equal(all_values, values)
+    assert first_keys.data_ptr() == all_keys.data_ptr()
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_notes_state_dict_loads(qkv_bias, with_mask):
+    """Separate projections load as they are, a saved mask is passed over, and the output is theirs."""
+    state = notes_state_dict(qkv_bias)
+    if not with_mask:
+        del state["mask"]
+    names = set(state)
+    module = MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H, qkv_bias)
+    module.load_state_dict(state)
+    assert set(state) == names
+
+    x = make_input(7)
+    projected = [
+        nn.functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias")).view(B, 7, H, D).transpose(1, 2)
+        for name in ("W_query", "W_key", "W_value")
+    ]
+    blocked = torch.ones(7, 7, dtype=torch.bool).triu(diagonal=1)
+    context = attention(*projected, blocked).transpose(1, 2).reshape(B, 7, C)
+    expected = nn.functional.linear(context, state["out_proj.weight"], state["out_proj.bias"])
+    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_notes_state_dict_loads_inside_another_module():
+    """The names are found behind a prefix too, each module's under its own."""
+    stack = nn.ModuleList(MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H) for _ in range(2))
+    states = [notes_state_dict(qkv_bias=False, prefix=f"{i}.") for i in range(2)]
+    states[1]["1.W_key.weight"] += 1.0
+    stack.load_state_dict(states[0] | states[1])
+    for i in range(2):
+        assert torch.equal(stack[i].W_qkv.weight[C : 2 * C], states[i][f"{i}.W_key.weight"])
+
+
+def test_incomplete_state_dict_is_refused():
+    """A missing projection is an error, not a module that keeps its random weights."""
+    state = notes_state_dict(qkv_bias=False)
+    del state["W_key.weight"]
+    with pytest.raises(RuntimeError, match=r"W_qkv\.weight"):
+        MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H).load_state_dict(state)
+
+
+def test_own_state_dict_round_trip():
+    """What the module saves it loads, and the mask is no part of it."""
+    module, other = make_module(), MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H, qkv_bias=True)
+    assert set(module.state_dict()) == {"W_qkv.weight", "W_qkv.bias", "out_proj.weight", "out_proj.bias"}
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(make_input(7)), module(make_input(7)))
+
+
+def test_mask_buffer():
+    """The mask is a bool buffer, true where blocked, that follows the module to another device and keeps its type."""
+    module = make_module()
+    expected = [[key > query for key in range(CONTEXT)] for query in range(CONTEXT)]
+    assert module.mask.dtype == torch.bool
+    assert module.mask.tolist() == expected
+    assert dict(module.named_buffers()).keys() == {"mask"}
+    assert module.to(torch.bfloat16).mask.dtype == torch.bool
+    assert module.to("meta").mask.device.type == "meta"
+
+
+def test_indivisible_width_is_refused():
+    """The error names both numbers."""
+    with pytest.raises(ValueError, match=r"d_out=11 .*num_heads=3"):
+        MultiHeadAttention(7, 11, 13, 0.0, num_heads=3)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("tokens", [53, 300])
+def test_dropout_share_and_scale(fused_kernel, tokens):
+    """Training drops about that share of the weights and scales those kept; evaluation drops none."""
+    dropout = 0.3
+    torch.manual_seed(11)
+    module = MultiHeadAttention(tokens, tokens, tokens, dropout, num_heads=1)
+    module.fused_kernel = fused_kernel
+    after = dropped_weights(module, tokens)
+    weights = module.weights(torch.eye(tokens)[None])[0, 0]
+    kept, allowed = after != 0, ~module.mask
+    assert not kept[~allowed].any()
+    assert 1 - kept[allowed].float().mean().item() == pytest.approx(dropout, abs=0.06)  # five standard deviations
+    torch.testing.assert_close(after[kept], weights[kept] / (1 - dropout))
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(torch.eye(tokens)[None])[0], weights)
+
+
+def test_dropout_of_the_formula():
+    """Without dropout the formula is exact; with it, it keeps the mean of the weights."""
+    torch.manual_seed(13)
+    even = torch.zeros(101, 1)
+    after = attention(even, even, torch.eye(101), dropout=0.2)
+    assert after.unique().tolist() == pytest.approx([0.0, 1 / 101 / 0.8])
+    assert after.mean().item() == pytest.approx(1 / 101, rel=0.05)
+    assert torch.equal(attention(even, even, torch.eye(101), dropout=0.0), attention(even, even, torch.eye(101)))
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_bfloat16(fused_kernel, given):
+    """With matrices in bfloat16 both paths run forward and backward, near the exact output, whatever they are given."""
+    exact = make_module(fused_kernel=False)(make_input(7)).detach()
+    module, x = make_module(fused_kernel).bfloat16(), make_input(7).to(given)
+    output = module(x)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), exact, atol=0.03 * exact.abs().max().item(), rtol=0.0)
+    output.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "requires_grad", "T", "expected"),
+    [
+        (torch.float32, True, 7, True),
+        (torch.bfloat16, False, 7, True),
+        (torch.bfloat16, True, 1025, True),
+        (torch.bfloat16, True, 1024, False),
+    ],
+)
+def test_preferred_path(dtype, requires_grad, T, expected):
+    """On a CPU the fused kernel is preferred but for bfloat16 training up to 1,024 tokens."""
+    assert prefers_fused_kernel(torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=requires_grad)) is expected
+
+
+@pytest.mark.parametrize(
+    ("fused_kernel", "dtype", "expected"),
+    [
+        (None, torch.float32, True),
+        (None, torch.bfloat16, False),
+        (True, torch.bfloat16, True),
+        (False, torch.float32, False),
+    ],
+)
+def test_path_taken(fused_kernel, dtype, expected):
+    """The module takes the preferred path, or the one it is told to, as its autograd graph shows."""
+    nodes = [make_module(fused_kernel).to(dtype)(make_input(7).to(dtype)).grad_fn]
+    names = set()
+    while nodes:
+        node = nodes.pop()
+        names.add(node.name())
+        nodes.extend(parent for parent, _ in node.next_functions if parent is not None)
+    assert any("ScaledDotProduct" in name for name in names) is expected
+    assert any("Softmax" in name for name in names) is not expected

@@ -1,0 +1,158 @@
+"""Matrices that multiply in bfloat16 while their weights stay in fp32, which is what learns and what is saved."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpt.model import linear as module
+from gpt.model.linear import Linear
+from gpt.model.loss import next_token_loss
+from gpt.model.transformer import GPT, GPTConfig
+
+CONFIG = GPTConfig(context_length=7, d_model=6, num_layers=2, num_heads=3, vocab_size=11)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> GPT:
+    torch.manual_seed(5)
+    return GPT(CONFIG).compute_in(dtype)
+
+
+def backward(model: GPT, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    idx, targets = torch.randint(11, (2, 5, 7), generator=generator)
+    next_token_loss(*model.hidden_and_head(idx), targets).backward()
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    return ((value - exact).norm() / exact.norm().clamp(min=1e-12)).item()
+
+
+def make_linear(bias: bool = True) -> tuple[Linear, Tensor, Tensor]:
+    """A map of 6 to 4, an input (2, 3, 6) to be differentiated, a gradient (2, 3, 4): all as bfloat16 holds them."""
+    torch.manual_seed(7)
+    linear = Linear(6, 4, bias=bias)
+    x = torch.randn(2, 3, 6).bfloat16()
+    return linear, x.float().requires_grad_(), torch.randn(2, 3, 4).bfloat16()
+
+
+def test_in_the_precision_of_its_weights():
+    """Without anything set it is `nn.Linear`, but takes any precision."""
+    linear, x, _ = make_linear()
+    plain = torch.nn.Linear(6, 4)
+    plain.load_state_dict(linear.state_dict())
+    assert linear.dtype == torch.float32
+    assert torch.equal(linear(x), plain(x))
+    assert torch.equal(linear(x.bfloat16()), plain(x))  # x is one that bfloat16 holds
+    assert linear.to(torch.bfloat16).dtype == linear(x).dtype == torch.bfloat16
+
+
+@pytest.fixture(params=[False, True], ids=["small", "large"])
+def large(request, monkeypatch) -> bool:
+    """Whether the matrices of a test count as large."""
+    if request.param:
+        monkeypatch.setattr(module, "LARGE", 0)
+    return request.param
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+def test_rounded(into, bias, large):
+    """The result and all gradients are those of rounded weights in bfloat16, and come in the precision of their own."""
+    linear, x, grad = make_linear(bias)
+    x = x.detach().to(into).requires_grad_()
+    rounded = torch.nn.Linear(6, 4, bias=bias, dtype=torch.bfloat16)
+    rounded.load_state_dict(linear.state_dict())
+    same = x.detach().bfloat16().requires_grad_()
+    linear.compute_dtype = torch.bfloat16
+    out, expected = linear(x), rounded(same)
+    assert linear.dtype == out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    out.backward(grad)
+    expected.backward(grad)
+    assert (x.grad.dtype, linear.weight.grad.dtype) == (into, torch.float32)
+    assert torch.equal(x.grad.bfloat16(), same.grad)
+    assert torch.equal(linear.weight.grad.bfloat16(), rounded.weight.grad)
+    if bias:
+        assert linear.bias.grad.dtype == torch.float32
+        assert torch.equal(linear.bias.grad.bfloat16(), rounded.bias.grad)
+
+
+def test_what_is_kept_of_the_weights(large):
+    """For the backward pass a small matrix is kept rounded, and of a large one nothing but itself."""
+    linear, x, _ = make_linear()
+    linear.compute_dtype = torch.bfloat16
+    kept = []
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        linear(x).sum()
+    weights = {(tensor.dtype, tensor is linear.weight) for tensor in kept if tensor.numel() == linear.weight.numel()}
+    assert weights == ({(torch.float32, True)} if large else {(torch.bfloat16, False)})
+
+
+def test_what_is_rounded():
+    """The linear maps of the blocks multiply in bfloat16; weights and everything else stay in fp32."""
+    exact, model = make_model(), make_model(torch.bfloat16)
+    assert (exact.dtype, model.dtype) == (torch.float32, torch.bfloat16)
+    assert {name for name, module in model.named_modules() if isinstance(module, Linear)} == {
+        f"blocks.{i}.{part}"
+        for i in range(2)
+        for part in ("attention.W_qkv", "attention.out_proj", "feed_forward.expand", "feed_forward.contract")
+    }
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, exact.get_parameter(name))
+    results = {}
+    hooks = [module.register_forward_hook(lambda m, _, out: results.update({m: out})) for module in model.modules()]
+    model.hidden(torch.arange(7)[None])
+    for hook in hooks:
+        hook.remove()
+    in_fp32 = {type(module).__name__ for module, out in results.items() if out.dtype == torch.float32}
+    assert in_fp32 == {"Embedding", "LayerNorm", "TransformerBlock", "Dropout"}
+    in_bf16 = {type(module).__name__ for module, out in results.items() if out.dtype == torch.bfloat16}
+    assert in_bf16 == {"Linear", "MultiHeadAttention", "FeedForward", "Dropout"}
+
+
+def test_gradients(large):
+    """Those of several micro-batches add up in fp32, and are near those of an fp32 model."""
+    exact, model = make_model(), make_model(torch.bfloat16)
+    total: dict[str, Tensor] = {}
+    for seed in range(3):
+        backward(exact, seed)
+        alone = make_model(torch.bfloat16)
+        backward(alone, seed)
+        backward(model, seed)
+        for name, parameter in alone.named_parameters():
+            total[name] = total.get(name, torch.zeros(())) + parameter.grad
+    for name, parameter in exact.named_parameters():
+        collected = model.get_parameter(name).grad
+        assert collected.dtype == torch.float32
+        assert torch.equal(collected, total[name])
+        if "W_qkv.bias" not in name:  # a third of it, the keys', has no gradient but rounding
+            assert relative_error(collected, parameter.grad) < 0.03, name
+
+
+def test_small_updates_are_not_lost():
+    """A thousand updates that bfloat16 cannot tell from none arrive all the same, in weights and in results."""
+    linear = make_model(torch.bfloat16).blocks[1].feed_forward.expand
+    torch.nn.init.ones_(linear.weight)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+    before = linear(x)
+    optimizer = torch.optim.SGD([linear.weight], lr=1e-4)
+    for _ in range(1000):
+        linear.weight.grad = -torch.ones_like(linear.weight)
+        optimizer.step()
+    torch.testing.assert_close(linear.weight, torch.full_like(linear.weight, 1.1), atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(linear(x), before * 1.1, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
+def test_compiles_whole(large):
+    """A block in bfloat16 is one graph, forward and backward, with the same results."""
+    block = make_model(torch.bfloat16).blocks[0]
+    x = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(3))
+    grads = []
+    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        block.zero_grad()
+        run(x).square().sum().backward()
+        grads.append({name: p.grad for name, p in block.named_parameters()})
+    torch.testing.assert_close(grads[0], grads[1])

@@ -1,0 +1,421 @@
+"""GPT-2 exactly: the model against `transformers`' GPT2LMHeadModel, published sizes and hand counts."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt.model.loss import next_token_loss
+from gpt.model.transformer import GPT, GPTConfig, ModelConfig
+from gpt.sampling.scoring import evaluate
+from gpt.text.batches import validation_batches
+from gpt.training.optim import OptimConfig, build_optimizer
+
+VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 5
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+D_MODEL = HEADS * 7
+
+# Our name: the Hugging Face name, and whether it holds the transposed matrix (its Conv1D is (in, out)).
+OUTER = {
+    "token_embedding.weight": ("transformer.wte.weight", False),
+    "position_embedding.weight": ("transformer.wpe.weight", False),
+    "final_norm.weight": ("transformer.ln_f.weight", False),
+    "final_norm.bias": ("transformer.ln_f.bias", False),
+}
+INNER = {
+    "norm1": ("ln_1", False),
+    "attention.W_qkv": ("attn.c_attn", True),
+    "attention.out_proj": ("attn.c_proj", True),
+    "norm2": ("ln_2", False),
+    "feed_forward.expand": ("mlp.c_fc", True),
+    "feed_forward.contract": ("mlp.c_proj", True),
+}
+HUGGING_FACE = OUTER | {
+    f"blocks.{i}.{ours}.{kind}": (f"transformer.h.{i}.{theirs}.{kind}", transposed and kind == "weight")
+    for i in range(LAYERS)
+    for ours, (theirs, transposed) in INNER.items()
+    for kind in ("weight", "bias")
+}
+
+
+def make_config(**changes) -> GPTConfig:
+    """The tests' small model; every size is a prime or a multiple of one."""
+    shape = GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
+    return dataclasses.replace(shape, **changes)
+
+
+def make_model(**changes) -> GPT:
+    """A small model in which every parameter, biases and gains included, is random and large enough to matter."""
+    model = GPT(make_config(**changes)).eval()
+    generator = torch.Generator().manual_seed(17)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0
+            parameter.copy_(mean + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def make_idx(T: int) -> Tensor:
+    """Seeded token ids (2, T)."""
+    return torch.randint(VOCAB, (2, T), generator=torch.Generator().manual_seed(T))
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[GPT, GPT2LMHeadModel]:
+    """The small model and its twin from `transformers`, with the same weights."""
+    ours = make_model()
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=CONTEXT,
+        n_embd=D_MODEL,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",
+    )
+    theirs = GPT2LMHeadModel(config).eval()
+    parameters = dict(theirs.named_parameters())
+    assert {name for name, _ in HUGGING_FACE.values()} == set(parameters)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            their_name, transposed = HUGGING_FACE[name]
+            parameters[their_name].copy_(parameter.T if transposed else parameter)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("T", [1, 7, CONTEXT])
+@torch.no_grad()
+def test_logits_equal_transformers(models, T):
+    """The same weights give the same logits."""
+    ours, theirs = models
+    idx = make_idx(T)
+    logits, expected = ours(idx), theirs(idx).logits
+    assert logits.shape == (2, T, VOCAB)
+    assert expected.std() > 0.5
+    print(f"greatest difference of logits at T={T}: {(logits - expected).abs().max():.1e} (std {expected.std():.2f})")
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
+
+
+def test_gradients_equal_transformers(models):
+    """The next-token loss and its gradient in every parameter are the same too."""
+    ours, theirs = models
+    idx = make_idx(CONTEXT)
+    ours.zero_grad()
+    theirs.zero_grad()
+    loss = F.cross_entropy(ours(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
+    expected_loss = theirs(idx, labels=idx).loss
+    loss.backward()
+    expected_loss.backward()
+    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0.0)
+    gradients = {HUGGING_FACE[name]: parameter.grad for name, parameter in ours.named_parameters()}
+    expected = dict(theirs.named_parameters())
+    for (name, transposed), gradient in gradients.items():
+        assert gradient.abs().max() > 1e-3, name
+        torch.testing.assert_close(gradient.T if transposed else gradient, expected[name].grad, atol=1e-4, rtol=0.0)
+
+
+def test_attention_maps_equal_transformers(models):
+    """Each layer's and head's weights, whose rows are probabilities over the past."""
+    ours, theirs = models
+    maps = ours.attention_maps(make_idx(7))
+    assert maps.shape == (2, LAYERS, HEADS, 7, 7)
+    assert not maps.requires_grad
+    assert torch.equal(maps == 0, torch.ones(7, 7, dtype=torch.bool).triu(diagonal=1).expand_as(maps))
+    torch.testing.assert_close(maps.sum(dim=-1), torch.ones(2, LAYERS, HEADS, 7))
+    with torch.no_grad():
+        expected = torch.stack(theirs(make_idx(7), output_attentions=True).attentions, dim=1)
+    torch.testing.assert_close(maps, expected, atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_heads", "d_model", "expected"),
+    [
+        (12, 12, 768, 124_439_808),
+        (24, 16, 1024, 354_823_168),
+        (36, 20, 1280, 774_030_080),
+        (48, 25, 1600, 1_557_611_200),
+    ],
+    ids=["small", "medium", "large", "xl"],
+)
+def test_gpt2_parameter_counts(num_layers, num_heads, d_model, expected):
+    """GPT-2's published sizes, counted without allocating them."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(num_layers=num_layers, num_heads=num_heads, d_model=d_model))
+    assert model.num_parameters() == expected
+
+
+def test_default_config_is_gpt2_small():
+    """A config without arguments is GPT-2 124M."""
+    assert GPTConfig() == GPTConfig(1024, 768, 12, 12, 0.0, True, 50257)
+
+
+def test_init_statistics():
+    """Every parameter is drawn as `init_weights` documents, whatever it held before."""
+    torch.manual_seed(19)
+    config = make_config(d_model=91, num_heads=7, num_layers=3, vocab_size=211, context_length=97)
+    model = GPT(config)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 5.0)
+    model.init_weights()
+    parameters = dict(model.named_parameters())
+    assert len(parameters) == 2 + 3 * 12 + 2
+    for name, parameter in parameters.items():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(6) if "out_proj" in name or "contract" in name else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert parameter.mean().item() == pytest.approx(0.0, abs=0.05 * std), name
+            beyond = (parameter.abs() > 2 * std).float().mean().item()
+            assert beyond == pytest.approx(0.0455, abs=0.01), name  # a normal variable's share
+
+
+def test_from_state_dict():
+    """The same model out of the same tensors: nothing is drawn and nothing copied."""
+    model, idx = make_model(), make_idx(5)
+    state = model.state_dict()
+    generator = torch.get_rng_state()
+    again = GPT.from_state_dict(model.config, state)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.requires_grad and p.data_ptr() == state[name].data_ptr() for name, p in again.named_parameters())
+    assert all(torch.equal(*masks) for masks in zip(again.buffers(), model.buffers(), strict=True))
+    assert torch.equal(again(idx), model(idx))
+
+
+def test_from_state_dict_is_in_fp32():
+    """Weights kept in bfloat16 become fp32 ones; and those of another shape, or too few, are refused."""
+    model = make_model()
+    halves = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    assert {p.dtype for p in GPT.from_state_dict(model.config, halves).parameters()} == {torch.float32}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        GPT.from_state_dict(make_config(d_model=2 * model.config.d_model), halves)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        GPT.from_state_dict(model.config, dict(list(halves.items())[1:]))
+
+
+def test_head_is_tied():
+    """The output head is the token embedding itself: one parameter, saved once."""
+    model = make_model()
+    idx = make_idx(7)
+    assert not [name for name in model.state_dict() if "head" in name]
+    assert sum(tensor.numel() for tensor in model.state_dict().values()) == model.num_parameters()
+    expected = torch.einsum("btc,vc->btv", model.hidden(idx), model.token_embedding.weight)
+    torch.testing.assert_close(model(idx), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.head(model.hidden(idx)), expected, atol=1e-5, rtol=1e-5)
+    absent = next(v for v in range(VOCAB) if v not in idx)
+    model(idx).square().mean().backward()
+    assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_once(checkpointing):
+    """All blocks are one graph, made once with gradients and once without, however training, validation and samples
+    follow one another.
+    """
+    model, idx = make_model().compute_in(torch.bfloat16).train(), make_idx(CONTEXT)
+    model.checkpointing = checkpointing
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    text = idx.flatten().repeat(4)[: 6 * CONTEXT + 2].numpy()  # seven windows, of which the last batch has one
+    counts = []
+    for _ in range(3):
+        for _ in range(2):
+            next_token_loss(*model.hidden_and_head(idx), idx).backward()
+        counts.append(counter.frame_count)
+        evaluate(model, validation_batches(text, 3, CONTEXT), num_bytes=1)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
+            model.eval().hidden(idx[:1, :7])
+        model.train()
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_elsewhere(name, fused):
+    """On the meta device, which has shapes but no numbers, steps and sampling meet no tensor of the CPU's.
+
+    What the code does there is what it does on a GPU, so this is checked without one as well.
+    """
+    model = make_model().compute_in(torch.bfloat16).to("meta")
+    for block in model.blocks:
+        block.attention.fused_kernel = fused
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, HEADS, OptimConfig(name), torch.bfloat16)
+    idx = make_idx(CONTEXT).to("meta")
+    for model.checkpointing in (False, True):
+        loss = next_token_loss(*model.hidden_and_head(idx), idx)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (loss.device.type, loss.dtype, norm.device.type) == ("meta", torch.float32, "meta")
+    caches, starts = model.new_caches(), torch.zeros(len(idx), dtype=torch.long, device="meta")
+    with torch.no_grad():
+        for tokens in (idx[:, :-1], idx[:, -1:]):
+            assert model.head(model.hidden(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
+    assert model.attention_maps(idx).device.type == "meta"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("device", DEVICES)
+def test_hidden_and_head(device, scale):
+    """Training's way to the loss has the same value and gradients, those of repeated tokens and of the head included,
+    when they are asked for as when they are accumulated.
+    """
+    model = make_model().to(device)
+    idx, targets = make_idx(CONTEXT).to(device), make_idx(CONTEXT).flip(1).to(device)
+    assert idx.unique().numel() < idx.numel()
+    expected_loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()) * scale
+    expected = torch.autograd.grad(expected_loss, list(model.parameters()))
+
+    def loss() -> Tensor:
+        return next_token_loss(*model.hidden_and_head(idx), targets) * scale
+
+    torch.testing.assert_close(loss(), expected_loss)
+    torch.testing.assert_close(torch.autograd.grad(loss(), list(model.parameters())), expected, atol=1e-6, rtol=1e-4)
+    for times in (1, 2):
+        loss().backward()
+        gradients = tuple(p.grad / times for p in model.parameters())
+        torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fused_kernel", [True, False])
+@pytest.mark.parametrize("pieces", [[1] * CONTEXT, [5] + [1] * 8, [2, 3, 7, 1]], ids=["single", "prefill", "pieces"])
+@torch.no_grad()
+def test_caches_equal_uncached(fused_kernel, pieces):
+    """Over the whole context, cached logits are those of one uncached pass."""
+    model = make_model()
+    for block in model.blocks:
+        block.attention.fused_kernel = fused_kernel
+    caches = model.new_caches()
+    assert len({id(cache) for cache in caches}) == LAYERS
+    logits = [model(piece, caches) for piece in make_idx(CONTEXT).split(pieces, dim=1)]
+    assert [cache.length for cache in caches] == [CONTEXT] * LAYERS
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(make_idx(CONTEXT)), atol=1e-4, rtol=0.0)
+
+
+def test_too_long_input_is_refused():
+    """The error names the length and the limit, for a whole input and for one that a cache has made too long."""
+    model = make_model()
+    with pytest.raises(ValueError, match=r"\b17 tokens .*\b13\b"):
+        model(make_idx(17))
+    with pytest.raises(ValueError, match=r"\b17 tokens .*\b13\b"):
+        model.attention_maps(make_idx(17))
+    caches = model.new_caches()
+    model(make_idx(11), caches)
+    with pytest.raises(ValueError, match=r"\b14 tokens .*\b13\b"):
+        model(make_idx(3), caches)
+    assert caches[0].length == 11
+    assert model(make_idx(2), caches).shape == (2, 2, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_length": 0}, r"context_length=0 .*at least 1"),
+        ({"d_model": -7}, r"d_model=-7 .*at least 1"),
+        ({"num_layers": 0}, r"num_layers=0 .*at least 1"),
+        ({"num_heads": 0}, r"num_heads=0 .*at least 1"),
+        ({"d_model": 10, "num_heads": 3}, r"d_model=10 .*num_heads=3.*d_model=12"),
+        ({"dropout": -0.1}, r"dropout=-0.1 .*at least 0 and below 1"),
+        ({"dropout": 1.0}, r"dropout=1.0 .*at least 0 and below 1"),
+        ({"dropout": math.nan}, r"dropout=nan .*at least 0 and below 1"),
+    ],
+)
+@pytest.mark.parametrize("config", [ModelConfig, GPTConfig])
+def test_config_ranges(config, changes, message):
+    """A value out of its range is an error that names it and the limit."""
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize("vocab_size", [0, -3])
+def test_vocabulary_range(vocab_size):
+    """A model needs at least one token."""
+    with pytest.raises(ValueError, match=f"vocab_size={vocab_size} .*at least 1"):
+        GPTConfig(vocab_size=vocab_size)
+
+
+def test_config_limits_are_accepted():
+    """The smallest model allowed runs."""
+    config = GPTConfig(context_length=1, d_model=1, num_layers=1, num_heads=1, dropout=0.0, vocab_size=1)
+    assert GPT(config)(torch.zeros(1, 1, dtype=torch.long)).shape == (1, 1, 1)
+
+
+def test_qkv_bias_is_passed_on():
+    """Without it, each layer has 3 C numbers fewer and no other parameter changes."""
+    with_bias, without = GPT(make_config()), GPT(make_config(qkv_bias=False))
+    missing = set(with_bias.state_dict()) - set(without.state_dict())
+    assert missing == {f"blocks.{i}.attention.W_qkv.bias" for i in range(LAYERS)}
+    assert with_bias.num_parameters() - without.num_parameters() == LAYERS * 3 * D_MODEL
+
+
+def test_dropout_is_for_training():
+    """Two passes differ in training and are the same in evaluation, where they equal a model without dropout."""
+    model, idx = make_model(dropout=0.3), make_idx(7)
+    torch.testing.assert_close(model(idx), make_model()(idx), atol=0.0, rtol=0.0)
+    model.train()
+    torch.manual_seed(23)
+    assert (model(idx) - model(idx)).abs().max() > 1e-2
+    module_rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert module_rates == {0.3}
+
+
+def test_flops_per_token():
+    """A model small enough to count by hand."""
+    model = GPT(GPTConfig(context_length=7, d_model=6, num_layers=2, num_heads=3, vocab_size=11))
+    head = 11 * 6
+    block = 6 * 18 + 6 * 6 + 6 * 24 + 24 * 6  # queries, keys and values; output; expand; contract
+    scores_and_mixing = 2 * 5 * 6  # each of five tokens costs a product of 6 with a key and one with a value
+    assert model.flops_per_token(5) == 6 * (head + 2 * block + 2 * scores_and_mixing) == 6300
+
+
+def test_imports_stay_light():
+    """The model needs torch only: no training framework, no configuration framework."""
+    code = (
+        "import sys, gpt.model.attention, gpt.model.transformer\n"
+        "print(sorted({'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'transformers'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing(dropout):
+    """Activations that are computed again are the same, so gradients are bit for bit; and fewer of them are kept."""
+    kept, gradients = [], []
+    for checkpointing in (False, True):
+        model = make_model(dropout=dropout).train()
+        model.checkpointing = checkpointing
+        storages = set()
+
+        def keep(tensor: Tensor, storages=storages) -> Tensor:
+            storages.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(make_idx(5)).square().mean()
+        loss.backward()
+        kept.append(len(storages))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+    assert kept[1] < kept[0] / 2

@@ -1,0 +1,197 @@
+"""A model made ready for sampling says what it said before, as nearly as its precision allows."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpt.errors import UserError
+from gpt.model.linear import Linear
+from gpt.model.loss import next_token_loss
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.sampling import packed as inference
+from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.packed import LARGE, Int8Linear, PackedLinear, choose_sampling_precision, prepare, require_compilable
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def make_model() -> GPT:
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101))
+    with torch.no_grad():  # larger than at the start of training, so that precision has something to lose
+        for parameter in model.parameters():
+            parameter.mul_(5.0 if parameter.dim() == 2 else 1.0)
+    return model
+
+
+def make_linear(inputs: int, outputs: int, bias: bool) -> Linear:
+    torch.manual_seed(7)
+    return Linear(inputs, outputs, bias=bias)
+
+
+def make_idx(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(101, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 1), (5, 11)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(13, 17), (64, 96), (97, 7)])
+def test_packed(inputs, outputs, shape, bias):
+    """The packed product is the one of bfloat16 weights, for any number of rows."""
+    linear = make_linear(inputs, outputs, bias)
+    x = torch.randn(*shape, inputs)
+    expected = F.linear(x.bfloat16(), linear.weight.bfloat16(), None if not bias else linear.bias.bfloat16())
+    result = PackedLinear(linear.weight, linear.bias)(x)
+    assert (result.dtype, result.shape) == (torch.bfloat16, (*shape, outputs))
+    torch.testing.assert_close(result, expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (5, 1)])
+def test_int8(shape, rows, bias):
+    """Every path multiplies the same whole numbers: weights are off by half a step of their row's scale at most."""
+    linear = make_linear(64, 32, bias)
+    with torch.no_grad():
+        linear.weight[3] = 0.0
+        linear.weight[5] *= 1000.0
+    whole = Int8Linear(linear)
+    restored = whole.weight.float() * whole.scale.float()[:, None]
+    assert whole.weight.dtype == torch.int8
+    assert whole.weight[5].abs().max() == 127
+    assert not restored[3].any()
+    assert ((restored - linear.weight).abs() <= 0.51 * whole.scale.float()[:, None]).all()
+
+    x = torch.randn(*shape, 64)
+    expected = F.linear(x.bfloat16().float(), restored, linear.bias)
+    result = Int8Linear(linear, rows)(x)
+    assert (result.dtype, result.shape) == (torch.bfloat16, (*shape, 32))
+    torch.testing.assert_close(result.float(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("inputs", [*range(1, 70), 96, 100, 768])
+def test_int8_of_any_width(inputs):
+    """PyTorch's kernel for a single row reads beyond rows of some widths: it must not be given those."""
+    linear = make_linear(inputs, 257, bias=True)
+    x = torch.randn(1, inputs)
+    expected = linear(x.bfloat16().float())
+    for _ in range(5):
+        result = Int8Linear(linear)(x).float()
+        torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)
+
+
+def test_fp32_is_the_model_itself():
+    """Nothing is changed but that nothing is to be learnt any more."""
+    exact, model = make_model(), make_model()
+    idx = make_idx(3, 11)
+    assert torch.equal(prepare(model, "fp32")(idx), exact(idx))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.01), ("int8", 0.02)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_near_the_model(precision, bound, rows):
+    """Logits and loss are near those in fp32, in one pass and token by token with the cache."""
+    exact = make_model()
+    model = prepare(copy.deepcopy(exact), precision, rows)
+    idx = make_idx(rows, 23)
+    with torch.no_grad():
+        expected, result = exact(idx), model(idx).float()
+        caches = model.new_caches()
+        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+    deviation = expected.std().item()
+    assert 0 < (result - expected).abs().mean().item() < bound * deviation
+    assert 0 < (steps - expected).abs().mean().item() < bound * deviation
+    targets = make_idx(rows, 24)[:, 1:]
+    losses = [F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() for logits in (expected, result)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_matrices_are_replaced():
+    """No linear map of a block stays in fp32, and the head has one of its own."""
+    model = prepare(make_model(), "int8")
+    kinds = [type(module) for module in model.blocks.modules() if isinstance(module, nn.Linear | Int8Linear)]
+    assert kinds == [Int8Linear] * 8
+    assert isinstance(model.output, Int8Linear)
+    assert (model.dtype, model.token_embedding.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_generation(precision):
+    """The tokens are those that are likeliest by the prepared model's own logits, past the context length too."""
+    model = prepare(make_model(), precision, rows=2)
+    idx = make_idx(2, 5)
+    tokens = torch.stack(list(generate(model, idx, 31, GREEDY)), dim=1)
+    for length in range(5, 36):
+        so_far = torch.cat([idx, tokens], dim=1)[:, max(0, length - 23) : length]
+        with torch.no_grad():
+            logits = model(so_far)[:, -1].float()
+        chosen = logits.gather(1, tokens[:, length - 5, None])
+        assert (logits.amax(-1, keepdim=True) - chosen <= 0.05 * logits.std()).all()  # but for the rounding of ties
+
+
+COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
+
+
+@pytest.mark.skipif(not COMPILER, reason="SKIPPED LOUDLY: there is no C++ compiler to compile sampling with")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_compiled(precision, monkeypatch):
+    """Compiled, a model says what it says otherwise, as nearly as its precision allows, past the context length too."""
+    used, compiled = [], inference._compiled
+    monkeypatch.setattr(inference, "_compiled", lambda function: used.append(function) or compiled(function))
+    exact = make_model()
+    model = prepare(copy.deepcopy(exact), precision, compiled=True)
+    idx = make_idx(1, 23)
+    with torch.no_grad():
+        expected = exact(idx)
+        caches = model.new_caches()
+        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+        assert used.count(inference._token) == 2 * 21  # blocks; all tokens but the first and the last of the context
+        together = model(idx).float()
+    bound = 0.02 * expected.std().item()
+    assert 0 < (steps - expected).abs().mean().item() < bound
+    assert 0 < (together - expected).abs().mean().item() < bound
+    assert caches[0].length == 23
+    tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
+    assert tokens.shape == (1, 31)
+
+
+def test_what_cannot_be_compiled(monkeypatch):
+    """One line says what to do instead."""
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    require_compilable("int8", 1)
+    with pytest.raises(UserError, match="does nothing for weights in fp32: add --precision bf16 or int8"):
+        require_compilable("fp32", 1)
+    with pytest.raises(UserError, match="is for a single text, and these are 3"):
+        require_compilable("bf16", 3)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        require_compilable("bf16", 1)
+
+
+def test_choice():
+    """fp32 for a small model on a CPU, bf16 for a large one where it is fast, and whatever is asked for."""
+    small = make_model()
+    with torch.device("meta"):
+        large = GPT(GPTConfig())
+    assert large.num_parameters() > LARGE
+    assert choose_sampling_precision("auto", small, "bf16") == "fp32"
+    assert choose_sampling_precision("auto", large, "bf16") == "bf16"
+    assert choose_sampling_precision("auto", large, "fp32") == "fp32"
+    assert choose_sampling_precision("int8", small, "bf16") == "int8"
+
+
+def test_loss_is_a_figure_of_the_prepared_model():
+    """What the tied head would say does not count: a prepared model is scored by its own head."""
+    model = prepare(make_model(), "int8")
+    idx, targets = make_idx(2, 23), make_idx(2, 24)[:, 1:]
+    with torch.no_grad():
+        own = F.cross_entropy(model(idx).float().flatten(0, 1), targets.flatten())
+        tied = next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
+    assert own.item() == pytest.approx(tied.item(), rel=0.01)
+    assert own.item() != tied.item()

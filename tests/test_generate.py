@@ -1,0 +1,502 @@
+"""generate.py as it is used: real processes where ends and streams matter, the same program in this one elsewhere."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import generate
+import gpt.sampling.generation
+from gpt.errors import command_line
+from gpt.exchange.checkpoint import save
+from gpt.model.transformer import GPT, GPTConfig, ModelConfig
+from gpt.sampling.generation import Sampling, window_start
+from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer
+
+PROGRAM = Path(generate.__file__).resolve()
+CONTEXT = 17
+EOT = 256
+SHAPE = ModelConfig(CONTEXT, d_model=22, num_layers=2, num_heads=2)
+
+
+def make_model() -> GPT:
+    """A small model whose greedy text varies, for its weights are large and its token embeddings of one length.
+
+    It never ends a text of its own: the first dimension is a great negative logit for end-of-text, and nothing else.
+    """
+    model = GPT(GPTConfig(**asdict(SHAPE), vocab_size=257))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0
+            parameter.copy_(mean + 0.3 * torch.randn(parameter.shape, generator=generator))
+        embedding = torch.nn.functional.normalize(model.token_embedding.weight)
+        embedding[:, 0] = 0.0
+        embedding[EOT] = 0.0
+        embedding[EOT, 0] = -1.0
+        model.token_embedding.weight.copy_(embedding)
+        model.final_norm.bias[0] = 31.0
+    return model.eval()
+
+
+def write_run(run: Path, model: GPT) -> Path:
+    """A run directory with the best checkpoint that a training would have left."""
+    payload = {"format": 1, "state_dict": model.state_dict(), "config": {"model": asdict(SHAPE)}}
+    save(payload | {"tokenizer": byte_tokenizer().to_dict()}, run / "checkpoints" / "best.ckpt")
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder whose runs/ holds the tiny model."""
+    folder = tmp_path_factory.mktemp("project")
+    write_run(folder / "runs" / "tiny", make_model())
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch) -> Path:
+    """That folder as the current one, so that its only run is the newest."""
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@torch.no_grad()
+def expected_text(prompt: bytes, new: int, slide: int = 1) -> str:
+    """The greedy continuation, by the slow loop: the whole view through the model for every token."""
+    model, idx = make_model(), torch.tensor([(list(prompt) or [EOT])[-CONTEXT:]])
+    start = idx.shape[1]
+    for length in range(start, start + new):
+        view = idx[:, window_start(length, CONTEXT, slide) :]
+        idx = torch.cat([idx, model(view)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert EOT not in idx[0, start:]
+    return bytes(idx[0, start:].tolist()).decode("utf-8", "replace")
+
+
+def output(capsys, *arguments: str) -> str:
+    """What generate.py prints, run in this process; it must not say a word on stderr."""
+    generate.main(list(arguments))
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def report(capsys, *arguments: str) -> dict:
+    """What generate.py prints with --json."""
+    return json.loads(output(capsys, "--json", *arguments))
+
+
+def greedy(capsys, *arguments: str) -> str:
+    """The greedy continuation of 23 tokens that it reports."""
+    (sample,) = report(capsys, "--temperature", "0", "--max-new-tokens", "23", *arguments)["samples"]
+    assert (sample["tokens"], sample["finish_reason"]) == (23, "length")
+    return sample["text"]
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one line on stderr with which generate.py ends, and its exit code 2."""
+    with pytest.raises(SystemExit) as end, command_line("generate.py"):
+        generate.main(list(arguments))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("generate.py: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    return error
+
+
+def give_stdin(monkeypatch, content: bytes) -> None:
+    """Let standard input hold these bytes."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    """A real generate.py in a folder, its output piped and, whatever the shell wants of Python, buffered."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, PROGRAM, *arguments]
+    with subprocess.Popen(command, cwd=folder, env=environment, bufsize=0, **streams) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # it has ended long ago, if all is well
+
+
+def test_process_prints_and_ends_well(folder):
+    """The prompt comes first, then its continuation and a newline; the exit code is 0."""
+    with started(folder, "--prompt", "2 3 5 ", "--max-new-tokens", "7", "--temperature", "0") as process:
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, b"")
+    assert out.decode() == "2 3 5 " + expected_text(b"2 3 5 ", 7) + "\n"
+
+
+def test_imports_stay_light(folder):
+    """Sampling imports none of the training's frameworks, nor PyTorch's compiler, which takes a second."""
+    code = (
+        "import sys, gpt.sampling.generation, generate\n"
+        "generate.main(['--prompt', 'a', '--max-new-tokens', '1', '--json'])\n"
+        "heavy = {'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'tensorboard', 'transformers'}\n"
+        "heavy |= {'torch._dynamo'}\n"
+        "print(sorted(heavy & set(sys.modules)), 'gpt.sampling.generation' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "[] True\n")
+
+
+def test_closed_pipe(folder):
+    """As with `| head -c 5`: when the reader has gone, the program ends quietly, long before its text would."""
+    with started(folder, "--prompt", "2 3 5 7", "--max-new-tokens", "1000000") as process:
+        assert process.stdout.read(5) == b"2 3 5"
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c(folder):
+    """Text is streamed as it is made, and Ctrl-C in the middle of it ends with 130 and not a word."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
+    try:
+        with started(folder, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
+            text = b"".join(process.stdout.read(1) for _ in range(53))  # by then it is in the midst of its text
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            rest, error = process.communicate(timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (process.returncode, error) == (130, b"")
+    assert text.startswith(b"2 3 5 7 ")
+    assert len(text + rest) < 8000  # unflushed, it would come 8,192 bytes at a time
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "temperature=-1.0 .* at least 1e-6 and at most 100"),
+        (["--temperature", "hot"], "--temperature: .*'hot'"),
+        (["--top-k", "-1"], "top-k=-1 .* at least 0"),
+        (["--top-k", "1.5"], "--top-k: .*'1.5'"),
+        (["--top-p", "0"], "top-p=0.0 .* above 0"),
+        (["--top-p", "1.5"], "top-p=1.5 .* at most 1"),
+        (["--min-p", "2"], "min-p=2.0 .* at most 1"),
+        (["--repetition-penalty", "0"], "repetition-penalty=0.0 .* at least 0.01"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0 .* at least 1"),
+        (["--num-samples", "0"], "--num-samples=0 .* at least 1"),
+        (["--seed", "-1"], "--seed=-1 .* at least 0"),
+        (["--seed", str(2**63)], "--seed=9223372036854775808 .* below 2.63"),
+        (["--slide", "0"], "slide=0 .* at least 1"),
+        (["--slide", "18"], "--slide=18 .* at most the model's context, 17"),
+        (["--stop", ""], "--stop='' .* at least one character"),
+        (["--tempo", "1"], "unrecognized arguments: --tempo 1; see .*--help"),
+        (["--temp", "1"], "unrecognized arguments: --temp 1"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--seed"], "--seed: expected one argument"),
+        (["--precision", "fp8"], "--precision: invalid choice: 'fp8'.*bf16"),
+        (["--device", "abacus"], "device 'abacus' is not known: .*cpu"),
+        (["--prompt-file", "none.txt"], "--prompt, --prompt-file and --interactive exclude each other"),
+        (["--interactive"], "exclude each other"),
+        (["--checkpoint", "nowhere"], "nowhere: there is no such checkpoint or run directory"),
+        (["--checkpoint", "runs"], "runs: a folder without checkpoints"),
+        pytest.param(
+            ["--device", "cuda"],
+            "device 'cuda' is not on this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments(here, capsys, arguments, message):
+    """Each is answered with exit code 2 and one line that names the option, its value and what to do."""
+    line = refusal(capsys, "--prompt", "a", *arguments)
+    assert re.search(message, line), line
+
+
+def test_no_runs(tmp_path, monkeypatch, capsys):
+    """Where nothing has been trained yet, the line says how to."""
+    monkeypatch.chdir(tmp_path)
+    assert "no run to sample from below runs/: train one first with python train.py" in refusal(capsys, "--prompt", "a")
+
+
+def test_bad_prompt_files(here, tmp_path, capsys):
+    """A prompt file that is missing, a folder, or not UTF-8: then the first bad byte and its place are named."""
+    assert refusal(capsys, "--prompt-file", "none.txt").endswith(
+        "none.txt: cannot be read (No such file or directory)\n"
+    )
+    assert "cannot be read (Is a directory)" in refusal(capsys, "--prompt-file", str(tmp_path))
+    file = tmp_path / "latin-1.txt"
+    file.write_bytes("2 3 5 é 7".encode("latin-1"))
+    assert f"{file}: not UTF-8 (byte 0xe9 at offset 6)" in refusal(capsys, "--prompt-file", str(file))
+    file.write_bytes("2 3 5 é".encode()[:-1])
+    assert "not UTF-8 (byte 0xc3 at offset 6)" in refusal(capsys, "--prompt-file", str(file))
+
+
+def test_bad_standard_input(here, monkeypatch, capsys):
+    """So is standard input that is not UTF-8."""
+    give_stdin(monkeypatch, b"23\xff")
+    assert "standard input: not UTF-8 (byte 0xff at offset 2)" in refusal(capsys)
+
+
+def test_damaged_checkpoint(here, tmp_path, capsys):
+    """A checkpoint that cannot be read is named in one line."""
+    file = tmp_path / "last.ckpt"
+    file.write_bytes((here / "runs/tiny/checkpoints/best.ckpt").read_bytes()[:7919])
+    assert f"{file}: not a checkpoint" in refusal(capsys, "--prompt", "a", "--checkpoint", str(file))
+
+
+def test_line_breaks_in_values(here, capsys):
+    """A value with a line break does not break the line that names it."""
+    refusal(capsys, "--prompt", "a", "--checkpoint", "no\nwhere")
+
+
+def test_more_than_memory_holds(here, capsys):
+    """A number that no memory can hold is refused like others out of range."""
+    assert "--max-new-tokens" in refusal(capsys, "--prompt", "a", "--max-new-tokens", str(10**15))
+
+
+def test_help(capsys):
+    """The help names every option, and its lines can be formatted."""
+    with pytest.raises(SystemExit) as end, command_line("generate.py"):
+        generate.main(["--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("--prompt-file", "--interactive", "--checkpoint", "--stop", "--slide", "--json", "--min-p"):
+        assert option in printed
+
+
+def test_json_is_complete(here, capsys):
+    """One valid JSON object with all that it takes to make the same text again."""
+    arguments = ["--prompt", "2 3 5 é\n", "--max-new-tokens", "11", "--top-k", "31", "--repetition-penalty", "1.5"]
+    printed = report(capsys, *arguments, "--num-samples", "2", "--seed", "7")
+    samples, speed = printed.pop("samples"), printed.pop("tokens_per_second")
+    assert printed == {
+        "checkpoint": str(Path("runs/tiny/checkpoints/best.ckpt")),
+        "seed": 7,
+        "sampling": {"repetition_penalty": 1.5, "temperature": 0.8, "top_k": 31, "top_p": 0.95, "min_p": 0.0},
+    }
+    assert [set(sample) for sample in samples] == [{"prompt", "text", "tokens", "finish_reason"}] * 2
+    assert [(sample["tokens"], sample["finish_reason"]) for sample in samples] == [(11, "length")] * 2
+    assert [sample["prompt"] for sample in samples] == ["2 3 5 é\n"] * 2
+    assert speed > 0
+    alone = report(capsys, *arguments, "--seed", "7")["samples"]
+    assert output(capsys, *arguments, "--seed", "7") == "2 3 5 é\n" + alone[0]["text"] + "\n"
+
+
+def test_seed_is_reported(here, capsys):
+    """Without a seed there is a new one each time, and the one reported gives the same text again."""
+    first, second = (report(capsys, "--prompt", "2 3 5", "--max-new-tokens", "23") for _ in range(2))
+    assert first["seed"] != second["seed"]
+    assert first["samples"] != second["samples"]
+    again = report(capsys, "--prompt", "2 3 5", "--max-new-tokens", "23", "--seed", str(first["seed"]))
+    assert again["samples"] == first["samples"]
+
+
+def test_samples_differ(here, capsys):
+    """Three samples of one prompt are three texts, each under its number and after the prompt."""
+    arguments = ["--prompt", "2 3 5", "--max-new-tokens", "23", "--num-samples", "3", "--seed", "7"]
+    texts = [sample["text"] for sample in report(capsys, *arguments)["samples"]]
+    assert len(set(texts)) == 3
+    expected = "".join(f"--- {number} of 3 ---\n2 3 5{text}\n" for number, text in enumerate(texts, start=1))
+    assert output(capsys, *arguments) == expected
+
+
+def test_greedy(here, capsys):
+    """At temperature 0 the text is that of the plain loop, past the context too, whatever the seed."""
+    texts = [greedy(capsys, "--prompt", "2 3 5", "--seed", seed) for seed in ("1", "2")]
+    assert texts == [expected_text(b"2 3 5", 23)] * 2
+    assert len(set(texts[0])) > 5
+
+
+def test_default_run_and_explicit_paths(here, capsys):
+    """The newest run, its directory and its file are the same model."""
+    file = "runs/tiny/checkpoints/best.ckpt"
+    for arguments in ([], ["--checkpoint", "runs/tiny"], ["--checkpoint", file]):
+        assert report(capsys, "--prompt", "a", "--max-new-tokens", "1", *arguments)["checkpoint"] == file
+
+
+@pytest.mark.parametrize("slide", [1, 5, CONTEXT])
+def test_slide(here, capsys, slide):
+    """The view moves on by as many tokens as one asks."""
+    text = greedy(capsys, "--prompt", "2 3 5 7 11", "--slide", str(slide))
+    assert text == expected_text(b"2 3 5 7 11", 23, slide)
+    assert (text == expected_text(b"2 3 5 7 11", 23)) is (slide == 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_precision(here, capsys, precision):
+    """With --precision the weights themselves are in it."""
+    text = greedy(capsys, "--prompt", "2 3 5", "--precision", precision)
+    model = gpt.sampling.packed.prepare(make_model(), precision)
+    tokens = gpt.sampling.generation.generate(model, torch.tensor([[*b"2 3 5"]]), 23, Sampling(temperature=0.0))
+    assert text == bytes(int(token) for token in tokens).decode("utf-8", "replace")
+    assert text != greedy(capsys, "--prompt", "2 3 5", "--precision", "fp32")
+
+
+def test_empty_prompt(here, monkeypatch, capsys):
+    """An empty prompt, and no prompt at all, begin a document: after end-of-text."""
+    give_stdin(monkeypatch, b"")
+    assert greedy(capsys, "--prompt", "") == greedy(capsys) == expected_text(b"", 23)
+
+
+def test_prompt_that_spells_end_of_text(here, capsys):
+    """The thirteen characters stay text, and do not begin a document."""
+    text = greedy(capsys, "--prompt", "<|endoftext|>")
+    assert text == expected_text(b"<|endoftext|>", 23)
+    assert text != expected_text(b"", 23)
+
+
+@pytest.mark.parametrize(("length", "cut"), [(CONTEXT, 0), (CONTEXT + 1, 1), (53, 36)])
+def test_long_prompt(here, capsys, length, cut):
+    """Of a prompt longer than the context only the end is seen, and stderr says how much is not; all is printed."""
+    prompt = "2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59 61 67"[:length].ljust(length, "!")
+    generate.main(["--prompt", prompt, "--max-new-tokens", "7", "--temperature", "0"])
+    printed = capsys.readouterr()
+    assert printed.out == prompt + expected_text(prompt[-CONTEXT:].encode(), 7) + "\n"
+    note = f"generate.py: the prompt has {length} tokens and the model sees 17: the first {cut} are cut\n"
+    assert printed.err == (note if cut else "")
+
+
+def test_a_million_spaces(here, capsys):
+    """Nothing about a prompt's length or monotony is slow or breaks."""
+    begin = time.perf_counter()
+    generate.main(["--prompt", " " * 1_000_000, "--max-new-tokens", "7", "--temperature", "0"])
+    printed = capsys.readouterr()
+    same = printed.out == " " * 1_000_000 + expected_text(b" " * CONTEXT, 7) + "\n"
+    assert same  # said so, pytest does not print a million spaces
+    assert "the first 999983 are cut" in printed.err
+    assert time.perf_counter() - begin < 20
+
+
+def test_lone_surrogates(here, capsys):
+    """An argument that was not UTF-8 has lone surrogates: they are U+FFFD to the model and in what is printed."""
+    out = output(capsys, "--prompt", "a\udcffb", "--max-new-tokens", "7", "--temperature", "0")
+    assert out == "a\ufffdb" + expected_text("a\ufffdb".encode(), 7) + "\n"
+    out = output(capsys, "--prompt", "\ud83d", "--max-new-tokens", "1", "--num-samples", "2")
+    assert out.count("\ufffd") >= 2
+
+
+def test_lone_surrogates_in_json(here, capsys):
+    """In JSON as well."""
+    assert report(capsys, "--prompt", "a\udcffb", "--max-new-tokens", "1")["samples"][0]["prompt"] == "a\ufffdb"
+
+
+def test_several_prompts(here, capsys):
+    """Prompts of different lengths, continued at once, go on as each does alone, in the order in which they came."""
+    prompts = ["2 3 5", "7", "2 3 5 7 11 13"]
+    alone = [greedy(capsys, "--prompt", prompt) for prompt in prompts]
+    given = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    arguments = [*given, "--temperature", "0", "--max-new-tokens", "23", "--num-samples", "2"]
+    samples = report(capsys, *arguments)["samples"]
+    assert [(s["prompt"], s["text"]) for s in samples] == [
+        (prompt, text) for prompt, text in zip(prompts, alone, strict=True) for _ in range(2)
+    ]
+    printed = output(capsys, *given, "--temperature", "0", "--max-new-tokens", "23")
+    assert printed == "".join(f"--- {i + 1} of 3 ---\n{prompts[i]}{alone[i]}\n" for i in range(3))
+
+
+def test_stop(here, capsys):
+    """The text ends before the first of the stop strings, and says that this is why."""
+    arguments = ["--prompt", "2 3 5", "--max-new-tokens", "23", "--temperature", "0"]
+    text = expected_text(b"2 3 5", 23)
+    stop, later = text[7:9], text[11:13]
+    expected = text[: min(text.index(stop), text.index(later))]
+    assert 0 < len(expected) < len(text)
+    stops = ["--stop", later, "--stop", stop, "--stop", "never there"]
+    (sample,) = report(capsys, *arguments, *stops)["samples"]
+    assert (sample["text"], sample["finish_reason"]) == (expected, "stop")
+    assert sample["tokens"] < 23
+    assert output(capsys, *arguments, *stops) == "2 3 5" + expected + "\n"
+
+
+def test_stop_ends_each_sample(here, capsys):
+    """Samples that end early are cut there, and the others go on."""
+    arguments = ["--prompt", "2 3 5", "--max-new-tokens", "53", "--num-samples", "3", "--seed", "7"]
+    texts = [sample["text"] for sample in report(capsys, *arguments)["samples"]]
+    stop = texts[0][5]
+    samples = report(capsys, *arguments, "--stop", stop)["samples"]
+    assert [sample["text"] for sample in samples] == [text.split(stop)[0] for text in texts]
+    assert samples[0]["tokens"] < max(sample["tokens"] for sample in samples)
+
+
+def test_end_of_text(tmp_path, capsys):
+    """A model that says end-of-text at once has nothing to add, and the report says why."""
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.final_norm.bias.fill_(1.0)
+        model.token_embedding.weight[EOT] = 1.0
+    run = str(write_run(tmp_path / "run", model))
+    printed = report(capsys, "--prompt", "a", "--checkpoint", run, "--num-samples", "2", "--temperature", "0.1")
+    assert printed["samples"] == [{"prompt": "a", "text": "", "tokens": 1, "finish_reason": "end_of_text"}] * 2
+    assert output(capsys, "--prompt", "a", "--checkpoint", run, "--temperature", "0.1") == "a\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt"),
+    [(b"2 3 5\n", "2 3 5"), (b"2 3 5\n\n", "2 3 5\n"), (b"2 3 5", "2 3 5"), ("é\n5".encode(), "é\n5"), (b"", "")],
+)
+def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsys, content, prompt):
+    """Both are read as they are, but for one newline at the end."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    give_stdin(monkeypatch, content)
+    arguments = ["--max-new-tokens", "7", "--temperature", "0"]
+    expected = prompt + expected_text(prompt.encode(), 7) + "\n"
+    assert output(capsys, *arguments, "--prompt-file", str(file)) == expected
+    assert output(capsys, *arguments) == expected
+
+
+def test_interactive(here, monkeypatch, capsys):
+    """Each line is a prompt of its own, an empty one begins a document, and the end of input ends the session."""
+    give_stdin(monkeypatch, "2 3 5\n\n7é\n".encode())
+    out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0")
+    texts = [expected_text(prompt.encode(), 7) for prompt in ("2 3 5", "", "7é")]
+    assert out == "".join(f"> {text}\n" for text in texts) + "> \n"
+    give_stdin(monkeypatch, b"2 3 5\n")
+    out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0", "--num-samples", "2")
+    assert out == f"> {texts[0]}\n---\n{texts[0]}\n> \n"
+
+
+def test_interactive_input_that_is_not_utf8(here, monkeypatch, capsys):
+    """A line that is not UTF-8 is the user's to mend, or means U+FFFD; it is no reason for a traceback."""
+    give_stdin(monkeypatch, b"\xff\n")
+    assert "standard input: not UTF-8 (byte 0xff)" in refusal(capsys, "--interactive", "--max-new-tokens", "1")
+
+
+def test_interactive_json(here, monkeypatch, capsys):
+    """--interactive with --json either answers in JSON or is refused like other options that exclude each other."""
+    give_stdin(monkeypatch, b"a\n")
+    try:
+        with command_line("generate.py"):
+            generate.main(["--interactive", "--json", "--max-new-tokens", "7", "--temperature", "0"])
+    except SystemExit as end:
+        assert end.code == 2
+    else:
+        (sample,) = json.loads(capsys.readouterr().out.removeprefix("> ").removesuffix("> \n"))["samples"]
+        assert sample["text"] == expected_text(b"a", 7)
+
+
+def test_hugging_face_directory(tmp_path, capsys):
+    """A GPT-2 saved by `transformers` is sampled as it is, and greedily says what it says there."""
+    torch.manual_seed(31)
+    theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    capsys.readouterr()  # transformers shows a progress bar
+    prompt = gpt2_tokenizer().encode("Two three five")
+    ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
+    arguments = ["--checkpoint", str(tmp_path / "theirs"), "--max-new-tokens", "5", "--temperature", "0"]
+    assert output(capsys, "--prompt", "Two three five", *arguments) == gpt2_tokenizer().decode(ids) + "\n"

@@ -1,0 +1,825 @@
+"""Formats: whatever a file is packed in and however it is read, the same documents; and one line for each damage."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpt.text.formats
+from gpt.errors import UserError
+from gpt.text.formats import PACKED, kind_of, looks_like_text, read_documents
+
+ROOT = Path(__file__).parents[2]
+TEXT = "Naïve text: 10 € for a café, 中文 and 😀.\r\n\tIts lines\nstay as they are. \n"
+LINES = '{"text": "first", "more": 1}\n\n{"text": "a\\nsecond", "other": "x"}\r\n{"text": ""}\n  \n{"text": "😀"}'
+DOCUMENTS = ["first", "a\nsecond", "", "😀"]
+TINY = (2, 3, 5, 7, 1 << 20)  # bytes to read at once: fewer than a character has, and what is used
+
+
+def zstd(content: bytes) -> bytes:
+    """As the command line packs: with a hash of the content."""
+    return zstandard.ZstdCompressor(write_checksum=True).compress(content)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda content: gzip.compress(content, mtime=0),
+    ".bz2": lambda content: bz2.compress(content, 1),
+    ".xz": lambda content: lzma.compress(content, preset=0),
+    ".zst": zstd,
+}
+EVERY_PACKING = pytest.mark.parametrize("suffix", PACKED)
+EVERY_TEXT = pytest.mark.parametrize("suffix", PACKERS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """One for all examples of a property."""
+    return tmp_path_factory.mktemp("examples")
+
+
+def read(file: Path, block: int | None = None, **more) -> list[str]:
+    """The documents of a file, read in blocks of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if block is not None:
+            patch.setattr(gpt.text.formats, "BLOCK", block)
+        return ["".join(blocks) for blocks in read_documents(file, **more)]
+
+
+def refusal(file: Path, block: int | None = None, **more) -> str:
+    """The one line that refuses a file, without the name of the file that it begins with."""
+    with pytest.raises(UserError) as caught:
+        read(file, block, **more)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{file}: ")
+    return str(caught.value).removeprefix(f"{file}: ")
+
+
+def write(file: Path, content: bytes | str) -> Path:
+    """A file with this content."""
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+def is_damage(message: str, content: int | None = None) -> bool:
+    """Whether a line says that a packed file is damaged, beyond byte number `content` of what it holds."""
+    place = r"[\d,]+" if content is None else f"{content:,}"
+    return bool(
+        re.fullmatch(
+            rf"cannot be unpacked beyond byte {place} of its content \([^\n]+\): "
+            "the file is damaged, cut short, or not what its name says; fetch it again",
+            message,
+        )
+    )
+
+
+# --- text ---
+
+
+@pytest.mark.parametrize("block", TINY)
+@EVERY_TEXT
+def test_a_file_is_one_document(tmp_path, suffix, block):
+    """Exactly as it is: its ends of lines, its blanks, its characters of every width."""
+    assert read(write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](TEXT.encode())), block) == [TEXT]
+
+
+@pytest.mark.parametrize("name", ["a", "a.md", "a.csv", "A.TXT", "a.json.txt", "a.gz.txt", "a.jsonl.old"])
+def test_whatever_has_no_other_format_is_text(tmp_path, name):
+    """The last suffix says how a file is read."""
+    assert read(write(tmp_path / name, LINES)) == [LINES]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a", ""),
+        (".gz", ""),
+        ("a.gz", ""),
+        ("a.txt.gz", ".txt"),
+        ("A.JSONL.GZ", ".jsonl"),
+        ("c4-train.00000-of-01024.json.gz", ".json"),
+        ("a.parquet.jsonl", ".jsonl"),
+        ("a.jsonl.parquet", ".parquet"),
+        ("a.parquet.zst", ".parquet"),
+        ("a.jsonl.old", ".old"),
+        ("1.5 years.txt", ".txt"),
+    ],
+)
+def test_kind(name, kind):
+    """The last suffix that is no packing, whatever its case."""
+    assert kind_of(Path("a.folder.gz") / name) == kind
+
+
+@settings(deadline=None, max_examples=67)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=53), st.sampled_from(TINY))
+def test_text_in_any_blocks(folder, text, block):
+    """All of the text, without the one byte order mark that it may begin with, packed or not."""
+    for suffix, pack in PACKERS.items():
+        file = write(folder / f"a.txt{suffix}", pack(text.encode()))
+        assert read(file, block) == [text.removeprefix("\ufeff")]
+
+
+@pytest.mark.parametrize("block", TINY)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_byte_order_mark_is_dropped(tmp_path, name, block):
+    """The mark that some editors put first is no text; elsewhere the character stays."""
+    content = "a\ufeff" if name == "a.txt" else '{"text": "a\ufeff"}\n'
+    assert read(write(tmp_path / name, "\ufeff" + content), block) == ["a\ufeff"]
+
+
+def test_second_mark_stays(tmp_path):
+    """Only one mark is no text, and a mark alone is an empty document."""
+    assert read(write(tmp_path / "a.txt", "\ufeff\ufeffa"), 3) == ["\ufeffa"]
+    assert read(write(tmp_path / "a.txt", "\ufeff"), 2) == [""]
+
+
+NOT_UTF8 = [
+    (b"caf\xe9", "0xe9", 3),
+    (b"caf\xe9 au lait", "0xe9", 3),
+    (b"a" * 5003 + b"\xff" + b"a\xff", "0xff", 5003),
+    ("€".encode() * 11 + b"\xe2\x82", "0xe2", 33),
+    ("€".encode() * 11 + b"\xe2\x82a", "0xe2", 33),
+    (b"\xf0\x9f\x98", "0xf0", 0),
+    ("naïve ".encode() + b"\xed\xa0\x80", "0xed", 7),
+    (b"ab\xc0\xaf", "0xc0", 2),
+    (b"\x80", "0x80", 0),
+]
+
+
+@pytest.mark.parametrize("block", TINY)
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "after a mark"])
+def test_where_it_is_not_utf8(tmp_path, mark, block):
+    """The first byte that is not UTF-8, and where it lies in the file: also of a character that the end cuts short."""
+    for content, byte, offset in NOT_UTF8:
+        assert refusal(write(tmp_path / "a.txt", mark + content), block) == (
+            f"not UTF-8 (byte {byte} at offset {len(mark) + offset}); "
+            "convert it first, for example with iconv -t utf-8, or say data.errors=replace"
+        )
+
+
+@EVERY_PACKING
+def test_where_packed_text_is_not_utf8(tmp_path, suffix):
+    """The offset is that in the unpacked text."""
+    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](b"a" * 2_000_003 + b"\xff"))
+    assert refusal(file).startswith("not UTF-8 (byte 0xff at offset 2000003); convert it first")
+
+
+WHOLE_CHARACTERS = ["a", "\n", "é", "€", "😀", "\ufeff"]
+BROKEN = b"\xff \xfe \x80 \xc0\xaf \xe2\x82 \xed\xa0\x80 \xf0\x9f \xf0\x9f\x98 \xf4\x90".split()
+FRAGMENTS = [character.encode() for character in WHOLE_CHARACTERS] + BROKEN
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.one_of(st.binary(min_size=1, max_size=23), st.lists(st.sampled_from(FRAGMENTS), min_size=1).map(b"".join)),
+    st.sampled_from(TINY),
+)
+def test_any_bytes(folder, content, block):
+    """What Python makes of them at once is what we make of them in blocks: the text, the error or the replacements."""
+    file = write(folder / "a.txt", content)
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        assert refusal(file, block, errors="replace").startswith("UTF-16")
+        return
+    if 0 in content:
+        if block > len(content):
+            assert refusal(file, block, errors="replace").startswith("a binary file")
+        return
+    assert read(file, block, errors="replace") == [content.decode(errors="replace").removeprefix("\ufeff")]
+    try:
+        expected = content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        where = f"(byte 0x{content[error.start]:02x} at offset {error.start})"
+        assert refusal(file, block).startswith(f"not UTF-8 {where}; ")
+    else:
+        assert read(file, block) == [expected]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_utf16_is_named(tmp_path, suffix, encoding, errors):
+    """By its mark, with the command that converts it, and never replaced by nonsense."""
+    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]("\ufeffcafé".encode(encoding)))
+    assert refusal(file, errors=errors) == (
+        "UTF-16, by its first two bytes; convert it first: iconv -f utf-16 -t utf-8"
+    )
+
+
+@EVERY_TEXT
+def test_empty_file(tmp_path, suffix):
+    """An empty file, also inside a packed one."""
+    for content in (b"", PACKERS[suffix](b"")):
+        file = write(tmp_path / f"a.txt{suffix}", content)
+        assert refusal(file) == "the file is empty; give a file with text in it"
+        assert not looks_like_text(file)
+
+
+@EVERY_TEXT
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_binary_file(tmp_path, suffix, errors):
+    """A zero byte near the start, with its offset; further on it is a character."""
+    file = tmp_path / f"a.txt{suffix}"
+    for offset in (0, 4, 4095):
+        write(file, PACKERS[suffix](b"a" * offset + b"\0more\0"))
+        assert refusal(file, errors=errors) == (
+            f"a binary file (a zero byte at offset {offset}); give a text file in UTF-8"
+        )
+        assert not looks_like_text(file)
+    assert read(write(file, PACKERS[suffix](b"a" * 4096 + b"\0"))) == ["a" * 4096 + "\0"]
+    assert looks_like_text(file)
+
+
+def test_what_looks_like_text(tmp_path):
+    """Binary by its beginning, with a zero byte or without; what may be damaged is to be read, so that it is named."""
+    for name, content, text in [
+        ("a.txt", b"caf\xe9", True),
+        ("a.pdf", b"%PDF-1.7\n", False),
+        ("a.docx", b"PK\x03\x04\x14", False),
+        ("a.png", b"\x89PNG\r\n\x1a\n", False),
+        ("a.gif", b"GIF89a", False),
+        ("a.jpg", b"\xff\xd8\xff\xe0", False),
+        ("a.txt", b"\xff\xfea\0", False),
+        ("a.pdf.gz", gzip.compress(b"%PDF-1.7\n"), False),
+        ("a.tar.xz", lzma.compress(b"a" * 97 + b"\0"), False),
+        ("a.gz", b"no gzip", True),
+        ("a.zst", b"no zstd", True),
+        ("a.parquet", b"", True),
+    ]:
+        assert looks_like_text(write(tmp_path / name, content)) == text, name
+
+
+# --- JSON lines ---
+
+
+@pytest.mark.parametrize("block", TINY)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "A.JSONL"])
+@EVERY_TEXT
+def test_json_lines(tmp_path, name, suffix, block):
+    """A document a line; blank lines give none, and what ends a line is only its newline."""
+    assert read(write(tmp_path / f"{name}{suffix}", PACKERS[suffix](LINES.encode())), block) == DOCUMENTS
+
+
+def test_json_text_field(tmp_path):
+    """The key that is named, whatever else is there; null is an empty document."""
+    file = write(tmp_path / "a.jsonl", '{"body": "x", "text": "y"}\n{"text": [7], "body": null}\n')
+    assert read(file, text_field="body") == ["x", ""]
+    assert refusal(file) == "line 2 has no text under 'text'; name the key with data.text_field="
+
+
+@settings(deadline=None, max_examples=67)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), max_size=13), min_size=1, max_size=7),
+    st.sampled_from(TINY),
+    st.booleans(),
+    st.sampled_from(["\n", "\r\n", "\n\n"]),
+    st.booleans(),
+)
+def test_json_lines_in_any_blocks(folder, documents, block, ascii_only, newline, ends):
+    """Whatever is in the documents, packed or not, with a newline at the end or without."""
+    lines = newline.join(json.dumps({"text": document}, ensure_ascii=ascii_only) for document in documents)
+    for suffix, pack in PACKERS.items():
+        file = write(folder / f"a.jsonl{suffix}", pack((lines + newline * ends).encode()))
+        assert read(file, block) == documents
+
+
+def test_json_lines_keep_odd_line_ends(tmp_path):
+    """Only a newline ends a line: Unicode's other separators may stand inside a string of JSON."""
+    line = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n"
+    assert read(write(tmp_path / "a.jsonl", line)) == ["a\u2028b\x85c"]
+
+
+def test_half_a_pair_is_replaced(tmp_path):
+    """JSON can spell half a character; a pair of halves is one character."""
+    assert read(write(tmp_path / "a.jsonl", r'{"text": "\ud83d \ud83d\ude00"}')) == ["\ufffd 😀"]
+
+
+def test_huge_line(tmp_path):
+    """A line of several blocks between two short ones."""
+    documents = ["first", "é" * 2_000_003, "last"]
+    lines = "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents)
+    assert read(write(tmp_path / "a.jsonl", lines)) == documents
+
+
+NO_JSON = "; every line must be one JSON object"
+NO_TEXT = "has no text under 'text'; name the key with data.text_field="
+NO_UTF8 = "; convert it first, or say data.errors=replace"
+
+
+@pytest.mark.parametrize("block", [3, None])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "is not JSON (Expecting ',' delimiter, column 13)" + NO_JSON),
+        ("plain text", "is not JSON (Expecting value, column 1)" + NO_JSON),
+        ('{"text": "a"} {', "is not JSON (Extra data, column 15)" + NO_JSON),
+        ('{"text": "é\t"}', "is not JSON (Invalid control character, column 12)" + NO_JSON),
+        ("\ufeff{}", "is not JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), column 1)" + NO_JSON),
+        ("[" * 100_000, "is not JSON (beyond what can be read)" + NO_JSON),
+        ('{"n": ' + "1" * 5000 + "}", "is not JSON (beyond what can be read)" + NO_JSON),
+        ('{"body": "a"}', NO_TEXT),
+        ('{"text": 7}', NO_TEXT),
+        ('{"text": ["a"]}', NO_TEXT),
+        ('["text"]', NO_TEXT),
+        ('"text"', NO_TEXT),
+        ("null", NO_TEXT),
+        (b'{"text": "caf\xe9"}', "is not UTF-8 (byte 0xe9 at its offset 13)" + NO_UTF8),
+        (b'{"text": "\xe2\x82', "is not UTF-8 (byte 0xe2 at its offset 10)" + NO_UTF8),
+    ],
+    ids=lambda value: ascii(value)[:23],
+)
+def test_broken_json_line(tmp_path, line, message, block):
+    """The line's number counts blank lines too, and the column is that in the line."""
+    line = line if isinstance(line, bytes) else line.encode()
+    file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+    assert refusal(file, block) == f"line 3 {message}"
+
+
+def test_broken_first_line_after_a_mark(tmp_path):
+    """The first line is the first also where a mark comes before it, and a broken one is not the end of the file."""
+    file = write(tmp_path / "a.jsonl", '\ufeff{"text"}\n{"text": "b"}')
+    assert refusal(file) == "line 1 is not JSON (Expecting ':' delimiter, column 8); every line must be one JSON object"
+
+
+def test_lines_before_a_broken_one_are_read(tmp_path):
+    """Each document is there before the next line is looked at."""
+    documents = read_documents(write(tmp_path / "a.jsonl", '{"text": "a"}\n{'))
+    assert "".join(next(documents)) == "a"
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        next(documents)
+
+
+@pytest.mark.parametrize("block", [3, None])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_replaced_in_json_lines(tmp_path, name, block):
+    """Also in the first line, which decides how a .json file is read."""
+    file = write(tmp_path / name, b'{"text": "caf\xe9"}\n{"text": "\xf0\x9f\x98"}')
+    assert read(file, block, errors="replace") == ["caf\ufffd", "\ufffd"]
+    assert refusal(file, block).startswith("line 1 is not UTF-8 (byte 0xe9 at its offset 13); ")
+
+
+@pytest.mark.parametrize("block", [*TINY, None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{\n  "text": "a"\n}\n',
+        '[{"text": "a"},\n {"text": "b"}]',
+        '[{"text": "a"}]',
+        '\n{"text": "a"}\n',
+        '"text"\n',
+        "7",
+        "plain text\n",
+        '{"text": "a"\n',
+        '{"text": "a"} {"text": "b"}\n{"text": "c"}',
+        '{"text": "a"},\n{"text": "b"}',
+        "[" * 100_000,
+        "{" * 100_000,
+        '{"n": ' + "1" * 5000 + "}\n",
+    ],
+    ids=lambda content: ascii(content)[:23],
+)
+def test_json_that_is_no_lines(tmp_path, content, block):
+    """Where the first line is no whole object, the file is its text, byte for byte."""
+    assert read(write(tmp_path / "a.json", content), block) == [content]
+
+
+@pytest.mark.parametrize("block", [*TINY, None])
+@pytest.mark.parametrize("content", ['{"text": "a"}', ' \t{"text": "a"} \r\n', '{"text": "a"}\n\n', '{"text":\r"a"}\n'])
+def test_json_of_one_line(tmp_path, content, block):
+    """A whole object in the first line makes lines of a file, be it the only one."""
+    assert read(write(tmp_path / "a.json", content), block) == ["a"]
+
+
+def test_json_lines_go_on_as_lines(tmp_path):
+    """What the first line has decided holds for the others."""
+    file = write(tmp_path / "a.json", '{"text": "a"}\nplain text\n')
+    assert refusal(file).startswith("line 2 is not JSON (Expecting value, column 1)")
+    assert (
+        refusal(write(file, '{"name": "a"}')) == "line 1 has no text under 'text'; name the key with data.text_field="
+    )
+
+
+def test_json_array_is_not_held_to_find_its_first_line(tmp_path, monkeypatch):
+    """The first byte shows that there is no object, so all is read as it comes: the beginning before the damage."""
+    monkeypatch.setattr(gpt.text.formats, "BLOCK", 101)
+    array = json.dumps([os.urandom(11).hex() for _ in range(4001)])
+    blocks = iter(next(read_documents(write(tmp_path / "a.json.gz", gzip.compress(array.encode())[:-11]))))
+    assert next(blocks) == array[:101]
+    with pytest.raises(UserError, match="cannot be unpacked beyond byte"):
+        list(blocks)
+
+
+# --- packed ---
+
+
+@EVERY_PACKING
+@pytest.mark.parametrize("block", [3, None])
+def test_several_members(tmp_path, suffix, block):
+    """Files that were joined, or packed in parallel, hold one text; an empty member is nothing."""
+    pack = PACKERS[suffix]
+    file = write(tmp_path / f"a.txt{suffix}", pack(b"") + pack(b"first \xe2") + pack(b"") + pack(b"\x82\xac.") * 3)
+    assert refusal(file).startswith("not UTF-8 (byte 0x82 at offset 10)")
+    assert read(file, block, errors="replace") == ["first €.\ufffd\ufffd.\ufffd\ufffd."]
+    assert looks_like_text(file)
+
+
+@EVERY_PACKING
+def test_members_of_many_sizes(tmp_path, suffix):
+    """Where one ends and the next begins has nothing to do with how much is read at once."""
+    documents = ["abcdefg" * size + "\n" for size in range(1, 400, 13)]
+    content = b"".join(PACKERS[suffix](document.encode()) for document in documents)
+    assert read(write(tmp_path / f"a{suffix}", content)) == ["".join(documents)]
+
+
+@EVERY_PACKING
+def test_large_packed_file(tmp_path, suffix):
+    """More than can be packed into one block of any library, of text that packs badly."""
+    text = "".join(chr(33 + (i * i + i // 89) % 89) for i in range(300_007))
+    noise = os.urandom(150_001).hex()
+    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]((noise + text).encode()))
+    assert file.stat().st_size > 131_072
+    assert looks_like_text(file)
+    assert read(file) == [noise + text]
+
+
+CONTENT = "".join(f"line {i} of the text\n" for i in range(23)).encode()
+
+
+@EVERY_PACKING
+@pytest.mark.parametrize("before", [False, True], ids=["alone", "after another member"])
+def test_cut_short_at_every_length(tmp_path, suffix, before):
+    """A file that was not fetched to its end is never taken for whole."""
+    file = tmp_path / f"a.txt{suffix}"
+    packed, first = PACKERS[suffix](CONTENT), PACKERS[suffix](b"first\n") * before
+    for length in range(1, len(packed)):
+        message = refusal(write(file, first + packed[:length]))
+        assert is_damage(message), (length, message)
+    assert read(write(file, first + packed)) == [("first\n" * before) + CONTENT.decode()]
+
+
+@EVERY_PACKING
+@pytest.mark.parametrize("before", [False, True], ids=["alone", "after another member"])
+def test_every_byte_changed(tmp_path, suffix, before):
+    """The damage is found, or it was to what decides nothing, as gzip's time: no other text comes of it."""
+    file = tmp_path / f"a.txt{suffix}"
+    packed, first = PACKERS[suffix](CONTENT), PACKERS[suffix](b"first\n") * before
+    harmless = 0
+    for changed in range(len(packed)):
+        for bits in (1, 128, 255):
+            damaged = bytearray(packed)
+            damaged[changed] ^= bits
+            try:
+                assert read(write(file, first + damaged)) == [("first\n" * before) + CONTENT.decode()]
+                harmless += 1
+            except UserError as error:
+                assert is_damage(str(error).removeprefix(f"{file}: "))
+    assert harmless <= {".gz": 31, ".bz2": 5}.get(suffix, 0)
+
+
+@EVERY_PACKING
+@pytest.mark.parametrize("garbage", [b"x", b"gar", b"garbage", b"\xfd7zXZ", bytes(7), b"plain text " * 200])
+def test_more_after_the_end(tmp_path, suffix, garbage):
+    """What follows is no member; gzip alone is filled up with zeros by tradition."""
+    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](CONTENT) + garbage)
+    if suffix == ".gz" and not any(garbage):
+        assert read(file) == [CONTENT.decode()]
+    else:
+        assert is_damage(refusal(file), 0 if suffix == ".gz" else len(CONTENT))
+
+
+@EVERY_PACKING
+@pytest.mark.parametrize("content", [b"x", b"plain text", b"plain text " * 200, b"\x1f\x8b", b"BZh9", bytes(101)])
+def test_not_packed_at_all(tmp_path, suffix, content):
+    """A name that promises what the file is not."""
+    assert is_damage(refusal(write(tmp_path / f"a.txt{suffix}", content)), 0)
+
+
+@EVERY_PACKING
+def test_packed_in_another_way(tmp_path, suffix):
+    """Each format under the name of each other."""
+    for other in PACKED:
+        if other != suffix:
+            assert is_damage(refusal(write(tmp_path / f"a.txt{suffix}", PACKERS[other](CONTENT))), 0)
+
+
+def test_damage_says_how_far_it_is_whole(tmp_path):
+    """The whole line, with the library's reason and the size of what could be unpacked."""
+    whole = PACKERS[".zst"](b"a" * 1234)
+    assert refusal(write(tmp_path / "a.txt.zst", whole + whole[:-1])) == (
+        "cannot be unpacked beyond byte 2,468 of its content (it ends within what is packed): "
+        "the file is damaged, cut short, or not what its name says; fetch it again"
+    )
+    assert refusal(write(tmp_path / "a.txt.gz", b"plain text")) == (
+        "cannot be unpacked beyond byte 0 of its content (Not a gzipped file (b'pl')): "
+        "the file is damaged, cut short, or not what its name says; fetch it again"
+    )
+
+
+def test_damage_comes_after_what_is_whole(tmp_path, monkeypatch):
+    """Documents before the damage are read first, so that memory does not grow with the file."""
+    monkeypatch.setattr(gpt.text.formats, "BLOCK", 50_021)
+    noise = os.urandom(25_003).hex()
+    lines = "".join(json.dumps({"text": noise}) + "\n" for _ in range(7)).encode()
+    for suffix in PACKED:
+        documents = read_documents(write(tmp_path / f"a.jsonl{suffix}", PACKERS[suffix](lines)[:-11]))
+        assert "".join(next(documents)) == noise
+        with pytest.raises(UserError, match="cannot be unpacked beyond byte"):
+            list(documents)
+
+
+def test_zstd_of_other_makers(tmp_path):
+    """Frames to be skipped, as pzstd and seekable files have them, without a hash of the content or its size."""
+    skipped = struct.pack("<II", 0x184D2A50, 5) + b"12345"
+    compressor = zstandard.ZstdCompressor(write_content_size=False)
+    first, second = zstandard.compress(b"first "), compressor.compress(b"second")
+    file = write(tmp_path / "a.txt.zst", skipped + first + skipped * 2 + second + skipped)
+    assert read(file) == ["first second"]
+    assert looks_like_text(file)
+    assert is_damage(refusal(write(file, skipped[:-1])), 0)
+
+
+@pytest.mark.parametrize("log", [27, 28, 31])
+def test_zstd_long(tmp_path, log):
+    """The wide windows of zstd --long=31, which large collections are published in: a frame by hand, of a raw block."""
+    frame = struct.pack("<IBB", 0xFD2FB528, 0, (log - 10) << 3) + struct.pack("<I", len(b"hello") << 3 | 1)[:3]
+    assert read(write(tmp_path / "a.txt.zst", frame + b"hello")) == ["hello"]
+
+
+# --- parquet ---
+
+
+def write_table(file: Path, columns: dict, **more) -> Path:
+    """A parquet file with these columns."""
+    pq.write_table(pa.table(columns), file, **more)
+    return file
+
+
+def as_strings(content: list[bytes | None], kind: pa.DataType | None = None) -> pa.Array:
+    """An array that claims to hold UTF-8, whatever it holds."""
+    wide = kind == pa.large_string()
+    return pa.Array.from_buffers(
+        kind or pa.string(), len(content), pa.array(content, pa.large_binary() if wide else pa.binary()).buffers()
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 1000])
+def test_parquet(tmp_path, rows):
+    """A document a row, over row groups of any size; null is an empty document, and other columns are nothing."""
+    documents = ["one", None, "", "naïve 😀\r\n", "\ufeffmark\0", "five", None]
+    columns = {"n": list(range(7)), "text": documents, "body": ["no"] * 7}
+    file = write_table(tmp_path / "a.parquet", columns, row_group_size=rows)
+    assert pq.ParquetFile(file).num_row_groups == -(-7 // rows)
+    assert read(file) == [document or "" for document in documents]
+    assert read(file, text_field="body") == ["no"] * 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "read_as"),
+    [
+        (pa.string(), "string"),
+        (pa.large_string(), "large_string"),
+        (pa.dictionary(pa.int8(), pa.string()), "dictionary<values=string, indices=int8, ordered=0>"),
+        (pa.dictionary(pa.int32(), pa.large_string()), "dictionary<values=string, indices=int32, ordered=0>"),
+        (pa.string_view(), "string_view"),
+    ],
+    ids=str,
+)
+def test_kinds_of_text(tmp_path, kind, read_as):
+    """Every way in which a column may hold text, with nulls, in more than one batch."""
+    documents = ["one", "two", None, "one", "", "naïve 😀"] * 211
+    try:
+        write_table(tmp_path / "a.parquet", {"text": pa.array(documents, kind)}, row_group_size=619)
+    except pa.ArrowNotImplementedError:
+        pytest.skip(f"this pyarrow writes no {kind}")
+    assert str(pq.read_schema(tmp_path / "a.parquet").field("text").type) == read_as
+    assert read(tmp_path / "a.parquet") == [document or "" for document in documents]
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
+def test_compressed_parquet(tmp_path, compression):
+    """Whatever its columns are packed with."""
+    documents = [f"document {i} " * (i % 11) for i in range(101)]
+    assert read(write_table(tmp_path / "a.parquet", {"text": documents}, compression=compression)) == documents
+
+
+def test_parquet_without_rows(tmp_path):
+    """A table may be empty, and its groups too: there are no documents."""
+    file = write_table(tmp_path / "a.parquet", {"text": pa.array([], pa.string())})
+    assert read(file) == []
+    assert read(write_table(file, {"text": pa.array([None, None], pa.string())})) == ["", ""]
+
+
+def test_parquet_columns_of_like_names(tmp_path):
+    """A name with a dot is a name, and no other column is taken for it."""
+    columns = {"text.x": ["a"], "Text": ["b"], "text": ["c"], "tex": ["d"]}
+    file = write_table(tmp_path / "a.parquet", columns)
+    assert [read(file, text_field=name) for name in columns] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_parquet_without_the_column(tmp_path):
+    """The columns that there are, at most eight of them."""
+    file = write_table(tmp_path / "a.parquet", {"body": ["a"], "n": [1], "s": [{"text": "a"}]})
+    assert refusal(file) == "has no column 'text'; name one with data.text_field= (body, n, s)"
+    assert refusal(file, text_field="s.text") == "has no column 's.text'; name one with data.text_field= (body, n, s)"
+    write_table(file, {f"c{i}": ["a"] for i in range(11)})
+    assert refusal(file) == "has no column 'text'; name one with data.text_field= (c0, c1, c2, c3, c4, c5, c6, c7, ...)"
+
+
+def test_parquet_with_two_columns_of_the_name(tmp_path):
+    """Which of them is meant cannot be said."""
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text"] * 2), tmp_path / "a.parquet")
+    assert refusal(tmp_path / "a.parquet") == "has 2 columns 'text'; name one with data.text_field= (text, text)"
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [
+        (pa.array([7]), "int64"),
+        (pa.array([b"a"]), "binary"),
+        (pa.array([["a"]]), "list<element: string>"),
+        (pa.array([{"x": "a"}]), "struct<x: string>"),
+        (pa.nulls(1), "null"),
+        (pa.array([7]).dictionary_encode(), "int64"),
+    ],
+    ids=str,
+)
+def test_parquet_column_without_text(tmp_path, column, kind):
+    """What the column holds instead."""
+    file = write_table(tmp_path / "a.parquet", {"text": column})
+    assert refusal(file) == f"the column 'text' holds {kind}, not text; name another with data.text_field="
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_parquet_that_is_not_utf8(tmp_path, kind):
+    """The row and its group, both counted from 0, and the byte; or what stands for it."""
+    content = [b"ok", None] * 71 + ["naïve ".encode() + b"caf\xe9!", b"\xe2\x82"]
+    file = write_table(tmp_path / "a.parquet", {"text": as_strings(content, kind)}, row_group_size=73)
+    assert refusal(file) == (
+        "row 69 of row group 1 is not UTF-8 (byte 0xe9 at its offset 10); convert it first, or say data.errors=replace"
+    )
+    assert read(file, errors="replace") == ["ok", ""] * 71 + ["naïve caf\ufffd!", "\ufffd"]
+
+
+def is_parquet_damage(message: str) -> bool:
+    """Whether a line says that a row group cannot be read."""
+    remedy = "the file is damaged or not parquet; fetch it again"
+    return bool(re.fullmatch(rf"(row group \d )?cannot be read \([^\n]+\): {remedy}", message))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"plain text " * 7, b"PAR1PAR1", b"PAR1" + bytes(23) + b"PAR1"])
+def test_not_parquet_at_all(tmp_path, content):
+    """A name that promises what the file is not."""
+    assert is_parquet_damage(refusal(write(tmp_path / "a.parquet", content)))
+
+
+@pytest.fixture
+def checked_parquet(tmp_path) -> tuple[Path, bytes]:
+    """A file of two row groups whose pages have hashes."""
+    how = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
+    columns = {"text": [f"document {i} " * 3 for i in range(23)]}
+    file = write_table(tmp_path / "a.parquet", columns, row_group_size=13, **how)
+    return file, file.read_bytes()
+
+
+def test_parquet_cut_short(checked_parquet):
+    """Its end, which says where everything is, has gone."""
+    file, whole = checked_parquet
+    for length in [*range(0, len(whole), 7), len(whole) - 1]:
+        assert is_parquet_damage(refusal(write(file, whole[:length])))
+
+
+def test_parquet_with_a_changed_page(checked_parquet):
+    """Its hash finds what the text itself cannot show, and says in which group."""
+    file, whole = checked_parquet
+    for group, text in enumerate((b"document 0 " * 3, b"document 13 " * 3)):
+        for changed in range(whole.index(text), whole.index(text) + len(text), 5):
+            write(file, whole[:changed] + bytes([whole[changed] ^ 1]) + whole[changed + 1 :])
+            message = refusal(file)
+            assert is_parquet_damage(message)
+            assert message.startswith(f"row group {group} cannot be read (could not verify page integrity")
+
+
+def test_parquet_with_any_byte_changed(checked_parquet):
+    """Whatever the damage, it ends in documents or in one line, never in an error of the library's own."""
+    file, whole = checked_parquet
+    refused = 0
+    for changed in range(0, len(whole), 3):
+        write(file, whole[:changed] + bytes([whole[changed] ^ 0xFF]) + whole[changed + 1 :])
+        try:
+            read(file)
+        except UserError as error:
+            message = str(error).removeprefix(f"{file}: ")
+            assert is_parquet_damage(message) or message.startswith(
+                ("has no column 'text'; ", "the column 'text' holds ")
+            )
+            refused += 1
+    assert refused > len(whole) / 3 / 3
+
+
+@EVERY_PACKING
+def test_packed_parquet(tmp_path, suffix):
+    """It would have to be unpacked as a whole, so it is refused before it is opened."""
+    file = write(tmp_path / f"a.parquet{suffix}", b"")
+    assert refusal(file) == "parquet packs its columns itself; unpack the file first"
+    assert looks_like_text(file)
+
+
+def test_without_pyarrow(tmp_path):
+    """One line, which says how to install it."""
+    file = write_table(tmp_path / "a.parquet", {"text": ["a"]})
+    code = """if True:
+        import sys
+        sys.modules["pyarrow.parquet"] = None
+        from pathlib import Path
+        from gpt.errors import command_line
+        from gpt.text.formats import read_documents
+        with command_line("train.py"):
+            list(read_documents(Path(sys.argv[1])))
+    """
+    command = [sys.executable, "-c", code, str(file)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"train.py: {file}: this takes pyarrow, which is not installed: pip install -e '.[parquet]'\n"
+    )
+
+
+# --- all of them ---
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=23), min_size=1, max_size=7))
+def test_the_same_documents_in_every_format(folder, documents):
+    """What a file is packed in decides nothing."""
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents).encode()
+    for name in ("a.jsonl", "a.ndjson", "a.json"):
+        for suffix, pack in PACKERS.items():
+            assert read(write(folder / f"{name}{suffix}", pack(lines))) == documents
+    assert read(write_table(folder / "a.parquet", {"text": documents}, row_group_size=3)) == documents
+
+
+def test_one_document_in_every_format(tmp_path):
+    """A text, a line and a row."""
+    write(tmp_path / "a.txt", TEXT)
+    write(tmp_path / "a.jsonl", json.dumps({"text": TEXT}))
+    write_table(tmp_path / "a.parquet", {"text": [TEXT]})
+    assert [read(file) for file in sorted(tmp_path.iterdir())] == [[TEXT]] * 3
+
+
+# --- what cannot be read ---
+
+
+EVERY_NAME = pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", *("a" + s for s in PACKED)])
+
+
+@EVERY_NAME
+def test_missing_file(tmp_path, name):
+    """It may vanish after it was found."""
+    for attempt in (refusal, lambda file: not_looked_at(file)):
+        assert attempt(tmp_path / name) == (
+            "cannot be read (No such file or directory); mend that, or move the file away"
+        )
+
+
+def not_looked_at(file: Path) -> str:
+    """The line that refuses to read what was found in a folder."""
+    assert looks_like_text(file)
+    return refusal(file)
+
+
+@EVERY_NAME
+def test_folder_in_place_of_a_file(tmp_path, name):
+    """Whatever its name says."""
+    (tmp_path / name).mkdir()
+    assert refusal(tmp_path / name) == "cannot be read (Is a directory); mend that, or move the file away"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file: run the tests as another user as well")
+@EVERY_NAME
+def test_file_without_permission(tmp_path, name):
+    """A file that may not be read."""
+    file = write(tmp_path / name, "a")
+    file.chmod(0)
+    assert refusal(file) == "cannot be read (Permission denied); mend that, or move the file away"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that fails on being read: /proc/self/mem")
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", *("a" + suffix for suffix in PACKED)])
+def test_file_that_fails(tmp_path, name):
+    """A device that gives an error in mid-read, which stops root as well, is not called damaged."""
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    assert refusal(tmp_path / name) == "cannot be read (Input/output error); mend that, or move the file away"
+    assert looks_like_text(tmp_path / name)

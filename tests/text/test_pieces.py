@@ -1,0 +1,227 @@
+"""Well-formed text; and cuts: of the document alone, at white space where there is any, in little time and memory."""
+
+import re
+import time
+import tracemalloc
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import regex
+import tiktoken
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gpt.text.pieces import PIECE, SPACE, cut, well_formed
+
+WHITE = regex.compile(r"\p{White_Space}")
+EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+
+# White space of one to three bytes, what Python alone calls white space, letters of one to four bytes.
+LETTERS = "ab \n\t\x85\u2028\u3000\x1c\u200bé中😀"
+words = st.text(LETTERS, max_size=23)
+blocks_of_text = st.lists(words | st.sampled_from(["a" * 47, " " * 47, "a " * 23, " a" * 23]), max_size=17)
+sizes = st.integers(1, 13)
+many = settings(deadline=None, max_examples=1000)
+
+
+def slow_cut(text: str, size: int) -> list[str]:
+    """The cuts as defined: of each piece's first `4 * size` characters, the first one that may be and is not early."""
+    pieces = []
+    while text:
+        view = text[: 4 * size]
+        ends = [i for i in range(size, len(view) - 1) if WHITE.match(view[i]) and not WHITE.match(view[i + 1])]
+        end = ends[0] if ends else len(view)
+        pieces.append(text[:end])
+        text = text[end:]
+    return pieces
+
+
+# --- cuts ---
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "pieces"),
+    [
+        ("", 3, []),
+        ("aa", 3, ["aa"]),
+        ("aa bb cc dd", 3, ["aa bb", " cc", " dd"]),
+        ("aa  bb\n\ncc", 2, ["aa ", " bb\n", "\ncc"]),
+        ("aa \n\u3000bb ", 2, ["aa \n", "\u3000bb "]),
+        ("aa\x1cbb\u200bcc dd", 2, ["aa\x1cbb\u200bcc", " dd"]),
+        ("a a", 1, ["a", " a"]),
+        ("a" * 8, 2, ["a" * 8]),
+        ("a" * 11, 2, ["a" * 8, "a" * 3]),
+        (" " * 11, 2, [" " * 8, " " * 3]),
+        ("aaaaaa aa", 2, ["aaaaaa", " aa"]),
+        ("aaaaaaa aa", 2, ["aaaaaaa ", "aa"]),  # it would take a look beyond eight characters to cut before the space
+        ("中" * 29, 7, ["中" * 28, "中"]),
+    ],
+)
+def test_cuts_by_hand(text, size, pieces):
+    """Before the last white space of a run that something follows, or else at four times the size."""
+    assert list(cut([text], size)) == pieces == slow_cut(text, size)
+
+
+@many
+@given(blocks_of_text, sizes)
+@example(["aaaaaaa", " ", "aa"], 2)
+@example(["", "a" * 8, "", " a", ""], 2)
+def test_cuts_are_of_the_document_alone(blocks, size):
+    """However a document is handed over, its cuts are the defined ones."""
+    text = "".join(blocks)
+    expected = slow_cut(text, size)
+    assert list(cut(blocks, size)) == expected
+    assert list(cut([text], size)) == expected
+    assert list(cut(iter(text), size)) == expected
+
+
+@many
+@given(st.text(), st.lists(st.integers(0, 97), max_size=7), sizes)
+def test_cuts_of_any_text(text, places, size):
+    """Also where the text is any, and the blocks are made from it."""
+    places = [0, *sorted(places), len(text)]
+    blocks = [text[start:end] for start, end in pairwise(places)]
+    assert "".join(blocks) == text
+    assert list(cut(blocks, size)) == slow_cut(text, size)
+
+
+@many
+@given(blocks_of_text, sizes)
+def test_pieces_are_the_text_in_bounds(blocks, size):
+    """Nothing is lost; every piece has `size` to `4 * size` characters but for the last, which may be shorter."""
+    pieces = list(cut(blocks, size))
+    assert "".join(pieces) == "".join(blocks)
+    assert all(size <= len(piece) <= 4 * size for piece in pieces[:-1])
+    assert all(1 <= len(piece) <= 4 * size for piece in pieces[-1:])
+
+
+@many
+@given(blocks_of_text, sizes)
+def test_forced_cuts(blocks, size):
+    """A piece ends at no such white space only where it has `4 * size` characters."""
+    pieces = list(cut(blocks, size))
+    for i in range(1, len(pieces)):
+        here, rest = pieces[i - 1], "".join(pieces[i:])
+        if not (WHITE.match(rest) and len(rest) > 1 and not WHITE.match(rest[1])):
+            assert len(here) == 4 * size
+
+
+@many
+@given(blocks_of_text, sizes)
+def test_pieces_come_early(blocks, size):
+    """No piece waits for more than `4 * size` characters beyond what came out before, and the block they came in."""
+    taken = returned = 0
+
+    def reading() -> Iterator[str]:
+        nonlocal taken
+        for block in blocks:
+            assert taken - returned <= 4 * size
+            taken += len(block)
+            yield block
+
+    for piece in cut(reading(), size):
+        returned += len(piece)
+    assert taken == returned == sum(map(len, blocks))
+
+
+def test_ordinary_text_is_cut_near_the_size():
+    """The default size; in ordinary text a piece goes on to the end of its word, and no further."""
+    text = "the cat sat on the mat, and the dog lay down; " * 9973
+    pieces = list(cut([text]))
+    assert len(pieces) == len(text) // PIECE + 1 == 4
+    assert all(PIECE <= len(piece) < PIECE + len(" down;") for piece in pieces[:-1])
+    assert all(piece.startswith(" ") for piece in pieces[1:])
+
+
+def test_white_space_is_what_the_tokenizers_pattern_takes():
+    """SPACE is tiktoken's \\s and Unicode's White_Space; Python's own has the four separators from U+001C on more."""
+    ours = re.findall(f"[{SPACE}]", "".join(EVERY_CHARACTER))
+    bytes_alone = {bytes([byte]): byte for byte in range(256)}
+    matcher = tiktoken.Encoding("spaces", pat_str=r"\s", mergeable_ranks=bytes_alone, special_tokens={})
+    assert matcher.decode(matcher.encode_ordinary("".join(EVERY_CHARACTER))) == "".join(ours)
+    assert ours == [character for character in EVERY_CHARACTER if WHITE.match(character)]
+    assert {c for c in EVERY_CHARACTER if c.isspace()} - set(ours) == {"\x1c", "\x1d", "\x1e", "\x1f"}
+    assert len(ours) == 25
+
+
+MEGA = {
+    "letters": "a" * 10_000_000,
+    "spaces": " " * 10_000_000,
+    "spaces at the front": " " * 10_000_000 + "a",
+    "runs": ("a" + " " * 999) * 10_000,
+    "ideographs": "日本語" * 1_111_111,
+    "words": "seven words that are not so long " * 303_030,
+}
+
+
+@pytest.mark.parametrize("length", [13, 1009, 10_000_001])
+@pytest.mark.parametrize("text", MEGA.values(), ids=MEGA)
+def test_cutting_takes_linear_time(text, length):
+    """Ten megabytes of anything, in blocks of any length, take a fraction of a second."""
+    blocks = [text[i : i + length] for i in range(0, len(text), length)]
+    start = time.process_time()
+    count = size = 0
+    for piece in cut(blocks):
+        count, size = count + 1, size + len(piece)
+    assert time.process_time() - start < 10
+    assert size == len(text)
+    assert len(text) // (4 * PIECE) < count <= len(text) // PIECE + 1
+
+
+def test_memory_is_bounded():
+    """Fifty megabytes without white space, in tiny blocks, take the memory of a few pieces."""
+    blocks = ("日本語" * 7 for _ in range(793_651))
+    tracemalloc.start()
+    count = sum(1 for _ in cut(blocks))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 21 * 793_651 // (4 * PIECE) + 1
+    assert 4 * PIECE * 2 < peak < 7 * 4 * PIECE * 2  # an ideograph is two bytes in memory
+
+
+# --- well-formed text ---
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("naïve 中 😀\0", "naïve 中 😀\0"),
+        ("\ud800", "\ufffd"),
+        ("a\udc00b", "a\ufffdb"),
+        ("\ud83d\ude00", "😀"),
+        ("\ude00\ud83d", "\ufffd\ufffd"),
+        ("\ud83d\ud83d\ude00\ude00", "\ufffd😀\ufffd"),
+        ("\ufeff\udfff😀", "\ufeff\ufffd😀"),
+    ],
+    ids=ascii,
+)
+def test_well_formed_by_hand(text, expected):
+    """A half that has lost the other is U+FFFD, two that belong together are their character."""
+    assert well_formed(text) == expected
+
+
+HALVES = ["\ud800", "\ud83d", "\udbff", "\udc00", "\ude00", "\udfff"]
+
+
+@many
+@given(st.lists(st.sampled_from([*HALVES, "a", "\ufffd", "😀", "\ufeff"]) | st.characters(), max_size=29).map("".join))
+def test_well_formed(text):
+    """It can be encoded, it changes halves only, and it changes nothing twice."""
+    pairs = re.sub("[\ud800-\udbff][\udc00-\udfff]", lambda m: _join(*m.group()), text)
+    assert well_formed(text) == re.sub("[\ud800-\udfff]", "\ufffd", pairs)
+    assert well_formed(well_formed(text)) == well_formed(text)
+    assert well_formed(text).encode("utf-8").decode("utf-8") == well_formed(text)
+
+
+def _join(high: str, low: str) -> str:
+    """The character of a surrogate pair (Unicode 3.9, D91)."""
+    return chr(0x10000 + (ord(high) - 0xD800) * 0x400 + ord(low) - 0xDC00)
+
+
+@many
+@given(st.text())
+def test_valid_text_is_left_alone(text):
+    """The very same object, so that it costs no memory."""
+    assert well_formed(text) is text

@@ -1,0 +1,491 @@
+"""The schedule by hand, AdamW against PyTorch's, and Muon against its definition by singular values."""
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.training.optim import (
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_LARGE,
+    MuonAdamW,
+    OptimConfig,
+    build_optimizer,
+    lr_factor,
+    orthogonalize,
+    set_lr,
+)
+
+LAYERS, D_MODEL, HEADS = 2, 6, 3
+MATRICES = {
+    f"blocks.{i}.{name}.weight"
+    for i in range(LAYERS)
+    for name in ("attention.W_qkv", "attention.out_proj", "feed_forward.expand", "feed_forward.contract")
+}
+EMBEDDINGS = {"token_embedding.weight", "position_embedding.weight"}
+
+STEEP = {"warmup_steps": 4, "decay_from": 0.5, "final_lr": 0.25}  # in 24 steps: up in 4, at 1 until 12, then down
+
+
+def make_model(heads: int = HEADS, **changes) -> GPT:
+    """A small model, always the same."""
+    torch.manual_seed(3)
+    return GPT(GPTConfig(7, D_MODEL, LAYERS, heads, vocab_size=11, **changes))
+
+
+def make_optimizer(model: GPT, dtype: torch.dtype = torch.float32, **changes) -> MuonAdamW:
+    return build_optimizer(dict(model.named_parameters()), model.config.num_heads, OptimConfig(**changes), dtype)
+
+
+def set_gradients(model: GPT, step: int) -> dict[str, Tensor]:
+    """Give every parameter a gradient that follows from the step, and return them by name."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def names_by_group(model: GPT, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of each group's parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def values(model: GPT) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def polar_express(singular: Tensor, polynomials=POLAR_EXPRESS) -> Tensor:
+    """What the iteration makes of singular values (..., rows), which are all that an odd polynomial changes."""
+    x = singular / (singular.norm(dim=-1, keepdim=True) * 1.02 + 1e-6)
+    for a, b, c in polynomials:
+        x = a * x + b * x**3 + c * x**5
+    return x
+
+
+def muon_by_definition(start: Tensor, gradients: list[Tensor], first_step: int, config: OptimConfig) -> Tensor:
+    """One matrix (rows, columns) after a Muon step for each gradient, written out in float64."""
+    weight, average = start.double(), torch.zeros_like(start).double()
+    along = 0 if start.shape[0] <= start.shape[1] else 1  # a mean for each column of a wide matrix, row of a tall one
+    squares = torch.zeros_like(start).double().sum(along, keepdim=True)
+    for step, gradient in enumerate(gradients, first_step):
+        warm = min(step / 300, 1.0)
+        momentum = config.momentum if config.momentum < 0.85 else 0.85 + (config.momentum - 0.85) * warm
+        average = momentum * average + (1 - momentum) * gradient.double()
+        nesterov = momentum * average + (1 - momentum) * gradient.double()
+        U, S, Vh = torch.linalg.svd(nesterov, full_matrices=False)
+        direction = U @ torch.diag(polar_express(S)) @ Vh
+        squares = 0.95 * squares + 0.05 * direction.square().mean(along, keepdim=True)
+        direction = direction / (squares / (1 - 0.95 ** (step + 1))).sqrt()
+        weight = weight * (1 - config.matrix_lr * config.matrix_weight_decay)
+        weight = weight - config.matrix_lr / math.sqrt(D_MODEL) * direction
+    return weight.float()
+
+
+# --- the schedule ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", {0: 0.25, 1: 0.5, 3: 1, 4: 1, 12: 1, 13: 0.9375, 16: 0.75, 18: 0.625, 23: 0.3125, 24: 0.25}),
+        ("cosine", {0: 0.25, 1: 0.5, 3: 1, 4: 1, 12: 1, 16: 0.8125, 18: 0.625, 20: 0.4375, 24: 0.25}),
+        ("constant", {0: 0.25, 1: 0.5, 3: 1, 4: 1, 12: 1, 18: 1, 24: 1}),
+    ],
+)
+def test_schedule_hand_computed(schedule, expected):
+    """Start, warm-up, plateau and fall; a third of a cosine's way is a quarter of its fall."""
+    config = OptimConfig(schedule=schedule, **STEEP)
+    assert {step: lr_factor(step, 24, config) for step in expected} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("final_lr", [0.0, 0.25, 1.0])
+def test_schedule_ends_exactly(schedule, final_lr):
+    """The horizon has the final rate itself; the last update, a step earlier, has not yet."""
+    for decay_from, total_steps in itertools.product((0.0, 0.5, 0.9), (10, 101, 3000)):
+        config = OptimConfig(schedule=schedule, decay_from=decay_from, final_lr=final_lr)
+        assert lr_factor(total_steps, total_steps, config) == final_lr
+        assert final_lr == 1.0 or lr_factor(total_steps - 1, total_steps, config) > final_lr
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_long_warmup_takes_half_the_run(schedule):
+    """A warm-up of 100 steps in a run of 10 takes 5, and the fall waits for it."""
+    config = OptimConfig(schedule=schedule, warmup_steps=100, decay_from=0.0)
+    assert [lr_factor(step, 10, config) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert (
+        lr_factor(6, 10, config)
+        == {"linear": 0.8, "cosine": 0.5 + 0.5 * math.cos(math.pi / 5), "constant": 1.0}[schedule]
+    )
+    assert lr_factor(10, 10, config) == (1.0 if schedule == "constant" else 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup_steps", [0, 50])
+def test_a_single_step_has_the_full_rate(schedule, warmup_steps):
+    """A run of one step trains in it."""
+    for decay_from in (0.0, 0.5, 1.0):
+        assert lr_factor(0, 1, OptimConfig(schedule=schedule, decay_from=decay_from, warmup_steps=warmup_steps)) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("total_steps", [1, 2, 3, 11, 101])
+def test_schedule_rises_then_falls(schedule, total_steps):
+    """Every update has a rate above nothing and at most the peak, which one of them has; none rises after it."""
+    for warmup_steps, decay_from in itertools.product((0, 1, 7, 1000), (0.0, 0.5, 1.0)):
+        config = OptimConfig(schedule=schedule, warmup_steps=warmup_steps, decay_from=decay_from)
+        factors = [lr_factor(step, total_steps, config) for step in range(total_steps)]
+        assert all(0 < factor <= 1 for factor in factors)
+        peak = factors.index(1.0)
+        assert peak <= total_steps // 2
+        assert factors[:peak] == sorted(factors[:peak]) and factors[peak:] == sorted(factors[peak:], reverse=True)
+
+
+# --- the groups ---
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_groups(qkv_bias):
+    """Muon has the matrices of the blocks and nothing else; norms and biases do not decay; nothing is left out."""
+    model = make_model(qkv_bias=qkv_bias)
+    optimizer = make_optimizer(model, weight_decay=0.3, matrix_weight_decay=0.7)
+    embeddings, vectors, matrices = names_by_group(model, optimizer)
+    assert sorted(embeddings + vectors + matrices) == sorted(name for name, _ in model.named_parameters())
+    assert set(matrices) == MATRICES
+    assert set(embeddings) == EMBEDDINGS
+    assert all("norm" in name or name.endswith("bias") for name in vectors)
+    groups = optimizer.param_groups
+    assert [group["algorithm"] for group in groups] == ["adamw", "adamw", "muon"]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0, 0.7]
+    assert all(parameter.dim() == 2 for parameter in groups[2]["params"])
+    assert groups[2]["parts"] == [3 * HEADS if "W_qkv" in name else 1 for name in matrices]
+
+
+def test_groups_of_adamw_alone():
+    """With name=adamw all matrices decay with the embeddings, and Muon has none."""
+    model = make_model()
+    optimizer = make_optimizer(model, name="adamw", weight_decay=0.3)
+    decayed, vectors = names_by_group(model, optimizer)
+    assert set(decayed) == EMBEDDINGS | MATRICES
+    assert sorted(decayed + vectors) == sorted(name for name, _ in model.named_parameters())
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["adamw", "adamw"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_set_lr():
+    """Every group's rate is its own peak times the factor, whatever was set before."""
+    optimizer = make_optimizer(make_model(), lr=0.5, matrix_lr=0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.25]
+    for factor in (0.5, 0.0, 0.25):
+        set_lr(optimizer, factor)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5 * factor, 0.5 * factor, 0.25 * factor]
+
+
+# --- AdamW ---
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_adamw_equals_pytorch(name):
+    """Over seven steps of changing rates, what AdamW has is moved as torch.optim.AdamW moves it."""
+    ours, theirs = make_model(), make_model()
+    optimizer = make_optimizer(ours, name=name, lr=0.05, weight_decay=0.3, betas=[0.8, 0.9])
+    mine = {p for p, of in ours.named_parameters() if name == "adamw" or p not in MATRICES}
+    parameters = {p: parameter for p, parameter in theirs.named_parameters() if p in mine}
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.dim() == 2], "weight_decay": 0.3},
+            {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.8, 0.9),
+        foreach=False,
+    )
+    start = values(theirs)
+    for step, factor in enumerate([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.1]):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        set_lr(optimizer, factor)
+        for group in reference.param_groups:
+            group["lr"] = 0.05 * factor
+        optimizer.step()
+        reference.step()
+    moved, expected = values(ours), values(theirs)
+    assert len(mine) == {"adamw": 28, "muon": 20}[name]
+    for parameter in mine:
+        assert (expected[parameter] - start[parameter]).abs().max() > 0.01, parameter
+        torch.testing.assert_close(moved[parameter], expected[parameter], atol=1e-6, rtol=1e-5)
+
+
+# --- Muon ---
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 11), (13, 13), (31, 97)])
+def test_orthogonalize(shape):
+    """Singular vectors stay, and singular values become those of the polynomials."""
+    matrices = torch.randn(5, *shape, generator=torch.Generator().manual_seed(7))
+    U, S, Vh = torch.linalg.svd(matrices, full_matrices=False)
+    expected = U @ torch.diag_embed(polar_express(S)) @ Vh
+    torch.testing.assert_close(orthogonalize(matrices), expected, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("rows", [256, 257])
+def test_orthogonalize_large(rows):
+    """Matrices of more than 256 rows get another round, which their weaker directions need."""
+    U, _ = torch.linalg.qr(torch.randn(rows, rows, generator=torch.Generator().manual_seed(7)))
+    S = torch.logspace(0.0, -3.0, rows)
+    strengths = (U.mT @ orthogonalize((U * S @ U.mT)[None])[0] @ U).diagonal()
+    expected = polar_express(S, POLAR_EXPRESS_LARGE if rows > 256 else POLAR_EXPRESS)
+    torch.testing.assert_close(strengths, expected, atol=1e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("polynomials", "weakest", "low"), [(POLAR_EXPRESS, 0.005, 0.49), (POLAR_EXPRESS_LARGE, 0.001, 0.4)]
+)
+def test_polar_express(polynomials, weakest, low):
+    """All singular values from the weakest on come near 1, as the polynomials were made to do."""
+    singular = torch.logspace(math.log10(weakest), 0.0, 10000, dtype=torch.float64)
+    for a, b, c in polynomials:
+        singular = a * singular + b * singular**3 + c * singular**5
+    assert low < singular.min() < singular.max() < 2.0 - low
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 7), (7, 11), (31, 97)])
+def test_orthogonalize_is_nearly_orthogonal(shape, dtype):
+    """In either precision, directions thirty times weaker than others end about as strong, and point where they did."""
+    random = torch.randn(5, *shape, generator=torch.Generator().manual_seed(7))
+    U, _, Vh = torch.linalg.svd(random, full_matrices=False)
+    matrices = U @ torch.diag(torch.logspace(0.0, -1.5, shape[0])) @ Vh
+    result = orthogonalize(matrices.to(dtype))
+    assert (result.shape, result.dtype) == (matrices.shape, dtype)
+    in_old_vectors = U.mT @ result.float() @ Vh.mT  # (5, rows, rows): diagonal where the vectors are the same
+    strengths = in_old_vectors.diagonal(dim1=1, dim2=2)
+    exact = dtype == torch.float32
+    assert (0.42 if exact else 0.35) < strengths.min() < strengths.max() < (1.58 if exact else 1.65)
+    assert (in_old_vectors - torch.diag_embed(strengths)).abs().max() < (1e-4 if exact else 0.15)
+
+
+@pytest.mark.parametrize("size", [1e-2, -1.0, 1e6])
+def test_orthogonalize_does_not_see_the_size(size):
+    """A matrix whose singular values are all equal is its own direction, and its negative the opposite one."""
+    rows = torch.linalg.qr(torch.randn(11, 7, generator=torch.Generator().manual_seed(7))).Q.mT  # (7, 11)
+    expected = math.copysign(polar_express(torch.ones(7))[0].item(), size) * rows
+    torch.testing.assert_close(orthogonalize(size * rows[None])[0], expected, atol=1e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_orthogonalize_batch(dtype, atol):
+    """Matrices in a batch do not see each other, however their sizes differ."""
+    matrices = torch.randn(5, 7, 11, generator=torch.Generator().manual_seed(7))
+    matrices = (matrices * torch.tensor([1.0, 1e-3, 1e3, 7.0, 0.1]).view(5, 1, 1)).to(dtype)
+    alone = torch.cat([orthogonalize(matrix[None]) for matrix in matrices])
+    torch.testing.assert_close(orthogonalize(matrices), alone, atol=atol, rtol=0.0)
+
+
+def test_orthogonalize_zero():
+    """No gradient at all gives no direction, and no nan."""
+    assert torch.equal(orthogonalize(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
+
+
+@pytest.mark.parametrize("first_step", [0, 150, 298])
+@pytest.mark.parametrize(("momentum", "heads"), [(0.95, 3), (0.5, 3), (0.95, 1)])
+def test_muon_by_definition(first_step, momentum, heads):
+    """Five steps on square, wide, tall and fused matrices equal the definition, one matrix or head at a time."""
+    config = OptimConfig(matrix_lr=0.03, matrix_weight_decay=0.7, momentum=momentum)
+    model = make_model(heads)
+    start = values(model)
+    optimizer = build_optimizer(dict(model.named_parameters()), heads, config, torch.float32)
+    optimizer.param_groups[2]["step"] = first_step
+    gradients = []
+    for step in range(5):
+        gradients.append(set_gradients(model, step))
+        optimizer.step()
+    assert optimizer.param_groups[2]["step"] == first_step + 5
+    moved = values(model)
+    for name in MATRICES:
+        parts = 3 * heads if "W_qkv" in name else 1
+        per_part = zip(*(gradient[name].chunk(parts) for gradient in gradients), strict=True)
+        pieces = zip(start[name].chunk(parts), per_part, strict=True)
+        expected = [muon_by_definition(piece, list(each), first_step, config) for piece, each in pieces]
+        assert (moved[name] - start[name]).abs().max() > 0.01, name
+        torch.testing.assert_close(moved[name], torch.cat(expected), atol=1e-5, rtol=0.0)
+
+
+def test_muons_first_step_is_even():
+    """In each row of a tall matrix and each column of a wide one, a head's too, entries move by lr / sqrt(d_model)."""
+    model = make_model()
+    optimizer = make_optimizer(model, matrix_lr=0.5, matrix_weight_decay=0.0)
+    start = values(model)
+    gradients = set_gradients(model, 0)
+    for name in MATRICES:
+        model.get_parameter(name).grad *= torch.logspace(0.0, 1.0, len(gradients[name]))[:, None]
+    optimizer.step()
+    for name in MATRICES:
+        moved = model.get_parameter(name).detach() - start[name]
+        for piece in moved.chunk(3 * HEADS if "W_qkv" in name else 1):
+            shorter = 0 if piece.shape[0] <= piece.shape[1] else 1
+            sizes = piece.square().mean(shorter).sqrt()
+            torch.testing.assert_close(sizes, torch.full_like(sizes, 0.5 / math.sqrt(D_MODEL)), atol=0.0, rtol=1e-4)
+
+
+def test_muon_without_gradients():
+    """Matrices, rows and columns whose gradients are all zero stay where they are, and nothing becomes nan."""
+    model = make_model()
+    optimizer = make_optimizer(model, matrix_weight_decay=0.0)
+    start = values(model)
+    set_gradients(model, 0)
+    for name in MATRICES:
+        gradient = model.get_parameter(name).grad
+        if "expand" in name:
+            gradient[5] = 0.0
+        elif "contract" in name:
+            gradient[:, 5] = 0.0
+        else:
+            gradient.zero_()
+    optimizer.step()
+    for name, value in values(model).items():
+        moved = value != start[name]
+        assert value.isfinite().all()
+        if "expand.weight" in name:
+            assert not moved[5].any() and moved[6].any()
+        elif "contract.weight" in name:
+            assert not moved[:, 5].any() and moved[:, 6].any()
+        elif name in MATRICES:
+            assert not moved.any()
+
+
+def test_muon_uses_the_present_rate():
+    """Both the step and the decay scale with `lr`: a rate of zero changes nothing."""
+    model = make_model()
+    optimizer = make_optimizer(model, matrix_weight_decay=0.7, weight_decay=0.7)
+    start = values(model)
+    set_gradients(model, 0)
+    set_lr(optimizer, 0.0)
+    optimizer.step()
+    assert all(torch.equal(value, start[name]) for name, value in values(model).items())
+
+
+def test_muon_in_bfloat16():
+    """The orthogonalisation in bfloat16 gives a step close to that of fp32, but not the same."""
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model()
+        optimizer = make_optimizer(model, dtype, matrix_lr=1.0, matrix_weight_decay=0.0)
+        start = values(model)
+        set_gradients(model, 0)
+        optimizer.step()
+        moved.append({name: value - start[name] for name, value in values(model).items()})
+    for name in MATRICES:
+        error = (moved[1][name] - moved[0][name]).norm() / moved[0][name].norm()
+        assert 0 < error < 0.2, name
+
+
+# --- the state ---
+
+
+def continue_training(model: GPT, optimizer: MuonAdamW, steps: range) -> None:
+    """Steps at changing rates, whose gradients follow from the step."""
+    for step in steps:
+        set_gradients(model, step)
+        set_lr(optimizer, lr_factor(step, 11, OptimConfig(warmup_steps=3)))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_state_continues_bit_for_bit(name):
+    """Saved, loaded as plain data and continued, training ends in the very same weights."""
+    whole = make_model()
+    optimizer = make_optimizer(whole, name=name)
+    continue_training(whole, optimizer, range(5))
+    file = io.BytesIO()
+    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    continue_training(whole, optimizer, range(5, 11))
+
+    ends = {}
+    for with_state in (True, False):
+        file.seek(0)
+        payload = torch.load(file, weights_only=True)
+        model = make_model()
+        model.load_state_dict(payload["model"])
+        other = make_optimizer(model, name=name)
+        if with_state:
+            other.load_state_dict(payload["optimizer"])
+        continue_training(model, other, range(5, 11))
+        ends[with_state] = values(model)
+    assert all(torch.equal(value, ends[True][p]) for p, value in values(whole).items())
+    assert not any(torch.equal(value, ends[False][p]) for p, value in values(whole).items())
+
+
+def test_state_follows_the_parameters():
+    """All of a state that was read on the CPU moves to the parameters' device, where fused kernels need it."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    continue_training(model, optimizer, range(2))
+    elsewhere = make_model().to("meta")
+    other = make_optimizer(elsewhere)
+    other.load_state_dict(optimizer.state_dict())
+    devices = {key: value.device.type for state in other.state.values() for key, value in state.items()}
+    assert devices == {"step": "meta", "exp_avg": "meta", "exp_avg_sq": "meta", "momentum": "meta", "squares": "meta"}
+
+
+def test_closure():
+    """A step with a closure evaluates it with gradients on, and returns its loss."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    start = values(model)
+
+    def closure() -> Tensor:
+        loss = model(torch.arange(7)[None]).square().mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss.item() > 0
+    assert not torch.equal(model.token_embedding.weight, start["token_embedding.weight"])
+
+
+# --- the configuration ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "sgd"}, r"optim\.name='sgd' .*choose from muon, adamw"),
+        ({"schedule": "step"}, r"optim\.schedule='step' .*choose from linear, cosine, constant"),
+        ({"lr": 0.0}, r"optim\.lr=0\.0 .*above 0 and at most 10"),
+        ({"lr": -0.1}, r"optim\.lr=-0\.1 .*above 0 and at most 10"),
+        ({"lr": math.nan}, r"optim\.lr=nan .*above 0 and at most 10"),
+        ({"matrix_lr": 11.0}, r"optim\.matrix_lr=11\.0 .*above 0 and at most 10"),
+        ({"weight_decay": -0.1}, r"optim\.weight_decay=-0\.1 .*at least 0"),
+        ({"matrix_weight_decay": -0.1}, r"optim\.matrix_weight_decay=-0\.1 .*at least 0"),
+        ({"clip": -1.0}, r"optim\.clip=-1\.0 .*at least 0"),
+        ({"warmup_steps": -1}, r"optim\.warmup_steps=-1 .*at least 0"),
+        ({"momentum": -0.1}, r"optim\.momentum=-0\.1 .*at least 0 and below 1"),
+        ({"momentum": 1.1}, r"optim\.momentum=1\.1 .*at least 0 and below 1"),
+        ({"decay_from": 1.1}, r"optim\.decay_from=1\.1 .*at least 0 and at most 1"),
+        ({"final_lr": -0.1}, r"optim\.final_lr=-0\.1 .*at least 0 and at most 1"),
+        ({"betas": [0.9, 1.0]}, r"optim\.betas=\[0\.9, 1\.0\] .*at least 0 and below 1"),
+        ({"betas": [-0.1, 0.9]}, r"optim\.betas=\[-0\.1, 0\.9\] .*at least 0 and below 1"),
+        ({"betas": [0.9]}, r"optim\.betas=\[0\.9\] .*two numbers"),
+        ({"betas": [0.9, 0.95, 0.99]}, r"optim\.betas=\[0\.9, 0\.95, 0\.99\] .*two numbers"),
+    ],
+)
+def test_config_ranges(changes, message):
+    """A value out of its range is an error that names it and the limit."""
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**changes)
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_config_limits_are_accepted(name):
+    """Rates at their limits, no warm-up, no decay and no momentum still make finite steps."""
+    limits = {"betas": [0.0, 0.0], "momentum": 0.0, "warmup_steps": 0, "decay_from": 1.0, "final_lr": 1.0}
+    for lr, decay in itertools.product((1e-9, 10.0), (0.0, 0.1)):
+        model = make_model()
+        optimizer = make_optimizer(model, name=name, lr=lr, matrix_lr=lr, weight_decay=decay, **limits)
+        continue_training(model, optimizer, range(2))
+        assert all(value.isfinite().all() for value in values(model).values())

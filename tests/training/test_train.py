@@ -1,0 +1,431 @@
+"""train.py from end to end: what a run leaves behind for people and scripts, and what it says to mistakes."""
+
+import json
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt.exchange import checkpoint
+from gpt.training.config import validate
+from harness import ROOT, TINY, differences, read_curves, train, write_corpus
+
+SCALARS = {
+    "train/loss",
+    "train/lr",
+    "train/grad_norm",
+    "val/loss",
+    "val/bits_per_byte",
+    "perf/tokens_per_second",
+    "perf/mfu",
+}
+METRICS = [
+    "val_loss",
+    "val_nats_per_byte",
+    "val_bits_per_byte",
+    "best_step",
+    "steps",
+    "tokens",
+    "epochs",
+    "train_seconds",
+    "tokens_per_second",
+    "parameters",
+    "peak_memory_bytes",
+]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> list[str]:
+    """The arguments of every run here."""
+    folder = tmp_path_factory.mktemp("text")
+    return [*TINY, f"data.path={write_corpus(folder)}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="module")
+def run(settings, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """A finished run and its process."""
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    done = train(*settings, "horizon=40steps", "tokenizer=bpe", "tokenizer.vocab_size=290", f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    return run_dir, done
+
+
+def test_what_is_printed(run):
+    """The run's figures beside a strong compressor's, where it is, and the next two commands; nothing on stderr."""
+    run_dir, done = run
+    assert done.stderr == ""
+    assert re.search(r"^prepared 4,\d\d\d bytes as 70\d tokens of 285 kinds, ", done.stdout, re.M)
+    assert re.search(r"^trained 40 steps, 3,840 tokens \(\d\.\d\d epochs\) in \d+\.\d s", done.stdout, re.M)
+    assert re.search(r"\d\.\d{4} bits per byte \(xz -9e: \d\.\d{4}\)$", done.stdout, re.M)
+    assert f"\nthe run:    {run_dir}\n" in done.stdout
+    assert f'sample it:  python generate.py --checkpoint {run_dir} --prompt "' in done.stdout
+    assert f"its curves: tensorboard --logdir {run_dir.parent}\n" in done.stdout
+
+
+def test_run_directory(run):
+    """The files of the contract, and no others."""
+    names = {str(file.relative_to(run[0])) for file in run[0].rglob("*") if file.is_file()}
+    events = {name for name in names if name.startswith("events.out.tfevents.")}
+    checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
+    assert len(events) == 1
+    assert names - events == checkpoints | {"config.yaml", "metrics.json", "samples.md", ".lock"}
+
+
+def test_metrics(run):
+    """Every key that scripts read, consistent among themselves and with the curves."""
+    metrics = json.loads((run[0] / "metrics.json").read_text())
+    assert list(metrics) == METRICS
+    assert (metrics["steps"], metrics["tokens"]) == (40, 3840)
+    assert metrics["best_step"] in (17, 34, 40)
+    assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_nats_per_byte"] / 0.6931471805599453)
+    assert metrics["tokens_per_second"] == pytest.approx(3840 / metrics["train_seconds"])
+    curves = read_curves(run[0])
+    assert curves["val/loss"][-1] == (40, pytest.approx(metrics["val_loss"]))
+    assert [step for step, _ in curves["val/bits_per_byte"]] == [17, 34, 40]
+    assert curves["train/loss"][-1][1] < curves["train/loss"][0][1]
+
+
+def test_tensorboard_tags(run):
+    """Scalars, samples as text, and a picture of every layer's heads, as TensorBoard reads them."""
+    events = EventAccumulator(str(run[0]))
+    events.Reload()
+    tags = events.Tags()
+    assert set(tags["scalars"]) == SCALARS
+    assert tags["tensors"] == ["samples/text_summary"]
+    assert tags["images"] == ["attention/layer_0", "attention/layer_1"]
+    image = events.Images("attention/layer_0")[0]
+    assert (image.width, image.height) == (3 * (16 + 2) * 3, (16 + 2) * 3)
+
+
+def test_config_is_resolved(run):
+    """config.yaml validates as it is, and nothing in it is left to the machine that reads it."""
+    stored = yaml.safe_load((run[0] / "config.yaml").read_text())
+    validate(stored)
+    assert stored["horizon"] == "40steps"
+    chosen = {key: stored["trainer"][key] for key in ("device", "precision", "compile", "micro_batch_size")}
+    assert "auto" not in chosen.values()
+
+
+def test_samples(run):
+    """The fixed prompts' continuations, by step."""
+    text = (run[0] / "samples.md").read_text()
+    assert re.findall(r"^## Step (\d+)$", text, re.M) == ["17", "34", "40"]
+
+
+def test_checkpoint_stands_alone(run):
+    """Weights under plain names, and all else that is needed to generate or to continue, as plain types."""
+    payload = torch.load(run[0] / "checkpoints/best.ckpt", weights_only=True)
+    needed = {"format", "state_dict", "optimizer_states", "step", "config", "plan", "tokenizer", "corpus", "git_commit"}
+    assert needed | {"versions", "threads"} <= payload.keys()
+    assert "blocks.0.attention.W_qkv.weight" in payload["state_dict"]
+    model, tokenizer = checkpoint.build_model(payload)
+    assert tokenizer.vocab_size == 285
+    assert model(torch.tensor([[tokenizer.end_of_text]])).shape == (1, 1, 285)
+
+
+def test_tensorboard_serves_the_run(run):
+    """`tensorboard --logdir` shows curves, text and images over HTTP."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["--logdir", str(run[0].parent), "--port", str(port), "--load_fast", "false"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tensorboard.main", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def get(path: str):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/{path}", timeout=10) as answer:
+            return json.load(answer)
+
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                if set(get("scalars/tags").get("run", {})) == SCALARS:
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < deadline, "TensorBoard does not show the run's scalars"
+            time.sleep(0.3)
+        assert len(get("scalars/scalars?run=run&tag=val/loss")) == 3
+        assert get("text/tags") == {"run": ["samples/text_summary"]}
+        assert set(get("images/tags")["run"]) == {"attention/layer_0", "attention/layer_1"}
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def test_same_seed_same_run(run, settings, tmp_path):
+    """A second run with the same settings is the same in every bit; with another seed it is not."""
+    arguments = [*settings, "horizon=40steps", "tokenizer=bpe", "tokenizer.vocab_size=290"]
+    assert train(*arguments, f"run_dir={tmp_path / 'same'}").returncode == 0
+    assert differences(tmp_path / "same", run[0]) == []
+    assert train(*arguments, "seed=2", f"run_dir={tmp_path / 'other'}").returncode == 0
+    assert read_curves(tmp_path / "other")["train/loss"] != read_curves(run[0])["train/loss"]
+
+
+def test_accumulation_equals_the_whole_batch(settings, tmp_path):
+    """Micro-batches of one window or all six at once give the same curve, to rounding."""
+    curves = []
+    for size in (1, 6):
+        run_dir = tmp_path / str(size)
+        exact = ["model.dropout=0", "trainer.precision=fp32", "horizon=9steps", "optim=adamw"]
+        done = train(*settings, *exact, f"trainer.micro_batch_size={size}", f"run_dir={run_dir}")
+        assert done.returncode == 0, done.stderr
+        curves.append(torch.tensor([value for _, value in read_curves(run_dir)["train/loss"]]))
+    assert len(curves[0]) == 3
+    torch.testing.assert_close(curves[0], curves[1], atol=1e-4, rtol=0.0)
+
+
+def test_time_as_horizon(settings, tmp_path):
+    """A time becomes steps once, is announced and stored, and is roughly kept."""
+    done = train(*settings, "horizon=2s", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    steps = int(re.search(r"horizon=2s: (\d+) steps, at ", done.stdout)[1])
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["horizon"] == f"{steps}steps"
+    assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == steps
+
+
+def test_without_prompts(settings, tmp_path):
+    """Without prompts no samples are made, and the last line still names a command that works."""
+    done = train(*settings, "data.prompts=[]", "horizon=1steps", f"run_dir={tmp_path / 'run'}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f'sample it:  python generate.py --checkpoint {tmp_path / "run"} --prompt ""' in done.stdout
+
+
+def test_start_from_a_run(run, settings, tmp_path):
+    """Fine-tuning takes the other run's weights, shape and tokenizer, and begins where it ended."""
+    run_dir = tmp_path / "tuned"
+    tiny_steps = ["optim.lr=1e-9", "optim.matrix_lr=1e-9", "trainer.log_every=1", "horizon=1steps"]
+    settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
+    done = train(*settings, f"init_from={run[0]}", *tiny_steps, f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["tokenizer"]["name"] == "bpe"
+    before = json.loads((run[0] / "metrics.json").read_text())["val_loss"]
+    assert json.loads((run_dir / "metrics.json").read_text())["val_loss"] == pytest.approx(before, abs=1e-3)
+
+
+def test_start_from_hugging_face(settings, tmp_path):
+    """A GPT-2 directory gives its weights and shape; the tokenizer is GPT-2's."""
+    torch.manual_seed(29)
+    theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=1, n_head=2, n_positions=16))
+    theirs.save_pretrained(tmp_path / "theirs")
+    settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
+    arguments = [*settings, f"init_from={tmp_path / 'theirs'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    done = train(*arguments)
+    assert done.returncode == 0, done.stderr
+    payload = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
+    assert payload["tokenizer"]["name"] == "gpt2"
+    assert payload["config"]["model"]["d_model"] == 6
+    moved = (payload["state_dict"]["position_embedding.weight"] - theirs.transformer.wpe.weight).abs().max()
+    assert 0 < moved < 0.01
+
+
+@pytest.mark.parametrize(("precision", "micro_batch", "tolerance"), [("fp32", 3, 2e-3), ("bf16", 1, 0.02)])
+def test_two_processes(settings, tmp_path, precision, micro_batch, tolerance):
+    """With two CPU devices each step has the same windows, so the curve is the same to rounding; in bf16 it is, too,
+    where gradients are collected over several micro-batches before the devices exchange them.
+    """
+    curves = []
+    for devices in (1, 2):
+        run_dir = tmp_path / str(devices)
+        exact = ["model.dropout=0", "trainer.device=cpu", f"trainer.precision={precision}", "horizon=9steps"]
+        exact.append(f"trainer.micro_batch_size={micro_batch}")
+        done = train(*settings, *exact, f"trainer.devices={devices}", f"run_dir={run_dir}")
+        assert done.returncode == 0, done.stderr
+        curves.append(read_curves(run_dir))
+    for tag in ("train/loss", "val/loss"):
+        a, b = (torch.tensor([value for _, value in curve[tag]]) for curve in curves)
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=0.0)
+
+
+# --- mistakes ---
+
+
+@pytest.fixture
+def refuse(monkeypatch, capsys, tmp_path):
+    """Run train.py in this process on arguments that it must refuse; return its one line."""
+
+    def call(*arguments: str | Path) -> str:
+        places = [f"run_dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
+        given = " ".join(map(str, arguments))
+        places = [] if "resume" in given or "data.cache" in given else places
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments), *places])
+        GlobalHydra.instance().clear()
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        captured = capsys.readouterr()
+        lines = captured.err.strip().splitlines()
+        assert end.value.code == 2
+        assert len(lines) == 1, captured.err
+        assert lines[0].startswith("train.py: ")
+        assert not (tmp_path / "run").exists()
+        assert not list(tmp_path.glob("cache/*"))
+        return lines[0]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("optim.lrr=1", "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("+foo=1", "there is no key 'foo'"),
+        ("+optim.lrr=1", "did you mean 'optim.lr'?"),
+        ("context_length=64", "did you mean 'model.context_length'?"),
+        ("seed=abc", "seed"),
+        ("model.num_layers=two", "model.num_layers"),
+        ("model.num_layers=1.5", "model.num_layers"),
+        ("optim.lr=-1", "optim.lr=-1.0 is out of range"),
+        ("model.dropout=1", "model.dropout=1.0 is out of range"),
+        ("seed=-1", "seed=-1 is out of range"),
+        ("trainer.log_every=0", "trainer.log_every=0 is out of range"),
+        ("trainer.checkpoint_minutes=0", "trainer.checkpoint_minutes=0.0 is out of range"),
+        ("model.d_model=130", "model.d_model=130 is not divisible by model.num_heads=4: try d_model=132"),
+        ("trainer.tokens_per_step=1000", "trainer.tokens_per_step=1000 is not divisible by model.context_length=128"),
+        ("trainer.micro_batch_size=3", "trainer.micro_batch_size=3 does not divide the 8 windows"),
+        ("trainer.precision=fp8", "trainer.precision='fp8' is not known: choose from auto, fp32, bf16"),
+        ("horizon=3", "horizon='3' is not a horizon"),
+        ("horizon=fast", "horizon='fast' is not a horizon"),
+        ("horizon=0steps", "horizon='0steps' is not a horizon"),
+        ("horizon=-5min", "horizon='-5min' is not a horizon"),
+        ("data=text", "data=text needs data.path=FILE"),
+        ("data.path=x.txt", "data.path='x.txt' is read only with data=text"),
+        ("model=nope", "model=nope is not known: choose from gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini"),
+        ("foo", "'foo' is not key=value"),
+        ("tokenizer.vocab_size=100", "tokenizer.vocab_size=100 is out of range"),
+        ("init_from=/nowhere", "/nowhere: there is no such checkpoint or run directory"),
+        ("resume=/nowhere", "/nowhere: not a run directory"),
+        ("trainer.strategy=nope", "trainer.strategy='nope' is not known: choose from auto, ddp"),
+        ("model=3", "a group takes the name of one of its files, such as model=mini"),
+    ],
+)
+def test_mistaken_argument(refuse, argument, words):
+    """One line that names the value and the remedy; nothing is written."""
+    assert words in refuse(argument)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.txt", None, "neither a file, a folder, nor a glob"),
+        ("empty.txt", b"", "the file is empty"),
+        ("latin.txt", "caf\u00e9".encode("latin-1"), "not UTF-8 (byte 0xe9 at offset 3)"),
+        ("binary.dat", b"abc\0def", "a binary file (a zero byte at offset 3)"),
+        ("short.txt", b"To be, or not to be", "fewer than model.context_length=128 and a target"),
+        ("broken.jsonl", b'{"text": "fine"}\n{"text": ', "line 2 is not JSON"),
+        ("other.jsonl", b'{"body": "text"}\n', "line 1 has no text under 'text'; name the key with data.text_field="),
+    ],
+)
+def test_mistaken_text(refuse, tmp_path, name, content, words):
+    """The file, the place and the remedy."""
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    line = refuse("data=text", f"data.path={file}")
+    assert words in line
+    assert str(file) in line or name == "short.txt"
+
+
+def test_typo_inside_a_file(refuse, tmp_path):
+    """An experiment's keys are held to the same rules as the command line's."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/typo.yaml").write_text("# @package _global_\noptim:\n  matrix_lrr: 0.1\n")
+    line = refuse("--config-dir", tmp_path, "experiment=typo")
+    assert "there is no key 'optim.matrix_lrr'; did you mean 'optim.matrix_lr'?" in line
+
+
+def test_directory_of_another_run(run, settings):
+    """A run directory is never shared."""
+    done = train(*settings, f"run_dir={run[0]}")
+    assert done.returncode == 2
+    assert "already holds a run: choose another, or continue it with resume=" in done.stderr
+
+
+def test_cache_that_cannot_be_written(refuse, settings, tmp_path):
+    """The folder is named, and the key to choose another."""
+    (tmp_path / "file").touch()
+    line = refuse(*settings[:-1], f"data.cache={tmp_path / 'file'}")
+    assert "cannot be written" in line
+    assert "data.cache=" in line
+
+
+def test_imports_point_one_way():
+    """What only samples or holds the model stays free of the training and configuration frameworks."""
+    code = (
+        "import sys, gpt.model.transformer, gpt.sampling.generation, gpt.exchange.checkpoint, gpt.sampling.scoring, gpt.exchange.huggingface, gpt.text.shards\n"
+        "print(sorted({'lightning', 'hydra', 'omegaconf', 'train'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_directory_with_other_things(refuse, tmp_path, monkeypatch):
+    """A directory that holds anything of the user's is left alone, and a file is no directory."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/samples.md").write_text("mine")
+    cache = f"data.cache={tmp_path / 'cache'}"
+    assert "is not empty" in refuse(f"run_dir={tmp_path / 'mine'}", cache)
+    assert (tmp_path / "mine/samples.md").read_text() == "mine"
+
+
+def test_model_keys_do_not_go_with_init_from(refuse, run):
+    """The model comes from what one starts from: a wish for another shape is not passed over in silence."""
+    assert "model.num_layers=5 does not go with init_from" in refuse(f"init_from={run[0]}", "model.num_layers=5")
+
+
+def test_run_of_an_older_version(run, tmp_path):
+    """A run that another Muon began is not continued, and the line says how to use its weights; if it is done it is."""
+    payload = checkpoint.load(run[0] / "checkpoints/last.ckpt")
+    for state in payload["optimizer_states"][0]["state"].values():
+        state.pop("squares", None)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.yaml").write_text((run[0] / "config.yaml").read_text())
+    for step, code in ((payload["step"] - 1, 2), (payload["step"], 0)):
+        checkpoint.save(payload | {"step": step}, old / "checkpoints/last.ckpt")
+        done = train(f"resume={old}")
+        assert done.returncode == code, done.stderr
+        remedy = f"start anew with init_from={old}/checkpoints/last.ckpt\n"
+        assert done.stderr.endswith(remedy) if code else "is complete" in done.stdout
+
+
+def test_weights_that_an_update_has_spoilt(settings, tmp_path):
+    """They end the run with code 3 before they are validated, sampled or saved."""
+    spoilt = ["optim.matrix_weight_decay=1e41", "trainer.validate_every=1", f"run_dir={tmp_path / 'run'}"]
+    done = train(*settings, "horizon=9steps", *spoilt)
+    assert done.returncode == 3
+    assert re.match(r"train.py: step \d: the (update|gradient)", done.stderr)
+    for file in tmp_path.glob("run/checkpoints/*.ckpt"):
+        assert all(p.isfinite().all() for p in checkpoint.load(file)["state_dict"].values())
+
+
+def test_training_outlives_its_reader(settings, tmp_path):
+    """With its output piped to a program that has gone, a training goes on to its end."""
+    words = " ".join(f"'{argument}'" for argument in [*settings, "horizon=9steps", f"run_dir={tmp_path / 'run'}"])
+    done = subprocess.run(
+        f"{sys.executable} train.py {words} | head -c 3; echo ${{PIPESTATUS[0]}}",
+        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, executable="/bin/bash",
+    )  # fmt: skip
+    assert done.stdout.endswith("0\n")
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == 9
+
+
+def test_saved_by_the_minute(settings, tmp_path):
+    """However many steps a checkpoint is apart, a minute's work at most is lost: here 60 ms."""
+    rare = ["trainer.checkpoint_every=1000", "trainer.validate_every=1000", "trainer.checkpoint_minutes=0.001"]
+    done = train(*settings, *rare, "horizon=60steps", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert 0 < checkpoint.load(tmp_path / "run/checkpoints/previous.ckpt")["step"] < 60
