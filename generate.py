@@ -4,59 +4,88 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from gpt.errors import UserError, command_line
+from gpt.errors import Parser, UserError, command_line
+from gpt.text.pieces import well_formed
+
+if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
+    import torch
+
+    from gpt.model.transformer import GPT
+    from gpt.sampling.generation import Sampling, TextStream
+    from gpt.text.tokenizer import Tokenizer
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python generate.py --help")
+def main(arguments: list[str] | None = None) -> None:
+    """Load a model, read the prompts, and print how the model continues them."""
+    args = parse_arguments(arguments)
+    import torch
+
+    from gpt.exchange.opening import find_checkpoint, open_model
+    from gpt.hardware import choose_device, choose_precision
+    from gpt.sampling.compiled import require_compilable
+    from gpt.sampling.generation import Sampling
+    from gpt.sampling.packed import choose_sampling_precision, pack_weights
+
+    sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
+    device = choose_device(args.device)
+    prompts = [] if args.interactive else [prompt for prompt in read_prompts(args) for _ in range(args.num_samples)]
+    rows = len(prompts) or args.num_samples
+
+    path = find_checkpoint(args.checkpoint)
+    if args.checkpoint is None and sys.stderr.isatty():
+        print(f"generate.py: sampling from {path}", file=sys.stderr)
+    model, tokenizer = open_model(path)
+    if args.slide > (context := model.config.context_length):
+        raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
+    precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
+    if args.compile:
+        require_compilable(precision, rows)
+    pack_weights(model, precision, rows, args.compile)
+
+    seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1
+    generator = torch.Generator(device).manual_seed(seed)
+    sampler = Sampler(model, tokenizer, sampling, generator, args.max_new_tokens, args.slide, tuple(args.stop))
+    if args.interactive:
+        interact(sampler, args.num_samples)
+    elif args.json:
+        print_json(sampler, prompts, {"checkpoint": str(path), "seed": seed, "sampling": vars(sampling)})
+    elif len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+        sampler.continue_texts(prompts, stream=True)
+    else:
+        for number, (prompt, text) in enumerate(zip(prompts, sampler.continue_texts(prompts), strict=True), start=1):
+            print(f"--- {number} of {len(prompts)} ---\n{prompt}{text.text}")
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = _Parser(prog="generate.py", description="Continue a prompt with a trained model.", allow_abbrev=False)
-    prompt = parser.add_argument_group("prompt (without one: standard input, or a document from its beginning)")
-    prompt.add_argument("--prompt", metavar="TEXT", action="append", help="repeatable: all are continued at once")
-    prompt.add_argument(
-        "--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped"
-    )
-    prompt.add_argument("--interactive", action="store_true", help="ask for prompts until Ctrl-D")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--checkpoint",
-        metavar="PATH",
-        help="a run directory, a checkpoint file or a Hugging Face GPT-2 directory; default: the newest run in runs/",
-    )
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    model.add_argument("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"],
-                       help="of the weights; auto: bf16 where it is faster")  # fmt: skip
-    model.add_argument("--compile", action="store_true", help="for one long text in bf16 or int8: seconds to begin "
-                       "with, then faster")  # fmt: skip
-    text = parser.add_argument_group("text")
-    text.add_argument("--max-new-tokens", metavar="N", type=int, default=300)
-    text.add_argument("--num-samples", metavar="N", type=int, default=1)
-    text.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
-    text.add_argument(
-        "--seed",
-        metavar="N",
-        type=int,
-        help="the same gives the same text; default: a new one",
-    )
-    text.add_argument("--slide", metavar="N", type=int, default=1, help="past the context, move on by N tokens: "
-                      "1 sees the most, more is faster (default: 1)")  # fmt: skip
-    text.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-    draw = parser.add_argument_group("sampling")
-    draw.add_argument("--temperature", metavar="X", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    draw.add_argument("--top-k", metavar="N", type=int, default=0, help="keep the N likeliest tokens (default: off)")
-    draw.add_argument("--top-p", metavar="X", type=float, default=0.95, help="keep the likeliest that together reach X")
-    draw.add_argument(
-        "--min-p", metavar="X", type=float, default=0.0, help="drop tokens X times less likely than the first"
-    )
-    draw.add_argument(
-        "--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 discourages repetition"
-    )
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line, and check whatever can be checked before a model is loaded."""
+    parser = Parser("python generate.py", "Continue a prompt with a trained model.")
+    add = parser.add_argument_group("prompt (default: standard input, or on a terminal a new document)").add_argument
+    add("--prompt", metavar="TEXT", action="append", help="repeat it to continue several prompts at once")
+    add("--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped")
+    add("--interactive", action="store_true", help="ask for prompts until Ctrl-D")
+    add = parser.add_argument_group("model").add_argument
+    add("--checkpoint", metavar="PATH", help="a run, checkpoint or Hugging Face GPT-2 (default: newest run in runs/)")
+    add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
+    add("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"], help="auto: bf16 where it is faster")
+    add("--compile", action="store_true", help="for one long text in bf16 or int8: takes seconds to start, then faster")
+    add = parser.add_argument_group("text").add_argument
+    add("--max-new-tokens", metavar="N", type=int, default=300, help="default: 300")
+    add("--num-samples", metavar="N", type=int, default=1, help="continuations of each prompt (default: 1)")
+    add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
+    add("--seed", metavar="N", type=int, help="the same seed gives the same text (default: a new one each time)")
+    add("--slide", metavar="N", type=int, default=1, help="tokens to drop whenever the context is full (default: 1)")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", metavar="X", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    add("--top-k", metavar="N", type=int, default=0, help="keep the N likeliest tokens (default: off)")
+    add("--top-p", metavar="X", type=float, default=0.95, help="keep the likeliest that sum to X (default: 0.95)")
+    add("--min-p", metavar="X", type=float, default=0.0, help="drop tokens below X times the likeliest (default: off)")
+    add("--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 repeats less (default: 1)")
     args = parser.parse_args(arguments)
     for name, most in (("max_new_tokens", 10_000_000), ("num_samples", 10_000), ("slide", 1_000_000)):
         if not 1 <= (value := getattr(args, name)) <= most:
@@ -74,9 +103,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts from the command line, or one from a file or standard input."""
+    """Return the prompts of the command line, or else the one in a file or on standard input."""
     if args.prompt is not None:
-        return args.prompt
+        return [well_formed(prompt) for prompt in args.prompt]
     if args.prompt_file is not None:
         source = str(args.prompt_file)
         try:
@@ -92,99 +121,65 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         raise UserError(f"{source}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start})") from None
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parse_arguments(arguments)
-    # Only now the slow imports: a mistyped option is answered at once.
-    import torch
+@dataclass
+class Sampler:
+    """A model on its device, and how to sample from it."""
 
-    from gpt.exchange import checkpoint, huggingface
-    from gpt.hardware import choose_device, choose_precision
-    from gpt.sampling.generation import Sampling, TextStream, align, generate
-    from gpt.sampling.packed import choose_sampling_precision, prepare, require_compilable
-    from gpt.text.pieces import well_formed
+    model: "GPT"
+    tokenizer: "Tokenizer"
+    sampling: "Sampling"
+    generator: "torch.Generator"
+    max_new_tokens: int
+    slide: int
+    stops: tuple[str, ...]
 
-    sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
-    device = choose_device(args.device)
-    prompts = None if args.interactive else read_prompts(args)
-    path = Path(args.checkpoint or "")
-    if args.checkpoint is not None and huggingface.is_directory(path):
-        model, tokenizer = huggingface.build_model(path)
-    else:
-        path = checkpoint.find(args.checkpoint)
-        if args.checkpoint is None and sys.stderr.isatty():
-            print(f"generate.py: sampling from {path}", file=sys.stderr)
-        model, tokenizer = checkpoint.build_model(checkpoint.load(path))
-    precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
-    rows = args.num_samples * len(prompts or [""])
-    if args.compile:
-        require_compilable(precision, rows)
-    prepare(model, precision, rows, args.compile)
-    seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1
-    generator = torch.Generator(device).manual_seed(seed)
-    context = model.config.context_length
-    if args.slide > context:
-        raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
+    def continue_texts(self, prompts: list[str], stream: bool = False) -> list["TextStream"]:
+        """Continue all prompts at once; `stream` prints the text of a single one as it grows."""
+        from gpt.sampling.generation import TextStream, align, generate
 
-    def continue_texts(prompts: list[str], stream: bool) -> list[TextStream]:
-        """The samples of each prompt's continuation, all made at once; a single one is printed as it is made."""
-        rows = [ids for prompt in prompts for ids in [within_context(prompt)] * args.num_samples]
-        idx, padding = align(rows)
-        streams = [TextStream(tokenizer, tuple(args.stop)) for _ in rows]
-        made = generate(
-            model, idx.to(device), args.max_new_tokens, sampling, generator, slide=args.slide, padding=padding
-        )
-        for tokens in made:
-            for out, token in zip(streams, tokens.tolist(), strict=True):
-                if out.finish_reason is None:
-                    piece = out.feed(token)
+        encoded = {prompt: self.encode(prompt) for prompt in prompts}
+        idx, padding = align([encoded[prompt] for prompt in prompts])
+        idx = idx.to(self.generator.device)
+        texts = [TextStream(self.tokenizer, self.stops) for _ in prompts]
+        for tokens in generate(
+            self.model, idx, self.max_new_tokens, self.sampling, self.generator, slide=self.slide, padding=padding
+        ):
+            for text, token in zip(texts, tokens.tolist(), strict=True):
+                if text.finish_reason is None:
+                    piece = text.feed(token)
                     if stream:
                         print(piece, end="", flush=True)
-            if all(out.finish_reason for out in streams):
+            if all(text.finish_reason for text in texts):
                 break
-        for out in streams:
-            rest = out.finish() if out.finish_reason is None else ""
+        for text in texts:
+            rest = text.finish() if text.finish_reason is None else ""
             if stream:
                 print(rest, flush=True)
-        return streams
+        return texts
 
-    def within_context(prompt: str) -> list[int]:
-        """The tokens of a prompt, the last of them where they are too many."""
-        ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-        if len(ids) > context:
-            cut = len(ids) - context
-            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {cut} are cut"
+    def encode(self, prompt: str) -> list[int]:
+        """Return a prompt's tokens; only the last ones, with a note on stderr, if the model cannot see them all."""
+        ids, context = self.tokenizer.encode(prompt), self.model.config.context_length
+        if (excess := len(ids) - context) > 0:
+            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {excess} are cut"
             print(f"generate.py: {note}", file=sys.stderr)
-        return ids[-context:]
-
-    if prompts is None:
-        interact(continue_texts, args.num_samples)
-        return
-    texts = [well_formed(prompt) for prompt in prompts for _ in range(args.num_samples)]
-    if args.json:
-        start = time.perf_counter()
-        streams = continue_texts(prompts, stream=False)
-        seconds = time.perf_counter() - start
-        samples = [
-            {"prompt": text, "text": out.text, "tokens": len(out.tokens), "finish_reason": out.finish_reason}
-            for text, out in zip(texts, streams, strict=True)
-        ]
-        report = {
-            "samples": samples,
-            "checkpoint": str(path),
-            "seed": seed,
-            "sampling": vars(sampling),
-            "tokens_per_second": round(sum(len(out.tokens) for out in streams) / seconds, 1),
-        }
-        print(json.dumps(report, ensure_ascii=False, indent=2))
-    elif len(texts) == 1:
-        print(texts[0], end="", flush=True)
-        continue_texts(prompts, stream=True)
-    else:
-        for number, (text, out) in enumerate(zip(texts, continue_texts(prompts, stream=False), strict=True), start=1):
-            print(f"--- {number} of {len(texts)} ---\n{text}{out.text}")
+        return ids[-context:] or [self.tokenizer.end_of_text]
 
 
-def interact(continue_texts, num_samples: int) -> None:
+def print_json(sampler: Sampler, prompts: list[str], settings: dict) -> None:
+    """Print all samples as one JSON object, with the settings that make them again."""
+    start = time.perf_counter()
+    texts = sampler.continue_texts(prompts)
+    seconds = time.perf_counter() - start
+    samples = [
+        {"prompt": prompt, "text": text.text, "tokens": len(text.tokens), "finish_reason": text.finish_reason}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    speed = {"tokens_per_second": round(sum(len(text.tokens) for text in texts) / seconds, 1)}
+    print(json.dumps({"samples": samples} | settings | speed, ensure_ascii=False, indent=2))
+
+
+def interact(sampler: Sampler, num_samples: int) -> None:
     """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
     while True:
         try:
@@ -195,9 +190,9 @@ def interact(continue_texts, num_samples: int) -> None:
             print()
             return
         try:
-            streams = continue_texts([prompt], stream=num_samples == 1)
+            texts = sampler.continue_texts([prompt] * num_samples, stream=num_samples == 1)
             if num_samples > 1:
-                print("\n---\n".join(out.text for out in streams))
+                print("\n---\n".join(text.text for text in texts))
         except KeyboardInterrupt:
             print()
 

@@ -19,7 +19,7 @@ from measuring import Worker, finish, machine, parser, read_bandwidth, table
 from gpt.hardware import choose_device
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
-from gpt.sampling.packed import prepare
+from gpt.sampling.packed import pack_weights
 
 PROMPT = 16
 
@@ -30,7 +30,7 @@ def prompt(rows: int) -> torch.Tensor:
 
 def ours(precision: str, rows: int, tokens: int, compiled: bool = False) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = prepare(GPT(GPTConfig()).to(choose_device()), precision, rows, compiled)
+    model = pack_weights(GPT(GPTConfig()).to(choose_device()), precision, rows, compiled)
     idx = prompt(rows)
 
     def step() -> None:

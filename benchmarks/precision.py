@@ -18,7 +18,7 @@ from measuring import ROOT, finish, machine, parser, table
 
 from gpt.exchange import checkpoint
 from gpt.model.loss import IGNORE
-from gpt.sampling.packed import prepare as prepare_model
+from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
 from gpt.text.batches import validation_batches
 from gpt.text.prepare import prepare
@@ -38,11 +38,11 @@ def train(precision: str, seed: int, steps: int, folder: Path) -> tuple[Path, fl
 def score(run_dir: Path, precision: str) -> float:
     """Bits per byte of the validation text by a model made ready for sampling."""
     payload = checkpoint.load(run_dir / "checkpoints/best.ckpt")
-    model, tokenizer = checkpoint.build_model(payload)
+    model, tokenizer = checkpoint.to_model(payload)
     config = validate(payload["config"])
     T = config.model.context_length
     corpora = prepare(config.data, config.tokenizer, T, ROOT / "data/cache", say=lambda line: None)
-    prepare_model(model, precision, rows=2)
+    pack_weights(model, precision, rows=2)
     text = corpora.sources[0]
     nats, tokens = 0.0, 0
     for idx, targets in validation_batches(text.validation, 32, T):

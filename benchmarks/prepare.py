@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from gpt.text import python_docs as stdlib
 from gpt.text import shards  # noqa: E402
-from gpt.text.batches import train_batch  # noqa: E402
+from gpt.text.batches import corpus_batch  # noqa: E402
 from gpt.text.corpus import DataConfig  # noqa: E402
 from gpt.text.prepare import prepare  # noqa: E402
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer  # noqa: E402
@@ -199,7 +199,7 @@ def opening(folder: Path) -> dict[str, float]:
     opened = time.perf_counter() - start
     train = shards.open_shards(billion).train
     start = time.perf_counter()
-    idx, _ = train_batch(train, 1, 0, 8, 128)
+    idx, _ = corpus_batch(train, 1, 0, 8, 128)
     first = time.perf_counter() - start
     assert idx.shape == (8, 128) and len(train) // 128 == 10**9
     return {"open 10 GB": opened, "first batch of 10^9 windows": first}

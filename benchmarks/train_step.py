@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from measuring import Worker, finish, machine, matrix_peak, parser, table
 
 from gpt.hardware import choose_compile, choose_device, keep_freed_memory
-from gpt.model.loss import next_token_loss
+from gpt.model.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.optim import OptimConfig, build_optimizer
 
@@ -53,7 +53,7 @@ def ours(
     idx, targets = tokens(preset, device, shape)
 
     def step() -> None:
-        next_token_loss(*model.hidden_and_head(idx), targets).backward()
+        chunked_next_token_loss(*model.hidden_and_head(idx), targets).backward()
         torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite().item()
         optimizer.step()
         optimizer.zero_grad()

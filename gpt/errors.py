@@ -1,12 +1,13 @@
 """The errors that are the user's to mend, and how the command lines end on them."""
 
+import argparse
 import contextlib
 import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 
 class UserError(ValueError):
@@ -33,6 +34,16 @@ def write_line(line: str, stream: TextIO) -> None:
 
 def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are a `UserError`, and which takes no abbreviated options."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 @contextlib.contextmanager

@@ -1,53 +1,67 @@
-"""What the machine can do, and the choices that follow from it: device, precision, compilation, memory."""
+"""What the machine offers, and what follows from it: device, precision, compilation, memory."""
 
 import ctypes
 import gc
 import platform
-import resource
+import re
 import shutil
+import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from gpt.errors import UserError
 
-# Dense bfloat16 peaks in FLOP/s from the vendors' data sheets, by a part of the device's name.
+# Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. A name must match in full, apart from the words below:
+# an L40 is no L4, an RTX A1000 no A100, and a laptop's RTX 4090 or a MIG slice of an A100 is slower than the card.
 _PEAK_BF16 = {
     "B200": 2250e12,
     "H200": 989e12,
-    "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H100 PCIE": 756e12,
     "A100": 312e12,
+    "A100 PCIE": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
     "A10": 125e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+_NO_MATTER = re.compile(r"NVIDIA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # words that do not change the peak
+
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # PyTorch's CPU allocator
+    "not enough memory: you tried to allocate",  # the same on Windows
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+)
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device by its name, or the best there is for `auto`: CUDA, then Apple's MPS, then the CPU."""
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """Return the named device; `auto` prefers CUDA, then Apple's MPS, then the CPU."""
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        name = next(device for device in ("cuda", "mps", "cpu") if there[device])
-    if name not in there:
-        raise UserError(f"device {name!r} is not known: choose from auto, {', '.join(there)}")
-    if not there[name]:
+        name = next(device for device in ("cuda", "mps", "cpu") if available[device])
+    if name not in available:
+        raise UserError(f"device {name!r} is not known: choose from auto, {', '.join(available)}")
+    if not available[name]:
         raise UserError(f"device {name!r} is not on this machine: choose auto or cpu")
     return torch.device(name)
 
 
-def require_devices(device: torch.device, count: int) -> None:
-    """Raise `UserError` where the machine has fewer such devices; a CPU counts as any number, for trying things out."""
-    there = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device.type, count)
-    if count > there:
-        raise UserError(f"trainer.devices={count} is more than this machine has: at most {there} of {device.type}")
+def device_count(device: torch.device) -> int | None:
+    """Count this machine's devices of a kind; None for a CPU, which can play any number of devices."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return 1 if device.type == "mps" else None
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """`fp32` or `bf16`; for `auto`, bf16 where the device multiplies it in hardware, at least twice as fast."""
+    """Return `fp32` or `bf16`; `auto` takes bf16 where the device multiplies it in hardware, at least twice as fast."""
     if name != "auto":
         return name
     if device.type == "cuda":
@@ -60,9 +74,9 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 def choose_compile(name: str, device: torch.device) -> bool:
-    """Whether to compile the model; for `auto`, on CUDA where a C compiler is there for Triton.
+    """Decide whether to compile the model; `auto` compiles on CUDA if Triton finds a C compiler.
 
-    On a CPU it saves about 5% of the mini model's step and costs 13 to 23 s, more than a short run gives back.
+    On a CPU, compiling saves about 5% of the mini model's step and costs 13 to 23 s, more than a short run gets back.
     """
     if name != "auto":
         return name == "true"
@@ -70,46 +84,85 @@ def choose_compile(name: str, device: torch.device) -> bool:
 
 
 def choose_micro_batch(windows: int, context_length: int, d_model: int, num_layers: int, device: torch.device) -> int:
-    """How many of a step's `windows` to take through the model at once: the most that half the free memory holds.
+    """Choose how many of a step's `windows` go through the model at once: as many as fit into half the free memory.
 
-    A token leaves about 34 C numbers a layer behind for the backward pass (Korthikanti et al. 2022), at 2 to 4 bytes.
-    On a CPU more than 4,096 tokens at once bring no speed.
+    A token leaves about 34 C numbers per layer for the backward pass (Korthikanti et al. 2022), each of 2 to 4 bytes.
+    On a CPU, more than 4,096 tokens at once are no faster.
     """
     per_window = context_length * num_layers * d_model * 34 * 4
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-    most = max(1, int(free / 2 // per_window))
+    most = max(1, int(free_memory(device) / 2 // per_window))
     if device.type == "cpu":
         most = min(most, max(1, 4096 // context_length))
     return max(size for size in range(1, min(most, windows) + 1) if windows % size == 0)
 
 
-def _free_memory() -> float:
-    info = Path("/proc/meminfo")
-    if info.exists():
-        fields = dict(line.split(":") for line in info.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return 8e9
+def free_memory(device: torch.device, root: Path = Path("/")) -> float:
+    """Return the bytes still free: the GPU's, or else what the system and its containers leave to this process.
+
+    `root` is where /proc and /sys are; 8 GB is the guess for systems that have neither.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = 8e9
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    return max(0, min([free, *_left_by_containers(root)]))
+
+
+def _left_by_containers(root: Path) -> Iterator[int]:
+    """Yield what the memory limit of each control group around this process leaves (cgroups v2 and v1).
+
+    Pages of files that nobody has read lately count as used, but the kernel drops them when memory runs short.
+    """
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if controllers == "":
+            mount, limit, used, cached = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for part in (group, *group.parents):
+            folder = root / mount / part
+            try:
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such group here, or no limit: "max"
+                continue
+            yield left + int(stat.get(cached, 0))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held at once so far: on the GPU by tensors, else by the whole process."""
+    """Return the most memory held at once so far: by tensors on a GPU, else by the whole process; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if platform.system() == "Darwin" else 1024
+    if sys.platform == "win32":
+        return 0
+    import resource  # which Windows does not have
+
+    unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, on whichever device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Tell whether an error means that memory ran out, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Matrix FLOP/s at best: from the data sheet of a known GPU in bf16, measured on a CPU, else None."""
+    """Return the peak matrix FLOP/s: a known GPU's data sheet for bf16, a measurement on a CPU, else None."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
-        return known if precision == "bf16" else None
+        return _data_sheet_peak(torch.cuda.get_device_name(device)) if precision == "bf16" else None
     if device.type != "cpu":
         return None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -124,8 +177,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return 2 * n**3 / min(times)
 
 
+def _data_sheet_peak(name: str) -> float | None:
+    words = re.split(r"[\s-]+", name.upper().strip())
+    return _PEAK_BF16.get(" ".join(word for word in words if not _NO_MATTER.fullmatch(word)))
+
+
 def release_memory() -> None:
-    """Give back to the system all memory that nothing uses any more."""
+    """Return all unused memory to the system."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -134,14 +192,14 @@ def release_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next step instead of returning it to the system.
+    """Make glibc keep freed memory for the next step instead of returning it to the system.
 
-    A training step frees and takes the same hundreds of megabytes each time; with every page faulted in anew this costs
-    5 to 10 ms of a 40 ms step in a virtual machine. Does nothing where the C library is another.
+    Every training step frees and allocates the same hundreds of megabytes; faulting their pages in again costs 5 to
+    10 ms of a 40 ms step in a virtual machine. Does nothing with another C library.
     """
     if platform.libc_ver()[0] != "glibc":
         return
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # names of mallopt(3)
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # as mallopt(3) names them
     libc = ctypes.CDLL(None)
     libc.mallopt(m_mmap_max, 0)
     libc.mallopt(m_trim_threshold, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""How a text splits into tokens: the command `python -m gpt.text.tokenizer`."""
+"""The command `python -m gpt.tokens`: show how a text splits into tokens."""
 
 import argparse
 import functools
@@ -9,81 +9,54 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
-from gpt.errors import UserError
+from gpt.errors import Parser, UserError, command_line
+from gpt.exchange.opening import open_tokenizer
 from gpt.text.pieces import NotUTF8Error, cut, decoded, well_formed
-from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
+from gpt.text.tokenizer import Tokenizer
 
-SHORT = 40  # tokens: so many at most are also listed one by one
-PASTELS = (189, 194, 223, 217, 159)  # of a terminal's 256 colours, to lie under black letters
-BORDER = "│"  # between tokens where there are no colours
+SHORT = 40  # up to this many tokens are also listed one by one
+PASTELS = (189, 194, 223, 217, 159)  # backgrounds for black letters, from a terminal's 256 colours
+BORDER = "│"  # between tokens when there are no colours
 SIGNS = {" ": "·", "\t": "→", "\n": "⏎\n"}
-RAW = ("utf-8", "surrogateescape")  # keeps bytes that are no character, and gives them back
+RAW = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+def main(arguments: list[str] | None = None) -> None:
+    """Print how the given text splits, for people or as JSON."""
+    args = parse_arguments(arguments)
+    color = args.color == "always"
+    if args.color == "auto" and sys.stdout is not None and sys.stdout.isatty():
+        color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    with open_text(args) as stream:
+        tokenizer = open_tokenizer(args.tokenizer)
+        pieces = cut(read_blocks(stream, str(args.file or "standard input")))
+        if args.json:
+            print(json.dumps(report(tokenizer, pieces)))
+        else:
+            show(tokenizer, pieces, args.table, PASTELS if color else ())
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = _Parser(
-        "python -m gpt.text.tokenizer", description="Show how a text splits into tokens.", allow_abbrev=False
-    )
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("python -m gpt.tokens", "Show how a text splits into tokens.")
     kinds = "gpt2 (the default), byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
     parser.add_argument("tokenizer", metavar="TOKENIZER", nargs="?", default="gpt2", help=kinds)
     text = parser.add_mutually_exclusive_group()
-    text.add_argument("--text", metavar="TEXT", help="without --text and --file: standard input")
-    text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file")
+    text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
+    text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file to split")
     form = parser.add_mutually_exclusive_group()
-    table = f"a line for each token in place of the text; up to {SHORT} tokens are shown both ways"
+    table = f"print one line per token instead of the text (up to {SHORT} tokens, both are printed by default)"
     form.add_argument("--table", action="store_true", help=table)
-    form.add_argument("--json", action="store_true", help="one JSON object; its pieces are bytes in hexadecimal")
+    form.add_argument(
+        "--json", action="store_true", help="print one JSON object, with each token's bytes in hexadecimal"
+    )
     parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="auto: on a terminal")
     return parser.parse_args(arguments)
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of this name, or the one that a path leads to; `UserError` where there is none."""
-    if name in ("gpt2", "byte"):
-        return gpt2_tokenizer() if name == "gpt2" else byte_tokenizer()
-    path = Path(name)
-    if not os.path.exists(path):
-        raise UserError(
-            f"{name!r} is no tokenizer: choose gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 "
-            "or a prepared corpus; a text goes behind --text"
-        )
-    if (path / "config.json").is_file():
-        return _huggingface_tokenizer(path)
-    if (path / "manifest.json").is_file():
-        from gpt.text.shards import open_shards
-
-        return open_shards(path).tokenizer
-    from gpt.exchange import checkpoint  # only now torch, which is slow to import
-
-    file = checkpoint.find(path)
-    try:
-        return Tokenizer.from_dict(checkpoint.load(file)["tokenizer"])
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{file}: what it holds as its tokenizer is none; use another checkpoint") from None
-
-
-def _huggingface_tokenizer(folder: Path) -> Tokenizer:
-    """GPT-2's, where the directory is that of a GPT-2; its weights are not read."""
-    tokenizer = gpt2_tokenizer()
-    try:
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind, vocab_size = stored["model_type"], stored["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error!r})") from None
-    if (kind, vocab_size) != ("gpt2", tokenizer.vocab_size):
-        raise UserError(f"{folder}: a {kind} of {vocab_size} tokens; give a gpt2 of {tokenizer.vocab_size}")
-    return tokenizer
-
-
 def open_text(args: argparse.Namespace) -> BinaryIO:
-    """The text as a stream of bytes."""
+    """Open the text as a stream of bytes."""
     if args.text is not None:
         return io.BytesIO(well_formed(args.text).encode("utf-8"))
     if args.file is None:
@@ -97,7 +70,7 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
 
 
 def read_blocks(stream: BinaryIO, source: str) -> Iterator[str]:
-    """A stream of UTF-8 as text, block by block; `UserError` names the first byte that is none."""
+    """Yield a stream's text block by block; `UserError` names the first byte that is not UTF-8."""
     try:
         yield from decoded(iter(lambda: stream.read(1 << 16), b""))
     except OSError as error:
@@ -106,37 +79,14 @@ def read_blocks(stream: BinaryIO, source: str) -> Iterator[str]:
         raise UserError(f"{source}: not UTF-8 ({error})") from None
 
 
-def visible(token: bytes) -> str:
-    """A token to look at: signs for white space, <e2><82> for bytes that are no character or not a visible one."""
-    return "".join(
-        SIGNS.get(c) or (c if c.isprintable() else "".join(f"<{byte:02x}>" for byte in c.encode(*RAW)))
-        for c in token.decode(*RAW)
-    )
-
-
-def paint(shown: str, color: int | None) -> str:
-    """A token on a colour, up to the end of its line, or on none."""
-    if color is None:
-        return shown
-    return "\n".join(f"\x1b[38;5;16;48;5;{color}m{line}\x1b[0m" for line in shown.split("\n"))
-
-
-def describe(tokenizer: Tokenizer, token: int, color: int | None) -> str:
-    """A line about a token: its id, its bytes, itself, and the pair that it was merged from."""
-    data, parts = tokenizer.decode_bytes([token]), tokenizer.merged_from(token)
-    shown, *merged = (visible(part).replace("\n", "") for part in (data, *parts))
-    merge = f" = {' + '.join(merged)}" if len(merged) > 1 else ""
-    return f"{token:>6}  {data.hex(' '):<23}  {paint(shown, color)}{merge}\n"
-
-
 def show(tokenizer: Tokenizer, pieces: Iterable[str], table: bool, colors: tuple[int, ...]) -> None:
-    """Print how a text splits, while it is read, and then what it comes to; tokens take the colours in turn, if any."""
+    """Print how a text splits while it is being read, then the counts; tokens take turns with the colours, if any."""
     row = functools.cache(lambda token, color: describe(tokenizer, token, color))
     look = functools.cache(lambda token: visible(tokenizer.decode_bytes([token])))
     turns = itertools.cycle(colors or (None,))
     beginning: list[tuple[int, int | None]] = []
     tokens = size = characters = 0
-    gap = ""  # between two tokens: their border, then the end of the line if there is one
+    gap = ""  # printed before the next token: a border, and the line break that the last token ended with
     for piece in pieces:
         ids = tokenizer.encode_piece(piece).tolist()
         out = []
@@ -161,12 +111,35 @@ def show(tokenizer: Tokenizer, pieces: Iterable[str], table: bool, colors: tuple
     print(f"{counts}{ratio}; vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}...")
 
 
+def describe(tokenizer: Tokenizer, token: int, color: int | None) -> str:
+    """Format one line about a token: its id, its bytes, itself, and the pair it was merged from."""
+    data, parts = tokenizer.decode_bytes([token]), tokenizer.merged_from(token)
+    shown, *merged = (visible(part).replace("\n", "") for part in (data, *parts))
+    merge = f" = {' + '.join(merged)}" if len(merged) > 1 else ""
+    return f"{token:>6}  {data.hex(' '):<23}  {paint(shown, color)}{merge}\n"
+
+
+def visible(token: bytes) -> str:
+    """Make a token visible: signs for white space, <e2><82> for partial and invisible characters."""
+    return "".join(
+        SIGNS.get(c) or (c if c.isprintable() else "".join(f"<{byte:02x}>" for byte in c.encode(*RAW)))
+        for c in token.decode(*RAW)
+    )
+
+
+def paint(shown: str, color: int | None) -> str:
+    """Put a background colour, if any, behind a token, but not behind the line break at its end."""
+    if color is None:
+        return shown
+    return "\n".join(f"\x1b[38;5;16;48;5;{color}m{line}\x1b[0m" for line in shown.split("\n"))
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def report(tokenizer: Tokenizer, pieces: Iterable[str]) -> dict:
-    """The same for scripts, as plain types."""
+    """Collect the same for scripts, as plain types."""
     ids = [token for piece in pieces for token in tokenizer.encode_piece(piece).tolist()]
     parts = [tokenizer.decode_bytes([token]) for token in ids]
     text = b"".join(parts)
@@ -175,15 +148,6 @@ def report(tokenizer: Tokenizer, pieces: Iterable[str]) -> dict:
     return known | counts | {"ids": ids, "pieces": [part.hex() for part in parts]}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    args = parse_arguments(arguments)
-    color = args.color == "always"
-    if args.color == "auto" and sys.stdout is not None and sys.stdout.isatty():
-        color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    with open_text(args) as stream:
-        tokenizer = open_tokenizer(args.tokenizer)
-        pieces = cut(read_blocks(stream, str(args.file or "standard input")))
-        if args.json:
-            print(json.dumps(report(tokenizer, pieces)))
-        else:
-            show(tokenizer, pieces, args.table, PASTELS if color else ())
+if __name__ == "__main__":
+    with command_line("gpt.tokens"):
+        main()

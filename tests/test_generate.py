@@ -228,7 +228,7 @@ def test_bad_arguments(here, capsys, arguments, message):
 def test_no_runs(tmp_path, monkeypatch, capsys):
     """Where nothing has been trained yet, the line says how to."""
     monkeypatch.chdir(tmp_path)
-    assert "no run to sample from below runs/: train one first with python train.py" in refusal(capsys, "--prompt", "a")
+    assert "no run below runs/ has a checkpoint: train one first with python train.py" in refusal(capsys, "--prompt", "a")
 
 
 def test_bad_prompt_files(here, tmp_path, capsys):
@@ -339,7 +339,7 @@ def test_slide(here, capsys, slide):
 def test_precision(here, capsys, precision):
     """With --precision the weights themselves are in it."""
     text = greedy(capsys, "--prompt", "2 3 5", "--precision", precision)
-    model = gpt.sampling.packed.prepare(make_model(), precision)
+    model = gpt.sampling.packed.pack_weights(make_model(), precision)
     tokens = gpt.sampling.generation.generate(model, torch.tensor([[*b"2 3 5"]]), 23, Sampling(temperature=0.0))
     assert text == bytes(int(token) for token in tokens).decode("utf-8", "replace")
     assert text != greedy(capsys, "--prompt", "2 3 5", "--precision", "fp32")

@@ -1,1 +1,1 @@
-"""What enters and leaves: checkpoints and other projects' formats."""
+"""Models in files: checkpoints, and other projects' formats."""

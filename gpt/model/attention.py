@@ -1,6 +1,6 @@
-"""Causal multi-head self-attention, first as a formula and then as the module that the model trains.
+"""Causal multi-head self-attention: first the formula, then the module that the model trains.
 
-Letters in shapes: B batch, T query tokens, S key tokens (S = T where there is no cache), H heads, D head_dim, C d_out.
+Letters in shapes: B batch, T query tokens, S key tokens (S = T without a cache), H heads, D head_dim, C d_out.
 """
 
 import math
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt.model.fast_attention import in_halves, prefers_fused_kernel
 from gpt.model.linear import Linear
 
 
@@ -16,14 +17,13 @@ def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor | None = None)
     """softmax(Q K^T / sqrt(d_k)): how much each query attends to each key.
 
     Shapes: queries (..., T, d_k), keys (..., S, d_k), mask bool, broadcastable to (..., T, S), True where blocked.
-    Returns (..., T, S); every row sums to one and blocked entries are exactly zero (a
-    row that is blocked whole is nan).
+    Returns (..., T, S). Each row sums to one and blocked entries are exactly zero; a fully blocked row is nan.
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
-    # Scaling the queries is the same product as scaling the scores, on D numbers a token instead of S.
+    # Scaling the queries equals scaling the scores, and touches D numbers a token instead of S.
     scores = (queries / math.sqrt(queries.shape[-1])) @ keys.transpose(-2, -1)  # (..., T, S)
     if mask is not None:
-        # Adding -inf where blocked: three times as fast as filling it in, and it costs the backward pass nothing.
+        # Adding -inf is three times as fast as filling the scores with it, and is free in the backward pass.
         scores += torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(mask, -torch.inf)
     return torch.softmax(scores, dim=-1)
 
@@ -31,10 +31,10 @@ def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor | None = None)
 def attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(Q K^T / sqrt(d_k)) V, written out: the oracle of every faster path.
+    """softmax(Q K^T / sqrt(d_k)) V, written out: the oracle for every faster route.
 
     Shapes: queries (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mask as in `attention_weights`.
-    `dropout` is the probability with which a weight is set to zero, the others being scaled by 1 / (1 - dropout).
+    Each weight is dropped with probability `dropout`, and the others are scaled by 1 / (1 - dropout).
     Returns the context vectors (..., T, d_v).
     """
     weights = attention_weights(queries, keys, mask)
@@ -43,49 +43,21 @@ def attention(
     return weights @ values
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-    """`attention` whose mask blocks every later token, without looking at most of what it blocks.
-
-    Long sequences are taken in two halves of the queries, of which the first needs no key of the second: a quarter of
-    the square is never computed. More and smaller parts gain nothing, nor do 256 tokens or fewer.
-    """
-    T, S = mask.shape[-2:]
-    if T <= 256:
-        return attention(queries, keys, values, mask, dropout)
-    half, seen = T // 2, S - T + T // 2
-    keys_seen, values_seen = keys[..., :seen, :], values[..., :seen, :]
-    early = attention(queries[..., :half, :], keys_seen, values_seen, mask[..., :half, :seen], dropout)
-    late = attention(queries[..., half:, :], keys, values, mask[..., half:, :], dropout)
-    return torch.cat([early, late], dim=-2)
-
-
-def prefers_fused_kernel(queries: Tensor) -> bool:
-    """Whether `scaled_dot_product_attention` is the faster path for these queries (B, H, T, D).
-
-    It is, except when training in bfloat16 on a CPU: there its backward pass is slow. On two AVX-512 cores attention
-    over 1,024 tokens in all, forward and backward, takes 26 ms with it and 13 ms written out for 12 heads of 64 and
-    T = 256, 45 and 20 ms for T = 512, 56 and 41 ms for T = 1024: 7% of a step of GPT-2 124M on 4 x 1,024 tokens, for
-    weights of 0.9 GB. Beyond that these weights, which grow with T squared, take too much memory.
-    """
-    bf16_training = queries.dtype == torch.bfloat16 and queries.requires_grad
-    return not (queries.device.type == "cpu" and bf16_training and queries.shape[-2] <= 1024)
-
-
 class KVCache:
-    """Keys and values of the tokens that one attention layer has already seen, in memory allocated once.
+    """The keys and values of all tokens that one attention layer has seen, in memory allocated once.
 
-    `capacity` is the greatest number of tokens it can hold: the model's context length. On a CPU they are kept in fp32,
-    in which its attention kernel takes a tenth of the time: 87 and 875 us for one query of GPT-2's after 1,000 tokens.
+    It holds at most `capacity` tokens: the model's context length. On a CPU they stay in fp32, where the attention
+    kernel is ten times as fast: one GPT-2 query after 1,000 tokens takes 87 us instead of 875.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.length = 0
-        self.keys: Tensor | None = None  # (B, H, capacity, D), from the first `append` on
+        self.keys: Tensor | None = None  # (B, H, capacity, D), allocated by the first `append`
         self.values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, H, T, D) of new tokens; return those of all tokens so far, (B, H, S, D)."""
+        """Store the keys and values (B, H, T, D) of new tokens; return those of all tokens so far, (B, H, S, D)."""
         if self.keys is None or self.values is None:
             B, H, _, D = keys.shape
             dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
@@ -102,12 +74,12 @@ class MultiHeadAttention(nn.Module):
 
     Args:
         d_in: width of the input. d_out: width of the output, divided evenly among the heads.
-        context_length: the greatest number of tokens; the size of the causal mask.
+        context_length: the most tokens it accepts, and the size of the causal mask.
         dropout: probability of dropping an attention weight while training.
         qkv_bias: whether the projection of queries, keys and values has a bias.
 
     Maps (B, T, d_in) to (B, T, d_out). The mask is a buffer: it moves with `.to()` and is never saved. State dicts with
-    separate `W_query`, `W_key` and `W_value` load as they are.
+    separate `W_query`, `W_key` and `W_value` load unchanged.
     """
 
     mask: Tensor
@@ -122,28 +94,28 @@ class MultiHeadAttention(nn.Module):
         self.W_qkv = Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: all queries, then all keys, then all values
         self.out_proj = Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
-        self.fused_kernel: bool | None = None  # None: whichever is faster; True or False: that path, for tests
+        self.fused_kernel: bool | None = None  # None picks the faster route; tests set True or False
         blocked = torch.ones(context_length, context_length, dtype=torch.bool).triu(diagonal=1)
         self.register_buffer("mask", blocked, persistent=False)
         self.register_load_state_dict_pre_hook(_fuse_separate_projections)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
-        """Attend from every token of x (B, T, d_in) to itself and to earlier ones, those in the cache included.
+        """Attend from each token of x (B, T, d_in) to itself and all earlier tokens, including those in the cache.
 
-        `blocked` (B, 1, T, S), where given, says what each row may not attend to, in place of the causal mask.
+        `blocked` (B, 1, T, S) replaces the causal mask with one for each row of the batch.
         """
         seen, T = 0 if cache is None else cache.length, x.shape[1]
         if seen + T > len(self.mask):
             raise ValueError(f"{seen + T} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
         queries, keys, values = self._project(x)  # each (B, H, T, D)
         if cache is not None:
-            keys, values = cache.append(keys, values)
+            keys, values = cache.append(keys, values)  # each (B, H, S, D)
             queries = queries.to(keys.dtype)
-        context = self._attend(queries, keys, values, seen, blocked)  # (B, H, T, D)
+        context = self._attend(queries, keys, values, blocked)  # (B, H, T, D)
         return self.out_proj(context.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def weights(self, x: Tensor) -> Tensor:
-        """The attention weights (B, H, T, T) that `forward` would use on x (B, T, d_in), before dropout."""
+        """The attention weights (B, H, T, T) that `forward` uses on x (B, T, d_in), before dropout."""
         queries, keys, _ = self._project(x)
         T = x.shape[1]
         return attention_weights(queries, keys, self.mask[:T, :T])
@@ -155,20 +127,20 @@ class MultiHeadAttention(nn.Module):
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
         return queries, keys, values
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: int, blocked: Tensor | None) -> Tensor:
-        T = queries.shape[-2]
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, blocked: Tensor | None) -> Tensor:
+        T, S = queries.shape[-2], keys.shape[-2]
         dropout = self.dropout.p if self.training else 0.0
         fused = prefers_fused_kernel(queries) if self.fused_kernel is None else self.fused_kernel
         if not fused:
-            mask = self.mask[seen : seen + T, : seen + T] if blocked is None else blocked
-            return causal_attention(queries, keys, values, mask, dropout)
-        if blocked is not None:
-            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=~blocked, dropout_p=dropout)
-        if seen == 0:
+            mask = self.mask[S - T : S, :S] if blocked is None else blocked
+            return in_halves(attention, queries, keys, values, mask, dropout)
+        if blocked is None and S == T:
             return F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        # After a cache `is_causal` would be wrong: it aligns the first query with the first key. PyTorch's boolean
-        # mask is True where attended, the opposite of ours; a single query attends to everything and needs none.
-        allowed = None if T == 1 else ~self.mask[seen : seen + T, : seen + T]
+        # After cached tokens `is_causal` is wrong: it aligns the first query with the first key. A single query
+        # attends to everything and needs no mask.
+        if blocked is None and T > 1:
+            blocked = self.mask[S - T : S, :S]
+        allowed = None if blocked is None else ~blocked  # PyTorch's mask is True where attended
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, dropout_p=dropout)
 
 

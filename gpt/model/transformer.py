@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): token and position embeddings, pre-norm transformer blocks, a tied output head.
 
-Letters in shapes: B batch, T tokens, C d_model, V vocabulary, L layers, H heads.
+Letters in shapes: B batch, T tokens, S tokens so far (T and those in the cache), C d_model, V vocabulary, L layers,
+H heads.
 """
 
 import math
@@ -9,17 +10,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt.model.attention import KVCache, MultiHeadAttention
+from gpt.model.frugal import SkipInit, tied_lookup
 from gpt.model.linear import Linear
 
 
 @dataclass
 class ModelConfig:
-    """The shape of a model, all but its vocabulary, which the tokenizer decides. The defaults are GPT-2 124M."""
+    """The shape of a model, except for its vocabulary size, which the tokenizer sets. The defaults are GPT-2 124M."""
 
     context_length: int = 1024
     d_model: int = 768
@@ -43,7 +43,7 @@ class ModelConfig:
 
 @dataclass
 class GPTConfig(ModelConfig):
-    """A `ModelConfig` with its vocabulary: all that is needed to build a model."""
+    """Everything needed to build a model: a `ModelConfig` and the vocabulary size."""
 
     vocab_size: int = 50257
 
@@ -54,7 +54,7 @@ class GPTConfig(ModelConfig):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps, C -> 4C -> C, with the tanh form of GELU between them."""
+    """Two linear maps with GELU (tanh form) between them: C -> 4C -> C."""
 
     def __init__(self, d_model: int):
         super().__init__()
@@ -62,13 +62,15 @@ class FeedForward(nn.Module):
         self.contract = Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(x), approximate="tanh"))
+        inner = F.gelu(self.expand(x), approximate="tanh")  # (B, T, 4C)
+        return self.contract(inner)  # (B, T, C)
 
 
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C).
 
-    The sums and norms are in the precision of x, the two maps in that of their linear maps: see `Linear.dtype`.
+    Sums and norms keep the precision of x; attention and feed-forward use that of their linear maps: see
+    `Linear.dtype`. For one token after a cache, gpt/model/single_token.py is the fast twin.
     """
 
     def __init__(self, config: ModelConfig):
@@ -88,7 +90,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2-style language model. Its output head is the transposed token embedding and has no weights of its own."""
+    """A GPT-2-style language model. Its output head is the transposed token embedding, with no weights of its own."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -98,17 +100,18 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
-        self.output: nn.Module | None = None  # in place of the tied head, for sampling: see inference.py
-        self.checkpointing = False  # keep only what goes into each block, and compute it again for the backward pass
+        self.output: nn.Module | None = None  # replaces the tied head where sampling packs the weights
+        self.checkpointing = False  # keep only each block's input, and compute the rest again in the backward pass
         self.init_weights()
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state_dict: dict[str, Tensor]) -> "GPT":
-        """A model in fp32 whose weights are the very tensors of a state dict, where these are in fp32, and not copies.
+        """Build an fp32 model around the tensors of a state dict; those already in fp32 are used without copying.
 
-        None are drawn first, which would take a second for GPT-2 124M. `RuntimeError` where they do not fit the model.
+        No initial weights are drawn, which would take a second for GPT-2 124M. `RuntimeError` if the tensors do not
+        fit the model.
         """
-        with _Undrawn():
+        with SkipInit():
             model = cls(config)
         model.load_state_dict(state_dict, assign=True)
         return model.float()
@@ -133,15 +136,15 @@ class GPT(nn.Module):
                 parameter.fill_(1.0)
 
     def forward(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """Logits (B, T, V) of the token after each of the tokens idx (B, T)."""
+        """Logits (B, T, V) of the token that follows each of the tokens idx (B, T)."""
         return self.head(self.hidden(idx, caches))
 
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None) -> Tensor:
         """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
 
         With `caches` (from `new_caches`) idx continues the tokens already seen, and the caches grow by T. `starts` (B,)
-        is how many tokens at the left of each row, those seen included, are only there to fill it: nothing attends to
-        them, and positions count from the first that is not.
+        is the amount of padding at the left of each row, counting cached tokens too: nothing attends to padding, and
+        positions count from the first real token.
         """
         seen = 0 if caches is None else caches[0].length
         x = self._embed(self.token_embedding(idx), seen, starts)
@@ -149,12 +152,8 @@ class GPT(nn.Module):
         return self._transform(x, caches, blocked)
 
     def hidden_and_head(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """`hidden` of the tokens idx, and the weight (V, C) of the head: what `next_token_loss` needs to train.
-
-        The weight is that of the token embedding. On a CPU the gradients of its two uses are added up in the memory of
-        the head's, where autograd alone would make two tensors of that size.
-        """
-        embedded, head_weight = _TiedLookup.apply(idx, self.token_embedding.weight)
+        """What the training loss takes: the hidden states (B, T, C) of idx (B, T) and the head's weight (V, C)."""
+        embedded, head_weight = tied_lookup(idx, self.token_embedding.weight)  # as in `hidden`, with less memory
         return self._transform(self._embed(embedded)), head_weight
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -164,9 +163,10 @@ class GPT(nn.Module):
         return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
 
     def compute_in(self, dtype: torch.dtype) -> "GPT":
-        """Have the linear maps of the blocks multiply in `dtype`; returns the model itself.
+        """Make the linear maps of the blocks multiply in `dtype`; return the model itself.
 
-        All weights stay as they are, and so do norms and the residual stream, which cost little and lose the most.
+        Weights keep their precision, and so do norms and the residual stream, which cost little and would lose the
+        most.
         """
         for module in self.blocks.modules():
             if isinstance(module, Linear):
@@ -175,11 +175,11 @@ class GPT(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision in which the blocks multiply."""
+        """The precision of the blocks' products."""
         return self.blocks[-1].feed_forward.contract.dtype  # type: ignore[union-attr, return-value]
 
     def new_caches(self) -> list[KVCache]:
-        """An empty key-value cache for each layer."""
+        """Make an empty key-value cache for each layer."""
         return [KVCache(self.config.context_length) for _ in self.blocks]
 
     @torch.no_grad()
@@ -194,31 +194,30 @@ class GPT(nn.Module):
         return torch.stack(maps, dim=1)
 
     def num_parameters(self) -> int:
-        """How many numbers training adjusts; the tied head counts once, as the token embedding."""
+        """The number of trained parameters; the tied head counts once, as the token embedding."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, tokens: int) -> int:
         """Floating-point operations to train on one token of a sequence of `tokens`.
 
-        Six for every weight that multiplies (two forward, four backward), and 12 C a layer for each token attended
+        Six for every weight that multiplies (two forward, four backward), plus 12 C a layer for every token attended
         to, counting the full square of scores: Chowdhery et al. 2022 (PaLM), appendix B.
         """
         matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2) - self.position_embedding.weight.numel()
         return 6 * matrices + 12 * self.config.num_layers * self.config.d_model * tokens
 
     def _blocked(self, seen: int, T: int, starts: Tensor) -> Tensor:
-        """What each row may not attend to (B, 1, T, S): later tokens, and what fills the row; but always to itself."""
+        """The mask (B, 1, T, S) that blocks later tokens and padding, but never a token itself."""
         causal = self.blocks[0].attention.mask[seen : seen + T, : seen + T]  # type: ignore[index, union-attr]
-        columns = torch.arange(seen + T, device=starts.device)
-        itself = columns == columns[seen:, None]  # (T, S): what only fills must not be left with nothing, which is nan
+        columns = torch.arange(seen + T, device=starts.device)  # (S,)
+        itself = columns == columns[seen:, None]  # (T, S): padding with nothing to attend to would be nan
         return ((causal | (columns < starts[:, None, None])) & ~itself)[:, None]
 
     def _embed(self, embedded: Tensor, seen: int = 0, starts: Tensor | None = None) -> Tensor:
         end = seen + embedded.shape[1]
         if end > self.config.context_length:
-            raise ValueError(
-                f"{end} tokens do not fit a context of {self.config.context_length}: pass the last ones only"
-            )
+            limit = self.config.context_length
+            raise ValueError(f"{end} tokens do not fit a context of {limit}: pass the last ones only")
         positions = self.position_embedding.weight[seen:end]  # (T, C)
         if starts is not None:
             columns = torch.arange(seen, end, device=starts.device)
@@ -232,36 +231,3 @@ class GPT(nn.Module):
             else:
                 x = block(x, None if caches is None else caches[i], blocked)
         return self.final_norm(x).to(self.dtype)
-
-
-class _Undrawn(TorchFunctionMode):
-    """Within it random weights are not drawn, and memory for them is not touched.
-
-    The meta device does the same, but there drawing imports PyTorch's compiler, which takes longer than it saves.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func.__name__ in ("normal_", "uniform_", "kaiming_uniform_"):
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-class _TiedLookup(torch.autograd.Function):
-    """The rows of an embedding for tokens, and the whole of it for the head.
-
-    Adds in place to the head's gradient, which must be nobody else's: `next_token_loss` gives its own away.
-    """
-
-    @staticmethod
-    def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(idx)
-        return F.embedding(idx, weight), weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, rows_grad: Tensor, head_grad: Tensor):
-        (idx,) = ctx.saved_tensors
-        if head_grad.device.type == "cpu":
-            return None, head_grad.index_add_(0, idx.flatten(), rows_grad.flatten(0, 1))
-        # On a GPU index_add_ adds in no fixed order.
-        return None, head_grad.add_(torch.ops.aten.embedding_dense_backward(rows_grad, idx, len(head_grad), -1, False))

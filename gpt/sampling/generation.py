@@ -1,6 +1,6 @@
-"""Sampling from a model: filters on the logits, decoding with a key-value cache, and text as it is made.
+"""Sampling from a model: filters on the logits, decoding with a key-value cache, and text streamed from tokens.
 
-Letters in shapes: B samples, T tokens, V vocabulary.
+Letters in shapes: B rows (texts sampled together), T tokens, V vocabulary, N likeliest tokens.
 """
 
 import codecs
@@ -14,60 +14,58 @@ from gpt.errors import UserError
 from gpt.model.transformer import GPT
 from gpt.text.tokenizer import Tokenizer
 
-LIKELIEST = 1024  # how many of the likeliest tokens top-p looks at first
+LIKELIEST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Filters apply in the order of the fields; 0 (or 1 for top_p) switches one off."""
+    """How to draw the next token. Filters apply in the order of the fields; 0 (1 for top_p) switches one off."""
 
-    repetition_penalty: float = 1.0  # logits of tokens already there are divided by it, or multiplied where negative
-    temperature: float = 0.8  # 0 takes the likeliest token
-    top_k: int = 0  # keep the k likeliest
-    top_p: float = 0.95  # keep the likeliest that together reach this probability
-    min_p: float = 0.0  # keep those at least this share as likely as the likeliest
+    repetition_penalty: float = 1.0  # divides the logits of earlier tokens, or multiplies them where negative
+    temperature: float = 0.8  # divides all logits; 0 takes the likeliest token
+    top_k: int = 0  # keep the k likeliest tokens
+    top_p: float = 0.95  # keep the fewest likeliest tokens that together reach this probability
+    min_p: float = 0.0  # keep tokens at least this many times as likely as the likeliest
 
     def __post_init__(self) -> None:
-        limits = {
-            "repetition_penalty": (
-                0.01 <= self.repetition_penalty <= 100.0,
-                "at least 0.01 and at most 100 (1 is off)",
-            ),
-            "temperature": (
-                self.temperature == 0.0 or 1e-6 <= self.temperature <= 100.0,
+        penalty, temperature = self.repetition_penalty, self.temperature
+        for name, within, limit in (
+            ("repetition-penalty", 0.01 <= penalty <= 100.0, "at least 0.01 and at most 100 (1 is off)"),
+            (
+                "temperature",
+                temperature == 0.0 or 1e-6 <= temperature <= 100.0,
                 "0 (greedy), or at least 1e-6 and at most 100",
             ),
-            "top_k": (self.top_k >= 0, "at least 0 (off)"),
-            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
-            "min_p": (0.0 <= self.min_p <= 1.0, "at least 0 (off) and at most 1"),
-        }
-        for name, (within, limit) in limits.items():
+            ("top-k", self.top_k >= 0, "at least 0 (off)"),
+            ("top-p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
+            ("min-p", 0.0 <= self.min_p <= 1.0, "at least 0 (off) and at most 1"),
+        ):
             if not within:
-                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} is out of range: it must be {limit}")
+                raise UserError(f"{name}={getattr(self, name.replace('-', '_'))} is out of range: it must be {limit}")
 
 
 def filter_logits(logits: Tensor, previous: Tensor, sampling: Sampling) -> Tensor:
-    """Logits (B, V) after the repetition penalty, temperature and filters; what is excluded becomes -inf.
+    """Apply the repetition penalty, temperature and filters to logits (B, V); excluded tokens become -inf.
 
-    previous (B, T) are the tokens so far. Penalty: Keskar et al. 2019 (CTRL); top-k: Fan et al. 2018; top-p: Holtzman
-    et al. 2020; min-p: Nguyen et al. 2024. The likeliest token always stays. The temperature must be above 0.
+    `previous` (B, T) holds the tokens so far. The likeliest token always stays. The temperature must be above 0.
+    Penalty: Keskar et al. 2019 (CTRL); top-k: Fan et al. 2018; top-p: Holtzman et al. 2020; min-p: Nguyen et al. 2024.
     """
     if sampling.repetition_penalty != 1.0:
-        seen = logits.gather(1, previous)
         penalty = sampling.repetition_penalty
+        seen = logits.gather(1, previous)  # (B, T)
         logits = logits.scatter(1, previous, torch.where(seen > 0, seen / penalty, seen * penalty))
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
+        least = logits.topk(sampling.top_k).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_p < 1.0:
-        # Sorting 50,257 logits takes 3.5 ms on a CPU, and the few likeliest of them nearly always suffice.
-        likeliest, order = logits.topk(min(LIKELIEST, logits.shape[-1]))
+        # Sorting 50,257 logits takes 3.5 ms on a CPU, and a few of the likeliest are nearly always enough.
+        likeliest, order = logits.topk(min(LIKELIEST, logits.shape[-1]))  # each (B, N)
         probability = (likeliest - logits.logsumexp(-1, keepdim=True)).exp()
         if (probability.sum(-1) < sampling.top_p).any():
-            likeliest, order = logits.sort(descending=True)
+            likeliest, order = logits.sort(descending=True)  # N = V
             probability = likeliest.softmax(-1)
-        reached = probability.cumsum(-1) - probability >= sampling.top_p  # without the token itself: the first stays
+        reached = probability.cumsum(-1) - probability >= sampling.top_p  # by the tokens before it: the first stays
         kept = likeliest.masked_fill(reached, -torch.inf)
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, kept)
     if sampling.min_p > 0.0:
@@ -84,24 +82,24 @@ def next_token(logits: Tensor, previous: Tensor, sampling: Sampling, generator: 
         greedy = Sampling(sampling.repetition_penalty, temperature=1.0, top_p=1.0)
         return filter_logits(logits, previous, greedy).argmax(-1)
     probability = filter_logits(logits, previous, sampling).softmax(-1)
-    # Drawing from 50,257 tokens takes 1.1 ms on a CPU, from those that are left a tenth of it.
-    left, order = probability.topk(max(1, int((probability > 0).sum(-1).max())))
+    # Drawing from 50,257 tokens takes 1.1 ms on a CPU, and from those that are left a tenth of that.
+    left, order = probability.topk(max(1, int((probability > 0).sum(-1).max())))  # each (B, N)
     return order.gather(1, torch.multinomial(left, 1, generator=generator)).squeeze(1)
 
 
 def window_start(length: int, context_length: int, slide: int = 1) -> int:
-    """Where the model's view begins when it has `length` tokens before it: it sees the last `context_length` at most.
+    """The index of the first of `length` tokens that the model sees; it sees at most the last `context_length`.
 
-    Once full, the view moves on by `slide` tokens at a time.
+    Once full, the window moves by `slide` tokens at a time.
     """
     over = max(0, length - context_length)
     return -(-over // slide) * slide
 
 
 def align(prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """Prompts of different lengths as one tensor (B, T), ends together, and how many tokens fill each row at its left.
+    """Pad prompts at the left to one tensor (B, T); return it with the padding of each row.
 
-    A row is filled with its own first token, so that no token counts as having been there that was not.
+    A row is padded with its own first token, so that the repetition penalty meets no token that the prompt lacks.
     """
     longest = max(map(len, prompts))
     padding = [longest - len(ids) for ids in prompts]
@@ -119,15 +117,14 @@ def generate(
     slide: int = 1,
     padding: list[int] | None = None,
 ) -> Iterator[Tensor]:
-    """Continue the tokens idx (B, T), T at least 1: yields the next token (B,) of every row, `max_new_tokens` times.
+    """Continue the tokens idx (B, T), T at least 1: yield the next token (B,) of every row, `max_new_tokens` times.
 
-    `padding`, from `align`, is how many tokens at the left of each row only fill it; every row is continued as if it
-    were alone.
+    `padding`, from `align`, is the number of padding tokens at the left of each row. Every row continues as if it were
+    alone.
 
-    With the cache each token costs one pass over that token alone. Past the context length the view slides: positions
-    are learned, so every token in it changes its embedding and the cache is made anew. With `slide=1` that is every
-    token, and the model always sees as much as it can; with more it is every `slide` tokens. The tokens are the same
-    with the cache and without.
+    With the cache, each new token costs one pass over that token only. Past the context length the window slides:
+    positions are learned, so the embedding of every token in it changes and the cache is rebuilt, every `slide` tokens.
+    With `slide=1` the model always sees as much as it can. The cache never changes which tokens come out.
     """
     model.eval()
     T, context = idx.shape[1], model.config.context_length
@@ -137,40 +134,40 @@ def generate(
         raise UserError(f"slide={slide} is out of range: it must be at least 1 and at most the context, {context}")
     tokens = torch.cat([idx, idx.new_zeros(idx.shape[0], max_new_tokens)], dim=1)
     fills = padding or [0]
-    caches, views, seen, starts = None, None, 0, None  # the cache holds the tokens from the first view up to `seen`
+    caches, windows, seen, starts = None, None, 0, None  # the cache holds the tokens before `seen`
     for length in range(T, T + max_new_tokens):
-        wanted = {fill: fill + window_start(length - fill, context, slide) for fill in set(fills)}
-        if caches is None or not use_cache or wanted != views:
-            caches, views, seen = model.new_caches(), wanted, min(wanted.values())
+        wanted = {fill: fill + window_start(length - fill, context, slide) for fill in set(fills)}  # of each row
+        if caches is None or not use_cache or wanted != windows:
+            caches, windows, seen = model.new_caches(), wanted, min(wanted.values())
             later = [wanted[fill] - seen for fill in fills]
-            starts = torch.tensor(later, device=idx.device) if any(later) else None
-        hidden = model.hidden(tokens[:, seen:length], caches if use_cache else None, starts)
+            starts = torch.tensor(later, device=idx.device) if any(later) else None  # (B,)
+        hidden = model.hidden(tokens[:, seen:length], caches if use_cache else None, starts)  # (B, new, C)
         seen = length
         tokens[:, length] = next_token(model.head(hidden[:, -1]), tokens[:, :length], sampling, generator)
         yield tokens[:, length]
 
 
 class TextStream:
-    """Turns tokens into text piece by piece: never half a character, and nothing of a stop string or beyond it."""
+    """Turn tokens into text piece by piece: only whole characters, and nothing from a stop string on."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()):
         self._tokenizer = tokenizer
         self._stops = stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._held = ""  # decoded text that may be the start of a stop string
         self.text = ""
         self.tokens: list[int] = []
-        self.finish_reason: str | None = None  # end_of_text, stop or length, once it is finished
+        self.finish_reason: str | None = None  # end_of_text, stop or length; None while the text goes on
 
     def feed(self, token: int) -> str:
-        """Take one token; return the text that is now certain. Sets `finish_reason` where it ends the text."""
+        """Take one token; return the text that is now certain. Sets `finish_reason` if the token ends the text."""
         self.tokens.append(token)
         if token == self._tokenizer.end_of_text:
             return self.finish("end_of_text")
         return self._release(self._decoder.decode(self._tokenizer.decode_bytes([token])))
 
     def finish(self, reason: str = "length") -> str:
-        """End the text; return what was held back."""
+        """End the text; return what was still held back."""
         tail = self._release(self._decoder.decode(b"", final=True))
         if self.finish_reason is None:
             self.finish_reason = reason
@@ -192,5 +189,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text could be the beginning of the stop string."""
+    """The number of characters at the end of the text that may be the start of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,5 @@
-"""How well a model predicts a text: the whole of it, every token once, always with the same result."""
+"""How well a model predicts a text: every token counts once, and the result is always the same."""
 
-import lzma
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.model.loss import IGNORE, next_token_loss
+from gpt.model.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT
 
 
 @dataclass(frozen=True)
 class Score:
-    """The sum of nats over all predicted tokens, and what it is spread over."""
+    """The nats of all predicted tokens of a text, summed, with the numbers of tokens and of bytes."""
 
     nats: float
     tokens: int
@@ -44,29 +44,21 @@ def sum_of(scores: Iterable[Score]) -> Score:
 
 
 @torch.no_grad()
-def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
-    """Score a model on batches of inputs and targets (B, T), as `validation_batches` makes them from a text.
+def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
+    """Score a model on batches of inputs and targets (B, T), with `IGNORE` for targets that do not count.
 
-    `num_bytes` is the size of the text in UTF-8. The nats of end-of-text tokens between documents count, their bytes
-    are none. The model is left in the mode, training or not, in which it came.
+    `num_bytes` is the size of the text in UTF-8. End-of-text tokens between documents add their nats but no bytes. The
+    model stays in training or evaluation mode, whichever it was in.
     """
     was_training = model.training
     model.eval()
     device = model.token_embedding.weight.device
-    nats = torch.zeros((), dtype=torch.float64)
-    tokens = 0
+    nats, tokens = 0.0, 0
     for idx, targets in batches:
         idx, targets = idx.to(device), targets.to(device)
         counted = int((targets != IGNORE).sum())
-        mean = next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
-        nats += mean.double().cpu() * counted
+        mean = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
+        nats += mean.item() * counted  # summed in Python: Apple's GPUs have no float64
         tokens += counted
     model.train(was_training)
-    return Score(float(nats), tokens, num_bytes)
-
-
-def xz_bits_per_byte(text: bytes) -> float:
-    """What a strong general-purpose compressor makes of a text alone: a mark to beat."""
-    # As xz does where it knows the size: a dictionary no larger than the text, which saves 700 MB for a small one.
-    method = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": max(4096, len(text))}
-    return 8 * len(lzma.compress(text, filters=[method])) / len(text)
+    return Score(nats, tokens, num_bytes)

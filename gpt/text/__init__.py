@@ -1,1 +1,1 @@
-"""From files to batches: corpora, tokenizers, prepared token ids."""
+"""From files to batches: corpora, tokenizers and prepared token ids."""

@@ -1,8 +1,8 @@
-"""Which tokens a training step sees: a pure function of the seed and the step, so that any step can be made again.
+"""Batches: which tokens each step sees, as a pure function of the seed and the step.
 
-The corpus is a circle of n tokens, cut into n // T windows. Each epoch sees each window once, in an order of its own
-and with the cuts at places of its own; both follow from the seed and the number of the epoch. The circle closes at the
-first token, an end-of-text, as every document begins.
+A corpus is a circle of n tokens, cut into n // T windows. Each epoch shows each window once, in its own order and cut
+at its own places; both follow from the seed and the epoch's number. The circle closes before the first token, which is
+an end-of-text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,31 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.model.loss import IGNORE
-from gpt.text.shards import Tokens
+from gpt.text.shards import SHARES, Tokens
 
 Array = np.ndarray | Tokens
-SHARES = 1000  # windows of a mixture among which each corpus has exactly its share
 
 
-def train_batch(tokens: Array, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (B, T), of the windows number `first` to `first + batch_size` of the whole training.
-
-    Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
-    """
-    numbers = np.arange(first, first + batch_size, dtype=np.uint64)
-    return _pair(_windows(tokens, seed, numbers, context_length))
-
-
-def mixed_batch(
+def training_batch(
     corpora: Sequence[Array], shares: Sequence[int], seed: int, first: int, batch_size: int, context_length: int
 ) -> tuple[Tensor, Tensor]:
-    """As `train_batch`, of several corpora: of each `SHARES` windows, corpus i gives `shares[i]`, in a seeded order.
+    """Return windows `first` to `first + batch_size` of the whole training, as inputs and targets, each (B, T).
 
-    Each corpus has epochs of its own, in which it gives each of its windows once.
+    Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
+    Of every `SHARES` windows, corpus i provides `shares[i]`, in a seeded order; each corpus has its own epochs.
     """
     if len(corpora) == 1:
-        return train_batch(corpora[0], seed, first, batch_size, context_length)
+        return corpus_batch(corpora[0], seed, first, batch_size, context_length)
     numbers = np.arange(first, first + batch_size, dtype=np.uint64)
     source, own = mixture_place(numbers, shares, seed)
     block = np.empty((batch_size, context_length + 1), dtype=np.int64)
@@ -46,10 +36,16 @@ def mixed_batch(
     return _pair(block)
 
 
-def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which corpus gives each window of a mixture, and which of that corpus's windows it is.
+def corpus_batch(tokens: Array, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
+    """Return a training batch of a single corpus."""
+    numbers = np.arange(first, first + batch_size, dtype=np.uint64)
+    return _pair(_windows(tokens, seed, numbers, context_length))
 
-    The windows fall into blocks of `SHARES`; in each, a permutation of its own deals out the corpora's next ones.
+
+def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which corpus provides each window of a mixture, and which of its own windows that is.
+
+    Windows fall into blocks of `SHARES`; within each block, its own permutation deals out the corpora's next windows.
     """
     block, place = np.divmod(numbers, np.uint64(SHARES))
     slot = np.empty_like(place)
@@ -63,14 +59,14 @@ def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tupl
 
 
 def windows_given(count: int, shares: Sequence[int], seed: int) -> list[int]:
-    """How many of the first `count` windows of a mixture each corpus gives."""
+    """Return how many of the first `count` windows of a mixture each corpus provides."""
     blocks, rest = divmod(count, SHARES)
     source, _ = mixture_place(np.arange(count - rest, count, dtype=np.uint64), shares, seed)
     return [blocks * share + int((source == i).sum()) for i, share in enumerate(shares)]
 
 
 def _windows(tokens: Array, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
-    """The windows of one corpus by their numbers: (B, T + 1) token ids."""
+    """Return the windows of one corpus with these numbers: (B, T + 1) token ids."""
     n, T = len(tokens), context_length
     assert n > T, "prepare refuses a text this short"
     per_epoch = n // T
@@ -87,16 +83,18 @@ def _windows(tokens: Array, seed: int, numbers: np.ndarray, context_length: int)
 
 
 def _pair(block: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) ids as inputs and targets."""
+    """Split (B, T + 1) ids into inputs and targets."""
     ids = torch.from_numpy(block)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def validation_batches(tokens: Array, batch_size: int, context_length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, each (B, T), that predict every token but the first exactly once.
+def validation_batches(
+    tokens: Array, batch_size: int, context_length: int, ignore: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs and targets, each (B, T), that predict every token but the first exactly once.
 
-    Windows do not overlap. The last batch is filled up with targets of `IGNORE`, so that a compiled model meets one
-    shape only: B is `batch_size`, or the number of windows where that is less.
+    Windows do not overlap. The last batch is padded with the target `ignore`, so that a compiled model sees only one
+    shape: B is `batch_size`, or the number of windows if that is less.
     """
     T = min(context_length, len(tokens) - 1)
     count = -(-(len(tokens) - 1) // T)
@@ -106,15 +104,15 @@ def validation_batches(tokens: Array, batch_size: int, context_length: int) -> I
         positions = starts[:, None] + np.arange(T + 1)  # (B, T + 1)
         inside = positions < len(tokens)
         block = torch.from_numpy(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int64))
-        targets = torch.where(torch.from_numpy(inside[:, 1:]), block[:, 1:], IGNORE)
+        targets = torch.where(torch.from_numpy(inside[:, 1:]), block[:, 1:], ignore)
         yield block[:, :-1].contiguous(), targets
 
 
 def permute(index: np.ndarray, size: int, key) -> np.ndarray:
-    """Where a seeded permutation of range(size) sends each index: in memory that does not grow with `size`.
+    """Map each index by a seeded permutation of range(size), in memory that does not grow with `size`.
 
-    A Feistel network of four rounds permutes the next power of four; indices that fall outside go round again until
-    they fall inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    A Feistel network of four rounds permutes the next power of four; indices that land outside go round again until
+    they land inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -131,7 +129,7 @@ def permute(index: np.ndarray, size: int, key) -> np.ndarray:
 
 
 def _mix(key, value):
-    """A 64-bit hash of a key and a value, or of arrays: the finaliser of SplitMix64 (Steele et al. 2014), twice."""
+    """Hash a key and a value, or arrays, to 64 bits: the finaliser of SplitMix64 (Steele et al. 2014), twice."""
     with np.errstate(over="ignore"):
         x = np.asarray(value, dtype=np.uint64) + key * np.uint64(0x9E3779B97F4A7C15)
         for _ in range(2):

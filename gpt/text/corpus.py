@@ -1,14 +1,11 @@
-"""Text in: which corpus, which files it is made of, and its documents in pieces of a bounded size."""
+"""Corpora: which text to train on, which files hold it, and its documents in pieces of bounded size."""
 
-import contextlib
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -16,61 +13,66 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt.errors import UserError, require_choice
-from gpt.files import write_text
-from gpt.text import python_docs as stdlib
+from gpt.text import python_docs
 from gpt.text.formats import explain_unreadable, looks_like_text, read_documents
-from gpt.text.hub_datasets import fetch_dataset, find_revision
+from gpt.text.hashes import HashMemory
+from gpt.text.hub_datasets import Dataset, fetch_dataset, find_revision
 from gpt.text.pieces import cut
 from gpt.text.url import fetch
 
-ONE_WORD = ("python_docs", "python_stdlib", "tinyshakespeare")  # corpora that need no more than their name
+PYTHON_CORPORA = ("python_docs", "python_stdlib")
+ONE_WORD = (*PYTHON_CORPORA, "tinyshakespeare")  # corpora that need no path
 NAMES = (*ONE_WORD, "text", "huggingface", "mix")
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-REMEMBERED = 1 << 20  # bytes: the hash of a file from this size on is kept with its time, so that it is read only once
 
 
 @dataclass
 class DataConfig:
-    """Which text to train on, and what of it validates."""
+    """Which text to train on, and how much of it is for validation."""
 
     name: str = "python_docs"  # one of NAMES
     path: Any = None  # text: a file, folder, glob or URL, or a list; mix: a list of those; huggingface: the data set
-    weights: list[float] = field(default_factory=list)  # for mix: of each of the paths
-    text_field: str = "text"  # for .jsonl, .parquet and data sets: the key or column that holds the text
-    errors: str = "strict"  # or replace: U+FFFD in place of what is not UTF-8
-    sha256: str | None = None  # for a URL: the hash that its file must have
-    subset: str | None = None  # for huggingface: the configuration of the data set
-    split: str = "train"  # for huggingface
-    revision: str | None = None  # for huggingface: the commit of the data set; by default the newest
-    max_bytes: int | None = None  # for huggingface: take no more text than this
-    cache: str | None = None  # the folder of prepared text; by default data/cache
-    validation_bytes: int = 1_000_000  # validation is a tenth of the text, at most this much
-    prompts: list[str] = field(default_factory=lambda: [""])  # sampled through training; "" starts a document
+    weights: list[float] = field(default_factory=list)  # mix: one for each path
+    text_field: str = "text"  # the key or column that holds the text in .jsonl, .parquet and data sets
+    errors: str = "strict"  # or replace: U+FFFD for bytes that are not UTF-8
+    sha256: str | None = None  # the hash that the file behind a URL must have
+    subset: str | None = None  # huggingface: the configuration of the data set
+    split: str = "train"  # huggingface
+    revision: str | None = None  # huggingface: the commit of the data set; by default the newest
+    max_bytes: int | None = None  # huggingface: take no more text than this
+    cache: str | None = None  # the folder for prepared text; by default data/cache
+    validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
+    prompts: list[str] | None = None  # sampled during training; "" starts a document
 
     def __post_init__(self) -> None:
+        if self.prompts is None:
+            python = self.name == "mix" and any(path in PYTHON_CORPORA for path in self.paths)
+            self.prompts = ["", "Return a list of"] if python else [""]
         require_choice("data.name", self.name, NAMES)
         require_choice("data.errors", self.errors, ("strict", "replace"))
         if not all(
             isinstance(p, str | int | float | None) for p in (self.path if isinstance(self.path, list) else [self.path])
         ):
-            raise ValueError(f"data.path={self.path!r} is not a path, nor a list of paths")
+            raise ValueError(f"data.path={self.path!r} is neither a path nor a list of paths")
         if self.name == "text" and not self.paths:
             raise ValueError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name == "huggingface" and len(self.paths) != 1:
             raise ValueError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
         if sum(path.startswith(("http://", "https://")) for path in self.paths) > 1:
             raise ValueError(
-                "data.path has several URLs, and data.sha256 is the hash of one: download the others first"
+                "data.path has several URLs, but data.sha256 is the hash of only one: download the others first"
             )
         if self.name in ONE_WORD and self.paths:
-            raise ValueError(f"data.path={self.path!r} is read only with data=text: add it, or leave the path out")
+            raise ValueError(f"data.path={self.path!r} works only with data=text: add that, or leave the path out")
         if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):
-            raise ValueError("data=mix needs data.path='[python_docs, FILE]': two different corpora or more")
+            raise ValueError("data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'")
         if len(self.weights) != (len(self.paths) if self.name == "mix" else 0):
-            raise ValueError(f"data.weights={self.weights} does not fit: it takes one for each data.path of data=mix")
+            raise ValueError(
+                f"data.weights={self.weights} does not fit: only data=mix takes weights, one for each data.path"
+            )
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise ValueError(f"data.weights={self.weights} is out of range: each must be above 0")
         if not 1 <= self.validation_bytes <= 10**9:
@@ -89,18 +91,18 @@ class DataConfig:
 
 
 class Piece(NamedTuple):
-    """A piece of a document: of a short one all of it."""
+    """A piece of a document; a short document is one piece."""
 
     text: str
-    begins: bool  # whether it is the document's first
-    ends: bool  # whether it is its last
+    begins: bool  # is the first of its document
+    ends: bool  # is the last of its document
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files and the way to read documents from them; `builtin` gives further documents that lie in no file.
+    """Files, and how to read documents from them.
 
-    `version` names whatever else decides what the documents are.
+    `builtin` yields further documents that lie in no file; `version` names whatever else determines the documents.
     """
 
     name: str
@@ -110,13 +112,13 @@ class Corpus:
     version: str = ""
 
     def documents(self) -> Iterator[str]:
-        """Every document that is not empty, always in the same order."""
+        """Yield every document that is not empty, always in the same order."""
         for blocks in itertools.chain.from_iterable(map(self._of_source, range(len(self.files) + 1))):
             if document := "".join(blocks):
                 yield document
 
     def pieces(self, source: int = 0) -> Iterator[tuple[int, int, Piece]]:
-        """All text in order: (number of the file, number of the piece in it, piece), from file number `source` on."""
+        """Yield (number of the file, number of the piece in it, piece) in order, from file number `source` on."""
         for number in range(source, len(self.files) + 1):
             count = 0
             for blocks in self._of_source(number):
@@ -132,15 +134,15 @@ class Corpus:
         return self.read(self.files[number]) if number < len(self.files) else self.builtin()
 
     def stamp(self) -> list[tuple[int, int]]:
-        """Size and time of change of each file: what is other once one of them has changed."""
+        """Return the size and modification time of each file, to compare later."""
         return [(status.st_size, status.st_mtime_ns) for status in map(_status, self.files)]
 
     def sha256(self, cache: Path) -> str:
-        """The hash of all that decides the documents: never stale, and not read again while a large file stands still.
+        """Return the hash of everything that determines the documents.
 
-        The hashes of large files are remembered in `cache` beside their size and times.
+        `cache` remembers the hashes of large files, so that unchanged ones are not read again.
         """
-        memory = _HashMemory(cache / "hashes.json")
+        memory = HashMemory(cache / "hashes.json")
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
         with ThreadPoolExecutor() as threads:
             for file, file_digest in zip(self.files, threads.map(memory.sha256, self.files), strict=True):
@@ -154,71 +156,31 @@ def _status(file: Path) -> os.stat_result:
         return file.stat()
 
 
-class _HashMemory:
-    """SHA-256 of files, with those of large ones kept from one process to the next.
-
-    A file whose size, inode and times of change are those of before is taken to be the same. One that has changed in
-    the last seconds is not kept: it could change again without showing.
-    """
-
-    def __init__(self, store: Path):
-        self._store = store
-        self._changed = False
-        try:
-            stored = json.loads(store.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            stored = {}
-        entries = stored.items() if isinstance(stored, dict) else ()
-        self._known = {name: entry for name, entry in entries if _is_remembered(entry)}
-
-    def sha256(self, file: Path) -> str:
-        with explain_unreadable(file), file.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-            settled = max(status.st_mtime, status.st_ctime) < time.time() - 2
-            name = str(file.resolve())
-            if status.st_size >= REMEMBERED and self._known.get(name, [None])[0] == stamp:
-                return self._known[name][1]
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if status.st_size >= REMEMBERED and settled:
-            self._known[name] = [stamp, digest]
-            self._changed = True
-        return digest
-
-    def save(self) -> None:
-        """Keep what is new; where the folder cannot be written, it will be computed again."""
-        if self._changed:
-            with contextlib.suppress(OSError):
-                self._store.parent.mkdir(parents=True, exist_ok=True)
-                write_text(self._store, json.dumps(self._known))
-
-
 def pinned(config: DataConfig, cache: Path) -> DataConfig:
-    """The configuration with the commit of a hub's data set in it, so that a run can continue on the same text."""
+    """Return the configuration with the current commit of a hub data set, so that a run resumes on the same text."""
     if config.name != "huggingface":
         return config
-    return replace(config, revision=find_revision(config, cache / "downloads"))
+    return replace(config, revision=find_revision(_dataset(config), cache / "downloads"))
 
 
-def _is_remembered(entry: object) -> bool:
-    """Whether an entry of the store is one of ours: a stamp and a hash."""
-    return isinstance(entry, list) and len(entry) == 2 and bool(re.fullmatch("[0-9a-f]{64}", str(entry[1])))
+def _dataset(config: DataConfig) -> Dataset:
+    [name] = config.paths
+    return Dataset(name, config.subset, config.split, config.revision, config.text_field, config.max_bytes)
 
 
 def open_corpus(config: DataConfig, cache: Path, say: Callable[[str], None] = print) -> Corpus:
-    """The corpus that the configuration names, fetched where need be. `UserError` where there is nothing to read."""
+    """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
     if config.name == "python_stdlib":
-        return Corpus("python_stdlib", stdlib.files(), _each(stdlib.read_source))
+        return Corpus("python_stdlib", python_docs.files(), _one_block_each(python_docs.read_source))
     if config.name == "python_docs":
-        builtin = _each(lambda _: stdlib.builtin_docs())
-        return Corpus(
-            "python_docs", stdlib.files(), _each(stdlib.read_docstrings), lambda: builtin(Path()), sys.version
-        )
+        builtin = _one_block_each(lambda _: python_docs.builtin_docs())
+        docstrings = _one_block_each(python_docs.read_docstrings)
+        return Corpus("python_docs", python_docs.files(), docstrings, lambda: builtin(Path()), sys.version)
     downloads = cache / "downloads"
     if config.name == "tinyshakespeare":
         files: tuple[Path, ...] = (fetch(*TINY_SHAKESPEARE, downloads, say),)
     elif config.name == "huggingface":
-        files = fetch_dataset(config, downloads, say)
+        files = fetch_dataset(_dataset(config), downloads, say)
     else:
         found: dict[Path, None] = {}  # each file once, in the order of the paths
         for path in config.paths:
@@ -236,14 +198,14 @@ def open_corpus(config: DataConfig, cache: Path, say: Callable[[str], None] = pr
     return Corpus(config.name, files, read, version=f"{config.text_field}\n{config.errors}")
 
 
-def _each(read: Callable[[Path], Iterable[str]]) -> Callable[[Path], Iterator[Iterable[str]]]:
+def _one_block_each(read: Callable[[Path], Iterable[str]]) -> Callable[[Path], Iterator[Iterable[str]]]:
     return lambda file: ((document,) for document in read(file))
 
 
 def find_text_files(path: str, say: Callable[[str], None] = print) -> tuple[Path, ...]:
-    """The files that `path` names: itself, every text file below a folder, or what a glob matches; in sorted order.
+    """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
-    In a folder, hidden, empty and binary files are passed over; a file that is named must be text.
+    Hidden, empty and binary files in a folder are skipped; a file named explicitly must be text.
     """
     try:
         root = Path(path).expanduser()
@@ -261,12 +223,12 @@ def find_text_files(path: str, say: Callable[[str], None] = print) -> tuple[Path
         found = [p for p in visible if is_text[p]]
         if others := [p for p in visible if not is_text[p]]:
             some = ", ".join(str(p.relative_to(root)) for p in others[:3]) + ", ..." * (len(others) > 3)
-            say(f"passing over {len(others)} of {len(visible)} files below {root}, empty or not text: {some}")
+            say(f"skipping {len(others)} of {len(visible)} files below {root}, empty or not text: {some}")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(root), recursive=True)) if Path(name).is_file()]
     if not found:
         what = (
-            "a folder without text files" if root.is_dir() else "neither a file, a folder, nor a glob that matches any"
+            "a folder without text files" if root.is_dir() else "not a file, a folder or a glob that matches any file"
         )
         raise UserError(f"data.path={path!r} is {what}: give the path of your text")
     return tuple(found)

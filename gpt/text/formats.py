@@ -1,6 +1,6 @@
-"""Files to documents: text, JSON lines and parquet, packed or not, in memory that does not grow with the file.
+"""From files to documents: text, JSON lines and parquet, compressed or not, in bounded memory.
 
-A document is an iterable of blocks of text, of any size, to be read before the next document is asked for.
+A document is an iterable of blocks of text of any size; read it before you ask for the next document.
 """
 
 import bz2
@@ -23,15 +23,15 @@ from gpt.text.pieces import NotUTF8Error, decoded, well_formed
 BLOCK = 1 << 20  # bytes to read at once
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson")
-_NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte at their beginning
+_NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
 
 
 def read_documents(file: Path, text_field: str = "text", errors: str = "strict") -> Iterator[Iterable[str]]:
-    """The documents of a file: one a line of .jsonl, .ndjson and .json lines, one a row of .parquet, else the text.
+    """Yield a file's documents: one for each line of .jsonl and .ndjson or row of .parquet, else the whole text.
 
-    A .json file is read as lines where its first line is a whole object. `text_field` is the key or column that holds
-    the text; where that is null the document is empty. `errors` is "strict", or "replace" for U+FFFD in place of bytes
-    that are no UTF-8. What cannot be read raises `UserError` naming the file, the place in it and the remedy.
+    A .json file counts as lines if its first line is a complete object. `text_field` is the key or column that holds
+    the text; if that is null, the document is empty. `errors` is "strict", or "replace" to read bytes that are not
+    UTF-8 as U+FFFD. Raises `UserError` naming the file, the place in it and the remedy.
     """
     kind = kind_of(file)
     if kind == ".parquet":
@@ -48,46 +48,46 @@ def read_documents(file: Path, text_field: str = "text", errors: str = "strict")
 
 
 def kind_of(file: Path) -> str:
-    """The suffix that says how a file is read: the last one that is no packing."""
+    """Return the suffix that says how to read a file: the last one that is not a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in PACKED), "")
 
 
 def looks_like_text(file: Path) -> bool:
-    """Whether a file that nobody named is to be read: not where it is empty, or binary by its beginning."""
+    """Whether to read a file that was found in a folder: not if it is empty or begins like a binary file."""
     if kind_of(file) == ".parquet":
         return True
     try:
         beginning = next(_unpacked(file, 4096), b"")[:4096]
-    except UserError:  # it is to be named, not passed over
+    except UserError:  # report it later rather than skip it
         return True
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_NOT_TEXT)
 
 
 @contextlib.contextmanager
 def explain_unreadable(file: Path) -> Iterator[None]:
-    """Turn a file that cannot be opened or read into one line."""
+    """Turn an error about opening or reading a file into one line."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{file}: cannot be read ({reason}); mend that, or move the file away") from None
+        raise UserError(f"{file}: cannot be read ({reason}); fix that, or move the file away") from None
 
 
 def require(module: str, file: object, extra: str) -> ModuleType:
-    """Import what an optional extra installs; `UserError` where it is absent."""
+    """Import a module that an optional extra installs; raise `UserError` if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise UserError(f"{file}: this takes {package}, which is not installed: pip install -e '.[{extra}]'") from None
+        raise UserError(f"{file}: this needs {package}, which is not installed: pip install -e '.[{extra}]'") from None
 
 
 # --- bytes ---
 
 
 def _unpacked(file: Path, size: int) -> Iterator[bytes]:
-    """The content of a file in blocks of at least `size`, the last one shorter, unpacked where its suffix says so."""
+    """Yield a file's content, decompressed if its suffix says so, in blocks of at least `size`; the last is shorter."""
     held: list[bytes] = []
     length = offset = 0
     with explain_unreadable(file):
@@ -104,7 +104,7 @@ def _unpacked(file: Path, size: int) -> Iterator[bytes]:
         except OSError as error:
             if error.errno is not None:
                 raise
-            damaged = _unpacking_failed(file, offset, error)  # bz2 says it so
+            damaged = _unpacking_failed(file, offset, error)  # this is how bz2 reports damage
         else:
             if length:
                 yield b"".join(held)
@@ -113,13 +113,13 @@ def _unpacked(file: Path, size: int) -> Iterator[bytes]:
 
 
 class _Damaged(Exception):
-    """A packed file is not what its suffix says."""
+    """A compressed file is not what its suffix says."""
 
 
 def _unpacking_failed(file: Path, offset: int, error: Exception) -> UserError:
     return UserError(
-        f"{file}: cannot be unpacked beyond byte {offset:,} of its content ({error}): "
-        "the file is damaged, cut short, or not what its name says; fetch it again"
+        f"{file}: cannot be decompressed beyond byte {offset:,} of its content ({error}): "
+        "the file is damaged, truncated, or not what its name says; fetch it again"
     )
 
 
@@ -144,22 +144,22 @@ def _read(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _members(stream: BinaryIO, unpacker: Callable[[], Any]) -> Iterator[bytes]:
-    """Member by member: the libraries' own streams take a damaged one, or one cut short, for the end of the file."""
+    """Decompress member by member: the libraries' own streams take a damaged or truncated member for the end."""
     member = None
-    for packed in _read(stream, 1 << 8):  # little, as it may unpack to 100,000 times as much
+    for packed in _read(stream, 1 << 8):  # little, because it may grow 100,000-fold
         while packed:
             if member is None or member.eof:
                 member = unpacker()
             yield member.decompress(packed)
             packed = member.unused_data
     if member is not None and not member.eof:
-        raise EOFError("it ends within what is packed")
+        raise EOFError("the compressed data ends early")
 
 
 def _zstd_frames(stream: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
-    window = 1 << 31  # the greatest, of zstd --long=31; memory is taken as the frame needs it
+    window = 1 << 31  # the largest, of zstd --long=31; memory grows only as a frame needs it
     try:
         yield from _members(stream, lambda: zstandard.ZstdDecompressor(max_window_size=window).decompressobj())
     except zstandard.ZstdError as error:
@@ -167,19 +167,19 @@ def _zstd_frames(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _checked(file: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The blocks of a text file; `UserError` where it is empty or binary."""
+    """Return the blocks of a text file; raise `UserError` if it is empty or binary."""
     first = next(blocks, b"")
     if not first:
         raise UserError(f"{file}: the file is empty; give a file with text in it")
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{file}: UTF-16, by its first two bytes; convert it first: iconv -f utf-16 -t utf-8")
+        raise UserError(f"{file}: its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8")
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
     return itertools.chain([first], blocks)
 
 
 def _first_line(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """The first line, or as much of it as shows that it is no object, and all of the blocks."""
+    """Return the first line, or enough of it to see that it is not an object, and all of the blocks."""
     held: list[bytes] = []
     for block in blocks:
         held.append(block)
@@ -189,7 +189,7 @@ def _first_line(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines without their ends; only a newline ends one."""
+    """Yield lines without their newlines; no other character ends a line."""
     parts: list[bytes] = []
     for block in blocks:
         *complete, rest = block.split(b"\n")
@@ -205,14 +205,14 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _decoded(file: Path, blocks: Iterable[bytes], errors: str) -> Iterator[str]:
-    """The text of a file, without a byte order mark."""
+    """Yield the text of a file, without a byte order mark."""
     begun = False
     try:
         for text in decoded(blocks, errors):
             yield text if begun else text.removeprefix("\ufeff")
             begun = begun or bool(text)
     except NotUTF8Error as error:
-        remedy = "convert it first, for example with iconv -t utf-8, or say data.errors=replace"
+        remedy = "convert it first, for example with iconv -t utf-8, or set data.errors=replace"
         raise UserError(f"{file}: not UTF-8 ({error}); {remedy}") from None
 
 
@@ -221,8 +221,8 @@ def _decode(encoded: bytes, place: str, errors: str) -> str:
         return encoded.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{place} is not UTF-8 (byte 0x{encoded[error.start]:02x} at its offset {error.start}); "
-            "convert it first, or say data.errors=replace"
+            f"{place} is not UTF-8 (byte 0x{encoded[error.start]:02x} at offset {error.start}); "
+            "convert it first, or set data.errors=replace"
         ) from None
 
 
@@ -231,7 +231,7 @@ def _decode(encoded: bytes, place: str, errors: str) -> str:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line.decode("utf-8-sig", "replace")), dict)  # whether it is UTF-8 is seen later
+        return isinstance(json.loads(line.decode("utf-8-sig", "replace")), dict)  # UTF-8 is checked later
     except (ValueError, RecursionError):
         return False
 
@@ -247,7 +247,7 @@ def _json_lines(file: Path, lines: Iterable[bytes], text_field: str, errors: str
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = "beyond what can be read"
+            reason = "too large or too deeply nested"
             if isinstance(error, json.JSONDecodeError):
                 reason = f"{error.msg.removesuffix(' at')}, column {error.colno}"
             raise UserError(f"{place} is not JSON ({reason}); every line must be one JSON object") from None
@@ -262,7 +262,7 @@ def _json_lines(file: Path, lines: Iterable[bytes], text_field: str, errors: str
 
 def _parquet_rows(file: Path, text_field: str, errors: str) -> Iterator[Iterable[str]]:
     if file.suffix.lower() in PACKED:
-        raise UserError(f"{file}: parquet packs its columns itself; unpack the file first")
+        raise UserError(f"{file}: parquet compresses its own columns; decompress the file first")
     parquet = require("pyarrow.parquet", file, "parquet")
     arrow = require("pyarrow", file, "parquet")
     place = f"{file}:"
@@ -293,7 +293,11 @@ def _parquet_rows(file: Path, text_field: str, errors: str) -> Iterator[Iterable
                     for encoded in column.cast(arrow.large_binary()):
                         yield (_decode(encoded.as_py() or b"", f"{file}: row {row} of row group {group}", errors),)
                         row += 1
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
+        except (
+            arrow.ArrowException,
+            OSError,
+            UnicodeDecodeError,
+        ) as error:  # UnicodeDecodeError: a damaged column name
             reason = str(error).splitlines()[0].rstrip(".")
             raise UserError(
                 f"{place} cannot be read ({reason}): the file is damaged or not parquet; fetch it again"

@@ -1,19 +1,19 @@
-"""What all text has to be before it is counted, encoded or printed: well formed, and in pieces of a bounded size."""
+"""Text made ready to count, encode or print: well formed, and in pieces of bounded size."""
 
 import codecs
 import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-PIECE = 1 << 17  # characters: some milliseconds of encoding each, so that threads rarely meet
+PIECE = 1 << 17  # characters: each takes some milliseconds to encode, so threads rarely contend
 
-# What the pattern's \s matches: Unicode's White_Space. Python's own \s has four control characters more.
+# What \s matches in GPT-2's pattern: Unicode's White_Space. Python's own \s includes four more control characters.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LAST_SPACE = re.compile(f"[{SPACE}](?=[^{SPACE}])")
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate: half a character, which UTF-8 cannot hold."""
+    """Replace every lone surrogate, half a character that UTF-8 cannot hold, by U+FFFD."""
     try:
         text.encode("utf-8")
         return text
@@ -22,14 +22,14 @@ def well_formed(text: str) -> str:
 
 
 class NotUTF8Error(ValueError):
-    """Bytes that are no UTF-8; as a string, which byte and where."""
+    """Bytes are not UTF-8; as a string, which byte and where."""
 
 
 def decoded(blocks: Iterable[bytes], errors: str = "strict") -> Iterator[str]:
-    """UTF-8 in blocks of any size as text, a block for each; `NotUTF8Error` where it is none."""
+    """Decode UTF-8 in blocks of any size, yielding one for each; raise `NotUTF8Error` if it is not UTF-8."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(errors), 0
     for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
-        pending = len(decoder.getstate()[0])  # the beginning of a character
+        pending = len(decoder.getstate()[0])  # the first bytes of a character
         try:
             yield decoder.decode(block, last)
         except UnicodeDecodeError as error:
@@ -39,11 +39,11 @@ def decoded(blocks: Iterable[bytes], errors: str = "strict") -> Iterator[str]:
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """A document, given in blocks of any size, in pieces of `size` to `4 * size` characters; the last may be shorter.
+    """Cut a document into pieces of `size` to `4 * size` characters; the last may be shorter.
 
     GPT-2's pattern always ends a token before the last white space of a run that something follows, so a cut there
-    leaves a document's tokens as they are. Only where there is no such place is a piece cut anywhere. The cuts depend
-    on the document alone, not on its blocks. An empty document has no pieces.
+    does not change a document's tokens. Only a text without such a place is cut anywhere. The cuts depend on the
+    document alone, not on the blocks that it arrives in. An empty document has no pieces.
     """
     buffer, start = "", 0
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The standard library of the Python that runs this, as text: always at hand, and English."""
+"""The standard library of the running Python as text: English, and always at hand."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 
 
 def files() -> tuple[Path, ...]:
-    """Every module of the standard library as a source file, without its tests, in sorted order."""
+    """Return the source files of the standard library's modules, without tests, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     found = tuple(p for p in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(p.relative_to(root).parts))
     if not found:
@@ -23,13 +23,13 @@ def files() -> tuple[Path, ...]:
 
 
 def read_source(file: Path) -> Iterator[str]:
-    """A module's source, in whatever encoding it declares."""
+    """Yield a module's source, decoded as it declares."""
     with tokenize.open(file) as stream:
         yield stream.read()
 
 
 def read_docstrings(file: Path) -> Iterator[str]:
-    """A module's docstrings as one document, or the topics of the language reference, a document each."""
+    """Yield a module's docstrings as one document, or each topic of the language reference as its own."""
     if file.parent.name == "pydoc_data":
         if file.stem == "topics":
             from pydoc_data.topics import topics
@@ -45,7 +45,7 @@ def read_docstrings(file: Path) -> Iterator[str]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(title, docstring) of a module, class or function and of all inside it, in the order of the source."""
+    """Yield (title, docstring) of a module, class or function and of everything inside it, in source order."""
     title = name
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         title = f"{name}({ast.unparse(node.args)})"
@@ -58,12 +58,12 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def builtin_docs() -> Iterator[str]:
-    """The docstrings of the modules that are written in C and built into the interpreter, a document each."""
+    """Yield the docstrings of each module that is built into the interpreter as one document."""
     for module_name in sorted(sys.builtin_module_names):
         module = importlib.import_module(module_name)
         seen: dict[str, str] = {}
         for name, value in sorted(vars(module).items()):
-            if name.endswith("hook"):  # sys.excepthook and its like, which programs replace
+            if name.endswith("hook"):  # sys.excepthook and the like, which programs replace
                 continue
             members = sorted(vars(value).items()) if isinstance(value, type) else ()
             for title, member in [(name, value), *((f"{name}.{inner}", v) for inner, v in members)]:

@@ -1,32 +1,28 @@
-"""Tokens on disk: files of a bounded size with a manifest, memory-mapped as one long array.
+"""Tokens on disk: files of bounded size with a manifest, memory-mapped as one long array."""
 
-`python -m gpt.text.shards` reads all of them, or those of the folders given, and checks every hash.
-"""
-
-import argparse
 import contextlib
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from tqdm import tqdm
 
-from gpt.errors import UserError, command_line, write_line
+from gpt.errors import UserError
 from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
-SHARD_BYTES = 1 << 28  # of a file; the last one of a split is shorter
-VERIFY_BYTES = 1 << 28  # folders up to this size, which hash in a fraction of a second, are hashed when they are opened
+SHARES = 1000  # a mixture's weights become whole shares of this many windows
+SHARD_BYTES = 1 << 28  # in a file; the last one of a split is shorter
+VERIFY_BYTES = 1 << 28  # folders up to this size are hashed whenever they are opened: it takes a fraction of a second
+DECODED_TOKENS = 1 << 16  # to decode at once
 
 
 class Tokens:
-    """The token ids of several files as one array of `len(tokens)`; an array of indices, or a slice, gives ids."""
+    """The token ids of several files as one array, indexed by a slice or by an array of indices."""
 
     def __init__(self, files: Sequence[Path], dtype: np.dtype, length: int, per_file: int):
         self._files = files
@@ -57,9 +53,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Shards:
-    """A prepared corpus: token ids of both splits, each document preceded by end-of-text.
+    """A prepared corpus: the token ids of both splits, with end-of-text before each document.
 
-    `manifest` holds the key by which the folder was made, the hashes, and the counts of tokens, bytes and documents.
+    `manifest` holds the key that the folder was made for, the hashes, and the counts of tokens, bytes and documents.
     """
 
     train: Tokens
@@ -67,12 +63,18 @@ class Shards:
     tokenizer: Tokenizer
     manifest: dict
 
+    def validation_bytes(self) -> Iterator[bytes]:
+        """Yield the validation text in blocks of bounded size, without end-of-text."""
+        for start in range(0, len(self.validation), DECODED_TOKENS):
+            ids = self.validation[start : start + DECODED_TOKENS]
+            yield self.tokenizer.decode_bytes(ids[ids != self.tokenizer.end_of_text].tolist())
+
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a run learns from: one prepared corpus, or several with their shares of the windows.
+    """What a run trains on: one prepared corpus, or several, each with its share of the windows.
 
-    `names` is what the configuration calls them; `shares` are whole numbers, of `gpt.text.batches.SHARES`.
+    `names` are short and unique; `shares` are whole numbers that sum to `SHARES`.
     """
 
     sources: tuple[Shards, ...]
@@ -85,7 +87,7 @@ class Corpora:
 
     @property
     def key(self) -> dict:
-        """All that decides the tokens and their order, as plain types."""
+        """Everything that determines the tokens and their order, as plain types."""
         if len(self.sources) == 1:
             return self.sources[0].manifest["key"]
         keys = [source.manifest["key"] for source in self.sources]
@@ -97,20 +99,20 @@ class Corpora:
 
 
 def width(tokenizer: Tokenizer) -> np.dtype:
-    """The type of ids on disk: uint16 where the vocabulary fits, else uint32."""
+    """Return the type of ids on disk: uint16 if the vocabulary fits, else uint32."""
     return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
 
 
 def shard_files(folder: Path, split: str, count: int) -> list[Path]:
-    """The token files of a split."""
+    """Return the paths of a split's token files."""
     return [folder / f"{split}-{number:05d}.bin" for number in range(count)]
 
 
 class Writer:
     """Appends ids to the files of a split.
 
-    The first `length` ids, written by an earlier process whose full files have `hashes`, are taken as they are; what
-    lies behind them is cut off.
+    To continue the work of an earlier process, give the `length` in ids that it recorded and the `hashes` of its full
+    files; anything that it wrote after that is cut off.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, length: int = 0, hashes: Sequence[str] = ()):
@@ -127,7 +129,7 @@ class Writer:
         return shard_files(self._folder, self._split, len(self.hashes) + 1)[-1]
 
     def append(self, ids: np.ndarray) -> None:
-        """Write ids, which have the type of the files."""
+        """Write ids, which must have the files' type."""
         assert ids.dtype == self._dtype
         while len(ids):
             if self._stream is None:
@@ -141,13 +143,13 @@ class Writer:
             ids = ids[len(here) :]
 
     def flush(self) -> None:
-        """Wait until all that was written is safe on disk."""
+        """Wait until everything written is safe on disk."""
         if self._stream is not None:
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """End the present file, and keep its hash."""
+        """Finish the current file and record its hash."""
         if self._stream is not None:
             self.flush()
             self._stream.close()
@@ -158,14 +160,14 @@ class Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of a file that was not closed, as after an error; of its end, only what was flushed is to be there."""
+        """Let go of an unfinished file, as after an error; only what was flushed needs to be on disk."""
         if self._stream is not None:
             with contextlib.suppress(OSError):
                 self._stream.close()
 
 
 def open_shards(folder: Path) -> Shards:
-    """Map a prepared corpus, after a check of its manifest and sizes, and of its hashes where it is not large.
+    """Open a prepared corpus, after checking its manifest and sizes, and its hashes unless it is large.
 
     Raises `UserError` naming what is wrong and the remedy.
     """
@@ -182,12 +184,12 @@ def open_shards(folder: Path) -> Shards:
             f"{folder}: the manifest or the tokenizer cannot be read ({error}); {_remedy(folder)}"
         ) from None
     if manifest.get("tokenizer") != tokenizer.sha256:
-        raise UserError(f"{folder}: the tokenizer is not the one that the manifest names; {_remedy(folder)}")
+        raise UserError(f"{folder}: the tokenizer is not the one in the manifest; {_remedy(folder)}")
     if manifest.get("dtype") != dtype.name:
-        told = manifest.get("dtype")
-        raise UserError(f"{folder}: the ids are {told!r} by the manifest and not {dtype.name}; {_remedy(folder)}")
+        stated = manifest.get("dtype")
+        raise UserError(f"{folder}: the manifest says {stated!r} ids, not {dtype.name}; {_remedy(folder)}")
     if not complete:
-        raise UserError(f"{folder}: the manifest's counts of files and tokens do not fit; {_remedy(folder)}")
+        raise UserError(f"{folder}: the manifest's counts of files and tokens disagree; {_remedy(folder)}")
     for split in SPLITS:
         for number, file in enumerate(files[split]):
             expected = min(per_file, lengths[split] - number * per_file) * dtype.itemsize
@@ -204,9 +206,9 @@ def open_shards(folder: Path) -> Shards:
 
 
 def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:
-    """Hash every token file of a prepared corpus; `UserError` names the first that is damaged.
+    """Hash every token file of a prepared corpus; raise `UserError` naming the first damaged one.
 
-    `read` is told the size in bytes of each file that is in order.
+    Each file that passes is reported to `read` by its size in bytes.
     """
     for split in SPLITS:
         hashes = manifest["splits"][split]["sha256"]
@@ -219,26 +221,3 @@ def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda 
 
 def _remedy(folder: Path) -> str:
     return f"delete {folder} and it will be made anew"
-
-
-def main() -> None:
-    """Check prepared corpora in full: a line for each, and an error at the first that is damaged."""
-    parser = argparse.ArgumentParser(prog="python -m gpt.text.shards", description=__doc__)
-    parser.add_argument("folders", nargs="*", type=Path, help="prepared corpora (default: all in data/cache)")
-    folders = parser.parse_args().folders or sorted(
-        file.parent for file in Path("data/cache").glob("[!.]*/manifest.json")
-    )
-    if not folders:
-        raise UserError("data/cache holds no prepared corpus: name the folder of one")
-    for folder in folders:
-        shards = open_shards(folder)
-        tokens = len(shards.train) + len(shards.validation)
-        total = tokens * width(shards.tokenizer).itemsize
-        with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
-            verify(folder, shards.manifest, bar.update)
-        write_line(f"{folder}: {tokens:,} tokens of {shards.tokenizer.vocab_size:,} kinds, all in order", sys.stdout)
-
-
-if __name__ == "__main__":
-    with command_line("gpt.text.shards"):
-        main()

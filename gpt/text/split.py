@@ -1,4 +1,4 @@
-"""Training and validation: one reading of a corpus decides what validates, in memory that does not grow with it."""
+"""Which text is for training and which for validation, decided in one reading of a corpus and in bounded memory."""
 
 import hashlib
 from array import array
@@ -10,17 +10,17 @@ import numpy as np
 
 from gpt.text.corpus import Piece
 
-ENOUGH_DOCUMENTS = 20  # from this many on, validation takes whole documents
-SAMPLE_BYTES = 48 << 20  # of a larger corpus, an even sample of half of this to all of it is kept in memory
-PIECE_BYTES = 256  # that a piece takes in memory beside its text: of a corpus of words, nearly all
+ENOUGH_DOCUMENTS = 20  # with at least this many, validation takes whole documents
+SAMPLE_BYTES = 48 << 20  # of a larger corpus, memory holds an even sample of half this size to all of it
+PIECE_BYTES = 256  # that a piece takes in memory besides its text, which matters if pieces are words
 
 
 @dataclass(frozen=True)
 class Split:
-    """What of a corpus validates: documents of one piece by their hash, or else the end of the text.
+    """The rule that picks the validation text: short documents by their hash, or else the end of the text.
 
-    A document of at most `largest` bytes validates where its hash is below `threshold`, so equal documents are on one
-    side. Where `threshold` is 0, all text from its character number `end` on validates.
+    A document of one piece and at most `largest` bytes is for validation if its hash is below `threshold`, so equal
+    documents are on the same side. If `threshold` is 0, all text from character `end` on is for validation.
     """
 
     threshold: int
@@ -28,12 +28,12 @@ class Split:
     end: int
 
     def sides(self, piece: Piece, characters: int) -> list[tuple[Piece, bool]]:
-        """The piece, which `characters` of text come before, with whether it validates; in two where training ends."""
+        """Return a piece with whether it is for validation, in two where training ends; `characters` come before it."""
         if self.threshold:
             short = piece.begins and piece.ends and len(piece.text) <= self.largest
             encoded = piece.text.encode("utf-8") if short else b""
             return [(piece, short and len(encoded) <= self.largest and _hash(encoded) < self.threshold)]
-        left = self.end - characters  # of what is for training
+        left = self.end - characters  # for training
         if left >= len(piece.text):
             return [(piece, False)]
         if left > 0:
@@ -46,9 +46,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one reading of a corpus has found: its size, its split, and an even sample of its pieces.
+    """The findings of one reading of a corpus: its size, its split, and an even sample of its pieces.
 
-    `sample` holds every `stride`-th piece with the number of characters before it: all text where that is 1.
+    `sample` holds every `stride`-th piece, with the number of characters before it; a stride of 1 means all text.
     """
 
     documents: int
@@ -59,7 +59,7 @@ class Survey:
     stride: int
 
     def training_sample(self) -> Iterator[str]:
-        """Of the sample, the text to learn from."""
+        """Yield the sample's training text."""
         for piece, characters in self.sample:
             for part, validates in self.split.sides(piece, characters):
                 if not validates:
@@ -67,10 +67,10 @@ class Survey:
 
 
 def survey(pieces: Iterable[Piece], validation_bytes: int, read: Callable[[int], object] = lambda size: None) -> Survey:
-    """Read a corpus once, and decide what validates: a tenth of it, at most `validation_bytes`.
+    """Read a corpus once and choose its validation text: a tenth of it, at most `validation_bytes`.
 
-    Those are whole documents, drawn by their hash, where there are `ENOUGH_DOCUMENTS` of them and enough are short;
-    else it is the end of the text, to the character. `read` is told the bytes of each piece.
+    With `ENOUGH_DOCUMENTS`, enough of them short, that is whole documents drawn by their hash; otherwise it is the end
+    of the text, to the character. Each piece is reported to `read` by its size in bytes.
     """
     documents = characters = num_bytes = replaced = 0
     candidates = _Candidates(validation_bytes)
@@ -101,13 +101,13 @@ def survey(pieces: Iterable[Piece], validation_bytes: int, read: Callable[[int],
 
     limit = min(num_bytes // 10, validation_bytes)
     threshold = candidates.threshold(limit) if documents >= ENOUGH_DOCUMENTS else 0
-    last = b"".join(tail)[-validation_bytes:].decode("utf-8", "ignore")  # without half a character at its beginning
+    last = b"".join(tail)[-validation_bytes:].decode("utf-8", "ignore")  # without half a character at its start
     end = max(characters * 9 // 10, characters - len(last))
     return Survey(documents, num_bytes, replaced, Split(threshold, limit // 2, end), sample, stride)
 
 
 class _Candidates:
-    """The hashes and sizes of the documents that may validate; of a large corpus, of no more of them than can matter.
+    """Hashes and sizes of the documents that may become validation text; useless ones are dropped to save memory.
 
     Documents are taken in the order of their hashes until the next one would exceed the limit.
     """
@@ -115,7 +115,7 @@ class _Candidates:
     def __init__(self, validation_bytes: int):
         self._most = validation_bytes
         self._hashes, self._sizes = array("Q"), array("Q")
-        self._below = 1 << 64  # only documents whose hash is below can still be taken
+        self._below = 1 << 64  # only documents with a hash below can still be taken
         self._drop_at = 1 << 16
 
     def add(self, document: bytes, bytes_before: int) -> None:
@@ -131,13 +131,13 @@ class _Candidates:
                 self._drop_at = 2 * taken + (1 << 16)
 
     def threshold(self, limit: int) -> int:
-        """Below which hash documents validate, so that they have at most `limit` bytes; 0 where half is not reached."""
+        """Return the hash below which documents make up at most `limit` bytes, or 0 if not even half of that."""
         hashes, sizes, taken = self._in_order(limit)
         threshold = int(hashes[taken]) if taken < len(hashes) else self._below
         return threshold if 2 * sizes[hashes < threshold].sum() >= limit else 0
 
     def _in_order(self, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Hashes and sizes of the short documents, in the order of their hashes, and how many of them fit."""
+        """Return the short documents' hashes and sizes in the order of the hashes, and how many of them fit."""
         hashes, sizes = np.array(self._hashes, dtype=np.uint64), np.array(self._sizes, dtype=np.uint64)
         short = 2 * sizes <= limit
         order = np.argsort(hashes[short], kind="stable")

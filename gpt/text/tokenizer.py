@@ -1,7 +1,4 @@
-"""Text to token ids and back, by tiktoken: GPT-2's own byte-pair encoding, one trained on your text, or plain bytes.
-
-`python -m gpt.text.tokenizer --text "Hello, world"` shows how a text splits, and which merges its tokens come from.
-"""
+"""From text to token ids and back with tiktoken: GPT-2's encoding, one trained on your text, or plain bytes."""
 
 import base64
 import hashlib
@@ -14,19 +11,19 @@ from itertools import pairwise
 import numpy as np
 import tiktoken
 
-from gpt.errors import UserError, command_line, require_choice
+from gpt.errors import UserError, require_choice
 from gpt.text.pieces import cut, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-2's pattern (Radford et al. 2019) in its possessive form, which matches the same pieces in linear time.
+# GPT-2's pattern (Radford et al. 2019) in possessive form, which matches the same pieces in linear time.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_PATTERN = r"(?s:.{1,1000})"
 
 
 @dataclass
 class TokenizerConfig:
-    """Which tokenizer; `vocab_size` is how many tokens `bpe` is trained to, end-of-text among them."""
+    """Which tokenizer to use; `vocab_size` is the number of tokens that `bpe` learns, including end-of-text."""
 
     name: str = "bpe"  # bpe, gpt2 or byte
     vocab_size: int = 1536
@@ -41,17 +38,20 @@ class TokenizerConfig:
 
 
 class Tokenizer:
-    """A byte-level byte-pair encoding: any text has ids, and they decode to the very same text.
+    """A byte-level byte-pair encoding: any text has ids, and they decode to exactly that text.
 
-    `ranks` maps each token's bytes to its id, the order in which pairs merge; all 256 single bytes are among them, and
-    ids run from 0 without gaps. End-of-text is the id after the last and never arises from text, whatever it spells.
+    `ranks` maps each token's bytes to its id, which is also the order in which pairs merge. It must include all 256
+    single bytes, with ids from 0 without gaps. End-of-text is the next id; no text encodes to it, not even one that
+    spells it.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str):
         if sorted(ranks.values()) != list(range(len(ranks))):
-            raise UserError(f"tokenizer {name!r}: its {len(ranks)} ids are not 0 to {len(ranks) - 1}, each once")
+            raise UserError(f"tokenizer {name!r}: its {len(ranks)} ids must be 0 to {len(ranks) - 1}, each once")
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise UserError(f"tokenizer {name!r}: it has no token for the byte {missing[0]}, so some text has no ids")
+            raise UserError(
+                f"tokenizer {name!r}: it has no token for byte {missing[0]}, so some texts cannot be encoded"
+            )
         self.name = name
         self.pattern = pattern
         self.end_of_text = len(ranks)
@@ -62,62 +62,62 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. A lone surrogate, which is no character, becomes U+FFFD."""
+        """Encode any text; a lone surrogate, which is not a character, becomes U+FFFD."""
         return [token for piece in cut([well_formed(text)]) for token in self.encode_piece(piece).tolist()]
 
     def encode_piece(self, piece: str) -> np.ndarray:
-        """The ids, as uint32, of a well-formed piece of text as `gpt.text.pieces.cut` makes them; other threads go on.
+        """Encode a well-formed piece of text, as `gpt.text.pieces.cut` makes them, to uint32 without holding the GIL.
 
-        The matcher's stack overflows on a million spaces inside a text; a piece never has as many.
+        A million spaces would overflow the matcher's stack; a piece never has that many.
         """
         return self._encoding.encode_to_numpy(piece, disallowed_special=())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that ids stand for; they may end, or begin, within a character."""
+        """Decode ids to bytes, which may begin or end within a character."""
         return self._encoding.decode_bytes(list(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that ids stand for, with U+FFFD for bytes that make no character."""
+        """Decode ids to text, with U+FFFD for bytes that are not a character."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def merged_from(self, token: int) -> list[bytes]:
-        """The two tokens whose merge a token is, as bytes; a byte alone has none and is returned as it is."""
+        """Return the two tokens, as bytes, that merge into a token; a single byte is returned as it is."""
         parts = [bytes([byte]) for byte in self.decode_bytes([token])]
         while len(parts) > 2:
             ranks = [self._ranks.get(left + right, token) for left, right in pairwise(parts)]
             if (first := min(ranks)) >= token:
-                break  # the table is no training's: no merge leads to this token
+                break  # this table does not come from training: no merge leads to the token
             i = ranks.index(first)
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         return parts
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of all that decides which ids a text has."""
+        """The hash of everything that determines which ids a text has."""
         return hashlib.sha256(f"{self.pattern}\n{self._rank_table}".encode()).hexdigest()
 
     @cached_property
     def _rank_table(self) -> str:
-        """The ranks in tiktoken's file format: a line each, the token in base64 and its rank."""
+        """The ranks in tiktoken's file format: each line holds a token in base64 and its rank."""
         ordered = sorted(self._ranks.items(), key=lambda item: item[1])
         return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)
 
     def to_dict(self) -> dict[str, str]:
-        """The whole tokenizer as plain strings, for checkpoints and manifests."""
+        """Return the whole tokenizer as plain strings, for checkpoints and manifests."""
         return {"name": self.name, "pattern": self.pattern, "ranks": self._rank_table, "sha256": self.sha256}
 
     @classmethod
     def from_dict(cls, stored: dict[str, str]) -> "Tokenizer":
-        """The tokenizer that `to_dict` stored; a hash that does not fit is refused."""
+        """Rebuild the tokenizer that `to_dict` stored; raise `UserError` if its hash does not match."""
         tokenizer = cls(stored["name"], _parse_ranks(stored["ranks"]), stored["pattern"])
-        tokenizer._rank_table = stored["ranks"]  # which takes longer to write than to read
+        tokenizer._rank_table = stored["ranks"]  # slower to build than to parse
         if tokenizer.sha256 != stored["sha256"]:
             raise UserError(f"tokenizer {stored['name']!r}: its ranks do not match their hash, so the file is damaged")
         return tokenizer
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's encoding: 50,257 tokens with end-of-text, from OpenAI's rank table, which lies in this package."""
+    """Return GPT-2's encoding: 50,257 tokens with end-of-text, from OpenAI's rank table in this package."""
     table = files("gpt").joinpath("assets/r50k_base.tiktoken").read_text(encoding="ascii")
     tokenizer = Tokenizer("gpt2", _parse_ranks(table), GPT2_PATTERN)
     tokenizer._rank_table = table
@@ -125,15 +125,15 @@ def gpt2_tokenizer() -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte: 257 tokens with end-of-text."""
+    """Return the encoding of one token for each byte: 257 tokens with end-of-text."""
     return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)}, BYTE_PATTERN)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-pair encoding (Sennrich et al. 2016) of `vocab_size` tokens, end-of-text among them.
+    """Train a byte-pair encoding (Sennrich et al. 2016) of `vocab_size` tokens, including end-of-text.
 
-    Ids are the 256 bytes in order, then the merges as they were found. A short text has fewer merges to offer, and then
-    the vocabulary is smaller. The Hugging Face `tokenizers` library does the counting.
+    Ids are the 256 bytes in order, then the merges in the order they were found. A text too short for that many merges
+    gives a smaller vocabulary. The Hugging Face `tokenizers` library does the counting.
     """
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainee
@@ -142,7 +142,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainee.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(GPT2_PATTERN), behavior="isolated"),
-            pre_tokenizers.Split(Regex(r"(?m:.{1,256})"), behavior="isolated"),  # longer ones take quadratic time
+            pre_tokenizers.Split(Regex(r"(?m:.{1,256})"), behavior="isolated"),  # longer words take quadratic time
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -165,24 +165,17 @@ def _parse_ranks(table: str) -> dict[bytes, int]:
         pairs = [line.split() for line in table.splitlines()]
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     except (ValueError, AttributeError):
-        raise UserError("the rank table is not one: a line each of a token in base64 and its rank") from None
+        raise UserError("the rank table is malformed: each line must be a token in base64 and its rank") from None
     if len(ranks) != len(pairs):
-        raise UserError(f"the rank table has {len(pairs) - len(ranks)} tokens twice, so the file is damaged")
+        raise UserError(f"the rank table has {len(pairs) - len(ranks)} duplicate tokens, so the file is damaged")
     return ranks
 
 
 def _bytes_by_stand_in() -> dict[str, int]:
-    """The printable character that stands for each byte inside `tokenizers`: GPT-2's own convention.
+    """Return the byte behind each printable stand-in that `tokenizers` uses, by GPT-2's convention.
 
-    Printable Latin-1 stands for itself; the other bytes take the characters from U+0100 on, in order.
+    Printable Latin-1 characters stand for themselves; the other bytes are U+0100 and on, in order.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-if __name__ == "__main__":
-    from gpt.tokens import main
-
-    with command_line("gpt.text.tokenizer"):
-        main()

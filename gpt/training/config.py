@@ -1,4 +1,4 @@
-"""The whole configuration as plain, checked objects: the root, which nests what each module defines for itself."""
+"""The whole configuration as plain, checked objects: the root, which nests what each wing defines for itself."""
 
 import dataclasses
 import difflib
@@ -32,7 +32,7 @@ class Horizon:
 
 
 def parse_horizon(text: str) -> Horizon:
-    """Read `2000steps`, `100Mtokens`, `3epochs`, `90s`, `3min` or `2h`; anything else raises `ValueError`."""
+    """Read a horizon such as `2000steps`, `100Mtokens`, `3epochs`, `90s`, `3min` or `2h`; else raise `ValueError`."""
     match = _HORIZON.fullmatch(text.strip())
     if not match or not 0 < float(match[1]) < 1e15:
         raise ValueError(
@@ -49,20 +49,20 @@ def parse_horizon(text: str) -> Horizon:
 
 @dataclass
 class TrainerConfig:
-    """Where and how the training runs. Intervals are in optimizer steps."""
+    """Where and how to train. Intervals are in optimizer steps."""
 
     device: str = "auto"  # auto, cpu, cuda or mps
     devices: int = 1  # how many of them
     precision: str = "auto"  # auto, fp32 or bf16
-    strategy: str = "auto"  # auto or ddp, which auto is with several devices
+    strategy: str = "auto"  # auto or ddp; auto means ddp with several devices
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
-    micro_batch_size: str = "auto"  # windows that go through the model at once; the rest accumulates
-    activation_checkpointing: bool = False  # compute each block's activations again instead of keeping them
+    micro_batch_size: str = "auto"  # windows that go through the model at once; gradients accumulate over the rest
+    activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     log_every: int = 10
-    validate_every: int = 250
+    validate_every: int = 250  # at most: a run validates at least four times
     checkpoint_every: int = 250
-    checkpoint_minutes: float = 10.0  # and after this many minutes without one
+    checkpoint_minutes: float = 10.0  # also save after this many minutes without a checkpoint
 
     def __post_init__(self) -> None:
         require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
@@ -102,13 +102,18 @@ class Config:
         parse_horizon(self.horizon)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
+        for name in ("run_dir", "resume", "init_from"):
+            if getattr(self, name) == "":
+                raise ValueError(
+                    f"{name}= is empty, as from a shell variable that is not set: give a path, or leave it out"
+                )
         if self.resume and self.init_from:
             raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
-        if not self.init_from:  # else the shape is not known before the model has been read
+        if not self.init_from:  # otherwise the model to start from decides the context length
             self.require_whole_windows()
 
     def require_whole_windows(self) -> None:
-        """Raise `UserError` where a step is not a whole number of windows or of micro-batches on each device."""
+        """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
         step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.devices
         if step % least != 0:
             raise UserError(
@@ -124,10 +129,12 @@ class Config:
 
 
 def validate(composed: DictConfig | dict) -> Config:
-    """A checked `Config` from a composed or stored configuration; `UserError` names the key that is wrong."""
+    """Check a composed or stored configuration; `UserError` names the key that is wrong."""
     try:
         plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
         assert isinstance(plain, dict)
+        if isinstance(plain.get("experiment"), dict):
+            raise UserError("an experiment file must begin with the line: # @package _global_")
         merged = OmegaConf.merge(OmegaConf.structured(Config), _whole_floats_to_ints(plain, Config))
         config = OmegaConf.to_object(merged)
     except UserError:
@@ -145,7 +152,7 @@ def validate(composed: DictConfig | dict) -> Config:
 
 
 def read(path: Path) -> Config:
-    """The resolved configuration of a run; `UserError` where the file holds none."""
+    """Read the config.yaml of a run; `UserError` if it holds no configuration."""
     try:
         stored = OmegaConf.load(path)
     except (OSError, YAMLError) as error:
@@ -156,7 +163,7 @@ def read(path: Path) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as `read` reads it."""
+    """Write the configuration in the form that `read` reads."""
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
@@ -166,12 +173,12 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def unknown_key(key: str) -> str:
-    """One line about a key that does not exist, with the nearest that does."""
+    """One line about a key that does not exist, suggesting the nearest that does."""
     near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.75)
     if not near:  # the right name in the wrong place
         near = [known for known in _keys(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
     return f"there is no key {key!r}" + (
-        f"; did you mean {near[0]!r}?" if near else "; see configs/ for those there are"
+        f"; did you mean {near[0]!r}?" if near else "; see configs/ for the keys there are"
     )
 
 
@@ -186,7 +193,7 @@ def _keys(kind: type, prefix: str = "") -> list[str]:
 
 
 def _whole_floats_to_ints(values: dict, kind: type) -> dict:
-    """1e3 is read as a float; where an integer is wanted and the value is whole, take it as one."""
+    """Turn whole floats into integers where those are expected, since YAML reads 1e3 as a float."""
     hints = typing.get_type_hints(kind)
     result = dict(values)
     for name, value in values.items():

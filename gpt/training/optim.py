@@ -11,29 +11,29 @@ from torch.optim.adamw import adamw
 
 from gpt.errors import require_choice
 
-# Odd polynomials a x + b x^3 + c x^5 that, one after the other, carry every singular value of a matrix towards 1 as
-# fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932). These three, with
-# room for rounding in bfloat16, bring all values from 0.005 on between 0.50 and 1.50.
+# Odd polynomials a x + b x^3 + c x^5. Applied one after the other, they move every singular value of a matrix towards 1
+# as fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932). These three,
+# with room for rounding in bfloat16, bring all values above 0.005 to between 0.50 and 1.50.
 POLAR_EXPRESS = (
     (8.216538472211699, -23.712001679746606, 17.21230421965734),
     (3.880284451292684, -2.839070438741758, 0.5328633304422103),
     (3.191423506000469, -2.396951700304201, 0.5010340500477566),
 )
-# The paper's own for values from 0.001 on, four rounds: for large matrices, whose many directions are each weaker.
+# The paper's own four rounds for values above 0.001: for large matrices, whose many directions are each weaker.
 POLAR_EXPRESS_LARGE = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
 )
-LARGE = 256  # rows
+LARGE_MATRIX = 256  # rows
 MOMENTUM_WARMUP = (0.85, 300)  # Muon's momentum at the first step, and the steps until it reaches its final value
-NORMALIZER_BETA = 0.95  # how much of the mean square of Muon's directions stays from one step to the next
+NORMALIZER_BETA = 0.95  # decay of the running mean square of Muon's directions
 
 
 @dataclass
 class OptimConfig:
-    """Which optimizer, its rates, and their course over the run. Rates are peaks, reached after the warm-up."""
+    """Which optimizer, and its rates over the run. Rates are peaks, reached after the warm-up."""
 
     name: str = "muon"  # muon, or adamw for everything
     matrix_lr: float = 0.02  # Muon's rate
@@ -42,38 +42,38 @@ class OptimConfig:
     lr: float = 0.006  # AdamW's rate
     weight_decay: float = 0.5  # AdamW's, on matrices and embeddings; never on norms and biases
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    clip: float = 0.0  # greatest norm of the whole gradient; 0 does not clip
+    clip: float = 0.0  # the largest norm of the whole gradient; 0 does not clip
     warmup_steps: int = 50
     schedule: str = "linear"  # how the rates fall: linear, cosine, or constant
-    decay_from: float = 0.3  # the share of the horizon at which they begin to
-    final_lr: float = 0.0  # where they end, as a share of the peak
+    decay_from: float = 0.3  # the fraction of the run after which they fall
+    final_lr: float = 0.0  # where they end, as a fraction of the peak
 
     def __post_init__(self) -> None:
         require_choice("optim.name", self.name, ("muon", "adamw"))
         require_choice("optim.schedule", self.schedule, ("linear", "cosine", "constant"))
         for name in ("matrix_lr", "lr"):
-            _within(f"optim.{name}", getattr(self, name), 0.0, 10.0, above=True)
+            _require_between(f"optim.{name}", getattr(self, name), 0.0, 10.0, above=True)
         for name in ("matrix_weight_decay", "weight_decay", "clip", "warmup_steps"):
-            _within(f"optim.{name}", getattr(self, name), 0.0, math.inf)
+            _require_between(f"optim.{name}", getattr(self, name), 0.0, math.inf)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"optim.momentum={self.momentum} is out of range: it must be at least 0 and below 1")
         for name in ("decay_from", "final_lr"):
-            _within(f"optim.{name}", getattr(self, name), 0.0, 1.0)
+            _require_between(f"optim.{name}", getattr(self, name), 0.0, 1.0)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
 
 
-def _within(key: str, value: float, low: float, high: float, above: bool = False) -> None:
+def _require_between(key: str, value: float, low: float, high: float, above: bool = False) -> None:
     if not low <= value <= high or (above and value == low):
         bound = "above" if above else "at least"
         raise ValueError(f"{key}={value} is out of range: it must be {bound} {low:g} and at most {high:g}")
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The share of the peak rate for the update that follows `step` earlier ones, in a run of `total_steps`.
+    """The fraction of the peak rate for the update that follows `step` earlier ones, in a run of `total_steps`.
 
-    Rises over the warm-up, stays at 1, falls from `decay_from` on, and would reach `final_lr` with the update after the
-    last. Where the warm-up is longer than half the run, half the run is taken.
+    It rises during the warm-up (at most half the run), stays at 1, falls from `decay_from` on, and would reach
+    `final_lr` one update after the last.
     """
     warmup = min(config.warmup_steps, total_steps // 2)
     if step < warmup:
@@ -89,11 +89,11 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 def build_optimizer(
     weights: Mapping[str, Tensor], num_heads: int, config: OptimConfig, muon_dtype: torch.dtype
 ) -> torch.optim.Optimizer:
-    """The optimizer for a GPT's weights by name: `name=muon` gives Muon the blocks' matrices, AdamW has the rest.
+    """Build the optimizer for a GPT's weights by name: with `muon`, Muon gets the blocks' matrices and AdamW the rest.
 
-    The queries, keys and values of each head are matrices of their own to Muon, which learns more in a step that way.
+    Muon treats the queries, keys and values of each head as separate matrices, and learns more per step that way.
     Every group keeps its peak rate under `peak_lr`; `set_lr` derives `lr` from it. `muon_dtype` is the precision of
-    Muon's orthogonalisation: bfloat16 suffices where the hardware multiplies it fast.
+    Muon's orthogonalisation: bfloat16 is enough, where the hardware is fast at it.
     """
     matrices, embeddings, vectors = [], [], []
     for name, parameter in weights.items():
@@ -121,27 +121,27 @@ def build_optimizer(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give every group its peak rate times `factor`."""
+    """Set the rate of every group to its peak times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """One optimizer, two rules: groups with `algorithm="muon"` and groups with `algorithm="adamw"`.
+    """One optimizer with two rules: groups with `algorithm="muon"` and groups with `algorithm="adamw"`.
 
     Muon (Jordan et al. 2024) steps along the orthogonalised momentum: all its singular values become 1, so a matrix
-    learns in its rare directions as fast as in its dominant ones. `parts` says into how many stacked matrices a
-    parameter falls. Matrices of one shape are orthogonalised as one batch. This leaves the rows of a tall matrix and
-    the columns of a wide one uneven, so they are divided by their root mean square over the last steps, after NorMuon
-    (Li et al. 2025, arXiv:2510.05491). What an entry moves by in a step is then lr / sqrt(d_model) in the root mean
-    square, whatever its matrix; for a while up to 4.5 times as much where a row or column was silent before.
-    AdamW is Loshchilov and Hutter 2019. Decay is decoupled and scaled by the rate in both.
+    learns as fast in its rare directions as in its dominant ones. `parts` says how many matrices are stacked in each
+    parameter; matrices of the same shape are orthogonalised as one batch. Orthogonalising leaves the rows of a tall
+    matrix and the columns of a wide one uneven, so they are divided by their running root mean square, as in NorMuon
+    (Li et al. 2025, arXiv:2510.05491). An entry then moves by lr / sqrt(d_model) per step in the root mean square,
+    whatever its matrix, and for a while by up to 4.5 times as much where a row or column has been silent.
+    AdamW is Loshchilov and Hutter 2019. Both decouple weight decay and scale it by the rate.
     """
 
     def __init__(self, groups: list[dict], muon_dtype: torch.dtype = torch.bfloat16):
         super().__init__(groups, defaults={})
         self.muon_dtype = muon_dtype
-        # At once and not with the first step, when it would take the places that activations come and go in.
+        # Allocated now and not in the first step, where it would fragment the memory that activations use.
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 if group["algorithm"] == "muon":
@@ -175,7 +175,7 @@ class MuonAdamW(torch.optim.Optimizer):
             [s["exp_avg_sq"] for s in states],
             [],
             [s["step"] for s in states],
-            fused=group["fused"],  # as PyTorch looks it up there when it moves a state to its device
+            fused=group["fused"],  # in the group because PyTorch looks there when it moves state to a device
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -194,16 +194,16 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, grads, 1.0 - momentum)
         nesterov = [update.to(self.muon_dtype) for update in torch._foreach_lerp(grads, averages, momentum)]
 
-        batches = defaultdict(list)  # (rows, columns) -> of each parameter its matrices, their updates and squares
+        batches = defaultdict(list)  # (rows, columns) -> (matrices, updates, squares) of each parameter
         for p, update, parts in zip(params, nesterov, group["parts"], strict=True):
             matrices, pieces = p.view(parts, -1, p.shape[1]), update.view(parts, -1, p.shape[1])
             if pieces.shape[1] > pieces.shape[2]:
                 matrices, pieces = matrices.mT, pieces.mT
             batches[pieces.shape[1:]].append((matrices, pieces, self.state[p]["squares"]))
         torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
-        seen = 1.0 - NORMALIZER_BETA ** group["step"]  # of means that began with zeros
+        seen = 1.0 - NORMALIZER_BETA ** group["step"]  # corrects running means that began at zero
         for batch in batches.values():
-            # Of each parameter: (parts, rows, columns) twice, and (parts, columns).
+            # Per parameter: (parts, rows, columns), (parts, rows, columns), (parts, columns)
             targets, updates, squares = zip(*batch, strict=True)
             sizes = list(map(len, squares))
             directions = orthogonalize(torch.cat(updates)).to(targets[0].dtype)
@@ -214,14 +214,14 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest matrices with orthonormal rows, roughly: singular values end between 0.4 and 1.6.
+    """Approximate the nearest matrices with orthonormal rows: singular values end between 0.4 and 1.6.
 
-    matrices (N, rows, columns) with rows <= columns, in the precision to compute in. Returns the same shape. Directions
-    200 times weaker than the norm of all (1,000 times in large matrices) stay weaker, which need not be mended.
+    matrices (N, rows, columns) with rows <= columns, in the precision to compute in; returns the same shape. Directions
+    200 times weaker than the whole matrix's norm (1,000 times in large matrices) stay weaker, which does no harm.
     """
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32).to(matrices.dtype)
     x = matrices / (norms * 1.02 + 1e-6)  # singular values at most 1, with room for rounding
-    for a, b, c in POLAR_EXPRESS_LARGE if matrices.shape[-2] > LARGE else POLAR_EXPRESS:
+    for a, b, c in POLAR_EXPRESS_LARGE if matrices.shape[-2] > LARGE_MATRIX else POLAR_EXPRESS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x

@@ -1,19 +1,23 @@
 """Run directories: made for one run, held by one process, and found again."""
 
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any
+
+from filelock import FileLock
 
 from gpt.errors import UserError
-from gpt.files import try_lock, write_text
+from gpt.exchange.checkpoint import DamagedError, load
+from gpt.files import HeldError, hold, write_text
 
-_LOCKS: list[TextIO] = []  # open as long as the process lives
+_LOCKS: dict[Path, FileLock] = {}  # held as long as the process lives
 
 
 def make(run_dir: str | None, name: str, config_text: str) -> Path:
-    """A directory of a new run's own, locked, with its config.yaml: `run_dir`, or one below runs/ with `name` in it.
+    """Make and lock a directory for a new run, with its config.yaml: `run_dir`, or one below runs/ with `name` in it.
 
-    Raises `UserError` where `run_dir` cannot be made or holds anything already.
+    Raises `UserError` if `run_dir` cannot be made or holds anything already.
     """
     wanted = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
     made, number = wanted, 2
@@ -26,17 +30,17 @@ def make(run_dir: str | None, name: str, config_text: str) -> Path:
                 raise UserError(f"run_dir={made}: cannot be made ({error.strerror})") from None
             made, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
     lock(made)
-    require_empty(made)  # once more: now nobody else can fill it
+    require_empty(made)  # again, now that nobody else can fill it
     write_text(made / "config.yaml", config_text)
     return made
 
 
 def require_empty(run_dir: Path) -> None:
-    """Raise `UserError` where a directory holds a run, or anything else that a run could harm."""
+    """Raise `UserError` if a directory holds a run, or anything else that a run could harm."""
     if (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/*.ckpt")):
         raise UserError(f"run_dir={run_dir} already holds a run: choose another, or continue it with resume=")
     if run_dir.is_dir() and any(file.name != ".lock" for file in run_dir.iterdir()):
-        raise UserError(f"run_dir={run_dir} is not empty: choose another, for a run has its directory to itself")
+        raise UserError(f"run_dir={run_dir} is not empty: choose another, since a run needs a directory of its own")
 
 
 def directory(path: str | Path) -> Path:
@@ -52,11 +56,51 @@ def directory(path: str | Path) -> Path:
 
 
 def lock(run_dir: Path) -> None:
-    """Hold a run directory until this process ends, however it does; `UserError` where another process holds it."""
+    """Hold a run directory until this process ends; `UserError` if another process holds it."""
+    place = run_dir.resolve()
+    if place in _LOCKS:
+        return
     try:
-        held = try_lock(run_dir / ".lock")
+        _LOCKS[place] = hold(run_dir / ".lock")
+    except HeldError as owner:
+        raise UserError(f"{run_dir}: process {owner} is training in it: wait, or stop that one") from None
     except OSError as error:
         raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
-    if isinstance(held, str):
-        raise UserError(f"{run_dir}: process {held} is training in it: wait, or stop that one")
-    _LOCKS.append(held)
+
+
+def release(run_dir: Path) -> None:
+    """Let go of a run directory before the process ends."""
+    if held := _LOCKS.pop(run_dir.resolve(), None):
+        held.release()
+
+
+def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """Load the checkpoint of a run that is furthest along among those that are intact; None if there is none at all.
+
+    A damaged one is reported through `warn` and renamed to *.damaged, so that it never replaces a good one, and files
+    that a kill left half written are removed. The caller holds the run directory.
+    """
+    for unfinished in run_dir.glob("checkpoints/.*.ckpt.*"):
+        unfinished.unlink()
+    good: list[tuple[Path, dict[str, Any]]] = []
+    damaged: list[str] = []
+    for name in ("last", "previous", "best"):
+        file = run_dir / "checkpoints" / f"{name}.ckpt"
+        if not file.exists():
+            continue
+        try:
+            good.append((file, load(file)))
+        except DamagedError as error:
+            damaged.append(str(error))
+            file.rename(file.with_suffix(".ckpt.damaged"))
+        if name == "last" and good:
+            break
+    if not good:
+        if damaged:
+            raise UserError(f"{damaged[0]}; and no other checkpoint of the run can be read")
+        return None
+    newest = max(good, key=lambda found: found[1].get("step", -1))
+    if newest[0].name != "last.ckpt":
+        problem = damaged[0] if damaged else f"{run_dir}/checkpoints/last.ckpt is missing"
+        warn(f"{problem}; going on from {newest[0].name} of step {newest[1]['step']}")
+    return newest

@@ -4,40 +4,42 @@ import os
 import pickle
 import random
 import resource
-import subprocess
 import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from gpt.errors import UserError
-from gpt.exchange.checkpoint import FORMAT, build_model, find, git_commit, load, save
+from gpt.exchange.checkpoint import FORMAT, load, save, to_model
 from gpt.files import link
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.text.shards import Corpora, Shards
 from gpt.text.tokenizer import byte_tokenizer
-from gpt.training.config import Config, TrainerConfig
-from gpt.training.module import GPTModule, Plan
 
-CONTEXT = 13
-MODEL = ModelConfig(context_length=CONTEXT, d_model=14, num_layers=2, num_heads=7, qkv_bias=False)
+MODEL = ModelConfig(context_length=13, d_model=14, num_layers=1, num_heads=7, qkv_bias=False)
 
 
 def make_payload(seed: int = 3) -> dict:
-    """What a training run hands to `save`, with random weights."""
-    config = Config(model=MODEL, trainer=TrainerConfig(tokens_per_step=7 * CONTEXT), seed=seed)
-    tokens = np.zeros(0, dtype=np.uint16)
-    shards = Shards(tokens, tokens, byte_tokenizer(), {"key": {"format": 1, "corpus": "a hash"}})
-    corpora = Corpora((shards,), ("text",), (1000,))
-    module = GPTModule(config, Plan(11, 7, 7, 1), corpora, commit="0" * 40)
-    payload = {"state_dict": module.state_dict()}
-    module.on_save_checkpoint(payload)
-    return payload
+    """What a training hands to `save`, with random weights and an optimizer that has made a step."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab_size=257, **asdict(MODEL)))
+    state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
+    return {
+        "format": FORMAT,
+        "state_dict": {name: tensor.detach() for name, tensor in model.state_dict().items()},
+        "config": {"model": asdict(MODEL), "seed": seed, "run_dir": None, "prompts": ["2 3 5", "é"]},
+        "tokenizer": byte_tokenizer().to_dict(),
+        "optimizer_states": [{"state": state, "param_groups": [{"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}]}],
+        "step": 11,
+        "corpus": {"format": 1, "corpus": "a hash"},
+        "git_commit": "0" * 40,
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "threads": 2,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +60,17 @@ def refusal(path: Path) -> str:
     return message
 
 
-def same(one: dict, other: dict) -> bool:
-    """Whether two payloads are equal, tensors included."""
-    weights, others = one["state_dict"], other["state_dict"]
-    rest, rests = ({key: value for key, value in each.items() if key != "state_dict"} for each in (one, other))
-    return rest == rests and list(weights) == list(others) and all(torch.equal(weights[k], others[k]) for k in weights)
+def same(one: Any, other: Any) -> bool:
+    """Whether two payloads are equal, order of keys, types and tensors included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
 
 
 class Bomb:
@@ -90,15 +98,13 @@ class Spy:
 
 
 def test_round_trip(tmp_path):
-    """All that was saved comes back, and the model built from it gives the very same logits."""
+    """Everything saved comes back, and the model built from it gives the very same logits."""
     payload, path = make_payload(), tmp_path / "run" / "checkpoints" / "last.ckpt"
     save(payload, path)
     loaded = load(path)
-    assert {"format", "state_dict", "config", "tokenizer", "step", "versions", "threads"} <= set(loaded)
-    assert loaded["format"] == FORMAT
     assert same(loaded, payload)
     assert not same(loaded, make_payload(seed=5))
-    model, tokenizer = build_model(loaded)
+    model, tokenizer = to_model(loaded)
     original = GPT(GPTConfig(vocab_size=257, **asdict(MODEL)))
     original.load_state_dict(payload["state_dict"])
     assert (model.config, tokenizer.sha256) == (original.config, byte_tokenizer().sha256)
@@ -350,16 +356,26 @@ def test_format_of_another_kind(tmp_path):
         {"state_dict": {"token_embedding.weight": torch.ones(257, 7)}},
         {"config": {}},
         {"config": {"model": {"width": 7}}},
+        {"config": {"model": asdict(MODEL) | {"d_model": 0}}},
+        {"config": {"model": asdict(MODEL) | {"d_model": 13}}},
+        {"config": []},
+        {"state_dict": []},
+        {"state_dict": dict.fromkeys(make_payload()["state_dict"], 7)},
         {"tokenizer": {"name": "byte"}},
+        {"tokenizer": None},
+        {"tokenizer": byte_tokenizer().to_dict() | {"pattern": "."}},
     ],
-    ids=["weights", "no-model", "unknown-field", "tokenizer"],
+    ids=[
+        *("weights", "no-model", "unknown-field", "no-width", "width", "config", "no-weights", "numbers"),
+        *("tokenizer", "no-tokenizer", "tokenizer-hash"),
+    ],
 )
 def test_parts_that_do_not_fit(tmp_path, changes):
     """A checkpoint whose parts are not those of one model is refused in one line."""
     path = tmp_path / "last.ckpt"
     save(make_payload() | changes, path)
     with pytest.raises(UserError) as caught:
-        build_model(load(path))
+        to_model(load(path))
     assert "\n" not in str(caught.value)
 
 
@@ -381,78 +397,3 @@ def test_pickle_in_an_archive_is_never_run(tmp_path):
     assert not trace.exists()
     torch.load(path, weights_only=False)
     assert trace.exists()
-
-
-def make_run(runs: Path, name: str, *files: str, age: int = 0) -> Path:
-    """A run directory with empty checkpoints that are `age` seconds old."""
-    folder = runs / name / "checkpoints"
-    folder.mkdir(parents=True)
-    for file in files:
-        path = folder / f"{file}.ckpt"
-        path.touch()
-        os.utime(path, (1_000_000_000 - age,) * 2)
-    return runs / name
-
-
-def test_find_by_path(tmp_path):
-    """A file is itself; a run directory and its checkpoints folder mean the same file."""
-    run = make_run(tmp_path, "run", "best", "last", "previous")
-    for name in ("best", "last", "previous"):
-        file = run / "checkpoints" / f"{name}.ckpt"
-        assert find(file) == find(str(file)) == file
-    assert find(run) == find(run / "checkpoints") == run / "checkpoints/best.ckpt"
-
-
-@pytest.mark.parametrize(
-    ("there", "expected"),
-    [(["best", "last"], "best"), (["last", "previous"], "last"), (["best", "previous"], "best"), (["previous"],) * 2],
-)
-def test_find_order(tmp_path, there, expected):
-    """The best, else the last, else the one before."""
-    run, expected = make_run(tmp_path, "run", *there), "".join(expected)
-    assert find(run) == run / f"checkpoints/{expected}.ckpt"
-
-
-def test_find_the_newest_run(tmp_path):
-    """Without a path: the run whose best or last is the newest, whatever its name, and of it the preferred one."""
-    make_run(tmp_path, "c", "best", "last", age=13)
-    newest = make_run(tmp_path, "a", "best", age=11)
-    make_run(tmp_path, "b", "best", age=5)
-    make_run(tmp_path, "d")
-    last = newest / "checkpoints/last.ckpt"
-    last.touch()
-    os.utime(last, (1_000_000_000 - 3,) * 2)
-    assert find(runs=tmp_path) == newest / "checkpoints/best.ckpt"
-
-
-@pytest.mark.parametrize("runs", ["", "nowhere"])
-def test_find_no_run(tmp_path, runs):
-    """Where nothing has been trained, the line says how to."""
-    with pytest.raises(UserError, match=r"no run to sample from below .*python train.py") as caught:
-        find(runs=tmp_path / runs)
-    assert "\n" not in str(caught.value)
-
-
-def test_find_nothing(tmp_path):
-    """A path that names nothing, and folders without checkpoints, are named in one line."""
-    empty = make_run(tmp_path, "run")
-    cases = {tmp_path / "nowhere": "no such checkpoint", empty: "a folder without", tmp_path: "a folder without"}
-    cases[empty / "checkpoints"] = "a folder without"
-    for path, reason in cases.items():
-        with pytest.raises(UserError, match=reason) as caught:
-            find(path)
-        assert str(caught.value).startswith(f"{path}: ")
-        assert "\n" not in str(caught.value)
-
-
-def test_git_commit(tmp_path):
-    """The commit of a checkout; None outside one."""
-    inside, outside = tmp_path / "inside", tmp_path / "outside"
-    outside.mkdir()
-    assert git_commit(outside) is None
-    assert git_commit(tmp_path / "nowhere") is None
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", "init", "-q", inside], check=True)
-    subprocess.run(["git", *identity, "-C", inside, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
-    head = (inside / ".git" / (inside / ".git/HEAD").read_text().split()[1]).read_text().strip()
-    assert git_commit(inside) == head

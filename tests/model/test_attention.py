@@ -1,4 +1,4 @@
-"""Attention against hand-computed numbers, and every path of the module against the written-out formula."""
+"""Attention against hand-computed numbers, and every route of the module against the formula."""
 
 import math
 
@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt.model.attention import (
-    KVCache,
-    MultiHeadAttention,
-    attention,
-    attention_weights,
-    causal_attention,
-    prefers_fused_kernel,
-)
+from gpt.model.attention import KVCache, MultiHeadAttention, attention, attention_weights
 
 B, H, D, D_IN, CONTEXT = 2, 3, 5, 11, 13
 C = H * D
@@ -98,21 +91,6 @@ def test_arguments_are_left_alone():
     assert all(torch.equal(argument, copy) for argument, copy in zip(arguments, copies, strict=True))
 
 
-@pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
-def test_halves_are_the_whole(T, S):
-    """In halves or not, with earlier keys or without, the formula's output and gradients."""
-    torch.manual_seed(5)
-    inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
-    mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
-    results = []
-    for function in (attention, causal_attention):
-        output = function(*inputs, mask)
-        results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
-    torch.testing.assert_close(results[0], results[1])
-    every = causal_attention(*inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
-    torch.testing.assert_close(every, results[0][0])
-
-
 @pytest.mark.parametrize("T", [1, 7, CONTEXT])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 def test_paths_agree(T, qkv_bias):
@@ -181,7 +159,7 @@ def test_cache_returns_what_was_appended():
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @pytest.mark.parametrize("with_mask", [True, False])
 def test_notes_state_dict_loads(qkv_bias, with_mask):
-    """Separate projections load as they are, a saved mask is passed over, and the output is theirs."""
+    """Separate projections load unchanged, a saved mask is ignored, and the output is what they give."""
     state = notes_state_dict(qkv_bias)
     if not with_mask:
         del state["mask"]
@@ -286,20 +264,6 @@ def test_bfloat16(fused_kernel, given):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "requires_grad", "T", "expected"),
-    [
-        (torch.float32, True, 7, True),
-        (torch.bfloat16, False, 7, True),
-        (torch.bfloat16, True, 1025, True),
-        (torch.bfloat16, True, 1024, False),
-    ],
-)
-def test_preferred_path(dtype, requires_grad, T, expected):
-    """On a CPU the fused kernel is preferred but for bfloat16 training up to 1,024 tokens."""
-    assert prefers_fused_kernel(torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=requires_grad)) is expected
-
-
-@pytest.mark.parametrize(
     ("fused_kernel", "dtype", "expected"),
     [
         (None, torch.float32, True),
@@ -309,7 +273,7 @@ def test_preferred_path(dtype, requires_grad, T, expected):
     ],
 )
 def test_path_taken(fused_kernel, dtype, expected):
-    """The module takes the preferred path, or the one it is told to, as its autograd graph shows."""
+    """The module takes the preferred route, or the one it is told to take, as its autograd graph shows."""
     nodes = [make_module(fused_kernel).to(dtype)(make_input(7).to(dtype)).grad_fn]
     names = set()
     while nodes:

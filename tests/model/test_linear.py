@@ -1,4 +1,4 @@
-"""Matrices that multiply in bfloat16 while their weights stay in fp32, which is what learns and what is saved."""
+"""Matrices multiply in bfloat16 while the weights that learn and are saved stay in fp32."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpt.model import linear as module
+from gpt.model.chunked_loss import chunked_next_token_loss
 from gpt.model.linear import Linear
-from gpt.model.loss import next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 
 CONFIG = GPTConfig(context_length=7, d_model=6, num_layers=2, num_heads=3, vocab_size=11)
@@ -21,7 +21,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> GPT:
 def backward(model: GPT, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     idx, targets = torch.randint(11, (2, 5, 7), generator=generator)
-    next_token_loss(*model.hidden_and_head(idx), targets).backward()
+    chunked_next_token_loss(*model.hidden_and_head(idx), targets).backward()
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
@@ -51,14 +51,14 @@ def test_in_the_precision_of_its_weights():
 def large(request, monkeypatch) -> bool:
     """Whether the matrices of a test count as large."""
     if request.param:
-        monkeypatch.setattr(module, "LARGE", 0)
+        monkeypatch.setattr(module, "ROUND_AGAIN_FROM", 0)
     return request.param
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
 def test_rounded(into, bias, large):
-    """The result and all gradients are those of rounded weights in bfloat16, and come in the precision of their own."""
+    """Result and gradients are those of weights rounded to bfloat16; each gradient has the precision of its tensor."""
     linear, x, grad = make_linear(bias)
     x = x.detach().to(into).requires_grad_()
     rounded = torch.nn.Linear(6, 4, bias=bias, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_rounded(into, bias, large):
 
 
 def test_what_is_kept_of_the_weights(large):
-    """For the backward pass a small matrix is kept rounded, and of a large one nothing but itself."""
+    """The backward pass keeps a rounded copy of a small matrix, and only the matrix itself if it is large."""
     linear, x, _ = make_linear()
     linear.compute_dtype = torch.bfloat16
     kept = []
@@ -113,7 +113,7 @@ def test_what_is_rounded():
 
 
 def test_gradients(large):
-    """Those of several micro-batches add up in fp32, and are near those of an fp32 model."""
+    """Gradients of several micro-batches add up in fp32, close to those of an fp32 model."""
     exact, model = make_model(), make_model(torch.bfloat16)
     total: dict[str, Tensor] = {}
     for seed in range(3):
@@ -132,7 +132,7 @@ def test_gradients(large):
 
 
 def test_small_updates_are_not_lost():
-    """A thousand updates that bfloat16 cannot tell from none arrive all the same, in weights and in results."""
+    """A thousand updates, each too small for bfloat16, still reach the weights and the results."""
     linear = make_model(torch.bfloat16).blocks[1].feed_forward.expand
     torch.nn.init.ones_(linear.weight)
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.model.loss import next_token_loss
+from gpt.model.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.sampling.scoring import evaluate
+from gpt.sampling.scoring import score
 from gpt.text.batches import validation_batches
 from gpt.training.optim import OptimConfig, build_optimizer
 
@@ -183,7 +184,7 @@ def test_init_statistics():
 
 
 def test_from_state_dict():
-    """The same model out of the same tensors: nothing is drawn and nothing copied."""
+    """The same model from the same tensors: nothing is drawn and nothing copied."""
     model, idx = make_model(), make_idx(5)
     state = model.state_dict()
     generator = torch.get_rng_state()
@@ -195,7 +196,7 @@ def test_from_state_dict():
 
 
 def test_from_state_dict_is_in_fp32():
-    """Weights kept in bfloat16 become fp32 ones; and those of another shape, or too few, are refused."""
+    """bfloat16 weights become fp32; weights of another shape, or too few, are refused."""
     model = make_model()
     halves = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     assert {p.dtype for p in GPT.from_state_dict(model.config, halves).parameters()} == {torch.float32}
@@ -223,8 +224,8 @@ def test_head_is_tied():
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_once(checkpointing):
-    """All blocks are one graph, made once with gradients and once without, however training, validation and samples
-    follow one another.
+    """All blocks share one graph, compiled once with gradients and once without, in whatever order training,
+    validation and samples follow one another.
     """
     model, idx = make_model().compute_in(torch.bfloat16).train(), make_idx(CONTEXT)
     model.checkpointing = checkpointing
@@ -235,9 +236,9 @@ def test_compiled_once(checkpointing):
     counts = []
     for _ in range(3):
         for _ in range(2):
-            next_token_loss(*model.hidden_and_head(idx), idx).backward()
+            chunked_next_token_loss(*model.hidden_and_head(idx), idx).backward()
         counts.append(counter.frame_count)
-        evaluate(model, validation_batches(text, 3, CONTEXT), num_bytes=1)
+        score(model, validation_batches(text, 3, CONTEXT, IGNORE), num_bytes=1)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
             model.eval().hidden(idx[:1, :7])
         model.train()
@@ -248,9 +249,9 @@ def test_compiled_once(checkpointing):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_elsewhere(name, fused):
-    """On the meta device, which has shapes but no numbers, steps and sampling meet no tensor of the CPU's.
+    """On the meta device, which has shapes but no numbers, steps and sampling never meet a CPU tensor.
 
-    What the code does there is what it does on a GPU, so this is checked without one as well.
+    The code does there what it does on a GPU, so this checks the GPU's route without one.
     """
     model = make_model().compute_in(torch.bfloat16).to("meta")
     for block in model.blocks:
@@ -259,7 +260,7 @@ def test_elsewhere(name, fused):
     optimizer = build_optimizer(parameters, HEADS, OptimConfig(name), torch.bfloat16)
     idx = make_idx(CONTEXT).to("meta")
     for model.checkpointing in (False, True):
-        loss = next_token_loss(*model.hidden_and_head(idx), idx)
+        loss = chunked_next_token_loss(*model.hidden_and_head(idx), idx)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
@@ -276,8 +277,8 @@ def test_elsewhere(name, fused):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("device", DEVICES)
 def test_hidden_and_head(device, scale):
-    """Training's way to the loss has the same value and gradients, those of repeated tokens and of the head included,
-    when they are asked for as when they are accumulated.
+    """Training's route to the loss gives the same value and gradients, also for repeated tokens and the head,
+    whether gradients are returned or accumulated.
     """
     model = make_model().to(device)
     idx, targets = make_idx(CONTEXT).to(device), make_idx(CONTEXT).flip(1).to(device)
@@ -286,7 +287,7 @@ def test_hidden_and_head(device, scale):
     expected = torch.autograd.grad(expected_loss, list(model.parameters()))
 
     def loss() -> Tensor:
-        return next_token_loss(*model.hidden_and_head(idx), targets) * scale
+        return chunked_next_token_loss(*model.hidden_and_head(idx), targets) * scale
 
     torch.testing.assert_close(loss(), expected_loss)
     torch.testing.assert_close(torch.autograd.grad(loss(), list(model.parameters())), expected, atol=1e-6, rtol=1e-4)
@@ -390,7 +391,7 @@ def test_flops_per_token():
 def test_imports_stay_light():
     """The model needs torch only: no training framework, no configuration framework."""
     code = (
-        "import sys, gpt.model.attention, gpt.model.transformer\n"
+        "import sys, gpt.model.chunked_loss, gpt.model.single_token\n"
         "print(sorted({'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'transformers'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[2]
@@ -400,7 +401,7 @@ def test_imports_stay_light():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing(dropout):
-    """Activations that are computed again are the same, so gradients are bit for bit; and fewer of them are kept."""
+    """Recomputed activations give the same gradients, bit for bit, and fewer of them are kept."""
     kept, gradients = [], []
     for checkpointing in (False, True):
         model = make_model(dropout=dropout).train()

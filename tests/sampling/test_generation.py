@@ -1,10 +1,9 @@
-"""Generation: the cache against a plain loop, each filter against numbers by hand, text in whole pieces, and scores."""
+"""Generation: the cache against a plain loop, filters against numbers by hand, and text in whole pieces."""
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,6 @@ from torch import Tensor
 from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, TextStream, align, filter_logits, generate, next_token, window_start
-from gpt.sampling.scoring import Score, evaluate
-from gpt.text.batches import validation_batches
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer
 
 VOCAB, CONTEXT = 101, 13
@@ -44,13 +41,13 @@ def make_idx(B: int, T: int) -> Tensor:
 
 
 def collect(tokens: Iterator[Tensor]) -> Tensor:
-    """What `generate` yields, as (B, new tokens)."""
+    """Everything that `generate` yields, as (B, new tokens)."""
     return torch.stack(list(tokens), dim=1)
 
 
 @torch.no_grad()
 def naive_greedy(model: GPT, idx: Tensor, new: int, slide: int) -> Tensor:
-    """The slow, obvious loop: the whole view through the model for every token, nothing remembered but its start."""
+    """The slow, obvious loop: the whole window goes through the model for every token."""
     start = 0
     for _ in range(new):
         while idx.shape[1] - start > CONTEXT:
@@ -63,7 +60,7 @@ def naive_greedy(model: GPT, idx: Tensor, new: int, slide: int) -> Tensor:
 @pytest.mark.parametrize("slide", [1, 3, CONTEXT])
 @pytest.mark.parametrize("T", [1, 7, CONTEXT, CONTEXT + 1, 29])
 def test_cached_equals_uncached(T, slide):
-    """Greedy tokens of three rows, within the context and far past it, are those of the plain loop."""
+    """Greedy tokens of three rows, within the context and far past it, equal those of the plain loop."""
     model, idx, new = make_model(), make_idx(3, T), 31
     expected = naive_greedy(model, idx, new, slide)
     assert min(len(row.unique()) for row in expected) >= 5  # no row is stuck on a few tokens
@@ -72,7 +69,7 @@ def test_cached_equals_uncached(T, slide):
 
 
 def test_slides_differ():
-    """Past the context another slide means another view, so the tests above can tell them apart."""
+    """Past the context, different slides give different text, so the test above can tell them apart."""
     model, idx = make_model(), make_idx(3, 7)
     results = [collect(generate(model, idx, 41, GREEDY, slide=slide)) for slide in (1, 3, CONTEXT)]
     within = CONTEXT - 7 + 1  # the last of these was drawn from a full view
@@ -92,7 +89,7 @@ def test_rows_do_not_mix():
 @pytest.mark.parametrize("slide", [1, 3, CONTEXT])
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_prompts_of_different_lengths(slide, use_cache):
-    """Each continues as it does alone, also when some rows have passed the context and others have not."""
+    """Each row continues as it does alone, even when only some rows have passed the context."""
     model = make_model()
     prompts = [make_idx(1, T)[0].tolist() for T in (7, 1, CONTEXT, 2, 7)]
     idx, padding = align(prompts)
@@ -104,7 +101,7 @@ def test_prompts_of_different_lengths(slide, use_cache):
 
 
 def test_padding_is_not_seen():
-    """What fills a row is no token that was there: the repetition penalty does not know it either."""
+    """Padding does not count as text: the repetition penalty ignores it too."""
     model, sampling = make_model(), Sampling(repetition_penalty=2.0, temperature=0.0)
     prompts = [make_idx(1, 3)[0].tolist(), make_idx(1, 11)[0].tolist()]
     idx, padding = align(prompts)
@@ -141,7 +138,7 @@ def test_window_start(length, slide, expected):
     [(True, [7, 1, 1, 1, 1, 1, 1, 11, 1, 1, 11, 1, 1]), (False, [7, 8, 9, 10, 11, 12, 13, 11, 12, 13, 11, 12, 13])],
 )
 def test_passes(use_cache, expected):
-    """How many tokens go through the model at each step: with the cache one, but for the prompt and each slide."""
+    """With the cache, one token goes through the model at each step, except for the prompt and each slide."""
     model, passes = make_model(), []
     model.final_norm.register_forward_hook(lambda module, inputs, output: passes.append(output.shape[1]))
     collect(generate(model, make_idx(2, 7), 13, GREEDY, use_cache=use_cache, slide=3))
@@ -149,7 +146,7 @@ def test_passes(use_cache, expected):
 
 
 def test_generate_is_lazy():
-    """A token costs nothing until it is asked for, and there are as many as were ordered."""
+    """No token is computed before it is asked for, and there are exactly as many as ordered."""
     model, passes = make_model(), []
     model.final_norm.register_forward_hook(lambda module, inputs, output: passes.append(output.shape[1]))
     tokens = generate(model, make_idx(1, 2), 5, GREEDY)
@@ -160,14 +157,14 @@ def test_generate_is_lazy():
 
 
 def test_generation_ignores_dropout():
-    """A model in training is sampled as in evaluation."""
+    """A model in training mode is sampled as in evaluation mode."""
     model = make_model(dropout=0.5).train()
     tokens = collect(generate(model, make_idx(2, 5), 11, GREEDY))
     assert torch.equal(tokens, naive_greedy(make_model(), make_idx(2, 5), 11, slide=1))
 
 
 def test_nothing_to_start_from():
-    """Generation needs a token, and the error says which."""
+    """Generation needs a token to start from, and the error suggests one."""
     with pytest.raises(ValueError, match=r"at least one token .*end-of-text"):
         next(generate(make_model(), make_idx(1, 0), 2, GREEDY))
 
@@ -227,12 +224,12 @@ def test_filters_by_hand(changes, expected):
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
 def test_top_p_keeps_the_fewest(top_p, kept):
-    """Of four tokens with exactly a quarter each, just as many as reach the probability, not one more."""
+    """Of four tokens with exactly a quarter each, it keeps just enough to reach the probability."""
     assert sorted(filtered([1.0] * 4, top_p=top_p)) == pytest.approx([0.0] * (4 - kept) + [1 / kept] * kept)
 
 
 def test_repetition_penalty_by_hand():
-    """Logits above zero are divided, those below multiplied, once however often the token came."""
+    """Positive logits are divided and negative ones multiplied, once, however often the token came."""
     logits = torch.tensor([[3.0, -1.0, 0.5, 0.0, 2.0], [3.0, -1.0, 0.5, 0.0, 2.0]])
     previous = torch.tensor([[0, 0, 1, 3], [4, 2, 2, 2]])
     result = filter_logits(logits, previous, Sampling(2.0, temperature=1.0, top_p=1.0))
@@ -292,14 +289,14 @@ def test_low_temperature_becomes_greedy():
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1e-6), Sampling(0.01, temperature=1.0)])
 def test_smallest_values_in_range(sampling):
-    """Whatever Sampling accepts can be drawn with."""
+    """The smallest values that `Sampling` accepts still draw a token."""
     logits = torch.tensor([[3.0, -1.0, 0.5]])
     drawn = next_token(logits, torch.tensor([[0, 0]]), sampling, torch.Generator().manual_seed(13))
     assert drawn.tolist() == [0]
 
 
 def test_greedy_heeds_the_penalty():
-    """Of the filters only the repetition penalty can change what greedy takes."""
+    """Only the repetition penalty can change the greedy choice."""
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     previous = torch.tensor([[0, 0]])
     assert next_token(logits, previous, Sampling(temperature=0.0, top_k=2, min_p=0.5), None).tolist() == [0]
@@ -358,7 +355,7 @@ def test_seed_decides():
     ],
 )
 def test_sampling_ranges(changes, message):
-    """A value out of its range is one line that names the flag, the value and the limit."""
+    """A value out of range is one line that names the setting, the value and the limit."""
     with pytest.raises(UserError, match=message) as caught:
         Sampling(**changes)
     assert "\n" not in str(caught.value)
@@ -371,7 +368,7 @@ def test_sampling_limits_are_accepted():
 
 
 def pieces_of(tokens: Iterable[int], stops: tuple[str, ...] = (), tokenizer: Tokenizer = BYTES) -> list[str]:
-    """What a stream gives for each token until it ends, what is held back last; checked against its own record."""
+    """The piece that a stream gives for each token, then what it held back, then its finish reason."""
     stream, pieces, fed = TextStream(tokenizer, stops), [], []
     for token in tokens:
         fed.append(token)
@@ -423,7 +420,7 @@ def test_never_half_a_character(data, expected):
     ],
 )
 def test_stop_strings(text, stops, expected):
-    """Nothing of a stop string is shown, nor what follows; what only began like one is released."""
+    """A stop string and what follows are never shown; text that only began like one is released."""
     assert pieces_of(text.encode(), stops) == expected
 
 
@@ -503,50 +500,3 @@ def test_as_much_as_can_be_is_shown(tokens, stop):
             break
         longest = max(n for n in range(len(stop)) if plain.text.endswith(stop[:n]))
         assert stream.text == plain.text.removesuffix(stop[:longest])
-
-
-def test_score_equals_a_slow_sum():
-    """Every token but the first counts once, summed one by one over the windows of a text."""
-    model, tokens, nats = make_model(), make_idx(1, 59)[0], 0.0
-    for start in range(0, 58, CONTEXT):
-        window = tokens[start : start + CONTEXT + 1]
-        with torch.no_grad():
-            logits = model(window[None, :-1])[0]
-        for row, target in zip(logits, window[1:], strict=True):
-            nats += F.cross_entropy(row, target).item()
-    for batch_size in (1, 3, 7):
-        score = evaluate(model, validation_batches(tokens.numpy(), batch_size, CONTEXT), num_bytes=211)
-        assert (score.tokens, score.bytes) == (58, 211)
-        assert score.nats == pytest.approx(nats, rel=1e-6)
-    assert abs(nats / 58 - math.log(VOCAB)) > 0.1
-
-
-def test_uniform_model():
-    """A model of zeros gives every token the same probability: log(V) nats for each."""
-    model = make_model()
-    for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter)
-    score = evaluate(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT), num_bytes=13)
-    assert score.tokens == 52
-    assert score.nats_per_token == pytest.approx(math.log(VOCAB), rel=1e-6)
-    assert score.perplexity == pytest.approx(VOCAB, rel=1e-6)
-    assert score.bits_per_byte == pytest.approx(4 * math.log2(VOCAB), rel=1e-6)
-
-
-def test_score_by_hand():
-    """Six bits over three tokens and two bytes."""
-    score = Score(6 * math.log(2), tokens=3, bytes=2)
-    assert score.nats_per_token == pytest.approx(2 * math.log(2))
-    assert score.nats_per_byte == pytest.approx(3 * math.log(2))
-    assert score.bits_per_byte == pytest.approx(3)
-    assert score.perplexity == pytest.approx(4)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_evaluate_leaves_the_mode(training):
-    """Dropout plays no part in a score, no gradient is kept, and the model stays in the mode it was in."""
-    model, tokens = make_model(dropout=0.5).train(training), make_idx(1, 59)[0].numpy()
-    scores = [evaluate(model, validation_batches(tokens, 3, CONTEXT), 211).nats for _ in range(2)]
-    assert scores[0] == scores[1] == evaluate(make_model(), validation_batches(tokens, 3, CONTEXT), 211).nats
-    assert all(module.training is training for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())

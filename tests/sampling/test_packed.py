@@ -1,20 +1,17 @@
-"""A model made ready for sampling says what it said before, as nearly as its precision allows."""
+"""A model with packed weights says what it said before, as nearly as its precision allows."""
 
 import copy
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt.errors import UserError
 from gpt.model.linear import Linear
 from gpt.model.loss import next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling import packed as inference
 from gpt.sampling.generation import Sampling, generate
-from gpt.sampling.packed import LARGE, Int8Linear, PackedLinear, choose_sampling_precision, prepare, require_compilable
+from gpt.sampling.packed import BF16_FROM, Int8Linear, PackedLinear, choose_sampling_precision, pack_weights
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -41,7 +38,7 @@ def make_idx(rows: int, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 1), (5, 11)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(13, 17), (64, 96), (97, 7)])
 def test_packed(inputs, outputs, shape, bias):
-    """The packed product is the one of bfloat16 weights, for any number of rows."""
+    """The packed product equals that of plain bfloat16 weights, for any number of rows."""
     linear = make_linear(inputs, outputs, bias)
     x = torch.randn(*shape, inputs)
     expected = F.linear(x.bfloat16(), linear.weight.bfloat16(), None if not bias else linear.bias.bfloat16())
@@ -54,7 +51,7 @@ def test_packed(inputs, outputs, shape, bias):
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (5, 1)])
 def test_int8(shape, rows, bias):
-    """Every path multiplies the same whole numbers: weights are off by half a step of their row's scale at most."""
+    """Every route multiplies the same integers, which are off by at most half a step of their row's scale."""
     linear = make_linear(64, 32, bias)
     with torch.no_grad():
         linear.weight[3] = 0.0
@@ -75,7 +72,7 @@ def test_int8(shape, rows, bias):
 
 @pytest.mark.parametrize("inputs", [*range(1, 70), 96, 100, 768])
 def test_int8_of_any_width(inputs):
-    """PyTorch's kernel for a single row reads beyond rows of some widths: it must not be given those."""
+    """PyTorch's single-row kernel reads past the end of rows of some widths, so it must not get those."""
     linear = make_linear(inputs, 257, bias=True)
     x = torch.randn(1, inputs)
     expected = linear(x.bfloat16().float())
@@ -85,19 +82,19 @@ def test_int8_of_any_width(inputs):
 
 
 def test_fp32_is_the_model_itself():
-    """Nothing is changed but that nothing is to be learnt any more."""
+    """fp32 changes nothing, except that no parameter learns any more."""
     exact, model = make_model(), make_model()
     idx = make_idx(3, 11)
-    assert torch.equal(prepare(model, "fp32")(idx), exact(idx))
+    assert torch.equal(pack_weights(model, "fp32")(idx), exact(idx))
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.01), ("int8", 0.02)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_near_the_model(precision, bound, rows):
-    """Logits and loss are near those in fp32, in one pass and token by token with the cache."""
+    """Logits and loss are close to fp32, in one pass and token by token with the cache."""
     exact = make_model()
-    model = prepare(copy.deepcopy(exact), precision, rows)
+    model = pack_weights(copy.deepcopy(exact), precision, rows)
     idx = make_idx(rows, 23)
     with torch.no_grad():
         expected, result = exact(idx), model(idx).float()
@@ -112,8 +109,8 @@ def test_near_the_model(precision, bound, rows):
 
 
 def test_matrices_are_replaced():
-    """No linear map of a block stays in fp32, and the head has one of its own."""
-    model = prepare(make_model(), "int8")
+    """No linear map of a block stays in fp32, and the head gets one of its own."""
+    model = pack_weights(make_model(), "int8")
     kinds = [type(module) for module in model.blocks.modules() if isinstance(module, nn.Linear | Int8Linear)]
     assert kinds == [Int8Linear] * 8
     assert isinstance(model.output, Int8Linear)
@@ -122,8 +119,8 @@ def test_matrices_are_replaced():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_generation(precision):
-    """The tokens are those that are likeliest by the prepared model's own logits, past the context length too."""
-    model = prepare(make_model(), precision, rows=2)
+    """Each token is the likeliest by the packed model's own logits, also past the context length."""
+    model = pack_weights(make_model(), precision, rows=2)
     idx = make_idx(2, 5)
     tokens = torch.stack(list(generate(model, idx, 31, GREEDY)), dim=1)
     for length in range(5, 36):
@@ -134,61 +131,21 @@ def test_generation(precision):
         assert (logits.amax(-1, keepdim=True) - chosen <= 0.05 * logits.std()).all()  # but for the rounding of ties
 
 
-COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
-
-
-@pytest.mark.skipif(not COMPILER, reason="SKIPPED LOUDLY: there is no C++ compiler to compile sampling with")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_compiled(precision, monkeypatch):
-    """Compiled, a model says what it says otherwise, as nearly as its precision allows, past the context length too."""
-    used, compiled = [], inference._compiled
-    monkeypatch.setattr(inference, "_compiled", lambda function: used.append(function) or compiled(function))
-    exact = make_model()
-    model = prepare(copy.deepcopy(exact), precision, compiled=True)
-    idx = make_idx(1, 23)
-    with torch.no_grad():
-        expected = exact(idx)
-        caches = model.new_caches()
-        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
-        assert used.count(inference._token) == 2 * 21  # blocks; all tokens but the first and the last of the context
-        together = model(idx).float()
-    bound = 0.02 * expected.std().item()
-    assert 0 < (steps - expected).abs().mean().item() < bound
-    assert 0 < (together - expected).abs().mean().item() < bound
-    assert caches[0].length == 23
-    tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
-    assert tokens.shape == (1, 31)
-
-
-def test_what_cannot_be_compiled(monkeypatch):
-    """One line says what to do instead."""
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    require_compilable("int8", 1)
-    with pytest.raises(UserError, match="does nothing for weights in fp32: add --precision bf16 or int8"):
-        require_compilable("fp32", 1)
-    with pytest.raises(UserError, match="is for a single text, and these are 3"):
-        require_compilable("bf16", 3)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
-        require_compilable("bf16", 1)
-
-
 def test_choice():
-    """fp32 for a small model on a CPU, bf16 for a large one where it is fast, and whatever is asked for."""
+    """`auto` is fp32 for a small model on a CPU and bf16 for a large one where that is fast; other names are kept."""
     small = make_model()
     with torch.device("meta"):
         large = GPT(GPTConfig())
-    assert large.num_parameters() > LARGE
+    assert large.num_parameters() > BF16_FROM
     assert choose_sampling_precision("auto", small, "bf16") == "fp32"
     assert choose_sampling_precision("auto", large, "bf16") == "bf16"
     assert choose_sampling_precision("auto", large, "fp32") == "fp32"
     assert choose_sampling_precision("int8", small, "bf16") == "int8"
 
 
-def test_loss_is_a_figure_of_the_prepared_model():
-    """What the tied head would say does not count: a prepared model is scored by its own head."""
-    model = prepare(make_model(), "int8")
+def test_packed_head_differs_from_the_tied_one():
+    """A packed model is scored by its own head, not by the tied one."""
+    model = pack_weights(make_model(), "int8")
     idx, targets = make_idx(2, 23), make_idx(2, 24)[:, 1:]
     with torch.no_grad():
         own = F.cross_entropy(model(idx).float().flatten(0, 1), targets.flatten())

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.model.loss import IGNORE
-from gpt.text.batches import SHARES, mixed_batch, mixture_place, permute, train_batch, validation_batches, windows_given
-from gpt.text.shards import Tokens, shard_files
+from gpt.text.batches import corpus_batch, mixture_place, permute, training_batch, validation_batches, windows_given
+from gpt.text.shards import SHARES, Tokens, shard_files
 
+IGNORE = -7  # any id that no token has
 T = 7
 n = 101  # 14 windows of 7 tokens in an epoch, and 3 tokens over
 PER_EPOCH = 14
@@ -26,7 +26,7 @@ KEYS = st.integers(0, 2**64 - 1).map(np.uint64)
 
 def windows(first: int, count: int, seed: int = 5, tokens: np.ndarray | None = None) -> list[list[int]]:
     """The inputs of `count` windows of a circle whose tokens are their own positions, or of other tokens."""
-    idx, _ = train_batch(np.arange(n) if tokens is None else tokens, seed, first, count, T)
+    idx, _ = corpus_batch(np.arange(n) if tokens is None else tokens, seed, first, count, T)
     return idx.tolist()
 
 
@@ -40,7 +40,7 @@ def equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
 def test_shapes_and_types():
     """Inputs and targets are (B, T) of 64-bit ids, whatever type the shards have."""
     for dtype in (np.uint16, np.uint32, np.int64):
-        idx, targets = train_batch(np.arange(n, dtype=dtype), 5, 0, 3, T)
+        idx, targets = corpus_batch(np.arange(n, dtype=dtype), 5, 0, 3, T)
         assert idx.shape == targets.shape == (3, T)
         assert idx.dtype == targets.dtype == torch.int64
         assert idx.is_contiguous() and targets.is_contiguous()
@@ -50,7 +50,7 @@ def test_targets_are_the_next_tokens():
     """Each target is the token after its input, also where the circle closes."""
     tokens = np.random.default_rng(3).permutation(n)
     after = dict(zip(tokens.tolist(), np.roll(tokens, -1).tolist(), strict=True))
-    idx, targets = train_batch(tokens, 5, 0, 50 * PER_EPOCH, T)
+    idx, targets = corpus_batch(tokens, 5, 0, 50 * PER_EPOCH, T)
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
     assert any(window[-1] == tokens[-1] for window in idx.tolist())  # a target beyond the end of the array
     assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window that goes on beyond it
@@ -100,9 +100,9 @@ def test_seeds_differ():
 def test_same_arguments_same_batch(seed, first, batch_size):
     """A batch is a function of its arguments: asked for again, after others, it is the same, and the text unchanged."""
     tokens = np.arange(n)
-    batch = train_batch(tokens, seed, first, batch_size, T)
-    train_batch(tokens, seed + 1, first + 1, 3, T)
-    assert equal(batch, train_batch(tokens, seed, first, batch_size, T))
+    batch = corpus_batch(tokens, seed, first, batch_size, T)
+    corpus_batch(tokens, seed + 1, first + 1, 3, T)
+    assert equal(batch, corpus_batch(tokens, seed, first, batch_size, T))
     assert np.array_equal(tokens, np.arange(n))
 
 
@@ -111,8 +111,8 @@ def test_same_arguments_same_batch(seed, first, batch_size):
 def test_cuts_into_batches_do_not_matter(first, sizes):
     """Batches of any sizes, across the ends of epochs too, put together are the one batch of all their windows."""
     firsts = np.cumsum([first, *sizes])
-    parts = [train_batch(np.arange(n), 5, int(at), size, T) for at, size in zip(firsts, sizes, strict=False)]
-    whole = train_batch(np.arange(n), 5, first, sum(sizes), T)
+    parts = [corpus_batch(np.arange(n), 5, int(at), size, T) for at, size in zip(firsts, sizes, strict=False)]
+    whole = corpus_batch(np.arange(n), 5, first, sum(sizes), T)
     assert equal(whole, (torch.cat([idx for idx, _ in parts]), torch.cat([targets for _, targets in parts])))
 
 
@@ -136,7 +136,7 @@ def test_batch_across_epochs():
 @pytest.mark.parametrize("length", [T + 1, 2 * T - 1, 2 * T, 2 * T + 1])
 def test_shortest_texts(length):
     """A text of one window and a target, or little more, still gives whole windows."""
-    idx, targets = train_batch(np.arange(length), 5, 0, 11, T)
+    idx, targets = corpus_batch(np.arange(length), 5, 0, 11, T)
     assert torch.equal((idx[:, :1] + torch.arange(T)) % length, idx)
     assert torch.equal((idx + 1) % length, targets)
     assert len({tuple(window) for window in idx.tolist()}) > 2  # the cuts move from epoch to epoch
@@ -150,7 +150,7 @@ MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand window
 
 def mixed(first: int, count: int, seed: int = 5, shares: tuple[int, ...] = MIXTURE) -> list[list[int]]:
     """The inputs of windows of a mixture, whose tokens say from which corpus they are."""
-    idx, _ = mixed_batch(CORPORA[: len(shares)], shares, seed, first, count, T)
+    idx, _ = training_batch(CORPORA[: len(shares)], shares, seed, first, count, T)
     return idx.tolist()
 
 
@@ -195,7 +195,7 @@ def test_mixture_by_epochs():
 def test_mixture_targets_are_the_next_tokens():
     """Each target is the token after its input, in the same corpus, also where its circle closes."""
     after = {int(a): int(b) for tokens in CORPORA for a, b in zip(tokens, np.roll(tokens, -1), strict=True)}
-    idx, targets = mixed_batch(CORPORA, MIXTURE, 5, 0, 3 * SHARES, T)
+    idx, targets = training_batch(CORPORA, MIXTURE, 5, 0, 3 * SHARES, T)
     assert idx.dtype == targets.dtype == torch.int64
     assert idx.is_contiguous() and targets.is_contiguous()
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
@@ -237,7 +237,7 @@ def test_mixture_is_in_a_seeded_order():
 
 def test_mixture_of_one():
     """A single corpus gives the batches that it gives without a mixture."""
-    assert equal(mixed_batch(CORPORA[:1], (1000,), 5, 7, 1009, T), train_batch(CORPORA[0], 5, 7, 1009, T))
+    assert equal(training_batch(CORPORA[:1], (1000,), 5, 7, 1009, T), corpus_batch(CORPORA[0], 5, 7, 1009, T))
 
 
 @EXAMPLES
@@ -276,13 +276,13 @@ def test_files_do_not_matter(tmp_path, kind, per_file):
     """Wherever a file ends, within a window too, the batches are those of one array; also the last, shorter ones."""
     ids = np.random.default_rng(3).permutation(n).astype(kind)
     tokens = write_files(tmp_path / "tokens", ids, per_file)
-    assert equal(train_batch(tokens, 5, 3, 5 * PER_EPOCH, T), train_batch(ids, 5, 3, 5 * PER_EPOCH, T))
-    pairs = zip(validation_batches(tokens, 3, T), validation_batches(ids, 3, T), strict=True)
+    assert equal(corpus_batch(tokens, 5, 3, 5 * PER_EPOCH, T), corpus_batch(ids, 5, 3, 5 * PER_EPOCH, T))
+    pairs = zip(validation_batches(tokens, 3, T, IGNORE), validation_batches(ids, 3, T, IGNORE), strict=True)
     assert all(equal(one, other) for one, other in pairs)
     other = np.arange(500, 531, dtype=kind)
     corpora = [tokens, write_files(tmp_path / "other", other, per_file)]
     arguments = ((700, 300), 5, 990, 53, T)
-    assert equal(mixed_batch(corpora, *arguments), mixed_batch([ids, other], *arguments))
+    assert equal(training_batch(corpora, *arguments), training_batch([ids, other], *arguments))
 
 
 class Virtual:
@@ -305,7 +305,7 @@ def test_a_billion_windows(tmp_path, first):
     """Any batch of a corpus that fills no memory comes at once, also the one that goes from one epoch to the next."""
     length, per_file = 10**9 * T + 3, 3 * 10**9
     virtual = Virtual(length)
-    expected = train_batch(virtual, 5, first, 7, T)
+    expected = corpus_batch(virtual, 5, first, 7, T)
     files = shard_files(tmp_path, "train", 3)
     for number, file in enumerate(files):  # sparse: only what is asked for is there
         with file.open("wb") as stream:
@@ -315,7 +315,7 @@ def test_a_billion_windows(tmp_path, first):
                     stream.seek(2 * (place % per_file))
                     stream.write(int(place * 7919 % 50_021).to_bytes(2, "little"))
     start = time.perf_counter()
-    batch = train_batch(Tokens(files, np.dtype("uint16"), length, per_file), 5, first, 7, T)
+    batch = corpus_batch(Tokens(files, np.dtype("uint16"), length, per_file), 5, first, 7, T)
     assert time.perf_counter() - start < 0.5
     assert equal(batch, expected)
     assert len({place // 10**9 for place in np.concatenate(virtual.asked)[:, 0].tolist()}) > 2
@@ -380,7 +380,7 @@ def test_permute_leaves_its_argument_alone():
 def test_validation_predicts_every_token_once(length, batch_size):
     """In order, and from the token before it; only places past the end are ignored."""
     tokens = np.arange(1000, 1000 + length, dtype=np.uint16)
-    batches = list(validation_batches(tokens, batch_size, T))
+    batches = list(validation_batches(tokens, batch_size, T, IGNORE))
     width = min(T, length - 1)
     predicted = []
     for idx, targets in batches:
@@ -400,7 +400,7 @@ def test_validation_predicts_every_token_once(length, batch_size):
 
 def test_validation_hand_computed():
     """Eight tokens in windows of three: the last window has one target and two places past the end."""
-    (idx, targets), (last_idx, last_targets) = validation_batches(np.array([3, 1, 4, 1, 5, 9, 2, 6]), 2, 3)
+    (idx, targets), (last_idx, last_targets) = validation_batches(np.array([3, 1, 4, 1, 5, 9, 2, 6]), 2, 3, IGNORE)
     assert idx.tolist() == [[3, 1, 4], [1, 5, 9]]
     assert targets.tolist() == [[1, 4, 1], [5, 9, 2]]
     assert last_idx[0, 0].item() == 2
@@ -409,5 +409,5 @@ def test_validation_hand_computed():
 
 def test_validation_inputs_are_tokens():
     """Past the end, inputs are some valid id, so that the embedding finds it."""
-    for idx, _ in validation_batches(np.full(T + 2, 3), 5, T):
+    for idx, _ in validation_batches(np.full(T + 2, 3), 5, T, IGNORE):
         assert ((idx >= 0) & (idx <= 3)).all()

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpt.text.corpus
+import gpt.text.hashes
 from gpt.errors import UserError
 from gpt.text.corpus import Corpus, DataConfig, Piece, find_text_files, open_corpus
 from gpt.text.pieces import cut
@@ -396,7 +397,7 @@ def clock(monkeypatch) -> Clock:
     """One that can be put ahead, over files of which eleven bytes are much."""
     clock = Clock()
     monkeypatch.setattr(gpt.text.corpus, "time", clock)
-    monkeypatch.setattr(gpt.text.corpus, "REMEMBERED", 11)
+    monkeypatch.setattr(gpt.text.hashes, "REMEMBERED", 11)
     return clock
 
 

@@ -26,12 +26,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gpt.text.encode
 import gpt.text.prepare
 import gpt.text.python_docs
 from gpt.errors import UserError, command_line
-from gpt.files import try_lock
+from gpt.files import hold
 from gpt.files import write_text as write_text_whole
 from gpt.text.corpus import DataConfig, open_corpus
+from gpt.text.mixture import names_of, shares_of
 from gpt.text.pieces import cut
 from gpt.text.prepare import FORMAT, prepare
 from gpt.text.shards import SPLITS, Corpora, Shards, Tokens
@@ -47,8 +49,8 @@ DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) +
 SMALL = {
     "gpt.text.corpus.cut": 31,
     "gpt.text.split.SAMPLE_BYTES": 10_007,
-    "gpt.text.prepare.TASK": 199,
-    "gpt.text.prepare.JOURNAL_BYTES": 1511,
+    "gpt.text.encode.TASK": 199,
+    "gpt.text.encode.JOURNAL_BYTES": 1511,
     "gpt.text.shards.SHARD_BYTES": 2 * 2503,
 }
 LARGE = SMALL | {"gpt.text.split.SAMPLE_BYTES": 10**9}  # all of it is kept from the first reading
@@ -235,7 +237,7 @@ class Workshop:
     def __init__(self, outputs: Path):
         self._server = subprocess.Popen(
             [sys.executable, "-W", "default::ResourceWarning", "-c", "import test_prepare; test_prepare.serve()"],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/text'}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -450,10 +452,10 @@ def test_portions_do_not_matter(tmp_path, documents):
         [
             {},
             {"gpt.text.split.SAMPLE_BYTES": 10**9},
-            {"gpt.text.prepare.TASK": 1},
-            {"gpt.text.prepare.TASK": 10**9},
-            {"gpt.text.prepare.JOURNAL_BYTES": 101},
-            {"gpt.text.prepare.JOURNAL_BYTES": 10**9},
+            {"gpt.text.encode.TASK": 1},
+            {"gpt.text.encode.TASK": 10**9},
+            {"gpt.text.encode.JOURNAL_BYTES": 101},
+            {"gpt.text.encode.JOURNAL_BYTES": 10**9},
         ]
     ):
         with constants(SMALL | changes):
@@ -484,7 +486,7 @@ def test_few_portions_are_held():
             yield number, -number
 
     found = []
-    for result, place in gpt.text.prepare._in_order(lambda number: number**2, tasks()):
+    for result, place in gpt.text.encode._in_order(lambda number: number**2, tasks()):
         found.append((result, place))
         assert len(begun) - len(found) <= 2 * os.cpu_count()
     assert found == [(number**2, -number) for number in range(1009)]
@@ -713,7 +715,7 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
 def test_interrupted_before_there_is_a_journal(tmp_path, many, undisturbed):
     """The split and the tokenizer stay, and the rest begins again; nothing is said of going on."""
     cache, said = tmp_path / "cache", list[str]()
-    with constants(SMALL | {"gpt.text.prepare.JOURNAL_BYTES": 10**9}):
+    with constants(SMALL | {"gpt.text.encode.JOURNAL_BYTES": 10**9}):
         with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
             make(many, cache)
         assert {file.name for file in folder_of(cache).iterdir()} >= {"plan.json", "tokenizer.json", "train-00000.bin"}
@@ -767,7 +769,7 @@ def test_killed_at_every_step(tmp_path, workshop, many, undisturbed, third):
 def test_killed_again_and_again(tmp_path, workshop, many, undisturbed):
     """At any moment, until it is done: each goes on from where the last one came, and the result is the same."""
     cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
-    values = SMALL | {"gpt.text.prepare.JOURNAL_BYTES": 101}
+    values = SMALL | {"gpt.text.encode.JOURNAL_BYTES": 101}
     for attempt in itertools.count(1):
         number = workshop.start(many, cache, values)
         time.sleep(chooser.random() * 0.01 * attempt)
@@ -863,7 +865,7 @@ def test_text_that_changes(tmp_path, change, when, message):
         else:
             file.write_text(DOCUMENTS[41].swapcase() + "!" * (change == "longer"), encoding="utf-8")
 
-    with constants(SMALL | {"gpt.text.prepare.JOURNAL_BYTES": 10**9}):
+    with constants(SMALL | {"gpt.text.encode.JOURNAL_BYTES": 10**9}):
         with watching(when == "encoded", happen):
             said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
         assert said.startswith(message.format(file=file))
@@ -1193,7 +1195,7 @@ def test_shares_by_largest_remainder(tmp_path, weights, shares):
 @given(st.lists(st.floats(1e-2, 1), min_size=2, max_size=9))
 def test_shares_are_next_to_exact(weights):
     """They sum to 1000, and none is off by one or more."""
-    shares = gpt.text.prepare._shares(DataConfig("mix", [f"{i}" for i in range(len(weights))], weights))
+    shares = shares_of(DataConfig("mix", [f"{i}" for i in range(len(weights))], weights))
     assert sum(shares) == 1000
     exact = [1000 * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
     assert all(abs(share - true) < 1 for share, true in zip(shares, exact, strict=True))

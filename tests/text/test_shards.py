@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,9 @@ from hypothesis import strategies as st
 
 import gpt.text.shards
 from gpt.errors import UserError
-from gpt.text.shards import SPLITS, Corpora, Shards, Tokens, Writer, open_shards, shard_files, width
+from gpt.text.shards import SPLITS, Corpora, Tokens, Writer, open_shards, shard_files, width
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 IDS = {name: np.random.default_rng(7).integers(0, 257, count) for name, count in zip(SPLITS, (103, 31), strict=True)}
 
@@ -345,53 +342,3 @@ def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
     assert len(open_shards(folder).validation) == 31
     truncate(folder)
     assert "train-00001.bin: 46 bytes where" in refusal(folder)
-
-
-# --- python -m gpt.text.shards ---
-
-
-def check(cwd: Path, *folders: str | Path) -> tuple[int, list[str], list[str]]:
-    """Run the command: its exit code, and the lines of its output and of its errors."""
-    command = [sys.executable, "-m", "gpt.text.shards", *map(str, folders)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
-
-
-def test_command(tmp_path):
-    """All in order: a line each, of all in data/cache or of those named; the first that is not ends it, in a line."""
-    for name in ("b", "a"):
-        write_folder(tmp_path / "data/cache" / name)
-    write_folder(tmp_path / "data/cache/.preparing-c")
-    truncate(tmp_path / "data/cache/.preparing-c")  # one that is being made
-    (tmp_path / "data/cache/downloads").mkdir()
-    in_order = "134 tokens of 257 kinds, all in order"
-    assert check(tmp_path) == (0, [f"data/cache/a: {in_order}", f"data/cache/b: {in_order}"], [])
-    folder = tmp_path / "data/cache/b"
-    assert check(ROOT, folder) == (0, [f"{folder}: {in_order}"], [])
-    flip(folder)
-    problem = "data/cache/b/validation-00001.bin: damaged (its hash is not the one in the manifest)"
-    remedy = "delete data/cache/b and it will be made anew"
-    assert check(tmp_path) == (2, [f"data/cache/a: {in_order}"], [f"gpt.text.shards: {problem}; {remedy}"])
-
-
-def test_command_where_nothing_is(tmp_path):
-    """No prepared corpus, or not at the place named."""
-    nothing = "gpt.text.shards: data/cache holds no prepared corpus: name the folder of one"
-    assert check(tmp_path) == (2, [], [nothing])
-    code, out, [error] = check(tmp_path, "elsewhere")
-    assert (code, out) == (2, [])
-    assert error.startswith(f"gpt.text.shards: elsewhere: {UNREADABLE} ([Errno 2] No such file or directory")
-
-
-def test_command_hashes_what_is_large(tmp_path, monkeypatch, capsys):
-    """What is not hashed when it is opened is hashed by the command."""
-    folder = write_folder(tmp_path / "folder")
-    monkeypatch.setattr(gpt.text.shards, "VERIFY_BYTES", 0)
-    monkeypatch.setattr(sys, "argv", ["gpt.text.shards", str(folder)])
-    gpt.text.shards.main()
-    assert capsys.readouterr().out == f"{folder}: 134 tokens of 257 kinds, all in order\n"
-    flip(folder)
-    assert isinstance(open_shards(folder), Shards)
-    with pytest.raises(UserError, match=r"validation-00001\.bin: damaged"):
-        gpt.text.shards.main()

@@ -1,0 +1,86 @@
+"""The cache folder: locks, unfinished work, and one-line errors."""
+
+import contextlib
+import errno
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gpt.errors import UserError
+from gpt.files import HeldError, hold
+
+ABANDONED = 7 * 24 * 3600  # seconds after which an interrupted preparation is deleted
+_WORKING = ".preparing-"
+
+
+@contextlib.contextmanager
+def explain_unwritable(folder: Path) -> Iterator[None]:
+    """Turn an error about writing to the cache into one line; a full disk remains an `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); name another folder with data.cache="
+        ) from None
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock_file: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock; if another process has it, say so once and wait for it.
+
+    `task` says what the lock is for, as in "preparing this text". The lock file stays.
+    """
+    told = False
+    with explain_unwritable(lock_file.parent):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                lock = hold(lock_file)
+                break
+            except HeldError as holder:
+                if not told:
+                    say(f"process {holder} is {task}: waiting for it")
+                told = True
+            time.sleep(0.2)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Give this process alone the hidden path beside `folder` under which to make it; the caller renames it.
+
+    Whatever an interruption leaves there is for the next process to continue with. A `UserError` deletes it.
+    """
+    with explain_unwritable(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _delete_abandoned(folder.parent)
+    with one_at_a_time(_lock_file(folder.parent, folder.name), "preparing this text", say):
+        working = folder.with_name(_WORKING + folder.name)
+        try:
+            yield working
+        except UserError:
+            shutil.rmtree(working, ignore_errors=True)
+            raise
+
+
+def _lock_file(cache: Path, name: str) -> Path:
+    return cache / f".{name}.lock"
+
+
+def _delete_abandoned(cache: Path) -> None:
+    """Delete interrupted preparations that nobody has continued for a week, unless a process still holds them."""
+    for left in cache.glob(f"{_WORKING}*/"):
+        lock_file = _lock_file(cache, left.name.removeprefix(_WORKING))
+        with contextlib.suppress(OSError, HeldError):
+            newest = max(file.stat().st_mtime for file in [left, *left.iterdir()])
+            if newest < time.time() - ABANDONED:
+                lock = hold(lock_file)
+                shutil.rmtree(left, ignore_errors=True)
+                lock_file.unlink()
+                lock.release()

@@ -1,0 +1,84 @@
+"""The curves of a run in TensorBoard."""
+
+import math
+from pathlib import Path
+
+import torch
+from lightning import Trainer
+from torch.utils.tensorboard import SummaryWriter
+
+from gpt.sampling.scoring import Score
+from gpt.training.module import GPTModule
+from gpt.training.steps import Clock, StepCallback
+
+
+class Curves(StepCallback):
+    """Writes loss, rates, gradient norm and throughput as scalars; other callbacks add theirs through `writer`.
+
+    `peak` is the device's FLOP/s at best, where it is known: `perf/mfu` is the share of it that training reaches.
+    """
+
+    def __init__(self, run_dir: Path, clock: Clock, peak: float | None):
+        self._run_dir, self._clock, self._peak = run_dir, clock, peak
+        self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
+        self._restored: list[float] = []  # the same of each rank, from a checkpoint
+        self._trainer: Trainer | None = None
+        self.writer: SummaryWriter | None = None  # on rank 0 while training
+        self.loss = math.nan  # the last point of train/loss
+        self.tokens_per_second = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
+        self._trainer = trainer
+        if self._restored:
+            same_ranks = len(self._restored) == trainer.world_size
+            mean = sum(self._restored) / len(self._restored)
+            self._losses = torch.tensor(self._restored[trainer.global_rank] if same_ranks else mean)
+        self._mark = (trainer.global_step, self._clock.seconds)
+        if trainer.is_global_zero:
+            # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
+            self.writer = SummaryWriter(self._run_dir, purge_step=trainer.global_step + 1)
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        self._losses = self._losses.to(module.device) + module.step_loss
+        self._num_losses += 1
+        if not module.plan.due(step, module.config.trainer.log_every):
+            return
+        self.loss = float(trainer.strategy.reduce(self._losses, reduce_op="mean")) / self._num_losses
+        self._losses, self._num_losses = torch.zeros(()), 0
+        steps, seconds = step - self._mark[0], self._clock.seconds - self._mark[1]
+        self._mark = (step, self._clock.seconds)
+        self.tokens_per_second = steps * module.config.trainer.tokens_per_step / seconds
+        rates = {group["algorithm"]: group["lr"] for group in trainer.optimizers[0].param_groups}
+        scalars = {"train/loss": self.loss, "train/lr": rates["adamw"]}
+        if "muon" in rates:
+            scalars["train/matrix_lr"] = rates["muon"]
+        scalars |= {"train/grad_norm": float(module.grad_norm), "perf/tokens_per_second": self.tokens_per_second}
+        if self._peak:
+            flops = module.model.flops_per_token(module.config.model.context_length) * self.tokens_per_second
+            scalars["perf/mfu"] = flops / (self._peak * trainer.world_size)
+        self.write(scalars, step)
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        self.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Add a point to each of the named curves; on ranks other than 0, do nothing."""
+        if self.writer is not None:
+            for tag, value in scalars.items():
+                self.writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        """Write what is still buffered. Lightning has no hook that is called however a training ends."""
+        if self.writer is not None:
+            self.writer.close()
+
+    def state_dict(self) -> dict:
+        # Called on every rank, but only rank 0 saves: it needs the sums of all.
+        if self._trainer is not None and self._trainer.world_size > 1:
+            sums = self._trainer.strategy.all_gather(self._losses.to(self._trainer.strategy.root_device))
+            return {"losses": sums.tolist(), "num_losses": self._num_losses}
+        return {"losses": float(self._losses), "num_losses": self._num_losses}
+
+    def load_state_dict(self, state: dict) -> None:
+        losses = state["losses"]
+        self._restored, self._num_losses = losses if isinstance(losses, list) else [losses], state["num_losses"]

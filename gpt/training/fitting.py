@@ -1,0 +1,95 @@
+"""One uninterrupted stretch of training: Lightning's trainer with our callbacks."""
+
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+
+from gpt.hardware import peak_flops
+from gpt.text.shards import Corpora
+from gpt.training.config import Config
+from gpt.training.curves import Curves
+from gpt.training.journal import Journal
+from gpt.training.loader import GPTData
+from gpt.training.metrics import Metrics
+from gpt.training.module import GPTModule
+from gpt.training.plan import Plan
+from gpt.training.progress import Progress
+from gpt.training.record import Record
+from gpt.training.samples import AttentionMaps, Samples
+from gpt.training.saving import BestCheckpoint, LastCheckpoint
+from gpt.training.steps import Clock
+from gpt.training.validation import Validation
+
+
+class Fitting:
+    """A module, its callbacks and its trainer, ready to run to the horizon or to a signal."""
+
+    def __init__(self, config: Config, plan: Plan, corpora: Corpora, run_dir: Path, weights: dict | None = None):
+        self.module = GPTModule(config, plan, corpora)
+        if weights is not None:
+            self.module.load_state_dict(weights)
+        self.clock = Clock()
+        self.curves = Curves(
+            run_dir, self.clock, peak_flops(torch.device(config.trainer.device), config.trainer.precision)
+        )
+        self.validation = Validation(self.clock)
+        self.metrics = Metrics(run_dir, self.clock, self.validation, self.curves)
+        self.last = LastCheckpoint(run_dir, self.clock, self.validation)
+        # Order matters after a validation: best.ckpt records how long the files are that others have written to.
+        self.callbacks: list[Callback] = [
+            self.clock,
+            self.curves,
+            Journal(run_dir, self.curves),
+            Record(),
+            self.validation,
+            Samples(run_dir, self.curves),
+            AttentionMaps(self.curves),
+            self.metrics,
+            BestCheckpoint(run_dir, self.validation),
+            self.last,
+            Progress(self.validation, self.curves),
+        ]
+
+    def run(self, ranks: ClusterEnvironment, files: CheckpointIO, file: Path | None = None) -> None:
+        """Train, from the checkpoint `file` if there is one."""
+        trainer = build_trainer(self.module, self.callbacks, [files, ranks])
+        assert trainer.world_size == self.module.config.trainer.devices
+        try:
+            trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
+        finally:
+            self.last.close()
+            self.curves.close()
+
+
+def build_trainer(
+    module: GPTModule, callbacks: list[Callback], plugins: list[ClusterEnvironment | CheckpointIO]
+) -> Trainer:
+    """Lightning's trainer, with the callbacks in place of its own printing, logging and checkpointing."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
+    settings = module.config.trainer
+    strategy: str | DDPStrategy = "auto"
+    if settings.devices > 1 or settings.strategy == "ddp":
+        strategy = DDPStrategy(broadcast_buffers=False)  # the only buffers are the causal masks, which never change
+    return Trainer(
+        accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
+        devices=settings.devices,
+        strategy=strategy,
+        max_steps=module.plan.total_steps,
+        accumulate_grad_batches=module.plan.accumulation,
+        callbacks=callbacks,
+        plugins=plugins,  # type: ignore[arg-type]
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )

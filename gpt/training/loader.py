@@ -1,0 +1,64 @@
+"""The training batches as Lightning wants them: one long epoch whose position follows from the step alone."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning import LightningDataModule
+from torch import Tensor
+
+from gpt.text.batches import training_batch
+from gpt.training.module import GPTModule
+
+
+class TrainBatches:
+    """The micro-batches of a whole run, from the trainer's present step on: (inputs, targets), each (B, T).
+
+    A thread makes the next one while the model works on the present one.
+    """
+
+    def __init__(self, module: GPTModule):
+        self._module = module
+
+    def __len__(self) -> int:
+        return self._module.plan.total_steps * self._module.plan.accumulation
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        plan = self._module.plan
+        begin = self._module.global_step * plan.accumulation
+        with ThreadPoolExecutor(1) as reader:
+            following = reader.submit(self._make, begin)
+            for micro_step in range(begin, len(self)):
+                batch = following.result()
+                if micro_step + 1 < len(self):
+                    following = reader.submit(self._make, micro_step + 1)
+                yield batch
+
+    def _make(self, micro_step: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of a micro-step."""
+        module, size = self._module, self._module.plan.micro_batch_size
+        return make_batch(module, (micro_step * module.trainer.world_size + module.global_rank) * size)
+
+    def state_dict(self) -> dict:
+        """Nothing: the position is the trainer's step. Lightning takes a loader with these methods for resumable."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Do nothing, as there is no state."""
+
+
+def make_batch(module: GPTModule, first: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on."""
+    tokens = [source.train for source in module.corpora.sources]
+    config, size = module.config, module.plan.micro_batch_size
+    return training_batch(tokens, module.corpora.shares, config.seed, first, size, config.model.context_length)
+
+
+class GPTData(LightningDataModule):
+    """The training batches; validation is ours, see validation.py."""
+
+    def __init__(self, module: GPTModule):
+        super().__init__()
+        self._module = module
+
+    def train_dataloader(self) -> TrainBatches:
+        return TrainBatches(self._module)

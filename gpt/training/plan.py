@@ -1,0 +1,49 @@
+"""What a configuration amounts to on this machine and text: how many steps, of how many windows, in what portions."""
+
+from dataclasses import dataclass, replace
+
+from gpt.training.config import Config, Horizon, parse_horizon
+
+LEAST_VALIDATIONS = 4  # of a run, however short
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers that a run needs once everything automatic is decided. A checkpoint stores them."""
+
+    total_steps: int
+    windows_per_step: int  # over all devices
+    micro_batch_size: int  # windows on each device
+    accumulation: int  # micro-batches per step, on each device
+    automatic: bool = False  # whether the micro-batch may shrink when memory runs out
+    validate_every: int = 10**9
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether an event that happens every so many steps, and at the horizon, happens after this step."""
+        return step % every == 0 or step == self.total_steps
+
+    def for_steps(self, total_steps: int, validate_every: int) -> "Plan":
+        """This plan for a run of `total_steps`, validated at least `LEAST_VALIDATIONS` times."""
+        often = max(1, total_steps // LEAST_VALIDATIONS)
+        return replace(self, total_steps=total_steps, validate_every=min(validate_every, often))
+
+    def with_smaller_micro_batch(self) -> "Plan":
+        """The same steps in micro-batches of half the size, or of the next smaller size that divides a step."""
+        windows = self.micro_batch_size * self.accumulation
+        size = next(size for size in range(max(1, self.micro_batch_size // 2), 0, -1) if windows % size == 0)
+        return replace(self, micro_batch_size=size, accumulation=windows // size)
+
+
+def make_plan(config: Config, train_tokens: int, automatic: bool) -> Plan:
+    """The plan of a run on `train_tokens` tokens; of a horizon in seconds, all but the steps, which are then 1."""
+    windows = config.trainer.tokens_per_step // config.model.context_length
+    micro_batch = int(config.trainer.micro_batch_size)
+    plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices), automatic)
+    horizon = parse_horizon(config.horizon)
+    steps = 1 if horizon.unit == "seconds" else _steps(horizon, config.trainer.tokens_per_step, train_tokens)
+    return plan.for_steps(steps, config.trainer.validate_every)
+
+
+def _steps(horizon: Horizon, tokens_per_step: int, train_tokens: int) -> int:
+    per_unit = {"steps": 1.0, "tokens": 1 / tokens_per_step, "epochs": train_tokens / tokens_per_step}[horizon.unit]
+    return max(1, round(horizon.amount * per_unit))

@@ -1,0 +1,141 @@
+"""Several processes for one training: rank 0 starts the others, hands them their job, and ends them.
+
+A helper process reads its job from standard input and keeps that pipe open: only a running rank 0 can start one, and
+when rank 0 ends, however it ends, the pipe closes and the helper ends as well.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+from gpt.errors import NonFiniteError, UserError, write_line
+
+GRACE = 5.0  # seconds to wait for the others: for helpers at the end, and for rank 0 when a helper has failed
+
+
+class Ranks(LightningEnvironment):
+    """Tells Lightning which rank this process is; it never has Lightning start processes."""
+
+    def __init__(self, rank: int, port: int):
+        super().__init__()
+        self._rank, self._main_port = rank, port
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def together(devices: int, job: dict[str, Any]) -> Iterator[Ranks]:
+    """Run the block as rank 0 of `devices` processes, of which the others do `job`; all are gone afterwards.
+
+    `job["threads"]` is how many threads each process computes with, or None for the usual number.
+    """
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    port = find_free_network_port() if devices > 1 else 0
+    helpers: list[subprocess.Popen] = []
+    done = threading.Event()
+    patience = 0.0
+    try:
+        use_threads(job["threads"])
+        for rank in range(1, devices):
+            command = [sys.executable, "-m", "gpt.training.processes"]
+            helper = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True)
+            helpers.append(helper)
+            assert helper.stdin is not None
+            helper.stdin.write(json.dumps(job | {"rank": rank, "port": port}) + "\n")
+            helper.stdin.flush()
+        if helpers:
+            threading.Thread(target=_watch, args=(helpers, done), daemon=True).start()
+        yield Ranks(0, port)
+        patience = GRACE
+    finally:
+        done.set()
+        _end(helpers, patience)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        # Lightning sets variables, and both set the number of threads: another training must not inherit them.
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(threads)
+
+
+def use_threads(count: int | None) -> None:
+    """Compute with `count` threads if it is given, and keep Lightning from changing that."""
+    if count:
+        torch.set_num_threads(count)
+        os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+def _end(helpers: list[subprocess.Popen], patience: float) -> None:
+    """Wait for the helpers to finish, for at most `patience` seconds, then kill them."""
+    deadline = time.monotonic() + patience
+    for helper in helpers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            helper.wait(max(0.0, deadline - time.monotonic()))
+        helper.kill()
+        helper.wait()
+        if helper.stdin is not None:
+            with contextlib.suppress(OSError):
+                helper.stdin.close()
+
+
+def _watch(helpers: list[subprocess.Popen], done: threading.Event) -> None:
+    """End everything if a helper fails and rank 0, waiting for it, does not notice."""
+    while not done.wait(0.2):
+        for rank, helper in enumerate(helpers, start=1):
+            if helper.poll():
+                if done.wait(GRACE):
+                    return
+                code = helper.returncode
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                write_line(f"train.py: process {rank} of {len(helpers) + 1} {how}; all others were ended", sys.stderr)
+                for other in helpers:
+                    other.kill()
+                os._exit(1)
+
+
+def main() -> None:
+    """Do one job of rank 0's as one of its helpers."""
+    job = json.loads(sys.stdin.readline())
+
+    def wait_for_rank_0() -> None:
+        while os.read(0, 1024):  # until the pipe closes
+            pass
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    threading.Thread(target=wait_for_rank_0, daemon=True).start()
+    from gpt.training.session import Session
+
+    try:
+        Session.assist(job)
+    except NonFiniteError:
+        sys.exit(3)  # every rank sees the same gradient, and rank 0 reports it
+    except UserError as error:
+        write_line(f"train.py: process {job['rank']}: {error}", sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

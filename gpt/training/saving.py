@@ -1,0 +1,104 @@
+"""When checkpoints are saved, and how Lightning writes and reads them."""
+
+import time
+from pathlib import Path
+
+from lightning import Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from gpt.errors import NonFiniteError, UserError
+from gpt.exchange.checkpoint import load, save
+from gpt.files import link
+from gpt.sampling.scoring import Score
+from gpt.training.module import GPTModule
+from gpt.training.signals import StopSignals
+from gpt.training.steps import Clock, StepCallback
+from gpt.training.validation import Validation
+
+
+class BestCheckpoint(StepCallback):
+    """Saves best.ckpt whenever a validation is the best so far."""
+
+    def __init__(self, run_dir: Path, validation: Validation):
+        self._file, self._validation = run_dir / "checkpoints/best.ckpt", validation
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        if self._validation.best_step == step:
+            trainer.save_checkpoint(self._file)
+
+
+class LastCheckpoint(StepCallback):
+    """Saves last.ckpt at intervals, at the horizon, on a stop signal, and when something fails between two updates.
+
+    The checkpoint before it stays as previous.ckpt.
+    """
+
+    def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
+        self._folder, self._clock, self._validation = run_dir / "checkpoints", clock, validation
+        self._signals = StopSignals()
+        self._saved_step, self._saved_at = -1, 0.0
+        self.stopped_by = 0  # the signal that ended the run early
+
+    def setup(self, trainer: Trainer, module, stage: str) -> None:
+        self._signals.install()
+
+    def on_train_start(self, trainer: Trainer, module) -> None:
+        self._saved_at = time.monotonic()
+        self._saved_step = trainer.global_step or -1  # a run that was resumed has this step on disk
+        self._signals.install()  # again, since Lightning has put its own handlers in place
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        settings = module.config.trainer
+        late = time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes
+        received = self._signals.received
+        if trainer.world_size > 1:  # all ranks must do the same, and agreeing takes time
+            asks = module.plan.due(step, settings.log_every)
+            late, received = trainer.strategy.broadcast((late, received)) if asks else (False, 0)
+        if received and step < module.plan.total_steps:
+            self.stopped_by = received
+            trainer.should_stop = True
+        if late or self.stopped_by or module.plan.due(step, settings.checkpoint_every):
+            with self._clock.paused():
+                self._save(trainer, module, step)
+
+    def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
+        ours = isinstance(exception, UserError | NonFiniteError | SystemExit)
+        alone = trainer.world_size == 1  # several ranks would wait for each other, and one of them may be gone
+        if module.between_updates and alone and not ours and self._saved_step != trainer.global_step:
+            self._save(trainer, module, trainer.global_step)
+
+    def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        last, previous, best = (self._folder / f"{name}.ckpt" for name in ("last", "previous", "best"))
+        module.require_finite_weights()
+        if trainer.is_global_zero and last.exists():
+            link(last, previous)
+        if self._validation.best_step != step:
+            trainer.save_checkpoint(last)
+        elif trainer.is_global_zero:
+            link(best, last)  # saved a moment ago with the same contents
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def close(self) -> None:
+        """Give the signals back. Lightning has no hook that is called however a training ends."""
+        self._signals.restore()
+
+
+class CheckpointFiles(CheckpointIO):
+    """Has Lightning write and read checkpoints as gpt.exchange.checkpoint does: whole or not at all, and verified.
+
+    A checkpoint that has been read already may be handed in as `loaded`; it is given away at the first load, so that
+    it takes no memory afterwards.
+    """
+
+    def __init__(self, loaded: dict | None = None):
+        self._loaded = loaded
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
+        payload, self._loaded = self._loaded, None
+        return load(Path(path)) if payload is None else payload
+
+    def remove_checkpoint(self, path) -> None:
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,338 @@
+"""A training from its configuration to its final figures, for train.py and for Python: no Hydra here.
+
+session = Session.begin(config)  # or Session.resume("runs/NAME")
+session.fit()
+session.report()
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt import hardware
+from gpt.errors import UserError, write_line
+from gpt.exchange import checkpoint
+from gpt.exchange.opening import open_model
+from gpt.text.compressed import xz_bits_per_byte
+from gpt.text.corpus import pinned
+from gpt.text.prepare import TooShortError, prepare
+from gpt.text.shards import Corpora
+from gpt.text.tokenizer import Tokenizer
+from gpt.training import runs
+from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
+from gpt.training.plan import Plan, make_plan
+
+# Importing Lightning takes seconds, so fitting.py, probe.py and processes.py wait until the configuration has been
+# found to be right.
+
+CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # of prepared text
+MICRO_BATCH = "trainer.micro_batch_size"
+NEEDED = ("plan", "step", "corpus", "threads", "versions", "optimizer_states")  # to continue a checkpoint
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """Print a line; training goes on even if nobody reads it any more."""
+    write_line(line, sys.stdout)
+
+
+def warn(line: str) -> None:
+    """Print a warning."""
+    write_line(f"train.py: {line}", sys.stderr)
+
+
+@dataclasses.dataclass
+class Start:
+    """Where the weights come from: a checkpoint file, with what was read of it, or weights alone, or neither.
+
+    `Session.fit` takes these out, so that nothing large stays referenced while training.
+    """
+
+    file: Path | None = None
+    payload: dict[str, Any] | None = None
+    weights: dict[str, torch.Tensor] | None = None
+    threads: int | None = None  # with which the run began
+
+    def take(self) -> "Start":
+        taken = dataclasses.replace(self)
+        self.payload = self.weights = None
+        return taken
+
+
+class Session:
+    """A run that is ready to train: what it learns from, for how long, where it starts and where it writes."""
+
+    def __init__(
+        self, config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None, run_dir: Path, start: Start
+    ):
+        self.config, self.plan, self.corpora, self.run_dir = config, plan, corpora, run_dir
+        self._given, self._start = given, start
+        self.metrics: dict[str, Any] = {}  # of the last validation: see the README for each key
+
+    @classmethod
+    def begin(cls, config: Config, name: str = "run", run_dir: Path | None = None) -> "Session":
+        """Prepare a new run, below runs/ with `name` in its name unless `config.run_dir` names its directory.
+
+        `run_dir` is the directory of a run that was stopped before its first checkpoint.
+        """
+        refuse_launchers()
+        if run_dir is None and config.run_dir:
+            runs.require_empty(Path(config.run_dir))
+        start, given = Start(), None
+        if config.init_from:
+            config, start.weights, given = _with_weights(config)
+            config.require_whole_windows()
+        automatic = config.trainer.micro_batch_size == "auto"
+        config = decide_hardware(config)
+        config = dataclasses.replace(config, data=pinned(config.data, _cache(config)))
+        corpora = load_corpora(config, given)
+        plan = make_plan(config, corpora.train_tokens, automatic)
+        if parse_horizon(config.horizon).unit == "seconds":
+            config, plan = _measured(config, plan, corpora)
+        run_dir = run_dir or runs.make(config.run_dir, name, to_yaml(config))
+        return cls(config, plan, corpora, given, run_dir, start)
+
+    @classmethod
+    def resume(cls, path: str) -> "Session | None":
+        """Prepare to continue a run from its newest checkpoint or the named one; None if it is complete."""
+        refuse_launchers()
+        run_dir = runs.directory(path)
+        runs.lock(run_dir)
+        named = Path(path)
+        found = runs.load_newest(run_dir, warn) if named.is_dir() else (named, checkpoint.load(named))
+        if found is None:
+            say(f"{run_dir} has no checkpoint yet: beginning at its first step")
+            return cls.begin(read(run_dir / "config.yaml"), run_dir=run_dir)
+        file, payload = found
+        if missing := [key for key in NEEDED if key not in payload]:
+            raise UserError(
+                f"{file}: cannot be continued, for it has no {missing[0]!r}; start anew with init_from={file}"
+            )
+        config = validate(payload["config"])
+        require_devices(config)
+        given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
+        corpora = load_corpora(config, given)
+        _refuse_change(file, payload, corpora)
+        # A plan of an older version does not say how often to validate.
+        plan = Plan(**({"validate_every": config.trainer.validate_every} | payload["plan"]))
+        if payload["step"] >= plan.total_steps:
+            done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
+            say(f"{done}; init_from={run_dir} starts a new run from it")
+            return None
+        _refuse_older_muon(file, payload)
+        _warn_of_versions(payload)
+        say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
+        start = Start(file, payload, threads=payload["threads"])
+        return cls(config, plan, corpora, given, run_dir, start)
+
+    @classmethod
+    def assist(cls, job: dict[str, Any]) -> None:
+        """Train as one of the ranks above 0, as `fit` of rank 0 says in `job`."""
+        from gpt.training.fitting import Fitting
+        from gpt.training.processes import Ranks, use_threads
+        from gpt.training.saving import CheckpointFiles
+
+        hardware.keep_freed_memory()
+        use_threads(job["threads"])
+        config, given = read(Path(job["run_dir"]) / "config.yaml"), job["tokenizer"]
+        corpora = load_corpora(config, given and Tokenizer.from_dict(given), lambda line: None)
+        fitting = Fitting(config, Plan(**job["plan"]), corpora, Path(job["run_dir"]))
+        fitting.run(Ranks(job["rank"], job["port"]), CheckpointFiles(), job["checkpoint"] and Path(job["checkpoint"]))
+
+    def fit(self) -> None:
+        """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
+
+        A stop signal ends it after a step and a checkpoint, with `SystemExit` and the exit code 128 + signal.
+        """
+        hardware.keep_freed_memory()
+        while True:
+            try:
+                self._fit_once()
+                return
+            except Exception as error:
+                if not hardware.is_out_of_memory(error):
+                    raise
+                self._use_less_memory()
+            hardware.release_memory()
+            newest = runs.load_newest(self.run_dir, warn)  # saved on the way out, unless it failed within an update
+            if newest is not None:
+                self._start.file, self._start.payload = newest
+            elif self.config.init_from:
+                self._start.weights = open_model(self.config.init_from)[0].state_dict()
+            del newest
+
+    def _fit_once(self) -> None:
+        from gpt.training.fitting import Fitting
+        from gpt.training.processes import together
+        from gpt.training.saving import CheckpointFiles
+
+        start, trainer = self._start.take(), self.config.trainer
+        job = {
+            "run_dir": str(self.run_dir),
+            "plan": dataclasses.asdict(self.plan),
+            "checkpoint": start.file and str(start.file),
+            "tokenizer": self._given and self._given.to_dict(),
+            "threads": start.threads,
+        }
+        with together(trainer.devices, job) as ranks:
+            files = CheckpointFiles(start.payload)
+            fitting = Fitting(self.config, self.plan, self.corpora, self.run_dir, start.weights)
+            start.payload = start.weights = None
+            say(
+                f"{fitting.module.model.num_parameters():,} parameters on {trainer.device} in {trainer.precision}, "
+                f"{self.plan.total_steps} steps of {trainer.tokens_per_step:,} tokens; writing to {self.run_dir}"
+            )
+            fitting.run(ranks, files, start.file)
+        if fitting.last.stopped_by:
+            say(f"stopped at step {fitting.module.global_step}; continue with: python train.py resume={self.run_dir}")
+            sys.exit(128 + fitting.last.stopped_by)
+        self.metrics = fitting.metrics.latest
+
+    def _use_less_memory(self) -> None:
+        """Take half the micro-batch, or raise `UserError` if that is not ours to decide."""
+        size = self.plan.micro_batch_size
+        if size == 1:
+            raise UserError(f"out of memory at {MICRO_BATCH}=1, the least: choose a smaller model") from None
+        plan = self.plan.with_smaller_micro_batch()
+        if not plan.automatic or self.config.trainer.devices > 1:
+            remedy = f"try {MICRO_BATCH}={plan.micro_batch_size}"
+            raise UserError(f"out of memory at {MICRO_BATCH}={size}: {remedy}") from None
+        smaller = f"going on with {plan.micro_batch_size} and as many tokens a step"
+        warn(f"out of memory at {MICRO_BATCH}={size}: {smaller}")
+        self.plan = plan
+
+    def report(self) -> None:
+        """Print the final figures, where the run is, and what to do with it."""
+        figures = self.metrics
+        size = sum(source.manifest["splits"]["validation"]["bytes"] for source in self.corpora.sources)
+        blocks = (block for source in self.corpora.sources for block in source.validation_bytes())
+        packed = xz_bits_per_byte(blocks, size)
+        say(
+            f"trained {figures['steps']} steps, {figures['tokens']:,} tokens ({figures['epochs']:.2f} epochs) in "
+            f"{figures['train_seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s, "
+            f"{figures['peak_memory_bytes'] / 2**30:.2f} GiB at peak\n"
+            f"validation on {size:,} bytes: {figures['val_loss']:.4f} nats per token, "
+            f"{figures['val_nats_per_byte']:.4f} nats per byte, {figures['val_bits_per_byte']:.4f} bits per byte"
+            + (f" (xz -9e: {packed:.4f})" if packed else "")
+        )
+        for name, part in figures.get("mix", {}).items():
+            say(f"of it {name}: {part['epochs']:.2f} epochs, {part['val_bits_per_byte']:.4f} bits per byte")
+        if figures["best_step"] != figures["steps"]:
+            say(f"validation was best at step {figures['best_step']}; best.ckpt is the model of that step")
+        prompt = (self.config.data.prompts or [""])[-1]
+        say(
+            f"\nthe run:    {self.run_dir}\n"
+            f'sample it:  python generate.py --checkpoint {self.run_dir} --prompt "{prompt}"\n'
+            f"its curves: tensorboard --logdir {self.run_dir.parent}"
+        )
+
+
+def refuse_launchers() -> None:
+    """Raise `UserError` in a process that torchrun or srun started as one of several."""
+    for launcher, variable in (("torchrun", "WORLD_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS")):
+        count = os.environ.get(variable, "1")
+        if count.isdecimal() and int(count) > 1:
+            raise UserError(
+                f"{variable}={count}: {launcher} has started several processes, which is not supported; "
+                f"start one on this machine, with trainer.devices={count} for as many devices"
+            )
+
+
+def load_corpora(config: Config, given: Tokenizer | None = None, say: Say = say) -> Corpora:
+    """The prepared text of a configuration; `given` is the tokenizer of a model to start from."""
+    context = config.model.context_length
+    try:
+        return prepare(config.data, config.tokenizer, context, _cache(config), given, say)
+    except TooShortError as error:
+        remedy = f", or set model.context_length={error.longest_context} or less" if error.longest_context else ""
+        raise UserError(f"{error}{remedy}") from None
+
+
+def _cache(config: Config) -> Path:
+    return Path(config.data.cache) if config.data.cache else CACHE
+
+
+def decide_hardware(config: Config) -> Config:
+    """The configuration with everything that was `auto` decided for this machine."""
+    device = require_devices(config)
+    window = config.model.context_length * config.trainer.devices
+    micro_batch = config.trainer.micro_batch_size
+    if micro_batch == "auto":
+        windows, shape = config.trainer.tokens_per_step // window, config.model
+        most = hardware.choose_micro_batch(windows, shape.context_length, shape.d_model, shape.num_layers, device)
+        micro_batch = str(most)
+    trainer = dataclasses.replace(
+        config.trainer,
+        device=device.type,
+        precision=hardware.choose_precision(config.trainer.precision, device),
+        compile=str(hardware.choose_compile(config.trainer.compile, device)).lower(),
+        micro_batch_size=micro_batch,
+    )
+    return dataclasses.replace(config, trainer=trainer)
+
+
+def require_devices(config: Config) -> torch.device:
+    """The configured device; `UserError` if this machine lacks it or has too few of it."""
+    device, count = hardware.choose_device(config.trainer.device), config.trainer.devices
+    there = hardware.device_count(device)
+    if there is not None and count > there:
+        raise UserError(f"trainer.devices={count} is more than this machine has: at most {there} of {device.type}")
+    return device
+
+
+def _with_weights(config: Config) -> tuple[Config, dict[str, torch.Tensor], Tokenizer]:
+    """The configuration with the shape of the model to start from, that model's weights, and its tokenizer."""
+    model, tokenizer = open_model(config.init_from or "")
+    plain = to_plain(config)
+    plain["model"] = {key: value for key, value in dataclasses.asdict(model.config).items() if key != "vocab_size"}
+    plain["model"]["dropout"] = config.model.dropout
+    plain["tokenizer"] = {"name": tokenizer.name}
+    if tokenizer.name == "bpe":
+        plain["tokenizer"]["vocab_size"] = tokenizer.vocab_size
+    return validate(plain), model.state_dict(), tokenizer
+
+
+def _measured(config: Config, plan: Plan, corpora: Corpora) -> tuple[Config, Plan]:
+    """Turn a horizon in seconds into steps by measuring one; the configuration then says steps."""
+    from gpt.training.probe import measure
+
+    plan, seconds = measure(config, plan, corpora)
+    steps = max(1, round(parse_horizon(config.horizon).amount / seconds))
+    say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
+    trainer = dataclasses.replace(config.trainer, micro_batch_size=str(plan.micro_batch_size))
+    config = dataclasses.replace(config, trainer=trainer, horizon=f"{steps}steps")
+    return config, plan.for_steps(steps, trainer.validate_every)
+
+
+def _refuse_change(file: Path, payload: dict[str, Any], corpora: Corpora) -> None:
+    """Raise `UserError` if the text or its tokens are not those that the run began with."""
+    stored = payload["corpus"] | {"tokenizer's hash": payload["tokenizer"]["sha256"]}
+    present = corpora.key | {"tokenizer's hash": corpora.tokenizer.sha256}
+    for key in stored:
+        if stored[key] != present.get(key):
+            raise UserError(
+                f"{file}: the {key} was {stored[key]} when the run began and is {present.get(key)} now, so it cannot "
+                f"continue: restore it, or start a new run with init_from={file}"
+            )
+
+
+def _refuse_older_muon(file: Path, payload: dict[str, Any]) -> None:
+    states = payload["optimizer_states"][0]["state"].values()
+    if any("momentum" in state and "squares" not in state for state in states):
+        raise UserError(
+            f"{file}: saved by an older version with a different Muon optimizer; start anew with init_from={file}"
+        )
+
+
+def _warn_of_versions(payload: dict[str, Any]) -> None:
+    from gpt.training.record import versions
+
+    then, now = payload["versions"], versions()
+    if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
+        warn(f"other versions began this run, so it may not continue bit for bit ({', '.join(changed)})")

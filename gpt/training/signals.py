@@ -1,0 +1,33 @@
+"""Stopping on request: the first SIGINT or SIGTERM stops after the current step, the second at once."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+
+
+class StopSignals:
+    """Takes over the two signals between `install` and `restore`; `received` is the first that arrived, or 0."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._handlers: dict[int, object] = {}  # from before
+
+    def install(self) -> None:
+        """Take the signals over, from whoever has them now; what `restore` brings back is what the first call found."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers.setdefault(number, signal.getsignal(number))
+            signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Leave the signals as they were before."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._handlers.clear()
+
+    def _on_signal(self, number: int, frame) -> None:
+        if self.received:
+            sys.exit(128 + number)
+        self.received = number
+        with suppress(OSError):  # print is not safe here: the signal may have interrupted a print
+            os.write(2, b"\nstopping after this step (once more to stop at once)\n")

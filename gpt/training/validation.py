@@ -1,0 +1,74 @@
+"""Scores the validation text at intervals, and tells the other callbacks."""
+
+import math
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+
+from gpt.model.loss import IGNORE
+from gpt.sampling.scoring import Score, score, sum_of
+from gpt.text.batches import validation_batches, windows_given
+from gpt.text.shards import Shards
+from gpt.training.module import GPTModule
+from gpt.training.steps import Clock, StepCallback
+
+TOKENS_AT_ONCE = 4096
+
+
+class Validation(StepCallback):
+    """Scores the whole validation text, shared out among the ranks, and remembers the best score so far.
+
+    Every `StepCallback` of the trainer then gets `on_validated`, and `trainer.callback_metrics` has `val/loss`.
+    """
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self.best_loss, self.best_step = math.inf, -1
+        self.latest: Score | None = None
+        self.by_corpus: list[Score] = []  # in the order of `Corpora.sources`
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if not module.plan.due(step, module.plan.validate_every):
+            return
+        module.require_finite_weights()
+        with self._clock.paused():
+            self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]
+            self.latest = sum_of(self.by_corpus)
+            if self.latest.nats_per_token < self.best_loss:
+                self.best_loss, self.best_step = self.latest.nats_per_token, step
+            trainer.callback_metrics["val/loss"] = torch.tensor(self.latest.nats_per_token)
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, StepCallback):
+                    callback.on_validated(trainer, module, step, self.latest)
+
+    def _score(self, trainer: Trainer, module: GPTModule, source: Shards) -> Score:
+        T = module.config.model.context_length
+        batches = validation_batches(source.validation, max(1, TOKENS_AT_ONCE // T), T, IGNORE)
+        mine = (batch for i, batch in enumerate(batches) if i % trainer.world_size == trainer.global_rank)
+        part = score(module.model, mine, source.manifest["splits"]["validation"]["bytes"])
+        if trainer.world_size == 1:
+            return part
+        totals = torch.tensor([part.nats, part.tokens], dtype=torch.float64, device=module.device)
+        totals = trainer.strategy.reduce(totals, reduce_op="sum")
+        assert isinstance(totals, Tensor)
+        return Score(float(totals[0]), int(totals[1]), part.bytes)
+
+    def mixture(self, module: GPTModule, step: int) -> dict[str, dict[str, float]]:
+        """For each corpus of a mixture, how often its text was seen and how well it is predicted; else empty."""
+        corpora = module.corpora
+        if len(corpora.sources) == 1:
+            return {}
+        windows = windows_given(step * module.plan.windows_per_step, corpora.shares, module.config.seed)
+        T = module.config.model.context_length
+        each = zip(corpora.names, windows, corpora.sources, self.by_corpus, strict=True)
+        return {
+            name: {"epochs": given * T / len(source.train), "val_bits_per_byte": part.bits_per_byte}
+            for name, given, source, part in each
+        }
+
+    def state_dict(self) -> dict:
+        return {"best_loss": self.best_loss, "best_step": self.best_step}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.best_loss, self.best_step = state["best_loss"], state["best_step"]

@@ -1,0 +1,33 @@
+"""The command `python -m gpt.verify`: check the hash of every file of prepared corpora."""
+
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gpt.errors import Parser, UserError, command_line, write_line
+from gpt.text.shards import open_shards, verify, width
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a line for each corpus; raise `UserError` at the first that is damaged."""
+    parser = Parser("python -m gpt.verify", "Check the hash of every file of prepared corpora.")
+    parser.add_argument("folders", nargs="*", type=Path, help="prepared corpora (default: all in data/cache)")
+    folders = parser.parse_args(arguments).folders or sorted(
+        manifest.parent for manifest in Path("data/cache").glob("[!.]*/manifest.json")
+    )
+    if not folders:
+        raise UserError("data/cache holds no prepared corpus: name the folder of one")
+    for folder in folders:
+        shards = open_shards(folder)
+        tokens = len(shards.train) + len(shards.validation)
+        total = tokens * width(shards.tokenizer).itemsize
+        with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+            verify(folder, shards.manifest, bar.update)
+        vocabulary = f"vocabulary {shards.tokenizer.vocab_size:,}"
+        write_line(f"{folder}: {tokens:,} tokens, {vocabulary}, every hash matches", sys.stdout)
+
+
+if __name__ == "__main__":
+    with command_line("gpt.verify"):
+        main()

@@ -1,0 +1,340 @@
+"""The chunked loss against its plain twin and `F.cross_entropy`: its value, its gradients, its memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.model import chunked_loss as module
+from gpt.model.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE, next_token_loss
+from gpt.model.transformer import GPT, GPTConfig
+
+N, C, V = 13, 7, 23
+
+
+class Recorder(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation returns, and the type of each matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.products = 0, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if operation.overloadpacket is torch.ops.aten.mm:
+            self.products.append(args[0].dtype)
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+def make_problem(ignored: slice = slice(0), n: int = N, v: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeded hidden (n, C) and head weight (v, C), both to be differentiated, and targets (n), some of them ignored."""
+    generator = torch.Generator().manual_seed(n)
+    hidden = torch.randn(n, C, generator=generator).requires_grad_()
+    weight = torch.randn(v, C, generator=generator).requires_grad_()
+    targets = torch.randint(v, (n,), generator=generator)
+    targets[ignored] = IGNORE
+    return hidden, weight, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same loss from all logits at once, independent of both twins."""
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return ((value.float() - expected).norm() / expected.norm()).item()
+
+
+def test_hand_computed():
+    """Two tokens whose probabilities are 1/4, 3/4 and 1/2, 1/2."""
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    weight = torch.tensor([[0.0, 2.0], [math.log(3), 2.0]], requires_grad=True)
+    loss = chunked_next_token_loss(hidden, weight, torch.tensor([1, 0]))
+    loss.backward()
+    assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
+    # (softmax - one_hot) / 2 is [[1/8, -1/8], [-1/4, 1/4]]
+    torch.testing.assert_close(hidden.grad, torch.tensor([[-math.log(3) / 8, 0.0], [math.log(3) / 4, 0.0]]))
+    torch.testing.assert_close(weight.grad, torch.tensor([[1 / 8, -1 / 4], [-1 / 8, 1 / 4]]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, N, 17, None])
+@pytest.mark.parametrize(
+    "ignored",
+    [slice(0), slice(None, None, 3), slice(5), slice(3, N), slice(1, N)],
+    ids=["none", "some", "first-chunk", "last-chunks", "all-but-one"],
+)
+@pytest.mark.parametrize("width", [None, 7])
+def test_equals_cross_entropy(rows, ignored, width, monkeypatch):
+    """However rows and vocabulary are cut, whatever is ignored, value and both gradients are those of all logits."""
+    if width:
+        monkeypatch.setattr(module, "SLICE", width)
+    results = []
+    for function in (lambda *problem: chunked_next_token_loss(*problem, rows), reference):
+        hidden, weight, targets = make_problem(ignored)
+        loss = function(hidden, weight, targets)
+        loss.backward()
+        results.append({"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad})
+    assert all(tensor.abs().max() > 1e-2 for tensor in results[1].values())
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignored", [slice(0), slice(None, None, 3), slice(None)], ids=["none", "some", "all"])
+@pytest.mark.parametrize("rows", [5, None])
+def test_equals_its_plain_twin(dtype, ignored, rows, monkeypatch):
+    """Value and gradients are those of `next_token_loss`, in the same precisions."""
+    monkeypatch.setattr(module, "SLICE", 7)
+    results = []
+    for function in (lambda *problem: chunked_next_token_loss(*problem, rows), next_token_loss):
+        hidden, weight, targets = make_problem(ignored, n=101)
+        hidden = hidden.detach().to(dtype).requires_grad_()
+        loss = function(hidden, weight, targets)
+        results.append((loss.detach(), *torch.autograd.grad(loss, [hidden, weight])))
+    assert [tensor.dtype for tensor in results[0]] == [torch.float32, dtype, torch.float32]
+    assert [tensor.dtype for tensor in results[1]] == [torch.float32, dtype, torch.float32]
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=2e-4 if dtype == torch.bfloat16 else 1e-6)
+    for fast, plain in zip(results[0][1:], results[1][1:], strict=True):
+        if dtype == torch.float32 or not plain.any():
+            torch.testing.assert_close(fast, plain, atol=1e-6, rtol=1e-5)
+        else:
+            assert relative_error(fast, plain.float()) < 0.005
+
+
+@pytest.mark.parametrize("rows", [5, None])
+def test_all_ignored(rows):
+    """Nothing to learn from is a loss of zero with gradients of zero, where a mean over nothing would be nan."""
+    hidden, weight, targets = make_problem(slice(None))
+    loss = chunked_next_token_loss(hidden, weight, targets, rows)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(hidden.grad, torch.zeros(N, C)) and torch.equal(weight.grad, torch.zeros(V, C))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5), (1, 1)])
+def test_leading_shapes(shape):
+    """Positions may lie in any number of dimensions, and the gradient has the shape of its input."""
+    hidden, weight, targets = make_problem(slice(1, None, 3), n=math.prod(shape))
+    flat = chunked_next_token_loss(hidden, weight, targets)
+    flat_grad, flat_weight_grad = torch.autograd.grad(flat, [hidden, weight])
+    batched = hidden.detach().view(*shape, C).requires_grad_()
+    loss = chunked_next_token_loss(batched, weight, targets.view(shape), rows=2)
+    grad, weight_grad = torch.autograd.grad(loss, [batched, weight])
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, flat)
+    torch.testing.assert_close(grad, flat_grad.view(*shape, C), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(weight_grad, flat_weight_grad, atol=1e-6, rtol=1e-5)
+
+
+def test_transposed_hidden():
+    """Hidden states need not be contiguous."""
+    hidden, weight, targets = make_problem()
+    expected = torch.autograd.grad(reference(hidden, weight, targets), [hidden, weight])
+    across = hidden.detach().T.contiguous().T.requires_grad_()
+    assert not across.is_contiguous()
+    gradients = torch.autograd.grad(chunked_next_token_loss(across, weight, targets, rows=5), [across, weight])
+    torch.testing.assert_close(gradients, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_are_given_once():
+    """They may be added to where they stand, so a second pass over the same loss is refused and not wrong."""
+    hidden, weight, targets = make_problem()
+    loss = chunked_next_token_loss(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="went to an earlier backward pass"):
+        loss.backward()
+
+
+def test_large_logits():
+    """Logits of thousands neither overflow nor lose the loss."""
+    hidden, weight, targets = make_problem()
+    hidden = (1000 * hidden).detach().requires_grad_()
+    loss, expected = chunked_next_token_loss(hidden, weight, targets, rows=5), reference(hidden, weight, targets)
+    assert expected > 1000
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [hidden, weight]), atol=1e-4, rtol=1e-4)
+
+
+def test_upstream_gradient():
+    """What is done to the loss afterwards scales the gradients, and what came before receives them."""
+    hidden, weight, targets = make_problem()
+    mixer = torch.randn(C, C, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    parameters = [hidden, weight, mixer]
+    gradients = torch.autograd.grad(3 * chunked_next_token_loss(hidden @ mixer, weight, targets, rows=5), parameters)
+    expected = torch.autograd.grad(reference(hidden @ mixer, weight, targets), parameters)
+    torch.testing.assert_close(gradients, tuple(3 * gradient for gradient in expected), atol=1e-5, rtol=1e-5)
+
+
+def test_tied_head():
+    """As the model's loss: the token embedding gets the gradients of both its uses."""
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(context_length=11, d_model=6, num_layers=1, num_heads=3, vocab_size=V))
+    idx, targets = torch.randint(V, (2, 11)), torch.randint(V, (2, 11))
+    losses = [
+        chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets, rows=5),
+        F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()),
+    ]
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, None])
+@pytest.mark.parametrize("width", [None, 7, 22])
+def test_bfloat16(of_weight, rows, width, monkeypatch):
+    """With hidden states in bfloat16 the products are, but softmax and sums are in fp32, and so is the loss."""
+    if width:
+        monkeypatch.setattr(module, "SLICE", width)
+    hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
+    exact = reference(hidden, weight, targets).item()
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    expected_gradients = torch.autograd.grad(expected, [hidden, weight])
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    weight = weight.detach().to(of_weight).requires_grad_()
+    with Recorder() as recorder:
+        loss = chunked_next_token_loss(hidden, weight, targets, rows)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    assert set(recorder.products) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, atol=0.0, rtol=2e-4)
+    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near that of fp32, but not the same
+    assert [gradient.dtype for gradient in gradients] == [hidden.dtype, weight.dtype]
+    tolerance = 0.004 if of_weight == torch.float32 else 0.02  # bfloat16 weights have theirs summed in bfloat16
+    assert all(relative_error(*pair) < tolerance for pair in zip(gradients, expected_gradients, strict=True))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context):
+    """Where no gradients are wanted the value is the same, and nothing is kept for a backward pass."""
+    hidden, weight, targets = make_problem(slice(5))
+    with context():
+        loss = chunked_next_token_loss(hidden, weight, targets, rows=5)
+    assert not loss.requires_grad
+    assert torch.equal(loss, chunked_next_token_loss(hidden, weight, targets, rows=5).detach())
+
+
+def test_no_gradients_are_made_unless_wanted():
+    """Under no_grad a chunk costs its logits alone: one product, not three."""
+    hidden, weight, targets = make_problem()
+    with torch.no_grad(), Recorder() as recorder:
+        chunked_next_token_loss(hidden, weight, targets, rows=5)
+    assert len(recorder.products) == 3
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_input(frozen):
+    """Only what requires a gradient gets one."""
+    problem = make_problem()
+    problem[frozen].requires_grad_(False)
+    chunked_next_token_loss(*problem, rows=5).backward()
+    assert problem[frozen].grad is None
+    (expected,) = torch.autograd.grad(reference(*problem), [problem[1 - frozen]])
+    torch.testing.assert_close(problem[1 - frozen].grad, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_arguments_are_left_alone():
+    """The loss works in place, but never on what it was given."""
+    problem = make_problem(slice(5))
+    copies = [tensor.detach().clone() for tensor in problem]
+    chunked_next_token_loss(*problem, rows=5).backward()
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(problem, copies, strict=True))
+
+
+def test_second_derivative_is_refused():
+    """Gradients are made in the forward pass, so they have none of their own: an error, not silent zeros."""
+    hidden, weight, targets = make_problem()
+    (gradient,) = torch.autograd.grad(
+        chunked_next_token_loss(hidden, weight, targets).square(), hidden, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_never_holds_all_logits():
+    """No tensor of forward and backward is larger than a chunk of logits, where plain cross-entropy makes them all."""
+    problem = make_problem(n=101, v=1009)
+    with Recorder() as chunked:
+        chunked_next_token_loss(*problem, rows=11).backward()
+    with Recorder() as plain:
+        reference(*problem).backward()
+    assert chunked.largest == 11 * 1009
+    assert plain.largest == 101 * 1009
+
+
+def test_sliced_logits_are_a_chunk(monkeypatch):
+    """In bfloat16 over slices, too, no tensor is larger than a chunk of logits and the inputs."""
+    monkeypatch.setattr(module, "SLICE", 128)
+    hidden, weight, targets = make_problem(n=203, v=1009)
+    with Recorder() as recorder:
+        chunked_next_token_loss(hidden.bfloat16(), weight, targets, rows=11).backward()
+    assert recorder.largest == 11 * 1009
+
+
+@pytest.mark.parametrize(("chunk_bytes", "rows"), [(4 * 11 * 1009 + 5, 11), (7, 1)])
+def test_default_rows(monkeypatch, chunk_bytes, rows):
+    """By default a chunk has as many rows as the device's share of memory allows, and at least one."""
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk_bytes)
+    hidden, weight, targets = make_problem(n=53, v=1009)
+    with Recorder() as recorder:
+        chunked_next_token_loss(hidden.detach(), weight.detach(), targets)
+    assert len(recorder.products) == math.ceil(53 / rows)
+
+
+def test_no_rows():
+    """Nothing at all is a loss of zero, too, with a gradient of zero for the head."""
+    hidden, weight, targets = make_problem(n=0)
+    loss = chunked_next_token_loss(hidden, weight, targets)
+    loss.backward()
+    assert loss.item() == 0.0 and torch.equal(weight.grad, torch.zeros(V, C))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1536, 50257])
+@pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
+def test_slices(vocab_size, device, widest):
+    """They cover the vocabulary once; on a GPU all but fewer than 64 tokens are in one whose rows are aligned."""
+    slices = module._slices(vocab_size, device)
+    assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
+    widths = [part.stop - part.start for part in slices]
+    assert max(widths) <= widest
+    if device == "cuda":
+        assert all(width % 64 == 0 for width in widths[:-1]) and vocab_size - widths[0] < 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "rows", "message"),
+    [
+        ((4,), V, None, "targets from 0 to 23 are out of range: -1 to 22"),
+        ((4,), -2, None, "targets from -2 to 0 are out of range: -1 to 22"),
+        ((5,), 0, None, "need targets"),
+        ((2, 2), 0, None, "need targets"),
+        ((4,), 0, 0, "rows=0 is out of range: it must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(shape, target, rows, message):
+    """Targets that are no tokens, of another shape, or no rows at a time: an error, and not some loss or other."""
+    hidden, weight, _ = make_problem(n=4)
+    targets = torch.zeros(shape, dtype=torch.long)
+    targets[-1] = target
+    with pytest.raises(ValueError, match=message):
+        chunked_next_token_loss(hidden, weight, targets, rows)
+
+
+@pytest.mark.parametrize("n", [0, N])
+def test_transposed_weight(n, monkeypatch):
+    """The head's weight need not be contiguous."""
+    monkeypatch.setattr(module, "SLICE", 7)
+    hidden, weight, targets = make_problem(n=n)
+    across = weight.detach().T.contiguous().T.requires_grad_()
+    losses = [chunked_next_token_loss(hidden.bfloat16(), w, targets) for w in (weight, across)]
+    assert torch.equal(*losses)
+    gradients = [torch.autograd.grad(loss, w)[0] for loss, w in zip(losses, (weight, across), strict=True)]
+    assert torch.equal(*gradients)

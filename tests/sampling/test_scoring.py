@@ -1,0 +1,107 @@
+"""Scoring: a text's loss against slow sums and numbers by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.model.loss import IGNORE
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.sampling.scoring import Score, score, sum_of
+from gpt.text.batches import validation_batches
+
+VOCAB, CONTEXT = 101, 13
+
+
+def make_model(dropout: float = 0.0) -> GPT:
+    """A small model with large random weights and token embeddings of one length, so that its greedy text varies."""
+    model = GPT(GPTConfig(CONTEXT, 35, 2, 7, dropout, vocab_size=VOCAB))
+    generator = torch.Generator().manual_seed(17)
+    for name, parameter in model.named_parameters():
+        mean = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0
+        torch.nn.init.normal_(parameter, mean, 0.3, generator=generator)
+    with torch.no_grad():
+        model.token_embedding.weight.copy_(F.normalize(model.token_embedding.weight))
+    return model.eval()
+
+
+def make_idx(B: int, T: int) -> Tensor:
+    """Seeded token ids (B, T)."""
+    return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(T))
+
+
+def test_score_equals_a_slow_sum():
+    """Every token but the first counts once, summed one by one over the windows of a text."""
+    model, tokens, nats = make_model(), make_idx(1, 59)[0], 0.0
+    for start in range(0, 58, CONTEXT):
+        window = tokens[start : start + CONTEXT + 1]
+        with torch.no_grad():
+            logits = model(window[None, :-1])[0]
+        for row, target in zip(logits, window[1:], strict=True):
+            nats += F.cross_entropy(row, target).item()
+    for batch_size in (1, 3, 7):
+        result = score(model, validation_batches(tokens.numpy(), batch_size, CONTEXT, IGNORE), num_bytes=211)
+        assert (result.tokens, result.bytes) == (58, 211)
+        assert result.nats == pytest.approx(nats, rel=1e-6)
+    assert abs(nats / 58 - math.log(VOCAB)) > 0.1
+
+
+def test_uniform_model():
+    """A model of zeros gives every token the same probability: log(V) nats for each."""
+    model = make_model()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    result = score(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT, IGNORE), num_bytes=13)
+    assert result.tokens == 52
+    assert result.nats_per_token == pytest.approx(math.log(VOCAB), rel=1e-6)
+    assert result.perplexity == pytest.approx(VOCAB, rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(4 * math.log2(VOCAB), rel=1e-6)
+
+
+def test_score_by_hand():
+    """Six bits over three tokens and two bytes."""
+    result = Score(6 * math.log(2), tokens=3, bytes=2)
+    assert result.nats_per_token == pytest.approx(2 * math.log(2))
+    assert result.nats_per_byte == pytest.approx(3 * math.log(2))
+    assert result.bits_per_byte == pytest.approx(3)
+    assert result.perplexity == pytest.approx(4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_leaves_the_mode(training):
+    """Dropout plays no part in a score, no gradient is kept, and the model stays in the mode it was in."""
+    model, tokens = make_model(dropout=0.5).train(training), make_idx(1, 59)[0].numpy()
+    scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats for _ in range(2)]
+    assert scores[0] == scores[1] == score(make_model(), validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats
+    assert all(module.training is training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class NoDoubles(TorchDispatchMode):
+    """Imitates Apple's GPUs, which have no float64: refuses to turn a tensor into one, as `.double()` does."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return operation(*args, **kwargs)
+
+
+def test_device_without_float64():
+    """A model on a device without float64 is scored, with the same result as elsewhere."""
+    model, tokens = make_model(), make_idx(1, 59)[0].numpy()
+    with pytest.raises(TypeError, match="float64"), NoDoubles():
+        torch.zeros(()).double()
+    expected = score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211)
+    with NoDoubles():
+        assert score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211) == expected
+
+
+def test_sum_of():
+    """Nats, tokens and bytes of several texts add up."""
+    assert sum_of([Score(2.5, 3, 5), Score(0.5, 7, 11)]) == Score(3.0, 10, 16)
+    assert sum_of(iter([Score(2.5, 3, 5)])) == Score(2.5, 3, 5)

@@ -1,0 +1,399 @@
+"""What the machine offers: GPU names, memory limits of containers, errors, and the choices that follow from them."""
+
+import builtins
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt.hardware
+from gpt.errors import UserError
+from gpt.hardware import (
+    choose_compile,
+    choose_device,
+    choose_micro_batch,
+    choose_precision,
+    device_count,
+    free_memory,
+    is_out_of_memory,
+    keep_freed_memory,
+    peak_flops,
+    peak_memory_bytes,
+    release_memory,
+)
+
+CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
+
+
+# --- the device ---
+
+
+def pretend(monkeypatch, cuda: bool = False, mps: bool = False) -> None:
+    """Let PyTorch find these devices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "expected"),
+    [(False, False, "cpu"), (False, True, "mps"), (True, False, "cuda"), (True, True, "cuda")],
+)
+def test_auto_takes_the_best_device(monkeypatch, cuda, mps, expected):
+    """CUDA, else MPS, else the CPU."""
+    pretend(monkeypatch, cuda, mps)
+    assert choose_device("auto") == choose_device() == torch.device(expected)
+
+
+def test_named_device(monkeypatch):
+    """A name means that device, even where `auto` would take another."""
+    pretend(monkeypatch, cuda=True, mps=True)
+    assert [choose_device(name) for name in ("cpu", "cuda", "mps")] == [CPU, CUDA, MPS]
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps"])
+def test_missing_device(monkeypatch, name):
+    """A device that this machine lacks is refused."""
+    pretend(monkeypatch)
+    with pytest.raises(UserError, match=f"device '{name}' is not on this machine: choose auto or cpu"):
+        choose_device(name)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:7"])
+def test_unknown_device(name):
+    """A name that is no device is answered with those that are."""
+    with pytest.raises(UserError, match=f"device '{name}' is not known: choose from auto, cpu, cuda, mps"):
+        choose_device(name)
+
+
+def test_device_count(monkeypatch):
+    """As many GPUs as CUDA finds, one of Apple's, and no limit for a CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    assert [device_count(device) for device in (CUDA, MPS, CPU)] == [7, 1, None]
+
+
+# --- precision and compilation ---
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA, MPS])
+def test_explicit_choices_are_honoured(device):
+    """Only `auto` looks at the machine."""
+    assert [choose_precision(name, device) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
+    assert [choose_compile(name, device) for name in ("true", "false")] == [True, False]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_precision(monkeypatch, fast):
+    """`bf16` where CUDA or the CPU has it in hardware, which emulation is not; never on MPS."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: fast or including_emulation)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    expected = "bf16" if fast else "fp32"
+    assert [choose_precision("auto", device) for device in (CUDA, CPU, MPS)] == [expected, expected, "fp32"]
+
+
+def test_auto_precision_on_arm(monkeypatch):
+    """PyTorch's question about AVX-512 is not asked of other processors."""
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pytest.fail("asked"))
+    assert choose_precision("auto", CPU) == "fp32"
+
+
+@pytest.mark.parametrize("compiler", [None, "/usr/bin/cc"])
+def test_auto_compile(monkeypatch, compiler):
+    """Only on CUDA, and only with the C compiler that Triton needs."""
+    monkeypatch.setattr("shutil.which", lambda name: compiler if name == "cc" else None)
+    assert [choose_compile("auto", device) for device in (CUDA, CPU, MPS)] == [compiler is not None, False, False]
+
+
+# --- peaks ---
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("A100-SXM4-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10", 125),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 3090", 71),
+    ],
+)
+def test_peak_of_known_gpus(monkeypatch, name, teraflops):
+    """The names as CUDA spells them; only the peak of bf16 is known."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(CUDA, "bf16") == teraflops * 1e12
+    assert peak_flops(CUDA, "fp32") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",  # no L4
+        "NVIDIA L20",
+        "NVIDIA RTX A1000",  # no A100
+        "NVIDIA RTX A1000 Laptop GPU",
+        "NVIDIA A1000",
+        "NVIDIA A10G",
+        "NVIDIA A100X",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a seventh of an A100
+        "NVIDIA H100 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 4000 Ada Generation",
+        "Tesla T4",
+        "AMD Instinct MI300X",
+        "",
+    ],
+)
+def test_peak_of_other_gpus(monkeypatch, name):
+    """A card that only resembles a known one has no known peak."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(CUDA, "bf16") is None
+
+
+def test_peak_of_a_cpu():
+    """It is measured, and is a plausible figure; MPS has none."""
+    assert 1e8 < peak_flops(CPU, "fp32") < 1e14
+    assert peak_flops(MPS, "bf16") is None
+
+
+# --- memory ---
+
+GB = 10**9
+UNLIMITED = 2**63 - 4096  # what cgroups v1 say where there is no limit
+
+
+def machine(root: Path, available: int, groups: str) -> Path:
+    """A file tree of a system with so much memory available, its process in these control groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 999999999 kB\nMemAvailable:   {available // 1000} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    return root
+
+
+def limit_v2(root: Path, group: str, limit: int | str, used: int, cached: int = 0) -> None:
+    """A control group of version 2."""
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - cached}\nactive_file 7\ninactive_file {cached}\n")
+
+
+def limit_v1(root: Path, group: str, limit: int, used: int, cached: int = 0) -> None:
+    """A control group of version 1, whose own figures do not hold its children's pages."""
+    folder = root / "sys/fs/cgroup/memory" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {cached}\n")
+
+
+def test_memory_without_containers(tmp_path):
+    """What the kernel says is available, in kB of 1,024 bytes."""
+    assert free_memory(CPU, machine(tmp_path, 24 * GB, "0::/\n")) == 24_000_000 * 1024
+    assert free_memory(MPS, tmp_path) == 24_000_000 * 1024
+
+
+@pytest.mark.parametrize("text", [None, "", "MemTotal: 7 kB\n", "no such thing\n", "MemAvailable: much\n"])
+def test_memory_of_other_systems(tmp_path, text):
+    """macOS and Windows have no /proc/meminfo, and old kernels none that says it: then 8 GB is the guess."""
+    if text is not None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/meminfo").write_text(text)
+    assert free_memory(CPU, tmp_path) == 8 * GB
+
+
+def test_container_v2(tmp_path):
+    """The limit less what is used; pages of files that were not read lately are as good as free."""
+    root = machine(tmp_path, 100 * GB, "0::/\n")
+    limit_v2(root, "", 7 * GB, 5 * GB)
+    assert free_memory(CPU, root) == 2 * GB
+    limit_v2(root, "", 7 * GB, 5 * GB, cached=3 * GB)
+    assert free_memory(CPU, root) == 5 * GB
+    limit_v2(root, "", "max", 5 * GB)
+    assert free_memory(CPU, root) == 100_000_000 * 1024
+
+
+def test_slurm_job_v2(tmp_path):
+    """The narrowest of the limits on the process's own group and all above it counts; "max" is none."""
+    root = machine(tmp_path, 100 * GB, "0::/system.slice/job_11/step_0\n")
+    limit_v2(root, "system.slice", "max", 50 * GB)
+    limit_v2(root, "system.slice/job_11", 13 * GB, 2 * GB)
+    limit_v2(root, "system.slice/job_11/step_0", "max", 2 * GB)
+    assert free_memory(CPU, root) == 11 * GB
+    limit_v2(root, "system.slice/job_11/step_0", 5 * GB, 2 * GB)
+    assert free_memory(CPU, root) == 3 * GB
+    limit_v2(root, "system.slice/job_13", GB, GB)  # somebody else's
+    assert free_memory(CPU, root) == 3 * GB
+
+
+def test_container_v1(tmp_path):
+    """Version 1 has a folder of its own for memory, and a limit beyond all memory where there is none."""
+    root = machine(tmp_path, 100 * GB, "9:name=systemd:/job\n5:cpu,memory:/job/step\n2:cpuset:/elsewhere\n0::/\n")
+    for group in ("", "job", "job/step"):
+        limit_v1(root, group, UNLIMITED, 2 * GB)
+    assert free_memory(CPU, root) == 100_000_000 * 1024
+    limit_v1(root, "job", 7 * GB, 3 * GB, cached=GB)
+    assert free_memory(CPU, root) == 5 * GB
+
+
+def test_container_v1_that_sees_its_path_on_the_host(tmp_path):
+    """Docker mounts the container's own group as the root, and yet names the path that it has on the host."""
+    root = machine(tmp_path, 100 * GB, "4:memory:/docker/0123abcd\n")
+    limit_v1(root, "", 7 * GB, 2 * GB)
+    assert free_memory(CPU, root) == 5 * GB
+
+
+def test_container_that_is_full(tmp_path):
+    """More used than the limit allows leaves nothing, which is not less than nothing."""
+    root = machine(tmp_path, 100 * GB, "0::/\n")
+    limit_v2(root, "", 5 * GB, 7 * GB)
+    assert free_memory(CPU, root) == 0
+    assert choose(7, root=root) == 1
+
+
+def test_memory_of_a_gpu(monkeypatch):
+    """The GPU's own, of which CUDA reports what is free and all there is."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GB, 80 * GB))
+    assert free_memory(CUDA) == 3 * GB
+
+
+def test_memory_of_this_machine():
+    """It is a plausible figure."""
+    assert 1e6 < free_memory(CPU) < 1e14
+
+
+def choose(windows: int, root: Path | None = None, free: float = 0, device=CPU, context: int = 64) -> int:
+    """The micro-batch of a model of width 16 and two layers, whose window needs 1,088 bytes a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = free_memory
+        patch.setattr(gpt.hardware, "free_memory", lambda device: real(device, root) if root else free)
+        return choose_micro_batch(windows, context, 16, 2, device)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_micro_batch_by_memory(device):
+    """As many windows as half the free memory holds, in equal parts of a step; one in any case."""
+    window = 64 * 2 * 16 * 34 * 4
+    for fits, expected in [(0, 1), (1, 1), (2, 2), (5, 4), (6, 6), (11, 6), (12, 12), (1000, 12)]:
+        assert choose(12, free=2 * window * fits, device=device) == expected
+        assert choose(12, free=2 * window * (fits + 0.9), device=device) == expected
+    assert choose(13, free=2 * window * 12, device=device) == 1
+
+
+def test_micro_batch_on_a_cpu():
+    """Not more than 4,096 tokens on a CPU, or one window where it is longer; a GPU takes what it can hold."""
+    assert choose(128, free=1e15) == 64
+    assert choose(128, free=1e15, context=65) == 32
+    assert choose(7, free=1e15, context=5000) == 1
+    assert choose(128, free=1e15, device=CUDA) == 128
+
+
+def test_peak_memory():
+    """The process's peak, in bytes: at least what a large array has taken."""
+    filled = b"7" * 50_000_000
+    assert len(filled) < peak_memory_bytes(CPU) < 1e12
+
+
+def test_peak_memory_of_a_gpu(monkeypatch):
+    """What CUDA's tensors took."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7919)
+    assert peak_memory_bytes(CUDA) == 7919
+
+
+def test_windows(monkeypatch):
+    """Windows has no module `resource`: the peak is unknown there, and nothing breaks."""
+    original = builtins.__import__
+
+    def without_resource(name, *arguments, **options):
+        if name == "resource":
+            raise ModuleNotFoundError("No module named 'resource'")
+        return original(name, *arguments, **options)
+
+    with monkeypatch.context() as windows:
+        windows.setattr(builtins, "__import__", without_resource)
+        windows.setattr(sys, "platform", "win32")
+        module = importlib.reload(gpt.hardware)
+        assert module.peak_memory_bytes(CPU) == 0
+    importlib.reload(gpt.hardware)
+
+
+def test_freed_memory():
+    """Keeping freed memory and giving it back may be called at any time."""
+    keep_freed_memory()
+    release_memory()
+
+
+def test_memory_functions_without_glibc(monkeypatch):
+    """Elsewhere than with glibc they do nothing."""
+    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("called"))
+    keep_freed_memory()
+    release_memory()
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("Tried to allocate 20.00 GiB"),
+        RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, max allowed: 18.13 GB). "
+            "Tried to allocate 2.00 GB on private pool."
+        ),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                     "tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough memory: you tried to "
+                     "allocate 4000000000000000 bytes."),
+    ],
+    ids=lambda error: f"{type(error).__name__} {str(error)[:30]}",
+)  # fmt: skip
+def test_out_of_memory(error):
+    """Each device's own way to say it."""
+    assert is_out_of_memory(error)
+
+
+def test_out_of_memory_for_real():
+    """What this machine's CPU says when asked for a petabyte."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("The MPS backend is not supported"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 5x7)"),
+        UserError("data.path='CUDA out of memory.txt' is not there"),
+        OSError(28, "No space left on device"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: f"{type(error).__name__} {str(error)[:30]}",
+)
+def test_other_errors(error):
+    """Nothing else counts, whatever it speaks of."""
+    assert not is_out_of_memory(error)
