@@ -19,30 +19,37 @@ from gpt.training.session import Session
 ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
 
+class JobFailed(BaseException):
+    """Carries an error past Hydra, which catches and reports every `Exception`, to `main`."""
+
+
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
-def train(composed: DictConfig) -> float | None:
-    """Train as one composed configuration says; returns the final validation loss, which a sweeper minimises."""
-    hydra_config = HydraConfig.get()
-    overrides, model_name = list(hydra_config.overrides.task), hydra_config.runtime.choices["model"]
+def job(composed: DictConfig) -> float | None:
+    """Train as one composed configuration says; returns the validation loss, which a sweeper minimises."""
+    chosen = HydraConfig.get()
+    overrides = list(chosen.overrides.task)
     try:
-        config = validate(composed)
-        refuse_contradictions(config, overrides)
-        if config.resume:
-            session = Session.resume(config.resume)
-        else:
-            name = "tuned" if config.init_from else model_name
-            session = Session.begin(config, f"{config.data.name}-{name}")
-        if session is None:  # the run to resume is complete
-            return None
-        session.fit()
-        session.report()
-        return session.metrics["val_loss"]
-    except (UserError, NonFiniteError) as error:
-        if hydra_config.mode != RunMode.MULTIRUN:
-            raise
-        raise type(error)(f"job {hydra_config.job.num} ({' '.join(overrides)}): {error}") from None
-    except ValueError as error:  # main() takes a plain ValueError for Hydra's
-        raise RuntimeError("the training failed") from error
+        return train(validate(composed), overrides, chosen.runtime.choices["model"])
+    except Exception as error:
+        if chosen.mode != RunMode.MULTIRUN:
+            raise JobFailed(error) from None
+        if isinstance(error, UserError | NonFiniteError):
+            raise type(error)(f"job {chosen.job.num} ({' '.join(overrides)}): {error}") from None
+        raise RuntimeError(f"job {chosen.job.num} failed") from error
+
+
+def train(config: Config, overrides: list[str], model_name: str) -> float | None:
+    """Begin or resume a run, train to the horizon and report; returns the validation loss."""
+    refuse_contradictions(config, overrides)
+    if config.resume:
+        session = Session.resume(config.resume)
+    else:
+        session = Session.begin(config, f"{config.data.name}-{'tuned' if config.init_from else model_name}")
+    if session is None:  # the run to resume is complete
+        return None
+    session.fit()
+    session.report()
+    return session.metrics["val_loss"]
 
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
@@ -66,12 +73,17 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
 def main() -> None:
     """Have Hydra compose the configuration and train; with --multirun, once for each job."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
+    failure = None
     try:
-        train()
+        job()
+    except JobFailed as failed:
+        failure = failed.args[0]
     except UserError:
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise UserError(describe(error)) from None
+    if failure is not None:
+        raise failure
 
 
 def describe(error: Exception) -> str:

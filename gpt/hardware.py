@@ -29,7 +29,7 @@ _PEAK_BF16 = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-_NO_MATTER = re.compile(r"NVIDIA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # words that do not change the peak
+_IGNORED_WORDS = re.compile(r"NVIDIA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # which do not change the peak
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch's CPU allocator
@@ -179,7 +179,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def _data_sheet_peak(name: str) -> float | None:
     words = re.split(r"[\s-]+", name.upper().strip())
-    return _PEAK_BF16.get(" ".join(word for word in words if not _NO_MATTER.fullmatch(word)))
+    return _PEAK_BF16.get(" ".join(word for word in words if not _IGNORED_WORDS.fullmatch(word)))
 
 
 def release_memory() -> None:

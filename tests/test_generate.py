@@ -1,4 +1,4 @@
-"""generate.py as it is used: real processes where ends and streams matter, the same program in this one elsewhere."""
+"""generate.py as people use it: in real processes to see how it streams and ends, within this process elsewhere."""
 
 import contextlib
 import io
@@ -86,7 +86,7 @@ def expected_text(prompt: bytes, new: int, slide: int = 1) -> str:
 
 
 def output(capsys, *arguments: str) -> str:
-    """What generate.py prints, run in this process; it must not say a word on stderr."""
+    """Run generate.py in this process and return what it prints; stderr must stay empty."""
     generate.main(list(arguments))
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -106,7 +106,7 @@ def greedy(capsys, *arguments: str) -> str:
 
 
 def refusal(capsys, *arguments: str) -> str:
-    """The one line on stderr with which generate.py ends, and its exit code 2."""
+    """Run generate.py with a mistake: it must exit with code 2 and one line on stderr, which is returned."""
     with pytest.raises(SystemExit) as end, command_line("generate.py"):
         generate.main(list(arguments))
     assert end.value.code == 2
@@ -118,13 +118,13 @@ def refusal(capsys, *arguments: str) -> str:
 
 
 def give_stdin(monkeypatch, content: bytes) -> None:
-    """Let standard input hold these bytes."""
+    """Put these bytes on standard input."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """A real generate.py in a folder, its output piped and, whatever the shell wants of Python, buffered."""
+    """Start a real generate.py in a folder, its output piped, and buffered even if the environment says otherwise."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, PROGRAM, *arguments]
@@ -156,6 +156,18 @@ def test_imports_stay_light(folder):
     environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "[] True\n")
+
+
+@pytest.mark.parametrize("arguments", [["--temp", "1"], ["--prompt", "a", "--num-samples", "0"], ["--help"]])
+def test_arguments_are_checked_before_slow_imports(arguments):
+    """A mistyped option is answered at once, without waiting seconds for torch."""
+    code = (
+        "import sys, generate; from gpt.errors import UserError\n"
+        f"try: generate.main({arguments})\n"
+        "except (UserError, SystemExit): print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROGRAM.parent, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "False False\n"
 
 
 def test_closed_pipe(folder):
@@ -228,7 +240,9 @@ def test_bad_arguments(here, capsys, arguments, message):
 def test_no_runs(tmp_path, monkeypatch, capsys):
     """Where nothing has been trained yet, the line says how to."""
     monkeypatch.chdir(tmp_path)
-    assert "no run below runs/ has a checkpoint: train one first with python train.py" in refusal(capsys, "--prompt", "a")
+    assert "no run below runs/ has a checkpoint: train one first with python train.py" in refusal(
+        capsys, "--prompt", "a"
+    )
 
 
 def test_bad_prompt_files(here, tmp_path, capsys):
@@ -370,7 +384,7 @@ def test_long_prompt(here, capsys, length, cut):
 
 
 def test_a_million_spaces(here, capsys):
-    """Nothing about a prompt's length or monotony is slow or breaks."""
+    """A very long and monotonous prompt neither breaks anything nor is slow."""
     begin = time.perf_counter()
     generate.main(["--prompt", " " * 1_000_000, "--max-new-tokens", "7", "--temperature", "0"])
     printed = capsys.readouterr()
@@ -472,7 +486,7 @@ def test_interactive(here, monkeypatch, capsys):
 
 
 def test_interactive_input_that_is_not_utf8(here, monkeypatch, capsys):
-    """A line that is not UTF-8 is the user's to mend, or means U+FFFD; it is no reason for a traceback."""
+    """A line that is not UTF-8 is refused in one line, without a traceback."""
     give_stdin(monkeypatch, b"\xff\n")
     assert "standard input: not UTF-8 (byte 0xff)" in refusal(capsys, "--interactive", "--max-new-tokens", "1")
 

@@ -11,6 +11,7 @@ from gpt.errors import UserError
 from gpt.files import HeldError, hold
 
 ABANDONED = 7 * 24 * 3600  # seconds after which an interrupted preparation is deleted
+PLAN = "plan.json"  # written once split and tokenizer are decided; without it, nothing in a working folder counts
 _WORKING = ".preparing-"
 
 
@@ -65,8 +66,15 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
         try:
             yield working
         except UserError:
-            shutil.rmtree(working, ignore_errors=True)
+            delete(working)
             raise
+
+
+def delete(working: Path) -> None:
+    """Delete a working folder so that a kill in the midst of it leaves nothing that looks usable."""
+    with contextlib.suppress(OSError):
+        (working / PLAN).unlink(missing_ok=True)
+        shutil.rmtree(working)
 
 
 def _lock_file(cache: Path, name: str) -> Path:
@@ -81,6 +89,6 @@ def _delete_abandoned(cache: Path) -> None:
             newest = max(file.stat().st_mtime for file in [left, *left.iterdir()])
             if newest < time.time() - ABANDONED:
                 lock = hold(lock_file)
-                shutil.rmtree(left, ignore_errors=True)
+                delete(left)
                 lock_file.unlink()
                 lock.release()

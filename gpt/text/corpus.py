@@ -56,7 +56,7 @@ class DataConfig:
         if not all(
             isinstance(p, str | int | float | None) for p in (self.path if isinstance(self.path, list) else [self.path])
         ):
-            raise ValueError(f"data.path={self.path!r} is neither a path nor a list of paths")
+            raise ValueError(f"data.path={self.path!r} is not a path, nor a list of paths")
         if self.name == "text" and not self.paths:
             raise ValueError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name == "huggingface" and len(self.paths) != 1:

@@ -16,7 +16,7 @@ from pathlib import Path
 from gpt.errors import UserError
 from gpt.files import sync, write_text
 from gpt.text import shards
-from gpt.text.cache import explain_unwritable, working_folder
+from gpt.text.cache import PLAN, delete, explain_unwritable, working_folder
 from gpt.text.corpus import DataConfig
 from gpt.text.encode import JOURNAL, encode
 from gpt.text.mixture import configs_of, names_of, shares_of
@@ -26,7 +26,6 @@ from gpt.text.split import SAMPLE_BYTES, Split
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 
 FORMAT = 3  # of the folder; raise it when what is written for the same text changes
-PLAN = "plan.json"  # written once split and tokenizer are decided; without it, nothing in a working folder counts
 
 
 class TooShortError(UserError):
@@ -156,7 +155,7 @@ def _fill(
         for unfinished in working.glob(".*.json.*"):  # by a process that was killed in `write_text`
             unfinished.unlink()
     else:
-        shutil.rmtree(working, ignore_errors=True)
+        delete(working)
         working.mkdir()
         found = source.survey(say)
         tokenizer = given or _make_tokenizer(config, source, say)

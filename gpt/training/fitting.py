@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from gpt.hardware import peak_flops
 from gpt.text.shards import Corpora
@@ -76,7 +78,10 @@ def build_trainer(
     settings = module.config.trainer
     strategy: str | DDPStrategy = "auto"
     if settings.devices > 1 or settings.strategy == "ddp":
-        strategy = DDPStrategy(broadcast_buffers=False)  # the only buffers are the causal masks, which never change
+        # The only buffers are the causal masks, which never change: they need not be sent around at every step.
+        known = signature(DistributedDataParallel).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
+        strategy = DDPStrategy(**{sync: False})
     return Trainer(
         accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
         devices=settings.devices,

@@ -1,7 +1,6 @@
 """Several processes for one training: rank 0 starts the others, hands them their job, and ends them.
 
-A helper process reads its job from standard input and keeps that pipe open: only a running rank 0 can start one, and
-when rank 0 ends, however it ends, the pipe closes and the helper ends as well.
+See helper.py for what the others do.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from gpt.errors import NonFiniteError, UserError, write_line
+from gpt.errors import write_line
 
 GRACE = 5.0  # seconds to wait for the others: for helpers at the end, and for rank 0 when a helper has failed
 
@@ -60,7 +59,7 @@ def together(devices: int, job: dict[str, Any]) -> Iterator[Ranks]:
     try:
         use_threads(job["threads"])
         for rank in range(1, devices):
-            command = [sys.executable, "-m", "gpt.training.processes"]
+            command = [sys.executable, "-m", "gpt.training.helper"]
             helper = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True)
             helpers.append(helper)
             assert helper.stdin is not None
@@ -114,28 +113,3 @@ def _watch(helpers: list[subprocess.Popen], done: threading.Event) -> None:
                 for other in helpers:
                     other.kill()
                 os._exit(1)
-
-
-def main() -> None:
-    """Do one job of rank 0's as one of its helpers."""
-    job = json.loads(sys.stdin.readline())
-
-    def wait_for_rank_0() -> None:
-        while os.read(0, 1024):  # until the pipe closes
-            pass
-        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
-
-    threading.Thread(target=wait_for_rank_0, daemon=True).start()
-    from gpt.training.session import Session
-
-    try:
-        Session.assist(job)
-    except NonFiniteError:
-        sys.exit(3)  # every rank sees the same gradient, and rank 0 reports it
-    except UserError as error:
-        write_line(f"train.py: process {job['rank']}: {error}", sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

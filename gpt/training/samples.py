@@ -26,7 +26,7 @@ class Samples(StepCallback):
             return
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
         with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
-            texts = [self._continue(module, prompt, generator) for prompt in module.config.data.prompts]
+            texts = [self._continue(module, prompt, generator) for prompt in module.config.data.prompts or []]
         module.model.train()
         text = "\n\n---\n\n".join(texts)
         if self._curves.writer is not None:

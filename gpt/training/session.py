@@ -131,20 +131,6 @@ class Session:
         start = Start(file, payload, threads=payload["threads"])
         return cls(config, plan, corpora, given, run_dir, start)
 
-    @classmethod
-    def assist(cls, job: dict[str, Any]) -> None:
-        """Train as one of the ranks above 0, as `fit` of rank 0 says in `job`."""
-        from gpt.training.fitting import Fitting
-        from gpt.training.processes import Ranks, use_threads
-        from gpt.training.saving import CheckpointFiles
-
-        hardware.keep_freed_memory()
-        use_threads(job["threads"])
-        config, given = read(Path(job["run_dir"]) / "config.yaml"), job["tokenizer"]
-        corpora = load_corpora(config, given and Tokenizer.from_dict(given), lambda line: None)
-        fitting = Fitting(config, Plan(**job["plan"]), corpora, Path(job["run_dir"]))
-        fitting.run(Ranks(job["rank"], job["port"]), CheckpointFiles(), job["checkpoint"] and Path(job["checkpoint"]))
-
     def fit(self) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
 

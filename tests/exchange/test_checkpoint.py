@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,26 @@ def test_full_disk(tmp_path):
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("last.ckpt", b"the old one")]
 
 
+def test_full_disk_is_reported(tmp_path, monkeypatch):
+    """If the disk has less room than the tensors need, the one line says so, and what has become of the old file."""
+    path, payload = tmp_path / "last.ckpt", make_payload()
+    path.write_bytes(b"the old one")
+    needs = 4 * (sum(weight.numel() for weight in payload["state_dict"].values()) + 1 + 11 * 7 + 5)
+
+    def fail(*arguments) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", fail)
+    for free, error in [(needs, UserError), (needs + 1, RuntimeError)]:
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        with pytest.raises(error) as caught:
+            save(payload, path)
+        if error is UserError:
+            there = f"the checkpoint needs {needs:,} bytes and there are {free:,} free"
+            assert str(caught.value) == f"{path}: the disk is full: {there}; earlier checkpoints are intact"
+        assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("last.ckpt", b"the old one")]
+
+
 def test_link_shares_the_file(tmp_path):
     """Both names are one file, and what the target named before is untouched under its other name."""
     best, last, previous = (tmp_path / f"{name}.ckpt" for name in ("best", "last", "previous"))
@@ -210,7 +231,7 @@ def test_save_replaces_in_one_step(tmp_path):
 
 
 def test_link_replaces_in_one_step(tmp_path):
-    """So it is with a link."""
+    """A link is replaced in one step, too."""
     sources, target = [tmp_path / "a", tmp_path / "b"], tmp_path / "target"
     for i, source in enumerate(sources):
         source.write_bytes(bytes([i]))
@@ -302,7 +323,7 @@ def test_flipped_bits_anywhere(tmp_path, written):
 
 
 def test_foreign_files(tmp_path):
-    """What is no checkpoint of ours is refused, and the line says why."""
+    """Files that are not our checkpoints are refused, and the line says why."""
     text, other_zip = tmp_path / "text", tmp_path / "other.zip"
     text.write_text("2 3 5 7 11\n")
     assert "another format" in refusal(text)
@@ -390,7 +411,7 @@ def test_raw_pickle_is_never_run(tmp_path):
 
 
 def test_pickle_in_an_archive_is_never_run(tmp_path):
-    """Nor is one inside an archive that has everything a checkpoint has."""
+    """A pickle inside an archive that has everything a checkpoint has is refused and not run."""
     path, trace = tmp_path / "last.ckpt", tmp_path / "trace"
     save(make_payload() | {"bomb": Bomb(trace)}, path)
     assert "objects other than tensors and plain types" in refusal(path)

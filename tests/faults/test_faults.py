@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gpt.exchange import checkpoint
-from harness import TINY, Session, differences, read_curves, train, wait_for_file, write_corpus
+from gpt.training import runs
+from harness import TINY, Process, differences, read_curves, train, wait_for_file, write_corpus
 
 HORIZON = "horizon=101steps"
 
@@ -39,10 +40,10 @@ def reference(settings, tmp_path_factory) -> Path:
 def stopped(settings, tmp_path_factory) -> Path:
     """A run that was asked to stop on its way, to be copied and hurt."""
     run_dir = tmp_path_factory.mktemp("runs") / "stopped"
-    session = Session([*settings, f"run_dir={run_dir}"])
+    process = Process([*settings, f"run_dir={run_dir}"])
     wait_for_file(run_dir / "checkpoints/previous.ckpt")
-    session.send(signal.SIGTERM)
-    assert session.end() == 143, session.output
+    process.send(signal.SIGTERM)
+    assert process.end() == 143, process.output
     return run_dir
 
 
@@ -59,40 +60,41 @@ def last_line(text: str) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_stopped_and_killed_again_and_again(settings, reference, tmp_path):
     """SIGTERM, SIGINT once and twice, and SIGKILL, once during a save: the run ends as the reference did."""
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    session = Session([*settings, f"run_dir={run_dir}"], {"TMPDIR": "/dev/shm"})
+    process = Process([*settings, f"run_dir={run_dir}"], {"TMPDIR": "/dev/shm"})
     wait_for_file(folder / "last.ckpt")
-    session.send(signal.SIGTERM)
-    assert session.end() == 143
-    assert f"continue with: python train.py resume={run_dir}" in session.output
+    process.send(signal.SIGTERM)
+    assert process.end() == 143
+    assert f"continue with: python train.py resume={run_dir}" in process.output
 
     resume = [f"resume={run_dir}"]
-    session = Session(resume)
-    assert session.wait_for("writing to")
+    process = Process(resume)
+    assert process.wait_for("writing to")
     time.sleep(0.3)
-    session.send(signal.SIGINT)
-    assert session.end() == 130
-    assert "Traceback" not in session.output
-    assert "stopping after this step" in session.output
+    process.send(signal.SIGINT)
+    assert process.end() == 130
+    assert "Traceback" not in process.output
+    assert "stopping after this step" in process.output
 
-    session = Session(resume)
-    assert session.wait_for("writing to")
+    process = Process(resume)
+    assert process.wait_for("writing to")
     time.sleep(0.3)
-    session.send(signal.SIGINT)
-    assert session.wait_for("stopping after this step")
-    session.send(signal.SIGINT)
-    assert session.end() == 130
-    assert "Traceback" not in session.output
+    process.send(signal.SIGINT)
+    assert process.wait_for("stopping after this step")
+    process.send(signal.SIGINT)
+    assert process.end() == 130
+    assert "Traceback" not in process.output
 
-    session = Session(resume)
-    assert session.wait_for("writing to")
+    process = Process(resume)
+    assert process.wait_for("writing to")
     deadline = time.monotonic() + 30
     while not list(folder.glob(".*.ckpt.*")) and time.monotonic() < deadline:
         pass
-    session.send(signal.SIGKILL)
-    assert session.end() == -signal.SIGKILL
+    process.send(signal.SIGKILL)
+    assert process.end() == -signal.SIGKILL
 
     done = train(*resume)
     assert done.returncode == 0, done.stderr
@@ -103,13 +105,14 @@ def test_stopped_and_killed_again_and_again(settings, reference, tmp_path):
     assert "is complete" in done.stdout
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint(settings, reference, tmp_path):
     """There is nothing to continue from but the configuration, and that suffices."""
     run_dir = tmp_path / "run"
-    session = Session([*settings, f"run_dir={run_dir}"])
+    process = Process([*settings, f"run_dir={run_dir}"])
     wait_for_file(run_dir / "config.yaml")
-    session.send(signal.SIGKILL)
-    session.end()
+    process.send(signal.SIGKILL)
+    process.end()
     assert not list(run_dir.glob("checkpoints/*"))
     done = train(f"resume={run_dir}")
     assert done.returncode == 0, done.stderr
@@ -151,7 +154,7 @@ def test_damaged_checkpoint(hurt, damage, words):
         (hurt / "checkpoints/best.ckpt").unlink()
     damage(last)
     warnings: list[str] = []
-    found = checkpoint.load_newest(hurt, warnings.append)
+    found = runs.load_newest(hurt, warnings.append)
     assert found is not None
     assert found[0].name == "previous.ckpt"
     assert len(warnings) == 1
@@ -161,6 +164,7 @@ def test_damaged_checkpoint(hurt, damage, words):
     assert last.with_suffix(".ckpt.damaged").exists() == (words != "is missing")
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_in_a_real_run(hurt, reference):
     """It ends as the reference did."""
     flip_a_bit(hurt / "checkpoints/last.ckpt")
@@ -193,9 +197,10 @@ def test_weights_that_are_not_finite(hurt):
     assert {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")} == before
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(hurt):
     """The second is refused and names the process of the first."""
-    first = Session([f"resume={hurt}"])
+    first = Process([f"resume={hurt}"])
     assert first.wait_for("continuing")
     second = train(f"resume={hurt}")
     assert second.returncode == 2
@@ -258,6 +263,7 @@ def test_corrupt_shard(settings, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_killed_preparation(tmp_path):
     """A kill leaves a folder under another name, and the next run completes it."""
     (tmp_path / "text").mkdir()
@@ -265,18 +271,19 @@ def test_killed_preparation(tmp_path):
         (tmp_path / f"text/{i}.txt").write_text(f"text number {i} " * 20_000)
     arguments = [*TINY, "tokenizer=gpt2", f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}"]
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    session = Session(arguments)
+    process = Process(arguments)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("cache/.preparing-*/train-00000.bin")) and time.monotonic() < deadline:
         time.sleep(0.002)
-    session.send(signal.SIGKILL)
-    assert session.end() == -signal.SIGKILL
+    process.send(signal.SIGKILL)
+    assert process.end() == -signal.SIGKILL
     assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == [".preparing"]
     done = train(*arguments)
     assert done.returncode == 0, done.stderr
     assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == ["text"]
 
 
+@pytest.mark.slow
 def test_mixture_continues(settings, tmp_path):
     """A run on several corpora, killed, goes on bit for bit: windows, validation and epochs of each."""
     (tmp_path / "more.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(307)))
@@ -286,10 +293,10 @@ def test_mixture_continues(settings, tmp_path):
     arguments += ["tokenizer.vocab_size=300"]
     assert train(*arguments, f"run_dir={tmp_path / 'whole'}").returncode == 0
     hurt = tmp_path / "hurt"
-    session = Session([*arguments, f"run_dir={hurt}"])
-    assert session.wait_for("step 17/")
-    session.send(signal.SIGKILL)
-    assert session.end() == -signal.SIGKILL
+    process = Process([*arguments, f"run_dir={hurt}"])
+    assert process.wait_for("step 17/")
+    process.send(signal.SIGKILL)
+    assert process.end() == -signal.SIGKILL
     done = train(f"resume={hurt}")
     assert done.returncode == 0, done.stderr
     assert "continuing" in done.stdout
@@ -302,6 +309,7 @@ def test_mixture_continues(settings, tmp_path):
         assert (epochs, bits) == (f"{mixture[name]['epochs']:.2f}", f"{mixture[name]['val_bits_per_byte']:.4f}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="SKIPPED LOUDLY: only root can mount the small disk that is to run full")
 def test_full_disk(settings, reference, tmp_path):
     """The checkpoint that does not fit is refused, the one before it is intact, and the run goes on later."""
@@ -314,7 +322,7 @@ def test_full_disk(settings, reference, tmp_path):
         assert done.returncode == 2, done.stdout + done.stderr
         assert "the disk is full" in last_line(done.stderr)
         assert re.search(r"needs [\d,]+ bytes and there are [\d,]+ free|free some space", done.stderr)
-        found = checkpoint.load_newest(run_dir, warn=pytest.fail)
+        found = runs.load_newest(run_dir, warn=pytest.fail)
         assert found is not None
         subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
         done = train(f"resume={run_dir}")
@@ -324,6 +332,7 @@ def test_full_disk(settings, reference, tmp_path):
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.slow
 def test_clock_put_back(hurt, reference):
     """TensorBoard shows one curve in order though the event file so far seems to come from the future."""
     for file in hurt.glob("events.out.tfevents.*"):
@@ -331,13 +340,13 @@ def test_clock_put_back(hurt, reference):
         file.rename(hurt / file.name.replace(seconds, str(int(seconds) + 10**6)))
     for file in hurt.rglob("*"):
         os.utime(file, (time.time() + 10**6,) * 2)
-    session = Session([f"resume={hurt}"])  # killed before it has saved anything
-    assert session.wait_for("writing to")
+    process = Process([f"resume={hurt}"])  # killed before it has saved anything
+    assert process.wait_for("writing to")
     deadline = time.monotonic() + 60
     while len(list(hurt.glob("events.*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    session.send(signal.SIGKILL)
-    assert session.end() == -signal.SIGKILL
+    process.send(signal.SIGKILL)
+    assert process.end() == -signal.SIGKILL
     done = train(f"resume={hurt}")
     assert done.returncode == 0, done.stderr
     assert differences(hurt, reference) == []
@@ -347,14 +356,14 @@ LARGE = ["model.d_model=480", "model.num_layers=8", "model.context_length=512", 
 LARGE += ["trainer.tokens_per_step=4096", "trainer.precision=fp32", "horizon=2steps"]
 
 
-def most_memory(session: Session) -> int:
+def most_memory(process: Process) -> int:
     """The most address space that a process has had, to be asked for while it runs."""
     most = 0
-    while session.process.poll() is None:
-        if found := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{session.process.pid}/status").read_text()):
+    while process.process.poll() is None:
+        if found := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{process.process.pid}/status").read_text()):
             most = 1024 * int(found[1])
         time.sleep(0.01)
-    assert session.end() == 0, session.output
+    assert process.end() == 0, process.output
     return most
 
 
@@ -363,29 +372,30 @@ def between(settings, tmp_path_factory) -> int:
     """An amount of address space in which one window at once can be trained on, and eight cannot."""
     folder = tmp_path_factory.mktemp("runs")
     one, eight = (
-        most_memory(Session([*settings, *LARGE, f"trainer.micro_batch_size={size}", f"run_dir={folder}/{size}"]))
+        most_memory(Process([*settings, *LARGE, f"trainer.micro_batch_size={size}", f"run_dir={folder}/{size}"]))
         for size in (1, 8)
     )
     assert eight - one > 600_000_000
     return (one + eight) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="SKIPPED LOUDLY: memory can be limited on Linux only")
 @pytest.mark.parametrize("micro_batch", ["auto", "8"])
 def test_out_of_memory(settings, between, tmp_path, micro_batch):
     """An automatic micro-batch is made smaller, at the same tokens a step; one that was set is named."""
-    session = Session([*settings, *LARGE, f"trainer.micro_batch_size={micro_batch}", f"run_dir={tmp_path}/run"])
-    assert session.wait_for("writing to")
-    resource.prlimit(session.process.pid, resource.RLIMIT_AS, (between,) * 2)
-    code = session.end()
+    process = Process([*settings, *LARGE, f"trainer.micro_batch_size={micro_batch}", f"run_dir={tmp_path}/run"])
+    assert process.wait_for("writing to")
+    resource.prlimit(process.process.pid, resource.RLIMIT_AS, (between,) * 2)
+    code = process.end()
     if micro_batch == "auto":
-        assert code == 0, session.output
-        assert "out of memory at trainer.micro_batch_size=8: going on with 4 and as" in session.output
+        assert code == 0, process.output
+        assert "out of memory at trainer.micro_batch_size=8: going on with 4 and as" in process.output
         assert checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"] == 2
     else:
-        assert code == 2, session.output
-        assert "out of memory at trainer.micro_batch_size=8: try trainer.micro_batch_size=4" in session.output
-        assert "Traceback" not in session.output
+        assert code == 2, process.output
+        assert "out of memory at trainer.micro_batch_size=8: try trainer.micro_batch_size=4" in process.output
+        assert "Traceback" not in process.output
 
 
 def test_saving_is_no_reason_to_differ(reference):

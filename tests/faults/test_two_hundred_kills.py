@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import TINY, Session, differences, train, write_corpus
+from harness import TINY, Process, differences, train, write_corpus
 
 KILLS = int(os.environ.get("GPT_KILLS", "200"))
 VARIANTS = {
@@ -19,17 +19,17 @@ VARIANTS = {
 }
 
 
-def kill_at_random(session: Session, run_dir: Path, chance: random.Random) -> bool:
+def kill_at_random(process: Process, run_dir: Path, chance: random.Random) -> bool:
     """SIGKILL at a random moment, one time in three in the middle of a save; False where the run ended first."""
-    if session.wait_for("writing to"):
+    if process.wait_for("writing to"):
         deadline = time.monotonic() + chance.uniform(0.0, 2.5)
         saving = chance.random() < 1 / 3
-        while time.monotonic() < deadline + 5 * saving and session.process.poll() is None:
+        while time.monotonic() < deadline + 5 * saving and process.process.poll() is None:
             if saving and any(run_dir.glob("checkpoints/.*.ckpt.*")):
                 break
             time.sleep(0.0005)
-    session.send(signal.SIGKILL)
-    return session.end() == -signal.SIGKILL
+    process.send(signal.SIGKILL)
+    return process.end() == -signal.SIGKILL
 
 
 @pytest.mark.faults
@@ -48,8 +48,8 @@ def test_killed_at_random(tmp_path, capsys):
         run_dir = tmp_path / f"run{runs}"
         runs += 1
         elsewhere = {"TMPDIR": "/dev/shm"} if Path("/dev/shm").is_dir() else {}
-        session = Session([*settings[name], f"run_dir={run_dir}"], elsewhere)
-        while kill_at_random(session, run_dir, chance):
+        process = Process([*settings[name], f"run_dir={run_dir}"], elsewhere)
+        while kill_at_random(process, run_dir, chance):
             kills += 1
             in_saves += any(run_dir.glob("checkpoints/.*.ckpt.*"))
             if kills >= KILLS:
@@ -58,10 +58,10 @@ def test_killed_at_random(tmp_path, capsys):
                 resumes += 1
                 break
             assert (run_dir / "config.yaml").exists()
-            session = Session([f"resume={run_dir}"], elsewhere)
+            process = Process([f"resume={run_dir}"], elsewhere)
             resumes += 1
         else:
-            assert session.process.returncode == 0, session.output
+            assert process.process.returncode == 0, process.output
         assert differences(run_dir, references[name]) == []
     with capsys.disabled():
         print(f"\n{kills} kills ({in_saves} in the middle of a save), {resumes} resumes, {runs} runs: 0 bytes lost")

@@ -82,15 +82,15 @@ def test_what_a_folder_passes_over_is_said(tmp_path):
     said: list[str] = []
     corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
     assert list(corpus.documents()) == ["a"]
-    assert said == [f"passing over 2 of 3 files below {tmp_path}, empty or not text: b.txt, c/d.pdf"]
+    assert said == [f"skipping 2 of 3 files below {tmp_path}, empty or not text: b.txt, c/d.pdf"]
     fill(tmp_path, d__bin=b"\0")
     find_text_files(str(tmp_path), said.append)
-    assert said[1:] == [f"passing over 3 of 4 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin"]
+    assert said[1:] == [f"skipping 3 of 4 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin"]
     fill(tmp_path, e__png=b"\x89PNG\r\n", f__jpg=b"\xff\xd8\xff\xe0", g__docx=b"PK\x03\x04", h__gif=b"GIF89a")
     fill(tmp_path, i__npy=b"\x93NUMPY\1\0", j__txt__gz=gzip.compress(b""), k__txt__gz=gzip.compress(b"k"))
     said.clear()
     assert find_text_files(str(tmp_path), said.append) == (tmp_path / "a.txt", tmp_path / "k.txt.gz")
-    assert said == [f"passing over 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
+    assert said == [f"skipping 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
 
 
 def test_a_folder_of_every_format(tmp_path):
@@ -112,7 +112,7 @@ def test_a_folder_with_the_name_of_a_file(tmp_path):
     fill(tmp_path / "a.parquet", _SUCCESS="")
     said: list[str] = []
     assert len(find_text_files(str(tmp_path / "a.parquet"), said.append)) == 2
-    assert said == [f"passing over 1 of 3 files below {tmp_path / 'a.parquet'}, empty or not text: _SUCCESS"]
+    assert said == [f"skipping 1 of 3 files below {tmp_path / 'a.parquet'}, empty or not text: _SUCCESS"]
 
 
 def test_a_thousand_files_and_a_bad_one(tmp_path):
@@ -121,7 +121,7 @@ def test_a_thousand_files_and_a_bad_one(tmp_path):
         (tmp_path / f"{i:03}.txt").write_text(f"document {i}")
     assert read(tmp_path) == [f"document {i}" for i in range(1000)]
     bad = fill(tmp_path, **{"617__txt": b"caf\xe9"}) / "617.txt"
-    remedy = "convert it first, for example with iconv -t utf-8, or say data.errors=replace"
+    remedy = "convert it first, for example with iconv -t utf-8, or set data.errors=replace"
     assert refusal(tmp_path) == f"{bad}: not UTF-8 (byte 0xe9 at offset 3); {remedy}"
     assert read(tmp_path, errors="replace")[616:619] == ["document 616", "caf\ufffd", "document 618"]
 
@@ -169,7 +169,7 @@ def test_several_paths(tmp_path):
     assert read([c, b, f"{tmp_path}/*.txt", f"{c}/b.txt", b]) == ["ca", "cb", "b", "a"]
     assert read([f"{c}/../a.txt"]) == ["a"]
     missing = f"{tmp_path}/missing"
-    assert refusal([a, missing]).startswith(f"data.path={missing!r} is neither a file, a folder, nor a glob")
+    assert refusal([a, missing]).startswith(f"data.path={missing!r} is not a file, a folder or a glob")
 
 
 def test_text_field_and_errors(tmp_path):
@@ -186,7 +186,7 @@ def test_text_field_and_errors(tmp_path):
 
 def test_nothing_at_the_path(tmp_path):
     """Neither file, folder nor glob."""
-    what = "is neither a file, a folder, nor a glob that matches any: give the path of your text"
+    what = "is not a file, a folder or a glob that matches any file: give the path of your text"
     for path in (f"{tmp_path}/missing.txt", f"{tmp_path}/*.txt", f"{tmp_path}/a\0b"):
         assert refusal(path) == f"data.path={path!r} {what}"
 
@@ -203,7 +203,7 @@ def test_folder_without_text(tmp_path):
     said: list[str] = []
     with pytest.raises(UserError, match=re.escape(f"data.path={str(folder)!r} {remedy}")):
         find_text_files(str(folder), said.append)
-    assert said == [f"passing over 2 of 2 files below {folder}, empty or not text: b.txt, image.png"]
+    assert said == [f"skipping 2 of 2 files below {folder}, empty or not text: b.txt, image.png"]
 
 
 @pytest.mark.parametrize("path", ["a" * 300, "~nobody-of-this-name/a.txt"], ids=["long", "no such home"])
@@ -230,7 +230,7 @@ def test_file_without_permission(tmp_path, named):
     """A file that may not be read is not passed over."""
     file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
     file.chmod(0)
-    reason = "cannot be read (Permission denied); mend that, or move the file away"
+    reason = "cannot be read (Permission denied); fix that, or move the file away"
     assert refusal(file if named else tmp_path) == f"{file}: {reason}"
 
 
@@ -240,7 +240,7 @@ def test_file_that_fails(tmp_path, named):
     """A device that gives an error in mid-read, which stops root as well."""
     file = fill(tmp_path, a__txt="a") / "b.txt"
     file.symlink_to("/proc/self/mem")
-    reason = "cannot be read (Input/output error); mend that, or move the file away"
+    reason = "cannot be read (Input/output error); fix that, or move the file away"
     assert refusal(file if named else tmp_path) == f"{file}: {reason}"
 
 
@@ -257,7 +257,7 @@ def test_file_that_goes_away(tmp_path):
     ):
         with pytest.raises(UserError) as caught:
             attempt()
-        reason = "cannot be read (No such file or directory); mend that, or move the file away"
+        reason = "cannot be read (No such file or directory); fix that, or move the file away"
         assert str(caught.value) == f"{file}: {reason}"
 
 
@@ -278,9 +278,9 @@ def test_config_that_is_valid():
 
 NEEDS_A_FILE = "data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'"
 NEEDS_A_NAME = "data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories"
-NEEDS_A_MIX = "data=mix needs data.path='[python_docs, FILE]': two different corpora or more"
-ONLY_WITH_TEXT = "is read only with data=text: add it, or leave the path out"
-NO_FIT = "does not fit: it takes one for each data.path of data=mix"
+NEEDS_A_MIX = "data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'"
+ONLY_WITH_TEXT = "works only with data=text: add that, or leave the path out"
+NO_FIT = "does not fit: only data=mix takes weights, one for each data.path"
 RANGE = "is out of range: it must be at least 1"
 
 
@@ -396,7 +396,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     """One that can be put ahead, over files of which eleven bytes are much."""
     clock = Clock()
-    monkeypatch.setattr(gpt.text.corpus, "time", clock)
+    monkeypatch.setattr(gpt.text.hashes, "time", clock)
     monkeypatch.setattr(gpt.text.hashes, "REMEMBERED", 11)
     return clock
 

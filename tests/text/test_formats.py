@@ -80,8 +80,8 @@ def is_damage(message: str, content: int | None = None) -> bool:
     place = r"[\d,]+" if content is None else f"{content:,}"
     return bool(
         re.fullmatch(
-            rf"cannot be unpacked beyond byte {place} of its content \([^\n]+\): "
-            "the file is damaged, cut short, or not what its name says; fetch it again",
+            rf"cannot be decompressed beyond byte {place} of its content \([^\n]+\): "
+            "the file is damaged, truncated, or not what its name says; fetch it again",
             message,
         )
     )
@@ -167,7 +167,7 @@ def test_where_it_is_not_utf8(tmp_path, mark, block):
     for content, byte, offset in NOT_UTF8:
         assert refusal(write(tmp_path / "a.txt", mark + content), block) == (
             f"not UTF-8 (byte {byte} at offset {len(mark) + offset}); "
-            "convert it first, for example with iconv -t utf-8, or say data.errors=replace"
+            "convert it first, for example with iconv -t utf-8, or set data.errors=replace"
         )
 
 
@@ -215,7 +215,7 @@ def test_utf16_is_named(tmp_path, suffix, encoding, errors):
     """By its mark, with the command that converts it, and never replaced by nonsense."""
     file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]("\ufeffcafé".encode(encoding)))
     assert refusal(file, errors=errors) == (
-        "UTF-16, by its first two bytes; convert it first: iconv -f utf-16 -t utf-8"
+        "its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8"
     )
 
 
@@ -316,7 +316,7 @@ def test_huge_line(tmp_path):
 
 NO_JSON = "; every line must be one JSON object"
 NO_TEXT = "has no text under 'text'; name the key with data.text_field="
-NO_UTF8 = "; convert it first, or say data.errors=replace"
+NO_UTF8 = "; convert it first, or set data.errors=replace"
 
 
 @pytest.mark.parametrize("block", [3, None])
@@ -328,16 +328,16 @@ NO_UTF8 = "; convert it first, or say data.errors=replace"
         ('{"text": "a"} {', "is not JSON (Extra data, column 15)" + NO_JSON),
         ('{"text": "é\t"}', "is not JSON (Invalid control character, column 12)" + NO_JSON),
         ("\ufeff{}", "is not JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), column 1)" + NO_JSON),
-        ("[" * 100_000, "is not JSON (beyond what can be read)" + NO_JSON),
-        ('{"n": ' + "1" * 5000 + "}", "is not JSON (beyond what can be read)" + NO_JSON),
+        ("[" * 100_000, "is not JSON (too large or too deeply nested)" + NO_JSON),
+        ('{"n": ' + "1" * 5000 + "}", "is not JSON (too large or too deeply nested)" + NO_JSON),
         ('{"body": "a"}', NO_TEXT),
         ('{"text": 7}', NO_TEXT),
         ('{"text": ["a"]}', NO_TEXT),
         ('["text"]', NO_TEXT),
         ('"text"', NO_TEXT),
         ("null", NO_TEXT),
-        (b'{"text": "caf\xe9"}', "is not UTF-8 (byte 0xe9 at its offset 13)" + NO_UTF8),
-        (b'{"text": "\xe2\x82', "is not UTF-8 (byte 0xe2 at its offset 10)" + NO_UTF8),
+        (b'{"text": "caf\xe9"}', "is not UTF-8 (byte 0xe9 at offset 13)" + NO_UTF8),
+        (b'{"text": "\xe2\x82', "is not UTF-8 (byte 0xe2 at offset 10)" + NO_UTF8),
     ],
     ids=lambda value: ascii(value)[:23],
 )
@@ -368,7 +368,7 @@ def test_replaced_in_json_lines(tmp_path, name, block):
     """Also in the first line, which decides how a .json file is read."""
     file = write(tmp_path / name, b'{"text": "caf\xe9"}\n{"text": "\xf0\x9f\x98"}')
     assert read(file, block, errors="replace") == ["caf\ufffd", "\ufffd"]
-    assert refusal(file, block).startswith("line 1 is not UTF-8 (byte 0xe9 at its offset 13); ")
+    assert refusal(file, block).startswith("line 1 is not UTF-8 (byte 0xe9 at offset 13); ")
 
 
 @pytest.mark.parametrize("block", [*TINY, None])
@@ -418,7 +418,7 @@ def test_json_array_is_not_held_to_find_its_first_line(tmp_path, monkeypatch):
     array = json.dumps([os.urandom(11).hex() for _ in range(4001)])
     blocks = iter(next(read_documents(write(tmp_path / "a.json.gz", gzip.compress(array.encode())[:-11]))))
     assert next(blocks) == array[:101]
-    with pytest.raises(UserError, match="cannot be unpacked beyond byte"):
+    with pytest.raises(UserError, match="cannot be decompressed beyond byte"):
         list(blocks)
 
 
@@ -519,12 +519,12 @@ def test_damage_says_how_far_it_is_whole(tmp_path):
     """The whole line, with the library's reason and the size of what could be unpacked."""
     whole = PACKERS[".zst"](b"a" * 1234)
     assert refusal(write(tmp_path / "a.txt.zst", whole + whole[:-1])) == (
-        "cannot be unpacked beyond byte 2,468 of its content (it ends within what is packed): "
-        "the file is damaged, cut short, or not what its name says; fetch it again"
+        "cannot be decompressed beyond byte 2,468 of its content (the compressed data ends early): "
+        "the file is damaged, truncated, or not what its name says; fetch it again"
     )
     assert refusal(write(tmp_path / "a.txt.gz", b"plain text")) == (
-        "cannot be unpacked beyond byte 0 of its content (Not a gzipped file (b'pl')): "
-        "the file is damaged, cut short, or not what its name says; fetch it again"
+        "cannot be decompressed beyond byte 0 of its content (Not a gzipped file (b'pl')): "
+        "the file is damaged, truncated, or not what its name says; fetch it again"
     )
 
 
@@ -536,7 +536,7 @@ def test_damage_comes_after_what_is_whole(tmp_path, monkeypatch):
     for suffix in PACKED:
         documents = read_documents(write(tmp_path / f"a.jsonl{suffix}", PACKERS[suffix](lines)[:-11]))
         assert "".join(next(documents)) == noise
-        with pytest.raises(UserError, match="cannot be unpacked beyond byte"):
+        with pytest.raises(UserError, match="cannot be decompressed beyond byte"):
             list(documents)
 
 
@@ -668,7 +668,7 @@ def test_parquet_that_is_not_utf8(tmp_path, kind):
     content = [b"ok", None] * 71 + ["naïve ".encode() + b"caf\xe9!", b"\xe2\x82"]
     file = write_table(tmp_path / "a.parquet", {"text": as_strings(content, kind)}, row_group_size=73)
     assert refusal(file) == (
-        "row 69 of row group 1 is not UTF-8 (byte 0xe9 at its offset 10); convert it first, or say data.errors=replace"
+        "row 69 of row group 1 is not UTF-8 (byte 0xe9 at offset 10); convert it first, or set data.errors=replace"
     )
     assert read(file, errors="replace") == ["ok", ""] * 71 + ["naïve caf\ufffd!", "\ufffd"]
 
@@ -733,7 +733,7 @@ def test_parquet_with_any_byte_changed(checked_parquet):
 def test_packed_parquet(tmp_path, suffix):
     """It would have to be unpacked as a whole, so it is refused before it is opened."""
     file = write(tmp_path / f"a.parquet{suffix}", b"")
-    assert refusal(file) == "parquet packs its columns itself; unpack the file first"
+    assert refusal(file) == "parquet compresses its own columns; decompress the file first"
     assert looks_like_text(file)
 
 
@@ -753,7 +753,7 @@ def test_without_pyarrow(tmp_path):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        f"train.py: {file}: this takes pyarrow, which is not installed: pip install -e '.[parquet]'\n"
+        f"train.py: {file}: this needs pyarrow, which is not installed: pip install -e '.[parquet]'\n"
     )
 
 
@@ -790,7 +790,7 @@ def test_missing_file(tmp_path, name):
     """It may vanish after it was found."""
     for attempt in (refusal, lambda file: not_looked_at(file)):
         assert attempt(tmp_path / name) == (
-            "cannot be read (No such file or directory); mend that, or move the file away"
+            "cannot be read (No such file or directory); fix that, or move the file away"
         )
 
 
@@ -804,7 +804,7 @@ def not_looked_at(file: Path) -> str:
 def test_folder_in_place_of_a_file(tmp_path, name):
     """Whatever its name says."""
     (tmp_path / name).mkdir()
-    assert refusal(tmp_path / name) == "cannot be read (Is a directory); mend that, or move the file away"
+    assert refusal(tmp_path / name) == "cannot be read (Is a directory); fix that, or move the file away"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file: run the tests as another user as well")
@@ -813,7 +813,7 @@ def test_file_without_permission(tmp_path, name):
     """A file that may not be read."""
     file = write(tmp_path / name, "a")
     file.chmod(0)
-    assert refusal(file) == "cannot be read (Permission denied); mend that, or move the file away"
+    assert refusal(file) == "cannot be read (Permission denied); fix that, or move the file away"
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that fails on being read: /proc/self/mem")
@@ -821,5 +821,5 @@ def test_file_without_permission(tmp_path, name):
 def test_file_that_fails(tmp_path, name):
     """A device that gives an error in mid-read, which stops root as well, is not called damaged."""
     (tmp_path / name).symlink_to("/proc/self/mem")
-    assert refusal(tmp_path / name) == "cannot be read (Input/output error); mend that, or move the file away"
+    assert refusal(tmp_path / name) == "cannot be read (Input/output error); fix that, or move the file away"
     assert looks_like_text(tmp_path / name)

@@ -106,13 +106,18 @@ def constants(values: dict[str, int]) -> Iterator[None]:
 
 def folder_of(cache: Path) -> Path:
     """The one folder in a cache, which holds nothing else, hidden or not."""
-    [folder] = cache.iterdir()
+    [folder] = entries(cache)
     return folder
 
 
+def entries(cache: Path) -> list[Path]:
+    """All that is in a cache, hidden or not, but for the locks beside its folders."""
+    return [entry for entry in cache.iterdir() if entry.suffix != ".lock"]
+
+
 def content(folder: Path) -> dict[str, bytes]:
-    """All that is in a folder, but for the lock."""
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".lock"}
+    """All that is in a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def lists(shards: Shards) -> tuple[list[int], list[int]]:
@@ -383,7 +388,7 @@ def test_manifest(tmp_path):
     with constants({"gpt.text.shards.SHARD_BYTES": 2003}):
         shards = make(data, cache)
     folder = folder_of(cache)
-    counts, names = {}, [".lock", "manifest.json", "tokenizer.json"]
+    counts, names = {}, ["manifest.json", "tokenizer.json"]
     for name, documents in zip(SPLITS, halves(data), strict=True):
         size = sum(len(document.encode()) for document in documents)
         tokens = size + len(documents)
@@ -426,7 +431,7 @@ def test_lone_surrogates_are_counted_as_written(tmp_path):
     [train] = documents_of(shards.train, shards.tokenizer)
     assert train == "\ufffd" * 5 + "x" * 85
     assert shards.manifest["splits"]["train"]["bytes"] == len(train.encode())
-    assert "U+FFFD is in it 5 times, in place of what is not UTF-8" in said
+    assert "the text contains U+FFFD 5 times, in place of bytes that are not UTF-8" in said
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (65_793, "uint32")])
@@ -519,7 +524,7 @@ def test_sample_to_train_the_tokenizer(tmp_path):
         sample = list(found.training_sample())
         train, _ = halves(data)
     assert found.stride == 8
-    assert f"training the byte-pair encoding on a sample: one in {found.stride} of its pieces, evenly" in said
+    assert f"training the byte-pair encoding on an even sample, one in {found.stride} pieces of the text" in said
     assert shards.tokenizer.to_dict() == train_bpe(sample, 307).to_dict()
     assert shards.tokenizer.sha256 != train_bpe(train, 307).sha256
 
@@ -539,7 +544,7 @@ def test_second_time_comes_from_the_cache(tmp_path):
         again = make(data, tmp_path / "cache", context_length=context_length, say=said.append)
         assert lists(again) == lists(first)
         assert again.manifest == first.manifest
-    assert said[2:] == [f"text was prepared before, in {folder}"] * 3
+    assert said[2:] == [f"text is already prepared, in {folder}"] * 3
     assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
 
 
@@ -549,7 +554,7 @@ def test_what_is_said(tmp_path):
     make(write_text(tmp_path, "abcdefghij"), tmp_path / "cache", context_length=7, say=said.append)
     assert said == [
         "reading text (1 file)",
-        "prepared 10 bytes as 12 tokens of 257 kinds, 0.83 bytes each; 1 bytes of it validate",
+        "prepared 10 bytes as 12 tokens (0.83 bytes per token, vocabulary 257); 1 bytes are for validation",
     ]
 
 
@@ -567,7 +572,7 @@ def test_every_change_is_another_folder(tmp_path):
         make(write_documents(tmp_path, DOCUMENTS[::-1]), cache),
         make(write_documents(tmp_path, [*DOCUMENTS, "x"]), cache),
     ]
-    assert len(list(cache.iterdir())) == len(changes)
+    assert len(entries(cache)) == len(changes)
     assert [shards.tokenizer.vocab_size for shards in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
     sizes = [shards.manifest["splits"]["validation"]["bytes"] for shards in changes]
     assert sizes[4] <= 101 < sizes[0]
@@ -591,7 +596,7 @@ def test_given_tokenizer_is_used(tmp_path):
     assert lists(make(data, cache, TokenizerConfig("byte"), given=given)) == lists(shards)
     assert folder_of(cache).name.startswith("text-bpe-")
     make(data, cache, given=train_bpe(["another text " * 7], 293))
-    assert len(list(cache.iterdir())) == 2
+    assert len(entries(cache)) == 2
 
 
 # --- too short ---
@@ -603,10 +608,9 @@ def test_too_short_a_text(tmp_path, text):
     cache, data = tmp_path / "cache", write_text(tmp_path, text)
     tokens = 1 + len(text[: len(text) * 9 // 10].encode())
     assert refusal(data, cache) == (
-        f"the training text has {tokens} tokens, fewer than model.context_length={CONTEXT} and a target: "
-        f"give more text, or set model.context_length={tokens - 1} or less"
+        f"the training text has {tokens} tokens, fewer than a context of {CONTEXT} and a target: give more text"
     )
-    assert list(cache.iterdir()) == []
+    assert entries(cache) == []
     assert f"has {tokens} tokens" in refusal(data, cache, context_length=tokens)
     assert len(make(data, cache, context_length=tokens - 1).train) == tokens
 
@@ -619,23 +623,23 @@ def test_no_text(tmp_path, documents):
         Path(data.path).write_text("\n\n")
     assert (
         refusal(data, cache)
-        == f"{data.path}: no document has any text in it; give a text, or its key with data.text_field="
+        == f"{data.path}: every document is empty; give a text, or its key with data.text_field="
     )
-    assert list(cache.iterdir()) == []
+    assert entries(cache) == []
 
 
 @pytest.mark.parametrize("text", ["a", "\ufeffa"], ids=["one character", "one and a byte order mark"])
 def test_hardly_any_text(tmp_path, text):
     """Where no context is short enough, no context is advised."""
     message = refusal(write_text(tmp_path, text), tmp_path / "cache", context_length=1)
-    assert message == "the training text has 0 tokens, fewer than model.context_length=1 and a target: give more text"
+    assert message == "the training text has 0 tokens, fewer than a context of 1 and a target: give more text"
 
 
 def test_too_long_a_context_for_the_cache(tmp_path):
     """Prepared tokens stay when they are too few for another model."""
     data, cache = write_text(tmp_path, "a" * 100), tmp_path / "cache"
     make(data, cache)
-    assert "has 91 tokens, fewer than model.context_length=91 and a target" in refusal(data, cache, context_length=91)
+    assert "has 91 tokens, fewer than a context of 91 and a target" in refusal(data, cache, context_length=91)
     assert len(make(data, cache, context_length=90).train) == 91
 
 
@@ -681,7 +685,7 @@ def test_going_on(tmp_path, many, undisturbed, error):
     done = sum(progress["splits"][name]["bytes"] for name in SPLITS)
     size = sum(len(piece.encode()) for piece in everything)
     assert 1511 <= done < size
-    assert said[0] == f"going on with the preparation of text at {done / size:.0%}"
+    assert said[0] == f"resuming the preparation of text at {done / size:.0%}"
     assert [line.split()[0] for line in said[1:]] == ["prepared"]
     assert sum(len(piece.encode()) for piece in rest) == size - done
     assert not Counter(rest) - Counter(everything)
@@ -713,7 +717,7 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
 
 
 def test_interrupted_before_there_is_a_journal(tmp_path, many, undisturbed):
-    """The split and the tokenizer stay, and the rest begins again; nothing is said of going on."""
+    """The split and the tokenizer stay, and the rest begins again; nothing is said of resuming."""
     cache, said = tmp_path / "cache", list[str]()
     with constants(SMALL | {"gpt.text.encode.JOURNAL_BYTES": 10**9}):
         with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
@@ -782,7 +786,7 @@ def test_killed_again_and_again(tmp_path, workshop, many, undisturbed):
             break
     assert attempt > 2
     assert content(folder_of(cache)) == undisturbed
-    shares = [int(share) for output in outputs for share in re.findall(r"going on .* at (\d+)%", output)]
+    shares = [int(share) for output in outputs for share in re.findall(r"resuming .* at (\d+)%", output)]
     assert shares == sorted(shares)
 
 
@@ -795,7 +799,7 @@ def test_killed_once_it_is_under_way(tmp_path, workshop, many, undisturbed):
     assert {"plan.json", "progress.json", "tokenizer.json"} <= {file.name for file in working.iterdir()}
     code, said = workshop.run(many, cache)
     assert code == 0
-    assert re.match(r"going on with the preparation of text at \d\d%\nprepared [\d,]+ bytes", said)
+    assert re.match(r"resuming the preparation of text at \d\d%\nprepared [\d,]+ bytes", said)
     assert "reading" not in said
     assert content(folder_of(cache)) == undisturbed
 
@@ -816,7 +820,7 @@ def test_killed_at_the_very_end(tmp_path, workshop, many, undisturbed):
     cache = tmp_path / "cache"
     code, said = workshop.run(many, cache, at=(f"{cache}/text-byte-", 1, signal.SIGKILL))
     assert code == -signal.SIGKILL and "prepared" in said
-    assert [folder.name[:15] for folder in cache.iterdir()] == [".preparing-text"]
+    assert [folder.name[:15] for folder in entries(cache)] == [".preparing-text"]
     assert workshop.run(many, cache) == (0, "")
     assert content(folder_of(cache)) == undisturbed
 
@@ -830,7 +834,7 @@ def test_ctrl_c_at_every_step(tmp_path, workshop, many, undisturbed, half):
         if code == 0:
             break
         assert code == 130, said
-        assert not [line for line in said.splitlines() if line.split()[0] not in ("reading", "going", "prepared")]
+        assert not [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "prepared")]
         code, said = workshop.run(many, cache)
         assert code == 0, said
         assert content(folder_of(cache)) == undisturbed, number
@@ -840,7 +844,7 @@ def test_ctrl_c_at_every_step(tmp_path, workshop, many, undisturbed, half):
 # --- text that changes ---
 
 
-CHANGED = "text: its files have changed while they were read: run the command again"
+CHANGED = "text: its files changed while they were read: run the command again"
 
 
 @pytest.mark.parametrize(
@@ -869,7 +873,7 @@ def test_text_that_changes(tmp_path, change, when, message):
         with watching(when == "encoded", happen):
             said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
         assert said.startswith(message.format(file=file))
-        assert list(cache.iterdir()) == []
+        assert entries(cache) == []
         shards = make(data, cache)
         assert lists(shards) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
 
@@ -939,7 +943,7 @@ def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, t
     assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
     waiting, then, *_ = workshop.said(second).splitlines()
     assert waiting == f"process {first} is preparing this text: waiting for it"
-    assert then.split()[0] == ("reading" if touches == 1 else "going")
+    assert then.split()[0] == ("reading" if touches == 1 else "resuming")
     assert content(folder_of(cache)) == undisturbed
 
 
@@ -1020,16 +1024,15 @@ def test_remains_of_long_ago_are_swept(tmp_path):
     old, fresh, held = (leave(cache, f".preparing-{name}", days) for name, days in (("a", 7.1), ("b", 6.9), ("c", 8)))
     recent = leave(cache, ".preparing-d", 8)
     os.utime(recent / "train-00000.bin")
-    lock = try_lock(held / ".lock")
-    assert not isinstance(lock, str)
-    with lock:
-        for path in (held, held / ".lock"):
-            os.utime(path, (0, 0))
-        make(write_documents(tmp_path), cache)
-    assert not old.exists()
+    lock = hold(cache / ".c.lock")
+    for path in (held, held / ".lock"):
+        os.utime(path, (0, 0))
+    make(write_documents(tmp_path), cache)
+    lock.release()
+    assert not old.exists() and not (cache / ".a.lock").exists()
     for folder in (fresh, held, recent):
         assert (folder / "train-00000.bin").read_bytes() == b"half"
-    assert len(list(cache.iterdir())) == 4
+    assert len(entries(cache)) == 4
 
 
 def test_own_remains_of_long_ago(tmp_path, many, undisturbed):
@@ -1054,7 +1057,7 @@ def test_foreign_names_do_no_harm(tmp_path, name):
     os.utime(cache / name, (0, 0))
     make(write_documents(tmp_path), cache)
     assert (cache / name).read_text() == "a file"
-    assert len([folder for folder in cache.iterdir() if folder.name.startswith("text-")]) == 1
+    assert len([folder for folder in entries(cache) if folder.name.startswith("text-")]) == 1
 
 
 # --- the disk ---
@@ -1090,10 +1093,10 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
         code, said = workshop.run(many, cache)
         if code == 0:
             break
-        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "going")]
+        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming")]
         assert code == 2
         assert len(lines) == 1, said
-        assert re.match(rf"prepare: {cache}: the disk is full \([\d,]+ bytes are free\): make room and run", lines[0])
+        assert re.match(rf"prepare: {cache}: the disk is full \([\d,]+ bytes free\): free some space and run", lines[0])
         remount(disk, "size=8m")
         code, said = workshop.run(many, cache)
         assert code == 0, said
@@ -1101,7 +1104,7 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
         outputs.append(said.split()[0])
         shutil.rmtree(cache)
     assert pages > 7
-    assert {"reading", "going"} <= set(outputs)
+    assert {"reading", "resuming"} <= set(outputs)
 
 
 # --- damage: tests/test_shards.py has every kind of it ---
@@ -1144,11 +1147,11 @@ def test_folder_of_another_corpus(tmp_path):
     other = folder_of(cache)
     data = write_text(tmp_path, "another text " * 11)
     make(data, cache)
-    [folder] = set(cache.iterdir()) - {other}
+    [folder] = set(entries(cache)) - {other}
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
     assert refusal(data, cache) == (
-        f"{folder}: its manifest is that of another corpus; delete {folder} and it will be made anew"
+        f"{folder}: its manifest belongs to another corpus; delete {folder} and it will be made anew"
     )
 
 
@@ -1230,7 +1233,7 @@ def test_mixture_of_what_is_there(tmp_path, name):
     assert mixture.sources[1].manifest == alone.manifest
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
         assert lists(source) == tuple(obvious(documents, source.tokenizer) for documents in halves(part))
-    assert len(list(cache.iterdir())) == 3
+    assert len(entries(cache)) == 3
     assert mixture.train_tokens == sum(len(lists(source)[0]) for source in mixture.sources)
 
 
@@ -1244,7 +1247,7 @@ def test_joint_tokenizer(tmp_path):
         assert source.tokenizer.to_dict() == expected.to_dict()
         assert lists(source) == tuple(obvious(documents, expected) for documents in halves(part))
     assert mixture.tokenizer.sha256 == expected.sha256
-    assert sorted(entry.name.split("-")[0] for entry in cache.iterdir()) == ["text", "text", "text", "tokenizer"]
+    assert sorted(entry.name.split("-")[0] for entry in entries(cache)) == ["text", "text", "text", "tokenizer"]
     [file] = cache.glob("tokenizer-*.json")
     kept = file.read_bytes()
     for remedy in (lambda: None, file.unlink):
@@ -1253,7 +1256,7 @@ def test_joint_tokenizer(tmp_path):
         assert mix(data, cache, config, say=said.append).key == mixture.key
         assert [line.split()[0] for line in said if "prepared" in line] == ["text"] * 3
         assert file.read_bytes() == kept
-    assert len(list(cache.iterdir())) == 4
+    assert len(entries(cache)) == 4
 
 
 def test_only_what_is_missing_is_prepared(tmp_path):
@@ -1342,9 +1345,9 @@ def test_mixture_with_a_text_that_is_too_short(tmp_path):
     """The others stay for the next time."""
     data, cache = write_mixture(tmp_path, 1, 1, 1), tmp_path / "cache"
     Path(data.path[2]).write_text("a short text")
-    with pytest.raises(UserError, match=r"the training text has 11 tokens, fewer than model\.context_length=13"):
+    with pytest.raises(UserError, match=r"the training text has 11 tokens, fewer than a context of 13"):
         mix(data, cache)
-    assert len(list(cache.iterdir())) == 2
+    assert len(entries(cache)) == 2
 
 
 def test_mixture_with_a_built_in_corpus(tmp_path, monkeypatch):

@@ -268,8 +268,8 @@ def edit_tokenizer(folder: Path, **changes) -> None:
 
 
 UNREADABLE = "the manifest or the tokenizer cannot be read"
-UNFIT = "the manifest's counts of files and tokens do not fit"
-FOREIGN = "the tokenizer is not the one that the manifest names"
+UNFIT = "the manifest's counts of files and tokens disagree"
+FOREIGN = "the tokenizer is not the one in the manifest"
 DAMAGE = {
     "truncated": (truncate, r"train-00001\.bin: 46 bytes where the manifest says 50"),
     "odd size": (odd_size, r"train-00004\.bin: 7 bytes where the manifest says 6"),
@@ -300,10 +300,10 @@ DAMAGE = {
     "another hash": (lambda folder: edit_counts(folder, sha256=["0" * 64] * 5), r"train-00000\.bin: damaged"),
     "one hash for all": (lambda folder: edit_counts(folder, sha256="0" * 64), UNFIT),
     "hashes of another kind": (lambda folder: edit_counts(folder, sha256=5), UNREADABLE),
-    "unknown type": (lambda folder: edit_manifest(folder, dtype="uint17"), "the ids are 'uint17' by the manifest"),
+    "unknown type": (lambda folder: edit_manifest(folder, dtype="uint17"), "the manifest says 'uint17' ids"),
     "another type": (
         lambda folder: edit_manifest(folder, dtype="uint32"),
-        "the ids are 'uint32' by the manifest and not uint16",
+        "the manifest says 'uint32' ids, not uint16",
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), UNREADABLE),
     "half a tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 101), UNREADABLE),

@@ -591,10 +591,10 @@ LINES = BPE.to_dict()["ranks"].splitlines(keepends=True)
         (tampered(pattern=BYTE_PATTERN), "do not match their hash"),
         (tampered(ranks="".join(LINES[:-1])), "do not match their hash"),
         (tampered(ranks="".join(LINES).replace("YQ== 97\n", "YQ== 98\n").replace("Yg== 98\n", "Yg== 97\n")), "hash"),
-        (tampered(ranks="".join([*LINES, LINES[-1]])), "twice"),
-        (tampered(ranks="".join(LINES[:300] + LINES[301:])), "ids are not 0 to"),
-        (tampered(ranks="".join(LINES[256:])), "ids are not 0 to"),
-        (tampered(ranks=""), "no token for the byte 0"),
+        (tampered(ranks="".join([*LINES, LINES[-1]])), "has 1 duplicate tokens"),
+        (tampered(ranks="".join(LINES[:300] + LINES[301:])), "ids must be 0 to"),
+        (tampered(ranks="".join(LINES[256:])), "ids must be 0 to"),
+        (tampered(ranks=""), "no token for byte 0"),
     ],
     ids=["hash", "pattern", "shorter", "swapped", "twice", "gap", "no bytes", "empty"],
 )
@@ -618,12 +618,12 @@ SINGLE = {bytes([byte]): byte for byte in range(256)}
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ({token: rank for token, rank in SINGLE.items() if rank < 255}, "no token for the byte 255"),
-        ({b"ab" if token == b"\x07" else token: rank for token, rank in SINGLE.items()}, "no token for the byte 7"),
-        (SINGLE | {b"ab": 255}, "its 257 ids are not 0 to 256, each once"),
-        (SINGLE | {b"ab": 257}, "its 257 ids are not 0 to 256, each once"),
-        (SINGLE | {b"\0": -1}, "its 256 ids are not 0 to 255, each once"),
-        ({}, "no token for the byte 0"),
+        ({token: rank for token, rank in SINGLE.items() if rank < 255}, "no token for byte 255"),
+        ({b"ab" if token == b"\x07" else token: rank for token, rank in SINGLE.items()}, "no token for byte 7"),
+        (SINGLE | {b"ab": 255}, "its 257 ids must be 0 to 256, each once"),
+        (SINGLE | {b"ab": 257}, "its 257 ids must be 0 to 256, each once"),
+        (SINGLE | {b"\0": -1}, "its 256 ids must be 0 to 255, each once"),
+        ({}, "no token for byte 0"),
     ],
     ids=["missing", "replaced", "duplicate", "gap", "negative", "none"],
 )

@@ -106,11 +106,16 @@ def server(monkeypatch) -> Iterator[Server]:
     started.stop()
 
 
+def visible(folder: Path) -> list[Path]:
+    """All that is in a folder, but for the lock."""
+    return [file for file in folder.iterdir() if file.suffix != ".lock"]
+
+
 def check(file: Path, folder: Path) -> None:
     """The file is whole, and nothing else is in its folder."""
     assert file == folder / NAME
     assert file.read_bytes() == CONTENT
-    assert list(folder.iterdir()) == [file]
+    assert visible(folder) == [file]
 
 
 def refusal(*arguments) -> str:
@@ -126,6 +131,11 @@ def start(url: str, folder: Path, stderr: int = subprocess.PIPE) -> subprocess.P
     program = "import sys, pathlib, gpt.text.url as d; print(d.fetch(*sys.argv[1:3], pathlib.Path(sys.argv[3])))"
     command = [sys.executable, "-u", "-c", program, url, SHA256, str(folder)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+
+def waiting_for(process: subprocess.Popen, url: str) -> str:
+    """The line of a process that waits for another."""
+    return f"process {process.pid} is downloading {url}: waiting for it\n"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -170,7 +180,7 @@ def test_second_time_needs_no_network(tmp_path, server):
 def test_name_is_safe(tmp_path, server, end, name):
     """The last component of the path, without what a file name should not have, its end kept."""
     file = fetch(server.url("whole").replace("file.txt", end), SHA256, tmp_path, [].append)
-    assert list(tmp_path.iterdir()) == [file] == [tmp_path / f"{SHA256[:16]}-{name}"]
+    assert visible(tmp_path) == [file] == [tmp_path / f"{SHA256[:16]}-{name}"]
 
 
 def test_progress_only_on_a_terminal(tmp_path, server):
@@ -224,7 +234,7 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
     with start(server.url("stalls"), tmp_path) as process:
         wait_until(lambda: (tmp_path / PART).exists() and (tmp_path / PART).stat().st_size >= CUT - BLOCK)
         with start(server.url("stalls"), tmp_path) as waiting:
-            assert waiting.stdout.readline() == f"waiting for another process that downloads {server.url('stalls')}\n"
+            assert waiting.stdout.readline() == waiting_for(process, server.url("stalls"))
             process.kill()
             assert process.wait(30) == -9
             out, errors = waiting.communicate(timeout=30)
@@ -240,7 +250,7 @@ def test_two_processes_at_once(tmp_path, server, way):
     with start(server.url(way), tmp_path) as process:
         wait_until(lambda: server.asked == [None])
         with start(server.url(way), tmp_path) as waiting:
-            assert waiting.stdout.readline().startswith("waiting for another process")
+            assert waiting.stdout.readline() == waiting_for(process, server.url(way))
             server.gate.set()
             (out, errors), (other_out, other_errors) = (one.communicate(timeout=30) for one in (process, waiting))
     said, path = f"downloading {server.url(way)} (0.3 MB)\n", f"{tmp_path / NAME}\n"
@@ -286,11 +296,11 @@ def test_wrong_hash(tmp_path, server, part, asked):
     wrong = hashlib.sha256(b"another").hexdigest()
     (tmp_path / f"{wrong[:16]}-file.txt.part").write_bytes(part)
     assert refusal(server.url("whole"), wrong, tmp_path) == (
-        f"{server.url('whole')}: its SHA-256 is {SHA256[:16]}... and not {wrong[:16]}...: it has changed, or something "
-        "else has answered in its place; check the URL, and data.sha256="
+        f"{server.url('whole')}: the SHA-256 is {SHA256[:16]}..., not {wrong[:16]}...: the file has changed, "
+        "or another server answered; check the URL and data.sha256="
     )
     assert server.asked == asked
-    assert list(tmp_path.iterdir()) == []
+    assert visible(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -300,9 +310,9 @@ def test_http_errors(tmp_path, server, way, reason, tries):
     """Only those that may pass are tried again; nothing is left, or all that was there."""
     message = f"{server.url(way)}: cannot be downloaded (HTTP {way} {reason}); "
     assert refusal(server.url(way), SHA256, tmp_path) == message + OFFLINE
-    assert (len(server.asked), list(tmp_path.iterdir())) == (tries, [])
+    assert (len(server.asked), visible(tmp_path)) == (tries, [])
     (tmp_path / PART).write_bytes(CONTENT[:101])
-    kept = "101 bytes of it are kept for the next try; "
+    kept = "101 bytes are kept for the next attempt; "
     assert refusal(server.url(way), SHA256, tmp_path) == message + kept + OFFLINE
     assert (tmp_path / PART).read_bytes() == CONTENT[:101]
 
@@ -312,14 +322,14 @@ def test_unreachable(tmp_path, server):
     server.stop()
     reason = f"{server.url('whole')}: cannot be downloaded (Connection refused); {OFFLINE}"
     assert refusal(server.url("whole"), SHA256, tmp_path) == reason
-    assert list(tmp_path.iterdir()) == []
+    assert visible(tmp_path) == []
 
 
 def test_no_progress(tmp_path, server):
     """A server that starts over each time, and gets no further, is given up after the waits."""
     assert refusal(server.url("ignores-short"), SHA256, tmp_path) == (
         f"{server.url('ignores-short')}: cannot be downloaded (the connection was cut); "
-        f"65,537 bytes of it are kept for the next try; {OFFLINE}"
+        f"65,537 bytes are kept for the next attempt; {OFFLINE}"
     )
     assert server.asked == [None] + ["bytes=65537-"] * 5
 
@@ -328,7 +338,7 @@ def test_no_progress(tmp_path, server):
 def test_no_such_url(tmp_path, server, url):
     """What is no URL to ask is one line as well."""
     assert refusal(url, SHA256, tmp_path).startswith(f"{url}: cannot be downloaded (")
-    assert list(tmp_path.iterdir()) == []
+    assert visible(tmp_path) == []
 
 
 @pytest.mark.parametrize("value", ["", "abc", SHA256[:-1], SHA256 + "0", SHA256[:-1] + "g", SHA256 + "\n"])
@@ -336,7 +346,7 @@ def test_no_such_hash(tmp_path, server, value):
     """Refused before anything is asked or made."""
     message = f"data.sha256={value!r} is not 64 hex digits: give what sha256sum FILE prints for {server.url('whole')}"
     assert refusal(server.url("whole"), value, tmp_path / "folder") == message
-    assert (server.asked, list(tmp_path.iterdir())) == ([], [])
+    assert (server.asked, visible(tmp_path)) == ([], [])
 
 
 @pytest.mark.parametrize(("below", "reason"), [("", "File exists"), ("folder", "Not a directory")])

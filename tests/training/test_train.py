@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -13,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hydra.core.global_hydra import GlobalHydra
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
 from gpt.training.config import validate
-from harness import ROOT, TINY, differences, read_curves, train, write_corpus
+from harness import ROOT, TINY, Done, differences, read_curves, train, train_apart, write_corpus
 
 SCALARS = {
     "train/loss",
     "train/lr",
+    "train/matrix_lr",
     "train/grad_norm",
     "val/loss",
     "val/bits_per_byte",
@@ -53,8 +52,8 @@ def settings(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(settings, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """A finished run and its process."""
+def run(settings, tmp_path_factory) -> tuple[Path, Done]:
+    """A finished run and what it printed."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     done = train(*settings, "horizon=40steps", "tokenizer=bpe", "tokenizer.vocab_size=290", f"run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
@@ -62,12 +61,12 @@ def run(settings, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
 
 
 def test_what_is_printed(run):
-    """The run's figures beside a strong compressor's, where it is, and the next two commands; nothing on stderr."""
+    """The run's figures, where it is, and the next two commands; nothing on stderr."""
     run_dir, done = run
     assert done.stderr == ""
-    assert re.search(r"^prepared 4,\d\d\d bytes as 70\d tokens of 285 kinds, ", done.stdout, re.M)
+    assert re.search(r"^prepared 4,\d\d\d bytes as 70\d tokens \(5.72 bytes per token, vocabulary 285\)", done.stdout, re.M)
     assert re.search(r"^trained 40 steps, 3,840 tokens \(\d\.\d\d epochs\) in \d+\.\d s", done.stdout, re.M)
-    assert re.search(r"\d\.\d{4} bits per byte \(xz -9e: \d\.\d{4}\)$", done.stdout, re.M)
+    assert re.search(r"\d\.\d{4} bits per byte$", done.stdout, re.M)  # the text is too short to compare with xz
     assert f"\nthe run:    {run_dir}\n" in done.stdout
     assert f'sample it:  python generate.py --checkpoint {run_dir} --prompt "' in done.stdout
     assert f"its curves: tensorboard --logdir {run_dir.parent}\n" in done.stdout
@@ -87,12 +86,12 @@ def test_metrics(run):
     metrics = json.loads((run[0] / "metrics.json").read_text())
     assert list(metrics) == METRICS
     assert (metrics["steps"], metrics["tokens"]) == (40, 3840)
-    assert metrics["best_step"] in (17, 34, 40)
+    assert metrics["best_step"] in (10, 20, 30, 40)
     assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_nats_per_byte"] / 0.6931471805599453)
     assert metrics["tokens_per_second"] == pytest.approx(3840 / metrics["train_seconds"])
     curves = read_curves(run[0])
     assert curves["val/loss"][-1] == (40, pytest.approx(metrics["val_loss"]))
-    assert [step for step, _ in curves["val/bits_per_byte"]] == [17, 34, 40]
+    assert [step for step, _ in curves["val/bits_per_byte"]] == [10, 20, 30, 40]
     assert curves["train/loss"][-1][1] < curves["train/loss"][0][1]
 
 
@@ -120,7 +119,7 @@ def test_config_is_resolved(run):
 def test_samples(run):
     """The fixed prompts' continuations, by step."""
     text = (run[0] / "samples.md").read_text()
-    assert re.findall(r"^## Step (\d+)$", text, re.M) == ["17", "34", "40"]
+    assert re.findall(r"^## Step (\d+)$", text, re.M) == ["10", "20", "30", "40"]
 
 
 def test_checkpoint_stands_alone(run):
@@ -134,6 +133,7 @@ def test_checkpoint_stands_alone(run):
     assert model(torch.tensor([[tokenizer.end_of_text]])).shape == (1, 1, 285)
 
 
+@pytest.mark.slow
 def test_tensorboard_serves_the_run(run):
     """`tensorboard --logdir` shows curves, text and images over HTTP."""
     with socket.socket() as probe:
@@ -158,7 +158,7 @@ def test_tensorboard_serves_the_run(run):
                 pass
             assert time.monotonic() < deadline, "TensorBoard does not show the run's scalars"
             time.sleep(0.3)
-        assert len(get("scalars/scalars?run=run&tag=val/loss")) == 3
+        assert len(get("scalars/scalars?run=run&tag=val/loss")) == 4
         assert get("text/tags") == {"run": ["samples/text_summary"]}
         assert set(get("images/tags")["run"]) == {"attention/layer_0", "attention/layer_1"}
     finally:
@@ -254,24 +254,20 @@ def test_two_processes(settings, tmp_path, precision, micro_batch, tolerance):
 
 
 @pytest.fixture
-def refuse(monkeypatch, capsys, tmp_path):
-    """Run train.py in this process on arguments that it must refuse; return its one line."""
+def refuse(tmp_path):
+    """Run train.py on arguments that it must refuse; return its one line."""
 
     def call(*arguments: str | Path) -> str:
-        places = [f"run_dir={tmp_path / 'run'}", f"data.cache={tmp_path / 'cache'}"]
         given = " ".join(map(str, arguments))
-        places = [] if "resume" in given or "data.cache" in given else places
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments), *places])
-        GlobalHydra.instance().clear()
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-        captured = capsys.readouterr()
-        lines = captured.err.strip().splitlines()
-        assert end.value.code == 2
-        assert len(lines) == 1, captured.err
+        places = [] if "resume" in given or "data.cache" in given else [f"data.cache={tmp_path / 'cache'}"]
+        places += [] if "resume" in given or "run_dir" in given else [f"run_dir={tmp_path / 'run'}"]
+        done = train(*arguments, *places)
+        lines = done.stderr.strip().splitlines()
+        assert done.returncode == 2
+        assert len(lines) == 1, done.stderr
         assert lines[0].startswith("train.py: ")
         assert not (tmp_path / "run").exists()
-        assert not list(tmp_path.glob("cache/*"))
+        assert not [file for file in tmp_path.glob("cache/*") if not file.name.endswith(".lock")]
         return lines[0]
 
     return call
@@ -301,12 +297,16 @@ def refuse(monkeypatch, capsys, tmp_path):
         ("horizon=0steps", "horizon='0steps' is not a horizon"),
         ("horizon=-5min", "horizon='-5min' is not a horizon"),
         ("data=text", "data=text needs data.path=FILE"),
-        ("data.path=x.txt", "data.path='x.txt' is read only with data=text"),
+        ("data.path=x.txt", "data.path='x.txt' works only with data=text"),
         ("model=nope", "model=nope is not known: choose from gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini"),
         ("foo", "'foo' is not key=value"),
         ("tokenizer.vocab_size=100", "tokenizer.vocab_size=100 is out of range"),
         ("init_from=/nowhere", "/nowhere: there is no such checkpoint or run directory"),
         ("resume=/nowhere", "/nowhere: not a run directory"),
+        ("resume=", "resume= is empty"),
+        ("init_from=", "init_from= is empty"),
+        ("run_dir=", "run_dir= is empty"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
         ("trainer.strategy=nope", "trainer.strategy='nope' is not known: choose from auto, ddp"),
         ("model=3", "a group takes the name of one of its files, such as model=mini"),
     ],
@@ -319,11 +319,11 @@ def test_mistaken_argument(refuse, argument, words):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("missing.txt", None, "neither a file, a folder, nor a glob"),
+        ("missing.txt", None, "is not a file, a folder or a glob"),
         ("empty.txt", b"", "the file is empty"),
         ("latin.txt", "caf\u00e9".encode("latin-1"), "not UTF-8 (byte 0xe9 at offset 3)"),
         ("binary.dat", b"abc\0def", "a binary file (a zero byte at offset 3)"),
-        ("short.txt", b"To be, or not to be", "fewer than model.context_length=128 and a target"),
+        ("short.txt", b"To be, or not to be", "set model.context_length="),
         ("broken.jsonl", b'{"text": "fine"}\n{"text": ', "line 2 is not JSON"),
         ("other.jsonl", b'{"body": "text"}\n', "line 1 has no text under 'text'; name the key with data.text_field="),
     ],
@@ -346,6 +346,40 @@ def test_typo_inside_a_file(refuse, tmp_path):
     assert "there is no key 'optim.matrix_lrr'; did you mean 'optim.matrix_lr'?" in line
 
 
+def test_experiment_without_its_first_line(refuse, tmp_path):
+    """An experiment file that Hydra puts under its own name is told what it lacks."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("horizon: 5steps\n")
+    line = refuse("--config-dir", tmp_path, "experiment=mine")
+    assert "an experiment file must begin with the line: # @package _global_" in line
+
+
+@pytest.mark.parametrize("setting", ["optim.matrix_lr=0.01", "optim.matrix_weight_decay=0.2", "optim.momentum=0.9"])
+def test_settings_of_the_other_optimizer(refuse, setting):
+    """What only Muon reads is refused for AdamW, rather than ignored."""
+    line = refuse("optim=adamw", setting)
+    assert f"{setting} means nothing to optim=adamw: it is a setting of optim=muon" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "torchrun"), ({"SLURM_STEP_NUM_TASKS": "4"}, "srun")],
+)
+def test_launchers_of_several_processes(refuse, monkeypatch, variables, launcher):
+    """Every process that torchrun or srun started as one of several refuses to train."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert f"{launcher} has started several processes, which is not supported" in refuse()
+
+
+@pytest.mark.parametrize("variables", [{"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash_1"}])
+def test_allocation_without_srun(settings, monkeypatch, tmp_path, variables):
+    """Within a SLURM allocation, a plain start trains as it does anywhere."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = train(*settings, "horizon=2steps", f"run_dir={tmp_path / 'run'}")
+    assert (done.returncode, done.stderr) == (0, "")
+
 def test_directory_of_another_run(run, settings):
     """A run directory is never shared."""
     done = train(*settings, f"run_dir={run[0]}")
@@ -361,17 +395,7 @@ def test_cache_that_cannot_be_written(refuse, settings, tmp_path):
     assert "data.cache=" in line
 
 
-def test_imports_point_one_way():
-    """What only samples or holds the model stays free of the training and configuration frameworks."""
-    code = (
-        "import sys, gpt.model.transformer, gpt.sampling.generation, gpt.exchange.checkpoint, gpt.sampling.scoring, gpt.exchange.huggingface, gpt.text.shards\n"
-        "print(sorted({'lightning', 'hydra', 'omegaconf', 'train'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
-
-
-def test_directory_with_other_things(refuse, tmp_path, monkeypatch):
+def test_directory_with_other_things(refuse, tmp_path):
     """A directory that holds anything of the user's is left alone, and a file is no directory."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/samples.md").write_text("mine")
@@ -411,6 +435,7 @@ def test_weights_that_an_update_has_spoilt(settings, tmp_path):
         assert all(p.isfinite().all() for p in checkpoint.load(file)["state_dict"].values())
 
 
+@pytest.mark.slow
 def test_training_outlives_its_reader(settings, tmp_path):
     """With its output piped to a program that has gone, a training goes on to its end."""
     words = " ".join(f"'{argument}'" for argument in [*settings, "horizon=9steps", f"run_dir={tmp_path / 'run'}"])

@@ -1,8 +1,11 @@
-"""Real `train.py` processes, the ways to hurt them, and what it means that two runs are the same."""
+"""Real trainings, in this process or in one of their own that can be hurt, and what it means that two runs are equal."""
 
+import contextlib
+import io
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from hydra.core.global_hydra import GlobalHydra
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt.exchange import checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-# A model so small that a run is over in seconds, with everything on that could come out of step: dropout,
-# accumulation, several epochs, and intervals that are primes, so that they never fall together.
+ROOT = Path(__file__).resolve().parents[1]
+# A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
+# epochs, and intervals that are primes, so that they never coincide.
 TINY = [
     "model.context_length=16",
     "model.d_model=24",
@@ -44,19 +48,45 @@ def write_corpus(folder: Path) -> Path:
     return file
 
 
+@dataclass
+class Done:
+    """How a training ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def train(*arguments: str | Path) -> Done:
+    """Run train.py to its end within this process, which saves the seconds that its imports take."""
+    GlobalHydra.instance().clear()
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.argv = sys.argv, ["train.py", *map(str, arguments)]
+    code: int | str | None = 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = before
+    assert isinstance(code, int)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
 def command(*arguments: str | Path) -> list[str]:
     """The command line of a training."""
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
-def train(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
-    """Run a training to its end."""
+def train_apart(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
+    """Run train.py to its end in a process of its own, for tests where the process is the point."""
     return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
 
 
 @dataclass
-class Session:
-    """A training process that is to be hurt: its output so far, read as it comes."""
+class Process:
+    """A training process that is to be hurt, and its output so far."""
 
     arguments: list
     env: dict = field(default_factory=dict)
@@ -73,7 +103,7 @@ class Session:
         self.output = ""
 
     def wait_for(self, text: str) -> bool:
-        """Read lines until one has `text` in it; False where the output ends first."""
+        """Read lines until one contains `text`; False if the output ends first."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
@@ -85,14 +115,14 @@ class Session:
         self.process.send_signal(number)
 
     def end(self) -> int:
-        """Read the rest; the exit code."""
+        """Read the rest; returns the exit code."""
         rest, _ = self.process.communicate(timeout=300)
         self.output += rest
         return self.process.returncode
 
 
 def wait_for_file(file: Path, seconds: float = 60.0) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + seconds
     while not file.exists():
         assert time.monotonic() < deadline, f"{file} has not appeared"
@@ -100,7 +130,7 @@ def wait_for_file(file: Path, seconds: float = 60.0) -> None:
 
 
 def flatten(value, name: str = "") -> dict:
-    """A nested structure as one dictionary of its leaves."""
+    """Flatten a nested structure into one dictionary of its leaves."""
     if isinstance(value, dict):
         pairs = [(f"{name}.{key}", inner) for key, inner in value.items()]
     elif isinstance(value, list | tuple):
@@ -111,7 +141,7 @@ def flatten(value, name: str = "") -> dict:
 
 
 def read_curves(run_dir: Path) -> dict:
-    """Everything that TensorBoard shows of a run, but for what depends on time: tag to (step, content) pairs."""
+    """Everything that TensorBoard shows of a run, except what depends on time: tag to (step, content) pairs."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
     events.Reload()
     curves: dict = {}
@@ -125,7 +155,7 @@ def read_curves(run_dir: Path) -> dict:
 
 
 def differences(run_dir: Path, reference: Path) -> list[str]:
-    """What two finished runs do not have in common, bit for bit, times aside. Empty where all is the same."""
+    """What differs between two finished runs, bit for bit, times aside; empty if nothing does."""
     found = []
     for name in ("last", "best"):
         leaves = [flatten(checkpoint.load(run / f"checkpoints/{name}.ckpt")) for run in (run_dir, reference)]
