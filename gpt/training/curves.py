@@ -75,8 +75,10 @@ class Curves(StepCallback):
     def state_dict(self) -> dict:
         # Called on every rank, but only rank 0 saves: it needs the sums of all.
         if self._trainer is not None and self._trainer.world_size > 1:
-            sums = self._trainer.strategy.all_gather(self._losses.to(self._trainer.strategy.root_device))
-            return {"losses": sums.tolist(), "num_losses": self._num_losses}
+            mine = self._losses.to(self._trainer.strategy.root_device)
+            sums = [torch.zeros_like(mine) for _ in range(self._trainer.world_size)]
+            torch.distributed.all_gather(sums, mine)
+            return {"losses": [float(loss) for loss in sums], "num_losses": self._num_losses}
         return {"losses": float(self._losses), "num_losses": self._num_losses}
 
     def load_state_dict(self, state: dict) -> None:

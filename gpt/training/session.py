@@ -8,9 +8,9 @@ session.report()
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from lightning import Callback
 
 # Importing Lightning takes seconds, so fitting.py, probe.py and processes.py wait until the configuration has been
 # found to be right.
@@ -131,15 +134,16 @@ class Session:
         start = Start(file, payload, threads=payload["threads"])
         return cls(config, plan, corpora, given, run_dir, start)
 
-    def fit(self) -> None:
+    def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
 
-        A stop signal ends it after a step and a checkpoint, with `SystemExit` and the exit code 128 + signal.
+        `callbacks` are Lightning's, for rank 0, and come after our own. A stop signal ends the training after a step
+        and a checkpoint, with `SystemExit` and the exit code 128 + signal.
         """
         hardware.keep_freed_memory()
         while True:
             try:
-                self._fit_once()
+                self._fit_once(callbacks)
                 return
             except Exception as error:
                 if not hardware.is_out_of_memory(error):
@@ -153,7 +157,7 @@ class Session:
                 self._start.weights = open_model(self.config.init_from)[0].state_dict()
             del newest
 
-    def _fit_once(self) -> None:
+    def _fit_once(self, callbacks: Sequence["Callback"]) -> None:
         from gpt.training.fitting import Fitting
         from gpt.training.processes import together
         from gpt.training.saving import CheckpointFiles
@@ -169,6 +173,7 @@ class Session:
         with together(trainer.devices, job) as ranks:
             files = CheckpointFiles(start.payload)
             fitting = Fitting(self.config, self.plan, self.corpora, self.run_dir, start.weights)
+            fitting.callbacks += callbacks
             start.payload = start.weights = None
             say(
                 f"{fitting.module.model.num_parameters():,} parameters on {trainer.device} in {trainer.precision}, "
