@@ -1,80 +1,70 @@
-"""How long a training waits for its batches: python benchmarks/input_wait.py [--json].
+"""How long training waits for its batches: python benchmarks/input_wait.py [--json FILE].
 
-Lightning's own profiler, over the quick start's model and GPT-2 124M, each on a corpus that was prepared before.
+Measured by Lightning's profiler on the quick start's model and on GPT-2 124M, each with a corpus prepared beforehand.
 """
 
-import argparse
-import json
 import statistics
-import sys
+import tempfile
 from pathlib import Path
 
+from lightning import Callback
 from lightning.pytorch.profilers import SimpleProfiler
+from measuring import finish, machine, parser, table
+from training import build, fit
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from gpt import hardware
-from gpt.model.transformer import ModelConfig  # noqa: E402
-from gpt.text.corpus import DataConfig  # noqa: E402
-from gpt.text.prepare import prepare  # noqa: E402
-from gpt.text.tokenizer import TokenizerConfig  # noqa: E402
-from gpt.training import module as lit  # noqa: E402
-from gpt.training.callbacks import CheckpointFiles  # noqa: E402
-from gpt.training.config import Config, TrainerConfig  # noqa: E402
-
-# As the profiler names what Lightning's loop does.
-NEXT, STEP = "[_TrainingEpochLoop].train_dataloader_next", "run_training_batch"
+PRESETS = {
+    "mini": ["horizon=400steps", "trainer.micro_batch_size=8"],
+    "gpt2_small": [
+        "horizon=5steps",
+        "model=gpt2_small",
+        "tokenizer=gpt2",
+        "trainer.tokens_per_step=4096",
+        "trainer.micro_batch_size=4",
+    ],
+}
+WAIT, STEP = "[_TrainingEpochLoop].train_dataloader_next", "run_training_batch"  # the profiler's names
 
 
-def measure(model: ModelConfig, tokenizer: str, micro_batch: int, steps: int) -> dict:
-    """Medians, in ms, of the wait for a batch and of the step on it; and the share of all waiting in all steps."""
-    device = hardware.choose_device()
-    config = Config(
-        model=model,
-        data=DataConfig("python_stdlib"),
-        tokenizer=TokenizerConfig(tokenizer),
-        trainer=TrainerConfig(
-            device=device.type,
-            precision=hardware.choose_precision("auto", device),
-            compile="false",
-            tokens_per_step=micro_batch * model.context_length,
-            micro_batch_size=str(micro_batch),
-        ),
-        horizon=f"{steps}steps",
-    )
-    corpora = prepare(config.data, config.tokenizer, model.context_length, ROOT / "data/cache", say=lambda line: None)
-    config, plan = lit.make_plan(config, corpora, False, print)
-    module = lit.GPTModule(config, plan, corpora)
-    trainer = lit.build_trainer(config, plan, [], CheckpointFiles())
-    trainer.profiler = SimpleProfiler()  # type: ignore[assignment]
-    trainer.fit(module, datamodule=lit.GPTData(module))
-    waits, works = (trainer.profiler.recorded_durations[name][1:] for name in (NEXT, STEP))
+class Profile(Callback):
+    """Hands a profiler to the trainer."""
+
+    def __init__(self) -> None:
+        self._profiler = SimpleProfiler()
+
+    def setup(self, trainer, module, stage: str) -> None:
+        trainer.profiler = self._profiler
+
+    def seconds(self, name: str) -> list[float]:
+        """How long each occurrence of an action took, without the first."""
+        return self._profiler.recorded_durations[name][1:]
+
+
+def measure(preset: str) -> dict:
+    """Train; return the medians of wait and step in ms, and the share of waiting in the total."""
+    profile = Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        fitting = build(Path(folder), "data=python_stdlib", "trainer.compile=false", *PRESETS[preset])
+        fitting.callbacks.append(profile)
+        fit(fitting)
+    waits, steps = profile.seconds(WAIT), profile.seconds(STEP)
     return {
-        "steps": len(works),
+        "steps": len(steps),
         "wait_ms": 1000 * statistics.median(waits),
-        "step_ms": 1000 * statistics.median(works),
-        "share": sum(waits) / (sum(waits) + sum(works)),
+        "step_ms": 1000 * statistics.median(steps),
+        "share": sum(waits) / (sum(waits) + sum(steps)),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    hardware.keep_freed_memory()
-    report = {
-        "mini": measure(ModelConfig(128, 128, 4, 4), "bpe", 8, 400),
-        "gpt2_small": measure(ModelConfig(1024, 768, 12, 12), "gpt2", 4, 5),
-    }
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return
-    for name, found in report.items():
-        print(
-            f"{name:12} {found['steps']:4} steps of {found['step_ms']:8.1f} ms, each after a wait of "
-            f"{found['wait_ms']:.3f} ms: {found['share']:.2%} of the time"
-        )
+    args = parser(__doc__).parse_args()
+    print(machine())
+    reports = {preset: measure(preset) for preset in PRESETS}
+    rows = [
+        [name, str(r["steps"]), f"{r['step_ms']:.1f}", f"{r['wait_ms']:.3f}", f"{r['share']:.2%}"]
+        for name, r in reports.items()
+    ]
+    print(table(["", "steps", "ms a step", "ms a wait", "waiting"], rows))
+    finish(reports, args.json)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt.exchange import checkpoint
+from gpt.training.config import Config, validate
 
 ROOT = Path(__file__).resolve().parents[1]
 # A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
@@ -72,6 +74,14 @@ def train(*arguments: str | Path) -> Done:
         sys.argv = before
     assert isinstance(code, int)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def tiny_config(folder: Path, *changes: str) -> Config:
+    """The configuration of a tiny run below `folder`, with the changes written as on the command line."""
+    given = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", *changes]
+    values = dict(argument.split("=", 1) for argument in [*TINY, *given])
+    values = {f"{key}.name" if key in ("data", "tokenizer", "optim") else key: value for key, value in values.items()}
+    return validate(OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()]))
 
 
 def command(*arguments: str | Path) -> list[str]:

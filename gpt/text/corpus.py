@@ -63,7 +63,7 @@ class DataConfig:
             raise ValueError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
         if sum(path.startswith(("http://", "https://")) for path in self.paths) > 1:
             raise ValueError(
-                "data.path has several URLs, but data.sha256 is the hash of only one: download the others first"
+                "data.path has several URLs, and data.sha256 is the hash of only one: download the others first"
             )
         if self.name in ONE_WORD and self.paths:
             raise ValueError(f"data.path={self.path!r} works only with data=text: add that, or leave the path out")

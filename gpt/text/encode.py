@@ -14,7 +14,7 @@ import numpy as np
 from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.text.corpus import Piece
-from gpt.text.progress import progress_bar
+from gpt.text.progress_bar import progress_bar
 from gpt.text.shards import SPLITS, Writer, width
 from gpt.text.source import Say, Source
 from gpt.text.split import Split

@@ -14,7 +14,7 @@ from gpt.files import replacing, write_text
 from gpt.text.cache import one_at_a_time
 from gpt.text.formats import require
 from gpt.text.pieces import well_formed
-from gpt.text.progress import progress_bar
+from gpt.text.progress_bar import progress_bar
 from gpt.text.url import OFFLINE
 
 PART_BYTES = 1 << 26  # of text in a file; an interrupted download repeats at most this much

@@ -133,7 +133,7 @@ def _make(
             return
         if not (working / "manifest.json").exists():  # which is written last
             _fill(working, source, key, config, given, context_length, say)
-        for file in (PLAN, JOURNAL, ".lock"):  # a lock of older versions
+        for file in (PLAN, JOURNAL, ".lock"):  # older versions kept their lock here
             (working / file).unlink(missing_ok=True)
         os.rename(working, folder)
         sync(folder.parent)
@@ -156,7 +156,8 @@ def _fill(
             unfinished.unlink()
     else:
         delete(working)
-        working.mkdir()
+        with explain_unwritable(working.parent):
+            working.mkdir()
         found = source.survey(say)
         tokenizer = given or _make_tokenizer(config, source, say)
         write_text(working / "tokenizer.json", json.dumps(tokenizer.to_dict()))

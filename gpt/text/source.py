@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpt.errors import UserError
 from gpt.text.corpus import DataConfig, open_corpus
-from gpt.text.progress import progress_bar
+from gpt.text.progress_bar import progress_bar
 from gpt.text.split import Survey, survey
 
 Say = Callable[[str], None]

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from gpt.errors import UserError
 from gpt.files import publish
 from gpt.text.cache import explain_unwritable, one_at_a_time
-from gpt.text.progress import progress_bar
+from gpt.text.progress_bar import progress_bar
 
 BLOCK = 1 << 14  # bytes to receive at once: the most that a broken connection loses
 TIMEOUT = 30  # seconds without a byte

@@ -73,7 +73,8 @@ def build_trainer(
     module: GPTModule, callbacks: list[Callback], plugins: list[ClusterEnvironment | CheckpointIO]
 ) -> Trainer:
     """Lightning's trainer, with the callbacks in place of its own printing, logging and checkpointing."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
     settings = module.config.trainer
     strategy: str | DDPStrategy = "auto"

@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from gpt.errors import write_line
+from gpt.errors import NonFiniteError, UserError, write_line
 
 GRACE = 5.0  # seconds to wait for the others: for helpers at the end, and for rank 0 when a helper has failed
 
@@ -69,6 +69,14 @@ def together(devices: int, job: dict[str, Any]) -> Iterator[Ranks]:
             threading.Thread(target=_watch, args=(helpers, done), daemon=True).start()
         yield Ranks(0, port)
         patience = GRACE
+    except (UserError, NonFiniteError):
+        raise
+    except Exception:  # perhaps only the consequence of a helper's end
+        time.sleep(1.0 if helpers else 0.0)
+        if lost := _lost(helpers):
+            write_line(lost, sys.stderr)
+            sys.exit(1)
+        raise
     finally:
         done.set()
         _end(helpers, patience)
@@ -101,15 +109,19 @@ def _end(helpers: list[subprocess.Popen], patience: float) -> None:
 
 
 def _watch(helpers: list[subprocess.Popen], done: threading.Event) -> None:
-    """End everything if a helper fails and rank 0, waiting for it, does not notice."""
+    """End everything if a helper fails and rank 0, which may wait for it forever, does not notice."""
     while not done.wait(0.2):
-        for rank, helper in enumerate(helpers, start=1):
-            if helper.poll():
-                if done.wait(GRACE):
-                    return
-                code = helper.returncode
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                write_line(f"train.py: process {rank} of {len(helpers) + 1} {how}; all others were ended", sys.stderr)
-                for other in helpers:
-                    other.kill()
-                os._exit(1)
+        if (lost := _lost(helpers)) and not done.wait(GRACE):
+            write_line(lost, sys.stderr)
+            for helper in helpers:
+                helper.kill()
+            os._exit(1)
+
+
+def _lost(helpers: list[subprocess.Popen]) -> str:
+    """A line about the first helper that failed, or nothing."""
+    for rank, helper in enumerate(helpers, start=1):
+        if code := helper.poll():
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return f"train.py: process {rank} of {len(helpers) + 1} {how}; all others were ended"
+    return ""

@@ -183,7 +183,7 @@ BROKEN = b"\xff \xfe \x80 \xc0\xaf \xe2\x82 \xed\xa0\x80 \xf0\x9f \xf0\x9f\x98 \
 FRAGMENTS = [character.encode() for character in WHOLE_CHARACTERS] + BROKEN
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     st.one_of(st.binary(min_size=1, max_size=23), st.lists(st.sampled_from(FRAGMENTS), min_size=1).map(b"".join)),
     st.sampled_from(TINY),

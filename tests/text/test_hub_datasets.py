@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpt.errors import UserError
+from gpt.files import hold
 from gpt.text import hub_datasets as hub
 from gpt.text.corpus import DataConfig, open_corpus, pinned
 from gpt.text.tokenizer import TokenizerConfig
@@ -109,6 +110,7 @@ print(len(list(open_corpus(DataConfig("huggingface", sys.argv[1]), Path(sys.argv
 """
 
 
+@pytest.mark.slow
 def test_killed_download_goes_on(data_set, tmp_path):
     """After SIGKILL between a part and its note, only that part is fetched again, and nothing is lost or doubled."""
     command = [sys.executable, "-c", KILLED, data_set, str(tmp_path)]
@@ -122,6 +124,23 @@ def test_killed_download_goes_on(data_set, tmp_path):
     assert ", from byte 2,0" in lines[0]
     assert lines[1] == "2"  # parts 0 and 1 were kept
     assert read(data_set, tmp_path) == TEXTS
+
+
+def test_waiting_for_another_download(data_set, tmp_path):
+    """Where another process is fetching it, that is said once, and what it has fetched is read."""
+    assert read(data_set, tmp_path) == TEXTS
+    [complete] = tmp_path.glob("downloads/*/complete")
+    complete.unlink()
+    lock = hold(complete.with_name(".lock"))
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        complete.touch()
+        lock.release()
+
+    assert list(open_corpus(DataConfig("huggingface", data_set), tmp_path, say).documents()) == TEXTS
+    assert said == [f"process {os.getpid()} is fetching {data_set}: waiting for it"]
 
 
 def test_mistakes(data_set, tmp_path, monkeypatch):
@@ -157,9 +176,7 @@ def test_vanished_network(tmp_path):
 
     line = refused()
     assert line.startswith("x: data.path='somebody/something': the hub does not provide it (")
-    assert line.endswith(
-        "without a network, use data=python_docs, data=python_stdlib or data=text data.path=FILE\n"
-    )
+    assert line.endswith("without a network, use data=python_docs, data=python_stdlib or data=text data.path=FILE\n")
     assert line.count("\n") == 1
     before = tmp_path / "downloads/somebody_something-0123456789abcdef"
     before.mkdir(parents=True)

@@ -22,7 +22,7 @@ LETTERS = "ab \n\t\x85\u2028\u3000\x1c\u200bé中😀"
 words = st.text(LETTERS, max_size=23)
 blocks_of_text = st.lists(words | st.sampled_from(["a" * 47, " " * 47, "a " * 23, " a" * 23]), max_size=17)
 sizes = st.integers(1, 13)
-many = settings(deadline=None, max_examples=1000)
+many = settings(deadline=None, max_examples=300)
 
 
 def slow_cut(text: str, size: int) -> list[str]:
@@ -169,6 +169,7 @@ def test_cutting_takes_linear_time(text, length):
     assert len(text) // (4 * PIECE) < count <= len(text) // PIECE + 1
 
 
+@pytest.mark.slow
 def test_memory_is_bounded():
     """Fifty megabytes without white space, in tiny blocks, take the memory of a few pieces."""
     blocks = ("日本語" * 7 for _ in range(793_651))

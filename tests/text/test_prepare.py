@@ -35,7 +35,7 @@ from gpt.files import write_text as write_text_whole
 from gpt.text.corpus import DataConfig, open_corpus
 from gpt.text.mixture import names_of, shares_of
 from gpt.text.pieces import cut
-from gpt.text.prepare import FORMAT, prepare
+from gpt.text.prepare import FORMAT, TooShortError, prepare
 from gpt.text.shards import SPLITS, Corpora, Shards, Tokens
 from gpt.text.split import survey
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -622,8 +622,7 @@ def test_no_text(tmp_path, documents):
     if not documents:
         Path(data.path).write_text("\n\n")
     assert (
-        refusal(data, cache)
-        == f"{data.path}: every document is empty; give a text, or its key with data.text_field="
+        refusal(data, cache) == f"{data.path}: every document is empty; give a text, or its key with data.text_field="
     )
     assert entries(cache) == []
 
@@ -633,6 +632,26 @@ def test_hardly_any_text(tmp_path, text):
     """Where no context is short enough, no context is advised."""
     message = refusal(write_text(tmp_path, text), tmp_path / "cache", context_length=1)
     assert message == "the training text has 0 tokens, fewer than a context of 1 and a target: give more text"
+
+
+@pytest.mark.parametrize(("text", "longest"), [("hello world", 9), ("a", 0), ("ab", 1)])
+def test_too_short_for_the_context(tmp_path, text, longest):
+    """The error holds the longest context that works, and that one does work."""
+    data, cache = write_text(tmp_path, text), tmp_path / "cache"
+    with pytest.raises(TooShortError) as caught:
+        make(data, cache)
+    assert caught.value.longest_context == longest
+    assert "model." not in str(caught.value)
+    if longest:
+        assert len(make(data, cache, context_length=longest).train) == longest + 1
+
+
+def test_too_short_to_validate():
+    """No context would do where the validation text has a single token."""
+    with pytest.raises(TooShortError) as caught:
+        gpt.text.prepare._require_enough(30, 1, CONTEXT)
+    assert str(caught.value) == "the validation text has 1 tokens but needs 2: give more text"
+    assert caught.value.longest_context == 0
 
 
 def test_too_long_a_context_for_the_cache(tmp_path):
@@ -710,6 +729,7 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
         write_text_whole(path, text)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(gpt.text.encode, "write_text", watched_write)
     monkeypatch.setattr(gpt.text.prepare, "write_text", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
@@ -823,6 +843,31 @@ def test_killed_at_the_very_end(tmp_path, workshop, many, undisturbed):
     assert [folder.name[:15] for folder in entries(cache)] == [".preparing-text"]
     assert workshop.run(many, cache) == (0, "")
     assert content(folder_of(cache)) == undisturbed
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
+def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, number):
+    """What a failed preparation has not yet deleted is never taken for work to continue."""
+    cache = tmp_path / "cache"
+    code, _ = workshop.run(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000)
+    assert code == -signal.SIGKILL
+    code, said = workshop.run(many, cache)
+    assert code == 0, said
+    assert content(folder_of(cache)) == undisturbed
+
+
+def test_remains_of_an_older_version(tmp_path, many, undisturbed):
+    """Older versions kept a lock in the folder: it is no obstacle, and does not stay."""
+    cache, said = tmp_path / "cache", list[str]()
+    with constants(SMALL):
+        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+            make(many, cache)
+        (folder_of(cache) / ".lock").write_text("123\n")
+        make(many, cache, say=said.append)
+        assert said[0].startswith("resuming")
+        assert content(folder_of(cache)) == undisturbed
+        (folder_of(cache) / ".lock").write_text("123\n")  # in a finished folder
+        assert len(make(many, cache).train) > 0
 
 
 @pytest.mark.parametrize("half", [1, 2])
@@ -986,11 +1031,18 @@ def test_taking_a_lock_that_is_gone(tmp_path, workshop, many, undisturbed, conte
     assert content(folder_of(cache)) == undisturbed
 
 
-@pytest.mark.parametrize("file", ["plan.json", "progress.json", "train-00000.bin", "validation-00000.bin"])
-def test_beginning_while_one_clears_away(tmp_path, workshop, many, undisturbed, file):
+@pytest.mark.parametrize(
+    ("removal", "number"),
+    [
+        ("plan.json', -1)", 2),
+        *((f"os.remove ('{name}'", 1) for name in ("progress.json", "train-00000.bin", "validation-00000.bin")),
+    ],
+    ids=["plan", "journal", "train", "validation"],
+)
+def test_beginning_while_one_clears_away(tmp_path, workshop, many, undisturbed, removal, number):
     """What one that has failed still has to remove is not what the next one makes meanwhile."""
     cache = tmp_path / "cache"
-    first = workshop.start(many, cache, at=(f"os.remove ('{file}'", 1, signal.SIGSTOP), context_length=100_000)
+    first = workshop.start(many, cache, at=(removal, number, signal.SIGSTOP), context_length=100_000)
     assert workshop.wait(first) is None
     second = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP))
     workshop.wait_until_said(second, "text")
@@ -1204,6 +1256,43 @@ def test_shares_are_next_to_exact(weights):
     assert all(abs(share - true) < 1 for share, true in zip(shares, exact, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["python_docs", "/home/me/books/a.txt"], ("python_docs", "a")),
+        (["x/a.txt", "y/a.md", "z/a.jsonl.gz"], ("a", "a-2", "a-3")),
+        (["a-2.txt", "x/a.txt", "y/a.txt", "z/a.txt"], ("a-2", "a", "a-3", "a-4")),
+        (["books/*.txt", "/data/**/*.jsonl", "/*.txt"], ("books", "data", "text")),
+        (["https://example.org/some/war%20and-peace.txt.gz?raw=1#top", "~/b.TXT"], ("war_20and-peace", "b")),
+        (["texts/my novel, part 1.txt", "😀.txt", "Bücher.v2.txt"], ("my_novel_part_1", "text", "Bücher.v2")),
+    ],
+)
+def test_names_of_a_mixture(paths, names):
+    """Short, unique and fit for a curve's tag, whatever the paths."""
+    assert names_of(DataConfig("mix", paths, [1] * len(paths))) == names
+
+
+def test_name_of_a_folder_in_a_mixture(tmp_path, monkeypatch):
+    """The whole of its name, also with a dot in it, and also of the folder that one is in."""
+    (tmp_path / "v1.2").mkdir()
+    monkeypatch.chdir(tmp_path / "v1.2")
+    assert names_of(DataConfig("mix", [f"{tmp_path}/v1.2/", "."], [1, 1])) == ("v1.2", "v1.2-2")
+
+
+def test_names_are_not_in_the_key(tmp_path):
+    """What is stored for resuming holds the texts' hashes, so a moved text is still the same."""
+    here, there = (mix(write_mixture(tmp_path / place, 1, 1), tmp_path / "cache") for place in ("here", "there"))
+    assert (
+        here.key
+        == there.key
+        == {
+            "mix": [source.manifest["key"] for source in here.sources],
+            "shares": [500, 500],
+            "tokenizer": {"name": "byte"},
+        }
+    )
+
+
 def test_weight_that_is_too_small(tmp_path):
     """Less than a window in a thousand: the corpus is named, before anything is prepared."""
     data = write_mixture(tmp_path, 1000, 1, 0.3)
@@ -1225,11 +1314,11 @@ def test_mixture_of_what_is_there(tmp_path, name):
     assert [line.split()[:3] for line in said] == [
         ["reading", "text", "(1"],
         ["prepared", f"{sizes[0]:,}", "bytes"],
-        ["text", "was", "prepared"],
+        ["text", "is", "already"],
         ["reading", "text", "(1"],
         ["prepared", f"{sizes[1]:,}", "bytes"],
     ]
-    assert mixture.names == tuple(data.path)
+    assert mixture.names == ("text", "text-2", "text-3")
     assert mixture.sources[1].manifest == alone.manifest
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
         assert lists(source) == tuple(obvious(documents, source.tokenizer) for documents in halves(part))
@@ -1356,7 +1445,7 @@ def test_mixture_with_a_built_in_corpus(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt.text.python_docs.files", lambda: modules)
     file = write_documents(tmp_path).path
     mixture = mix(DataConfig("mix", ["python_stdlib", file], [1, 3]), tmp_path / "cache")
-    assert mixture.names == ("python_stdlib", file)
+    assert mixture.names == ("python_stdlib", "text")
     assert [source.manifest["corpus"] for source in mixture.sources] == ["python_stdlib", "text"]
     size = sum(mixture.sources[0].manifest["splits"][name]["bytes"] for name in SPLITS)
     assert size == sum(

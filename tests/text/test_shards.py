@@ -342,3 +342,19 @@ def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
     assert len(open_shards(folder).validation) == 31
     truncate(folder)
     assert "train-00001.bin: 46 bytes where" in refusal(folder)
+
+
+# --- the validation text ---
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 31, 100_003])
+def test_validation_bytes(monkeypatch, tmp_path, block):
+    """The validation text comes in blocks, without end-of-text, wherever a file or a character ends."""
+    end = byte_tokenizer().end_of_text
+    ids = [end, *"naïve €".encode(), end, end, *"😀\n".encode()]
+    monkeypatch.setitem(IDS, "validation", np.array(ids))
+    monkeypatch.setattr(gpt.text.shards, "DECODED_TOKENS", block)
+    blocks = list(open_shards(write_folder(tmp_path / "folder", 14)).validation_bytes())
+    assert b"".join(blocks) == "naïve €😀\n".encode()
+    assert max(map(len, blocks)) <= block
+    assert len(blocks) == -(-len(ids) // block)

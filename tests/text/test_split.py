@@ -15,7 +15,7 @@ from gpt.text.pieces import cut
 from gpt.text.split import ENOUGH_DOCUMENTS, PIECE_BYTES, Survey, survey
 
 PIECE = 31  # characters, at least, of the pieces of a long document here
-EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 DOCUMENTS = [f"document {i:03} " + "é" * (i % 7) for i in range(101)]
 
 
@@ -347,6 +347,7 @@ def test_sample_to_learn_from(monkeypatch):
     assert sample == [document for document in DOCUMENTS[::4] if document not in validation]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(monkeypatch):
     """Of 300,000 documents, which would take 80 megabytes, a sample is kept that takes no more than it may."""
     monkeypatch.setattr(gpt.text.split, "SAMPLE_BYTES", 1_000_000)

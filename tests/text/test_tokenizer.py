@@ -86,8 +86,8 @@ spelled = st.lists(st.sampled_from(["<", "|", "<|", "end", "of", "text", "endoft
     "".join
 )
 valid_text = st.text(st.characters(exclude_categories=["Cs"])) | seams | spelled
-some = settings(deadline=None, max_examples=300)
-many = settings(deadline=None, max_examples=700)
+some = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=300)
 
 
 def slow_encode(text: str, ranks: dict[bytes, int]) -> list[int]:
@@ -298,6 +298,7 @@ def test_long_runs(tokenizer, text):
     assert seconds < 5
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=17)
 @given(st.text(min_size=1, max_size=3), st.text(max_size=3), st.text(max_size=3))
 def test_a_million_of_anything(unit, before, after):
@@ -437,6 +438,7 @@ MEGA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "seconds"), MEGA.values(), ids=MEGA)
 def test_encoding_takes_linear_time(text, seconds):
     """Ten megabytes that are hard to cut take seconds, here a tenth of the bound; forced cuts lose nothing."""

@@ -1,0 +1,64 @@
+"""How commands end: exit codes, and one line for a mistake."""
+
+import errno
+import io
+
+import pytest
+
+from gpt.errors import NonFiniteError, Parser, UserError, command_line, require_choice, write_line
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("lr=-1 is wrong"), 2, "prog: lr=-1 is wrong\n"),
+        (UserError("two\nlines"), 2, "prog: two\\nlines\n"),
+        (NonFiniteError("step 3: nan"), 3, "prog: step 3: nan\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(errno.ENOSPC, "full", "a.txt"), 2, "prog: the disk is full (a.txt): free some space"),
+        (OSError(errno.EDQUOT, "quota"), 2, "prog: the disk is full: free some space"),
+    ],
+)
+def test_ends(capsys, error, code, line):
+    """Each expected end has its exit code and its line."""
+    with pytest.raises(SystemExit) as end, command_line("prog"):
+        raise error
+    assert end.value.code == code
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), ValueError("a bug"), ZeroDivisionError()])
+def test_bugs_keep_their_traceback(error):
+    """What nobody foresaw is raised as it is."""
+    with pytest.raises(type(error)), command_line("prog"):
+        raise error
+
+
+def test_success_is_silent(capsys):
+    """A command that succeeds prints nothing of its own."""
+    with command_line("prog"):
+        print("done")
+    assert capsys.readouterr() == ("done\n", "")
+
+
+def test_parser_complains_in_one_line():
+    """Unknown, abbreviated and malformed options are a `UserError` that names the help."""
+    parser = Parser("prog", "Do it.")
+    parser.add_argument("--number", type=int)
+    for arguments in (["--num", "1"], ["--number", "x"], ["--nope"]):
+        with pytest.raises(UserError, match="; see prog --help"):
+            parser.parse_args(arguments)
+
+
+def test_require_choice():
+    """The choices are listed."""
+    require_choice("a.b", "x", ("x", "y"))
+    with pytest.raises(ValueError, match=r"a\.b='z' is not known: choose from x, y"):
+        require_choice("a.b", "z", ("x", "y"))
+
+
+def test_write_line_flushes():
+    """A line is written at once, with its end."""
+    stream = io.StringIO()
+    write_line("hello", stream)
+    assert stream.getvalue() == "hello\n"

@@ -1,0 +1,69 @@
+"""Run directories: made, found, locked; and the newest intact checkpoint of one."""
+
+import os
+
+import pytest
+
+from gpt.errors import UserError
+from gpt.training import runs
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A new run directory, released at the end."""
+    made = runs.make(str(tmp_path / "run"), "", "seed: 1\n")
+    yield made
+    runs.release(made)
+
+
+def test_make(run_dir):
+    """It holds the configuration and a lock, and nothing else."""
+    assert sorted(os.listdir(run_dir)) == [".lock", "config.yaml"]
+    assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
+
+
+def test_names_do_not_collide(tmp_path, monkeypatch):
+    """Runs begun in the same second get a number."""
+    monkeypatch.chdir(tmp_path)
+    made = [runs.make(None, "text-mini", "") for _ in range(3)]
+    assert len({folder.name for folder in made}) == 3
+    assert all(folder.parent.name == "runs" and "_text-mini" in folder.name for folder in made)
+    assert "=" not in "".join(folder.name for folder in made)
+
+
+def test_a_directory_is_for_one_run(run_dir, tmp_path):
+    """A directory that holds a run or anything of the user's is refused, and so is a file."""
+    with pytest.raises(UserError, match="already holds a run"):
+        runs.make(str(run_dir), "", "")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    with pytest.raises(UserError, match="is not empty"):
+        runs.require_empty(tmp_path / "mine")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        runs.make(str(tmp_path / "file"), "", "")
+    assert (tmp_path / "mine/notes.txt").exists()
+
+
+def test_directory_of_a_path(run_dir):
+    """A run may be named by itself, by its checkpoints folder, or by a file in that."""
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints/last.ckpt").touch()
+    for path in (run_dir, run_dir / "checkpoints", run_dir / "checkpoints/last.ckpt"):
+        assert runs.directory(path).resolve() == run_dir.resolve()
+    with pytest.raises(UserError, match="not a run directory"):
+        runs.directory(run_dir.parent)
+
+
+def test_lock_once_a_process(run_dir):
+    """The process that holds a run may take it again, by any name."""
+    runs.lock(run_dir)
+    runs.lock(run_dir / "." / "checkpoints" / "..")
+
+
+def test_no_checkpoint_yet(run_dir):
+    """Nothing to load is not an error, and what a kill left half written is removed."""
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints/.last.ckpt.123").touch()
+    assert runs.load_newest(run_dir, pytest.fail) is None
+    assert list((run_dir / "checkpoints").iterdir()) == []

@@ -1,0 +1,297 @@
+"""A training called from Python, in sweeps, and on several processes."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from lightning import Callback
+
+import gpt.training.fitting
+import gpt.training.saving
+from gpt import hardware
+from gpt.errors import UserError
+from gpt.exchange import checkpoint
+from gpt.training.session import Session, decide_hardware, load_corpora, require_devices
+from harness import TINY, Process, read_curves, tiny_config, train, train_apart, wait_for_file, write_corpus
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a corpus and a run of six steps from it."""
+    folder = tmp_path_factory.mktemp("session")
+    write_corpus(folder)
+    Session.begin(tiny_config(folder, "horizon=6steps", f"run_dir={folder / 'first'}")).fit()
+    return folder
+
+
+@pytest.fixture
+def settings(folder) -> list[str]:
+    """The arguments of a short training on two CPU processes, or on as many as a test says."""
+    return [*TINY, "trainer.device=cpu", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
+
+
+def test_begin_decides_everything(folder, tmp_path):
+    """A session that has begun has a directory, and nothing in its configuration is automatic."""
+    session = Session.begin(tiny_config(folder, "trainer.micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"))
+    assert "auto" not in (session.config.trainer.device, session.config.trainer.precision, session.config.trainer.compile)
+    assert session.config.trainer.micro_batch_size == "6"
+    assert session.plan.automatic
+    stored = yaml.safe_load((session.run_dir / "config.yaml").read_text())
+    assert stored["trainer"]["micro_batch_size"] == "6"
+
+
+def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
+    """A run that was stopped before its first checkpoint begins at its first step, in its own directory."""
+    begun = Session.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    again = Session.resume(str(begun.run_dir))
+    assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
+    assert again is not None
+    assert (again.run_dir, again.plan) == (begun.run_dir, begun.plan)
+
+
+class Weights(Callback):
+    """Whether a tensor is still referenced once training has started."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.reference = weakref.ref(tensor)
+        self.gone = False
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
+        self.gone = self.reference() is None
+
+
+def test_initial_weights_are_let_go(folder, tmp_path):
+    """The weights that a run starts from take no memory while it trains."""
+    changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    session = Session.begin(tiny_config(folder, *changes))
+    assert session._start.weights is not None
+    probe = Weights(session._start.weights["token_embedding.weight"])
+    session.fit([probe])
+    assert probe.gone
+
+
+def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
+    """Resuming reads the file once, although Lightning asks for it again, and lets go of what was read."""
+    run_dir = tmp_path / "run"
+    config = tiny_config(folder, "horizon=8steps", "trainer.checkpoint_every=3", f"run_dir={run_dir}")
+    Session.begin(config).fit()
+    (run_dir / "checkpoints/last.ckpt").unlink()
+    (run_dir / "checkpoints/best.ckpt").unlink()
+    reads: list[Path] = []
+
+    def load(path: Path) -> dict:
+        reads.append(path)
+        return original(path)
+
+    original = checkpoint.load
+    for module in (gpt.training.saving, gpt.training.runs):
+        monkeypatch.setattr(module, "load", load)
+    session = Session.resume(str(run_dir))
+    assert session is not None
+    session.fit()
+    assert [path.name for path in reads] == ["previous.ckpt"]
+    assert session.metrics["steps"] == 8
+
+
+def test_too_many_devices(folder, monkeypatch):
+    """Devices are counted, when a run begins and when it is resumed."""
+    config = tiny_config(folder, "trainer.devices=2", "trainer.micro_batch_size=auto")
+    assert require_devices(config).type == "cpu"
+    monkeypatch.setattr(hardware, "device_count", lambda device: 1)
+    for check in (require_devices, decide_hardware):
+        with pytest.raises(UserError, match="trainer.devices=2 is more than this machine has: at most 1 of cpu"):
+            check(config)
+    payload = checkpoint.load(folder / "first/checkpoints/last.ckpt")
+    payload["config"]["trainer"]["devices"] = 2
+    payload["step"] = 3
+    other = folder / "two-devices"
+    checkpoint.save(payload, other / "checkpoints/last.ckpt")
+    (other / "config.yaml").write_text((folder / "first/config.yaml").read_text())
+    with pytest.raises(UserError, match="trainer.devices=2 is more than"):
+        Session.resume(str(other))
+
+
+def test_too_short_a_text_names_the_key(folder, tmp_path):
+    """The text says which context would do, and training which key sets it."""
+    (tmp_path / "short.txt").write_text("To be, or not")
+    config = tiny_config(folder, f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}")
+    with pytest.raises(UserError, match=r"or set model\.context_length=\d+ or less"):
+        load_corpora(config)
+
+
+# --- memory ---
+
+
+def run_out_of_memory(monkeypatch, above: int) -> list[int]:
+    """Imitate a device on which micro-batches of more than `above` windows do not fit; returns the sizes tried."""
+    tried: list[int] = []
+    loss = gpt.training.fitting.GPTModule.loss
+
+    def limited(self, idx, targets):
+        if not tried or tried[-1] != len(idx):
+            tried.append(len(idx))
+        if len(idx) > above:
+            raise torch.OutOfMemoryError("imitated")
+        return loss(self, idx, targets)
+
+    monkeypatch.setattr(gpt.training.fitting.GPTModule, "loss", limited)
+    return tried
+
+
+def test_micro_batch_shrinks(folder, tmp_path, monkeypatch, capsys):
+    """An automatic micro-batch is halved until it fits; the weights that the run started from are not lost."""
+    tried = run_out_of_memory(monkeypatch, above=2)
+    changes = ["trainer.micro_batch_size=auto", "horizon=1steps", f"init_from={folder / 'first'}", "optim.lr=1e-9"]
+    session = Session.begin(tiny_config(folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
+    session.fit()
+    assert tried == [6, 3, 1]
+    assert "out of memory at trainer.micro_batch_size=6: going on with 3 and as many tokens" in capsys.readouterr().err
+    started, ended = (
+        checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (folder / "first", session.run_dir)
+    )
+    for name in started:
+        torch.testing.assert_close(ended[name], started[name], atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "above", "words"),
+    [(6, 3, "=6: try trainer.micro_batch_size=3"), (1, 0, "=1, the least: choose a smaller model")],
+)
+def test_micro_batch_that_was_set(folder, tmp_path, monkeypatch, size, above, words):
+    """A micro-batch that the user has set is named, with the next one to try."""
+    run_out_of_memory(monkeypatch, above)
+    changes = [f"trainer.micro_batch_size={size}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError, match=re.escape(f"out of memory at trainer.micro_batch_size{words}")):
+        Session.begin(tiny_config(folder, *changes)).fit()
+
+
+# --- sweeps ---
+
+
+def test_sweep(settings, tmp_path, monkeypatch):
+    """Each job trains as it was composed and returns its validation loss to the sweeper."""
+    returned: list = []
+    note = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
+    monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", note)
+    monkeypatch.chdir(tmp_path)
+    done = train("-m", *settings, "optim.lr=0.003,0.006", "horizon=2steps")
+    assert (done.returncode, done.stderr) == (0, "")
+    runs = sorted((tmp_path / "runs").iterdir())
+    rates = [yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] for run in runs]
+    losses = [json.loads((run / "metrics.json").read_text())["val_loss"] for run in runs]
+    assert (rates, losses) == ([0.003, 0.006], returned)
+
+
+def test_failing_job_of_a_sweep(settings, tmp_path, monkeypatch):
+    """The other jobs run; the one that failed is named, and the exit code says so."""
+    monkeypatch.chdir(tmp_path)
+    done = train("-m", *settings, "horizon=2steps", "optim.lr=-1,0.006")
+    assert done.returncode == 2
+    assert re.search(r"^train\.py: job 0 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range", done.stderr, re.M)
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_sweep_in_other_processes(settings, tmp_path):
+    """With a launcher that starts processes, jobs train there."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    places = [f"run_dir={tmp_path}/${{hydra:job.num}}", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optim.lr=0.003,0.006", "horizon=2steps"]
+    done = train_apart("-m", *settings, *places, *launcher)
+    assert done.returncode == 0, done.stderr
+    for i, lr in enumerate((0.003, 0.006)):
+        assert yaml.safe_load((tmp_path / f"{i}/config.yaml").read_text())["optim"]["lr"] == lr
+        assert json.loads((tmp_path / f"{i}/metrics.json").read_text())["steps"] == 2
+
+
+# --- several processes ---
+
+
+@pytest.mark.slow
+def test_sweep_on_two_processes(settings, tmp_path, monkeypatch):
+    """Both ranks of each job train the configuration of that job, and nothing is left behind of the first."""
+    monkeypatch.chdir(tmp_path)
+    environment, exact = dict(os.environ), ["model.dropout=0", "trainer.precision=fp32"]
+    two = ["trainer.devices=2", "trainer.micro_batch_size=3", "horizon=4steps"]
+    done = train("-m", *settings, *exact, *two, "optim.lr=0.003,0.02", "trainer.log_every=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert dict(os.environ) == environment | {"HYDRA_FULL_ERROR": "1"}
+    assert not torch.distributed.is_initialized()
+    for run, lr in zip(sorted((tmp_path / "runs").iterdir()), (0.003, 0.02), strict=True):
+        assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == lr
+        alone = tmp_path / f"alone-{lr}"
+        one = [*settings, *exact, "horizon=4steps", f"optim.lr={lr}", "trainer.log_every=1"]
+        assert train(*one, f"run_dir={alone}").returncode == 0
+        a, b = (torch.tensor([loss for _, loss in read_curves(folder)["train/loss"]]) for folder in (run, alone))
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0.0)
+
+
+def helpers_of(process: int) -> list[psutil.Process]:
+    """The running children of a process that are ranks of a training."""
+    found = []
+    for child in psutil.Process(process).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "gpt.training.helper" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def wait_for_helper(process: int) -> psutil.Process:
+    deadline = time.monotonic() + 60
+    while not (found := helpers_of(process)):
+        assert time.monotonic() < deadline, "no helper process has started"
+        time.sleep(0.05)
+    return found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
+def test_a_rank_that_is_killed_ends_the_other(settings, tmp_path, victim):
+    """Neither rank outlives the other, and rank 0 says in one line which was lost."""
+    run_dir = tmp_path / "run"
+    process = Process([*settings, "trainer.devices=2", "horizon=20000steps", f"run_dir={run_dir}"])
+    wait_for_file(run_dir / "checkpoints/last.ckpt")
+    helper = wait_for_helper(process.process.pid)
+    os.kill(helper.pid if victim == "rank 1" else process.process.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    code = process.end()
+    psutil.wait_procs([helper], timeout=30)
+    assert time.monotonic() - begin < 30
+    assert not helper.is_running()
+    if victim == "rank 1":
+        assert code == 1
+        assert "process 1 of 2 was killed by SIGKILL; all others were ended" in process.output
+    else:
+        assert code == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_two_processes_stop_and_resume(settings, tmp_path):
+    """Two ranks stop on a signal, save once, and continue to the curve of an uninterrupted run."""
+    exact = ["trainer.devices=2", "trainer.micro_batch_size=3", "horizon=31steps"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert train(*settings, *exact, f"run_dir={whole}").returncode == 0
+    process = Process([*settings, *exact, f"run_dir={run_dir}"])
+    wait_for_file(run_dir / "checkpoints/last.ckpt")
+    process.send(signal.SIGTERM)
+    assert process.end() == 143, process.output
+    done = train(f"resume={run_dir}")
+    assert done.returncode == 0, done.stderr
+    assert read_curves(run_dir) == read_curves(whole)
+
+
+def test_world_sizes_must_agree(folder, tmp_path, monkeypatch):
+    """Steps are counted by `trainer.devices` and windows by Lightning's world size: other numbers are a bug."""
+    session = Session.begin(tiny_config(folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    monkeypatch.setattr("gpt.training.fitting.Trainer.world_size", 3, raising=False)
+    with pytest.raises(AssertionError):
+        session.fit()
