@@ -1,9 +1,9 @@
 """Sampling from GPT-2 124M against its peers: python benchmarks/generate.py [--tokens 100] [--json FILE].
 
-Greedy continuations of a prompt of 16 tokens, random weights, by precision and by how many texts are made at once;
-tokens a second of all texts together, in turn with the speed at which this machine reads memory. The peers are
-`transformers.generate` with its cache and, on a CPU where its Python binding is installed (llama-cpp-python and gguf),
-llama.cpp with the same weights, one text at a time.
+Greedy continuations of a prompt of 16 tokens by models with random weights, one text or eight at once. Figures are
+tokens a second over all texts, measured in turn with the speed at which this machine reads memory. The peers are
+`transformers.generate` with its cache and, on a CPU with llama-cpp-python and gguf installed, llama.cpp with the same
+weights and one text at a time.
 """
 
 import importlib.util
@@ -70,7 +70,7 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
         model.eval(ids)
         made = []
         for _ in range(tokens):
-            # The binding's own lists of logits would take ten times as long as the model.
+            # Not through the binding's own lists of logits, which take ten times as long as the model.
             logits = np.ctypeslib.as_array(model._ctx.get_logits(), (GPTConfig.vocab_size,))
             made.append(int(logits.argmax()))
             model.eval(made[-1:])
@@ -80,7 +80,7 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
 
 
 def write_gguf(model: GPT, path: Path, kind: str) -> None:
-    """The weights in llama.cpp's file format, matrices as `kind` (F32, BF16, Q8_0), without a tokenizer."""
+    """Write the weights in llama.cpp's file format, without a tokenizer; `kind` is the matrices' (F32, BF16, Q8_0)."""
     import gguf
 
     config, quantization = model.config, gguf.GGMLQuantizationType[kind]
@@ -159,9 +159,9 @@ def main() -> None:
             "peak_bytes": worker.peak,
         }
     print(
-        f"memory is read at {speed / 1e9:.1f} GB/s: at most {speed / 2 / 123.6e6:.0f} tokens/s in bf16, one at a time"
+        f"memory reads at {speed / 1e9:.1f} GB/s, which allows {speed / 2 / 123.6e6:.0f} tokens/s of one text in bf16"
     )
-    print(table(["", "tokens/s", "to transformers bf16", "GB at peak"], rows_of_table))
+    print(table(["", "tokens/s", "/ transformers bf16", "GB at peak"], rows_of_table))
     finish({"bytes_per_second": speed, "variants": figures}, args.json)
 
 

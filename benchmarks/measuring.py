@@ -1,7 +1,7 @@
-"""What the benchmarks share: several programs measured in turn in one run, the machine's own limits, and tables.
+"""What the benchmarks share: variants measured in turn, the machine's own limits, and tables.
 
-Machines change their speed from minute to minute, so only what is measured side by side may be compared. Every variant
-lives in a process of its own, which has its own memory and its own allocator, and is asked for a few steps at a time.
+A machine's speed changes from minute to minute, so only figures measured side by side can be compared. Each variant
+runs in its own process, with its own memory and allocator, a few steps at a time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from gpt.hardware import choose_device, peak_memory_bytes  # noqa: E402
 
 
 class Worker:
-    """A process that holds one variant: `make(**arguments)` returns the function that does one step of it."""
+    """A process that runs one variant: `make(**arguments)` returns the function that takes a step of it."""
 
     def __init__(self, name: str, make: Callable[..., Callable[[], Any]], **arguments):
         self.name = name
@@ -41,7 +41,7 @@ class Worker:
         self._answer()
 
     def run(self, steps: int) -> list[float]:
-        """Do some steps; returns their times, which are kept as well."""
+        """Take some steps; return their times, which `times` collects."""
         self._pipe.send(steps)
         times, self.peak, self.facts = self._answer()
         self.times += times
@@ -59,7 +59,7 @@ class Worker:
         try:
             kind, value = self._pipe.recv()
         except EOFError:
-            raise SystemExit(f"{self.name}: its process has ended (out of memory?)") from None
+            raise SystemExit(f"{self.name}: its process died (out of memory?)") from None
         if kind == "error":
             raise SystemExit(f"{self.name}: {value}")
         return value
@@ -86,13 +86,13 @@ def _serve(pipe, make: Callable[..., Callable[[], Any]], arguments: dict) -> Non
 
 
 def synchronize() -> None:
-    """Wait until a GPU, where there is one, has done what it was given."""
+    """Wait for the GPU, if there is one, to finish its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def matrix_peak(dtype: str, n: int, seconds: float = 1.0) -> Callable[[], dict]:
-    """A step that measures FLOP/s of products of n x n matrices, their median over some seconds, in one precision."""
+    """A step that measures the median FLOP/s of n x n matrix products over some seconds."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = 8192 if device == "cuda" else n
     a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
@@ -110,7 +110,7 @@ def matrix_peak(dtype: str, n: int, seconds: float = 1.0) -> Callable[[], dict]:
 
 
 def read_bandwidth(size: int = 2**30, seconds: float = 1.0) -> Callable[[], dict]:
-    """A step that measures the bytes a second that can be read from memory, far more than caches hold."""
+    """A step that measures how many bytes a second can be read from memory, from far more than the caches hold."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.ones(size // 4, device=device)
 
@@ -127,7 +127,7 @@ def read_bandwidth(size: int = 2**30, seconds: float = 1.0) -> Callable[[], dict
 
 
 def machine() -> dict:
-    """What the figures were measured on."""
+    """The machine, as far as it matters to the figures."""
     info = Path("/proc/cpuinfo")
     models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line] if (
         info.exists()
@@ -139,7 +139,7 @@ def machine() -> dict:
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
-    """Columns of text, the first to the left and the others to the right."""
+    """Lay out columns of text, the first aligned to the left and the others to the right."""
     lines = [head, *[[cell if isinstance(cell, str) else f"{cell:,.2f}" for cell in row] for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
@@ -150,13 +150,13 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The arguments that every benchmark has."""
+    """A parser with the arguments that every benchmark takes."""
     arguments = argparse.ArgumentParser(description=doc.splitlines()[0])
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return arguments
 
 
 def finish(report: dict, path: Path | None) -> None:
-    """Write the figures as JSON where that is asked for."""
+    """Write the figures as JSON if a file is given."""
     if path is not None:
         path.write_text(json.dumps({"machine": machine()} | report, indent=2) + "\n")

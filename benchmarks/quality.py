@@ -1,17 +1,14 @@
-"""What is learnt in a given time: python benchmarks/quality.py --text FILE [--seeds 3] [--seconds 180] [--json FILE].
+"""How much is learnt in a given time: python benchmarks/quality.py --text FILE [--seeds 3] [--seconds 180] [--json FILE].
 
-The peer is nanoGPT's recipe for a CPU as a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters,
-batches of 12, AdamW from 1e-3 to 1e-4 over 2,000 steps, fp32. Ours is `python train.py experiment=shakespeare` as
-anybody would run it: for as many steps as take nearly an eighth of the peer's time, all of it, and `--seconds`, by what
-a step of each takes when they are measured in turn. Everyone is judged by nats per byte of the last tenth of the text,
-in windows of the own context that do not overlap; the seconds are those that the training steps took.
+The peer is nanoGPT's CPU recipe on a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters, batches of
+12, fp32, AdamW from 1e-3 to 1e-4 over 2,000 steps. Ours is `python train.py experiment=shakespeare` as a user runs it,
+three times: for nearly an eighth of the peer's time, for nearly all of it, and for `--seconds`. Times become numbers of
+steps by the duration of a step of each, measured in turn. All are scored in nats per byte of the last tenth of the
+text, in windows of their own context length that do not overlap. Seconds are those of the training steps alone.
 """
 
-import json
 import math
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,22 +17,23 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import ROOT, Worker, finish, machine, parser, table
+from measuring import Worker, finish, machine, parser, table
 from torch import Tensor
 from train_step import PRESETS
 from train_step import ours as mini_step
+from training import train as train_py
 
 from gpt.hardware import choose_device, choose_precision
 from gpt.model.transformer import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
-_, _, ON_CPU, _ = PRESETS["mini"]  # sequences and tokens of a step, which the recipe has on every device
-OF_PEER = 0.95  # of its time: what surrounds a step of ours takes time, too
-OF_SECONDS = 0.85  # of those given: steps are measured at the start, when a machine that has rested is faster
+_, _, ON_CPU, _ = PRESETS["mini"]  # (B, T) of a step of ours, on any device
+OF_PEER = 0.95  # of its time: our loop takes time around the steps measured here
+OF_SECONDS = 0.85  # of those given: a rested machine is faster, and steps are measured at the start
 
 
 def make_peer(text: str, seed: int) -> tuple[GPT, Callable[[], None], Tensor]:
-    """The peer's model, the function that takes its next step, and the text that judges it as numbers."""
+    """Make the peer's model, the function that takes its next step, and the validation text as numbers."""
     torch.manual_seed(seed)
     characters = sorted(set(text))
     number = {character: i for i, character in enumerate(characters)}
@@ -73,7 +71,7 @@ def peer_step(text: str) -> Callable[[], None]:
 
 
 def peer(text: str, seed: int) -> dict:
-    """Train the peer's recipe; returns seconds of stepping and nats per character, which here is a byte."""
+    """Train the peer; return the seconds its steps took and its nats per character, which here is a byte."""
     model, step, validation = make_peer(text, seed)
     begin = time.perf_counter()
     for _ in range(STEPS):
@@ -88,7 +86,7 @@ def peer(text: str, seed: int) -> dict:
 
 
 def step_times(text: str) -> tuple[float, float]:
-    """Seconds that a step of the peer and one of ours take, measured in turn."""
+    """Measure a step of the peer and a step of ours in turn, in seconds."""
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[choose_precision("auto", choose_device())]
     both = [
         Worker("peer", peer_step, text=text),
@@ -108,13 +106,10 @@ def step_times(text: str) -> tuple[float, float]:
 
 
 def ours(text: Path, seed: int, steps: int, folder: Path) -> dict:
-    """Train as a user would; returns what metrics.json says."""
-    run_dir = tempfile.mkdtemp(dir=folder)
-    command = [sys.executable, "train.py", "experiment=shakespeare", "data=text", f"data.path={text}", f"seed={seed}"]
-    command += [f"horizon={steps}steps", f"data.cache={folder / 'cache'}", f"run_dir={run_dir}"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    facts = json.loads((Path(run_dir) / "metrics.json").read_text())
-    return {"seconds": facts["train_seconds"], "nats_per_byte": facts["val_nats_per_byte"], "steps": facts["steps"]}
+    """Train as a user would; return the figures that the peer has as well."""
+    overrides = ["experiment=shakespeare", "data=text", f"data.path={text}", f"data.cache={folder / 'cache'}"]
+    _, found = train_py(folder, *overrides, f"seed={seed}", f"horizon={steps}steps")
+    return {"seconds": found["train_seconds"], "nats_per_byte": found["val_nats_per_byte"], "steps": found["steps"]}
 
 
 def row(name: str, figures: dict) -> list[str]:

@@ -1,9 +1,9 @@
-"""Recipes side by side on a text's training part: python benchmarks/search.py --text FILE 'optim.lr=0.002' ...
+"""Compare recipes on the training part of a text: python benchmarks/search.py --text FILE 'optim.lr=0.002' ...
 
-Every candidate is a line of overrides for `python train.py experiment=shakespeare`. The last tenth of the text, which
-the figures of the README are measured on, is cut off first, and the tenth before it is the holdout: what is chosen here
-has never seen what it is judged by in the end. One candidate runs on each core, so times are not to be compared; steps
-are. The results go to standard output as they come, a line each, and to --log as JSON.
+A candidate is a string of overrides for `python train.py experiment=shakespeare`. The last tenth of the text, on which
+the README's figures are measured, is cut off first, and candidates are scored on the last tenth of the rest: no choice
+made here has seen the final test. Each core runs one candidate at a time, so compare candidates by steps, not by time.
+Results are printed as they come, a line each, and appended to --log as JSON.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def train(overrides: str, seed: int, text: Path, core: int, folder: Path) -> dict:
-    """The figures of one training on one core."""
+    """Train on one core; return the figures, or the error."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "train.py", "experiment=shakespeare", "data=text", f"data.path={text}"]
     command += [f"data.cache={folder / 'cache'}", f"run_dir={run_dir}", f"seed={seed}", *overrides.split()]
@@ -37,7 +37,7 @@ def train(overrides: str, seed: int, text: Path, core: int, folder: Path) -> dic
         return {
             "overrides": overrides,
             "seed": seed,
-            "error": (done.stderr.strip().splitlines() or ["it was killed"])[-1],
+            "error": (done.stderr.strip().splitlines() or ["killed"])[-1],
         }
     facts = json.loads((run_dir / "metrics.json").read_text())
     keys = ("val_nats_per_byte", "best_step", "steps", "tokens", "epochs", "train_seconds", "parameters")
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--log", type=Path, help="a file to append JSON lines to")
-    parser.add_argument("candidates", nargs="+", help="overrides, separated by blanks; '' is the recipe as it stands")
+    parser.add_argument("candidates", nargs="+", help="overrides separated by spaces; '' is the recipe as it is")
     args = parser.parse_args()
     content = args.text.read_text(encoding="utf-8")
     cores: SimpleQueue[int] = SimpleQueue()

@@ -1,12 +1,11 @@
 """How long one waits for the first step and the first token: python benchmarks/startup.py [--runs 5] [--json FILE].
 
-Wall time from the start of the command, as a user would type it: of `python train.py` with prepared data to the end of
-its first step, which it writes to TensorBoard, and of `python generate.py` to the first character it prints. Last, of
-GPT-2 124M to the end of its second token, the first that `--compile` compiles, without it and with it: PyTorch has kept
-on disk what it compiled the first time.
+Wall time from the start of a command as a user types it. For `python train.py` with prepared data: to the end of the
+first step, whose loss it writes to TensorBoard. For `python generate.py`: to the first character that it prints. For
+GPT-2 124M: to the end of the second token, the first that `--compile` compiles, without and with that option; what
+PyTorch compiled the first time is on disk by then.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -16,19 +15,18 @@ from pathlib import Path
 
 from measuring import ROOT, finish, machine, parser, table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training import train
 
+SHORT = ["horizon=2steps", "trainer.log_every=1"]
 LARGE = ["model=gpt2_small", "tokenizer=gpt2", "model.context_length=128", "data.validation_bytes=20000"]
 GENERATE = [sys.executable, "generate.py", "--prompt", "a", "--checkpoint"]
-TRAIN = ["train.py", "horizon=2steps", "trainer.log_every=1", "trainer.validate_every=2"]
 
 
 def first_step(folder: Path) -> float:
-    """Seconds to the event of the first step's loss."""
-    run_dir = tempfile.mkdtemp(dir=folder)
+    """Seconds to the TensorBoard event with the first step's loss."""
     begin = time.time()
-    command = [sys.executable, *TRAIN, f"run_dir={run_dir}"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    curves = EventAccumulator(run_dir)
+    run_dir, _ = train(folder, *SHORT)
+    curves = EventAccumulator(str(run_dir))
     curves.Reload()
     return curves.Scalars("train/loss")[0].wall_time - begin
 
@@ -47,7 +45,7 @@ def first_token(run_dir: Path) -> float:
 
 
 def second_token(run_dir: Path, *options: str) -> float:
-    """Seconds to the end of two tokens of 8-bit weights, the second of them compiled where that is asked for."""
+    """Seconds to sample two tokens with 8-bit weights."""
     command = [*GENERATE, str(run_dir), "--max-new-tokens", "2", "--precision", "int8", *options]
     begin = time.time()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -61,20 +59,18 @@ def main() -> None:
     print(machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model, large = folder / "model", folder / "large"
-        for run_dir, overrides in ((model, []), (large, LARGE)):  # prepares the data as well, where it was not
-            command = [sys.executable, *TRAIN, *overrides, f"run_dir={run_dir}"]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        mini, _ = train(folder, *SHORT)  # this prepares the data as well
+        large, _ = train(folder, *SHORT, *LARGE)
         second_token(large, "--compile")
         found = {
             "first step": [first_step(folder) for _ in range(args.runs)],
-            "first token": [first_token(model) for _ in range(args.runs)],
+            "first token": [first_token(mini) for _ in range(args.runs)],
             "second token of GPT-2 124M": [second_token(large) for _ in range(args.runs)],
-            "the same, compiled before": [second_token(large, "--compile") for _ in range(args.runs)],
+            "the same with --compile": [second_token(large, "--compile") for _ in range(args.runs)],
         }
     rows = [[kind, *(f"{f(times):.2f}" for f in (min, statistics.median, max))] for kind, times in found.items()]
     print(table(["seconds to the", "least", "median", "most"], rows))
-    finish(json.loads(json.dumps(found)), args.json)
+    finish(found, args.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
 
-Tokens a second, the share of the matrix peak measured in the same run, the most memory held. Every variant trains on
-the same random tokens: forward, backward and update, without a trainer around it. `naive` is the same model as one
-would first write it: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
+Tokens a second, share of the matrix peak measured in the same run, and peak memory. Every variant takes the same steps
+on the same random tokens, forward, backward and update, without a trainer. `naive` is a straightforward implementation
+of the same model: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from gpt.model.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.optim import OptimConfig, build_optimizer
 
-PRESETS = {  # (context length, d_model, layers, heads), vocabulary, sequences and tokens each of a step on a CPU, a GPU
+PRESETS = {  # (context length, d_model, layers, heads), vocabulary, (B, T) of a step on a CPU and on a GPU
     "mini": ((128, 128, 4, 4), 1536, (8, 128), (64, 128)),
     "gpt2_small": ((1024, 768, 12, 12), 50257, (4, 256), (32, 1024)),
 }
@@ -119,7 +119,7 @@ def litgpt(preset: str, autocast: bool) -> Callable[[], None]:
 
 
 def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Callable[[], None]:
-    """A peer's step as its own training script takes it: fused AdamW, a clipped gradient."""
+    """A peer's step as in its own training script: clipped gradient, fused AdamW."""
     device = choose_device().type
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
@@ -137,7 +137,7 @@ def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Calla
 
 
 def measure(preset: str, rounds: int, steps: int) -> dict:
-    """Every variant's median step, in turn with the matrix peaks."""
+    """Measure every variant in turn with the matrix peaks, and report."""
     bf16 = {"dtype": "bfloat16", "optim": "adamw"}
     variants: list[tuple[str, Callable, dict]] = [
         ("ours, bf16, AdamW", ours, bf16),
@@ -148,7 +148,7 @@ def measure(preset: str, rounds: int, steps: int) -> dict:
     ]
     if importlib.util.find_spec("litgpt"):
         variants.append(("litgpt, bf16 autocast", litgpt, {"autocast": True}))
-    if preset == "mini":  # of the large model all of these together would take more than 24 GB
+    if preset == "mini":  # with the large model, all variants together would take more than 24 GB
         variants += [("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32"}), ("naive, fp32, Muon", naive, {})]
     workers = [Worker(name, make, preset=preset, **settings) for name, make, settings in variants]
     peaks = {dtype: Worker(dtype, matrix_peak, dtype=dtype, n=2048) for dtype in ("bfloat16", "float32")}
@@ -168,7 +168,7 @@ def measure(preset: str, rounds: int, steps: int) -> dict:
 
 
 def report(preset: str, workers: list[Worker], peaks: dict[str, float]) -> dict:
-    """Print the table of a preset; returns its figures."""
+    """Print a preset's table; return its figures."""
     device = choose_device().type
     B, T = tokens(preset, device)[0].shape
     flops = GPT(config_of(preset)).flops_per_token(T) * B * T
