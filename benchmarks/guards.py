@@ -59,7 +59,10 @@ def main() -> None:
     print(machine())
     interval = configure().trainer.checkpoint_every
     overrides = ["trainer.compile=false", "trainer.micro_batch_size=8"]
-    overrides += [f"horizon={args.steps}steps", f"trainer.checkpoint_every={7 * BLOCK}"]  # half of them in guarded blocks
+    overrides += [
+        f"horizon={args.steps}steps",
+        f"trainer.checkpoint_every={7 * BLOCK}",
+    ]  # half of them in guarded blocks
     with tempfile.TemporaryDirectory() as folder:
         fitting = build(Path(folder), *overrides)
         watch = Stopwatch(fitting)

@@ -1,7 +1,7 @@
 """What lower precision costs: python benchmarks/precision.py [--seeds 3] [--steps 1500] [--json FILE].
 
-Training: the quick start's model in fp32 and in bf16, on the same windows in the same order. Sampling: the last of those
-models, scored on its validation text with weights in fp32, bf16 and int8. All figures are bits per byte.
+Training: the quick start's model in fp32 and in bf16, on the same windows in the same order. Sampling: the last of
+those models, scored on its validation text with weights in fp32, bf16 and int8. All figures are bits per byte.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from measuring import finish, machine, parser, table
-from training import train
+from training import train_as_user
 
 from gpt.exchange.opening import open_model
 from gpt.model.loss import IGNORE
@@ -50,7 +50,7 @@ def main() -> None:
         for seed in range(1, args.seeds + 1):
             for precision, found in trained.items():
                 overrides = [f"horizon={args.steps}steps", f"seed={seed}", f"trainer.precision={precision}"]
-                run_dir, metrics = train(Path(name), *overrides)
+                run_dir, metrics = train_as_user(Path(name), *overrides)
                 found.append(metrics["val_bits_per_byte"])
         sampled = {precision: score(run_dir, precision) for precision in ("fp32", "bf16", "int8")}
     rows = [

@@ -1,41 +1,38 @@
-"""How fast text becomes tokens, in how much memory: python benchmarks/prepare.py [--large 1000] [--json].
+"""How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 1000] [--json FILE].
 
-In one run and in turn, over the same documents of Python's documentation: tiktoken's own batch encoding of documents in
-memory, ours from a file to verified shards on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then a
-large corpus in a process of its own, whose peak memory is taken, and shards too large to read, which are opened.
+Three ways to encode the same documents from Python's documentation, measured in turn: tiktoken's own batch encoding in
+memory, ours from a file to verified shards on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
+peak memory of a training's process that prepares a large corpus, and the time to open shards too large to read.
 """
 
-import argparse
 import gzip
 import itertools
 import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from measuring import Worker, finish, machine, parser, table
+from training import configure
 
-from gpt.text import python_docs as stdlib
-from gpt.text import shards  # noqa: E402
-from gpt.text.batches import corpus_batch  # noqa: E402
-from gpt.text.corpus import DataConfig  # noqa: E402
-from gpt.text.prepare import prepare  # noqa: E402
-from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer  # noqa: E402
+from gpt.text import python_docs, shards
+from gpt.text.batches import corpus_batch
+from gpt.text.corpus import DataConfig
+from gpt.text.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
+from gpt.training.session import load_corpora
 
 ROUNDS = 3
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def documents(megabytes: float, seed: int = 1):
-    """Stretches of Python's documentation of a few hundred to many thousand characters."""
-    everything = "\n".join(text for file in stdlib.files() for text in stdlib.read_docstrings(file))
+def documents(megabytes: float, seed: int = 1) -> Iterator[str]:
+    """Yield excerpts of Python's documentation, of a few hundred to many thousand characters."""
+    everything = "\n".join(text for file in python_docs.files() for text in python_docs.read_docstrings(file))
     chance = random.Random(seed)
     left = megabytes * 1e6
     while left > 0:
@@ -46,14 +43,14 @@ def documents(megabytes: float, seed: int = 1):
 
 
 def prepare_file(path: Path, **settings) -> shards.Shards:
-    """Prepare a text in a cache that is thrown away but for what is returned."""
+    """Prepare a text in a new cache beside it."""
     cache = tempfile.mkdtemp(dir=path.parent)
     data = DataConfig("text", str(path), **settings)
     return prepare(data, TokenizerConfig("gpt2"), 128, Path(cache), say=lambda line: None).sources[0]
 
 
 def hugging_face(texts: list[str]) -> Callable[[], object]:
-    """`datasets.map` with GPT-2's tokenizer, as its documentation does it, over the same documents in memory."""
+    """`datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory."""
     import datasets
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +64,7 @@ def hugging_face(texts: list[str]) -> Callable[[], object]:
 
 
 def fast_gpt2():
-    """GPT-2's encoding in the `tokenizers` library, whose merges follow from the ranks."""
+    """GPT-2's encoding in the `tokenizers` library, with the merges derived from the ranks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from gpt.text.tokenizer import _bytes_by_stand_in
@@ -94,7 +91,7 @@ def fast_gpt2():
 
 
 def throughput(megabytes: float, folder: Path) -> dict[str, float]:
-    """MB/s of each, medians of rounds in turn."""
+    """Each way's MB/s, the median of rounds taken in turn."""
     texts = list(documents(megabytes))
     size = sum(len(text.encode("utf-8")) for text in texts) / 1e6
     file = folder / "corpus.jsonl"
@@ -115,7 +112,7 @@ def throughput(megabytes: float, folder: Path) -> dict[str, float]:
 
 
 def formats_agree(folder: Path) -> bool:
-    """Whether the same documents give the same shard files from each format."""
+    """Whether the same documents make the same shards from each format."""
     import pyarrow
     import pyarrow.parquet
 
@@ -132,29 +129,26 @@ def formats_agree(folder: Path) -> bool:
     return all(splits == hashes[0] for splits in hashes)
 
 
-LARGE = """
-import json, sys, time
-sys.path.insert(0, {root!r})
-import train
-from pathlib import Path
-from gpt.text.corpus import DataConfig
-from gpt.text.prepare import prepare
-from gpt.text.tokenizer import TokenizerConfig
+def preparation(overrides: list[str]) -> Callable[[], dict]:
+    """The step that prepares a text where train.py does: after its imports, before Lightning's."""
 
-def peak():  # of this program: the kernel's other figure begins with that of the parent
+    def step() -> dict:
+        before = peak_memory()
+        start = time.perf_counter()
+        load_corpora(configure(*overrides), say=lambda line: None)
+        return {"seconds": time.perf_counter() - start, "before": before, "peak": peak_memory()}
+
+    return step
+
+
+def peak_memory() -> float:
+    """The most MB that this program has held. (The kernel's ru_maxrss would begin with what its parent held.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-before = peak()
-start = time.perf_counter()
-prepare(DataConfig("text", {file!r}), TokenizerConfig({tokenizer!r}), 128, Path({cache!r}), say=lambda line: None)
-seconds = time.perf_counter() - start
-print(json.dumps([before, peak(), seconds]))
-"""
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def large(megabytes: int, folder: Path) -> dict[str, list[float]]:
-    """[MB before, MB at peak, MB/s] of a training's process that prepares a large corpus, as one text and as lines."""
+def large(megabytes: int, folder: Path) -> dict[str, dict[str, float]]:
+    """MB/s, and MB of memory before and at the peak, of preparing a large corpus as one text and as JSON lines."""
     result = {}
     for kind in ("txt", "jsonl"):
         file = folder / f"large.{kind}"
@@ -162,16 +156,18 @@ def large(megabytes: int, folder: Path) -> dict[str, list[float]]:
             for text in documents(megabytes):
                 stream.write(text if kind == "txt" else json.dumps({"text": text}) + "\n")
         for tokenizer in ("gpt2", "bpe"):
-            code = LARGE.format(root=str(ROOT), file=str(file), tokenizer=tokenizer, cache=str(folder / "large"))
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-            before, peak, seconds = json.loads(done.stdout)
-            result[f".{kind}, {tokenizer}"] = [before / 1024, peak / 1024, megabytes / seconds]
+            overrides = ["data=text", f"data.path={file}", f"data.cache={folder / 'large'}", f"tokenizer={tokenizer}"]
+            worker = Worker(f".{kind}, {tokenizer}", preparation, overrides=overrides)
+            worker.run(1)
+            worker.close()
+            facts = worker.facts
+            result[worker.name] = {"MB/s": megabytes / facts["seconds"]} | {k: facts[k] for k in ("before", "peak")}
         file.unlink()
     return result
 
 
 def sparse(folder: Path, tokens: int) -> Path:
-    """A prepared corpus of zeros that takes no room on the disk."""
+    """Write a prepared corpus of zeros that takes no space on the disk."""
     tokenizer = byte_tokenizer()
     splits = {}
     for split, length in {"train": tokens, "validation": 1000}.items():
@@ -188,7 +184,7 @@ def sparse(folder: Path, tokens: int) -> Path:
 
 
 def opening(folder: Path) -> dict[str, float]:
-    """Seconds to open 10 GB of shards, and to make the first batch of a billion windows."""
+    """Seconds to open 10 GB of shards, and to make the first of a billion windows' batches."""
     ten, billion = folder / "ten", folder / "billion"
     ten.mkdir()
     billion.mkdir()
@@ -206,33 +202,27 @@ def opening(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, default=48, help="of text, for the comparison")
-    parser.add_argument("--large", type=int, default=1000, help="megabytes of the large corpus; 0 leaves it out")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--megabytes", type=float, default=48, help="of text, for the comparison")
+    arguments.add_argument("--large", type=int, default=1000, help="megabytes of the large corpus; 0 leaves it out")
+    args = arguments.parse_args()
+    print(machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        report = {
-            "cores": CORES,
-            "MB/s": throughput(args.megabytes, folder),
-            "identical shards from .txt, .jsonl, .jsonl.gz, .parquet": formats_agree(folder),
-            "seconds": opening(folder),
-            "large corpus: [MB before, MB at peak, MB/s]": large(args.large, folder) if args.large else None,
-        }
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return
-    speeds = report["MB/s"]
-    tiktoken = next(iter(speeds.values()))
-    print(f"{CORES} cores, {args.megabytes:g} MB of text, medians of {ROUNDS}")
-    for way, speed in speeds.items():
-        print(f"{way:44} {speed:7.2f} MB/s {speed / tiktoken:6.2f}")
-    print(f"the same shards from all formats: {report['identical shards from .txt, .jsonl, .jsonl.gz, .parquet']}")
-    for what, seconds in report["seconds"].items():
-        print(f"{what:44} {1000 * seconds:7.1f} ms")
-    for what, (before, peak, speed) in (report["large corpus: [MB before, MB at peak, MB/s]"] or {}).items():
-        print(f"{args.large} MB, {what:33} {speed:10.2f} MB/s, {before:.0f} MB before, {peak:.0f} MB at peak")
+        speeds = throughput(args.megabytes, folder)
+        fastest = next(iter(speeds.values()))
+        head = f"{args.megabytes:g} MB on {CORES} cores, medians of {ROUNDS}"
+        print(table([head, "MB/s", "/ tiktoken"], [[way, speed, speed / fastest] for way, speed in speeds.items()]))
+        agree = formats_agree(folder)
+        print(f"\nsame shards from .txt, .jsonl, .jsonl.gz and .parquet: {agree}\n")
+        seconds = opening(folder)
+        print(table(["", "ms"], [[what, 1000 * value] for what, value in seconds.items()]))
+        prepared = large(args.large, folder) if args.large else {}
+        if prepared:
+            rows = [[what, *figures.values()] for what, figures in prepared.items()]
+            print("\n" + table([f"{args.large} MB", "MB/s", "MB held before", "at the peak"], rows))
+    report = {"cores": CORES, "MB/s": speeds, "same shards": agree, "seconds": seconds, "large corpus": prepared}
+    finish(report, args.json)
 
 
 if __name__ == "__main__":

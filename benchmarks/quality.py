@@ -1,4 +1,4 @@
-"""How much is learnt in a given time: python benchmarks/quality.py --text FILE [--seeds 3] [--seconds 180] [--json FILE].
+"""How much is learnt in a time: python benchmarks/quality.py --text FILE [--seeds 3] [--seconds 180] [--json FILE].
 
 The peer is nanoGPT's CPU recipe on a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters, batches of
 12, fp32, AdamW from 1e-3 to 1e-4 over 2,000 steps. Ours is `python train.py experiment=shakespeare` as a user runs it,
@@ -21,7 +21,7 @@ from measuring import Worker, finish, machine, parser, table
 from torch import Tensor
 from train_step import PRESETS
 from train_step import ours as mini_step
-from training import train as train_py
+from training import train_as_user
 
 from gpt.hardware import choose_device, choose_precision
 from gpt.model.transformer import GPT, GPTConfig
@@ -108,7 +108,7 @@ def step_times(text: str) -> tuple[float, float]:
 def ours(text: Path, seed: int, steps: int, folder: Path) -> dict:
     """Train as a user would; return the figures that the peer has as well."""
     overrides = ["experiment=shakespeare", "data=text", f"data.path={text}", f"data.cache={folder / 'cache'}"]
-    _, found = train_py(folder, *overrides, f"seed={seed}", f"horizon={steps}steps")
+    _, found = train_as_user(folder, *overrides, f"seed={seed}", f"horizon={steps}steps")
     return {"seconds": found["train_seconds"], "nats_per_byte": found["val_nats_per_byte"], "steps": found["steps"]}
 
 

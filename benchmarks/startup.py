@@ -15,7 +15,7 @@ from pathlib import Path
 
 from measuring import ROOT, finish, machine, parser, table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import train
+from training import train_as_user
 
 SHORT = ["horizon=2steps", "trainer.log_every=1"]
 LARGE = ["model=gpt2_small", "tokenizer=gpt2", "model.context_length=128", "data.validation_bytes=20000"]
@@ -25,7 +25,7 @@ GENERATE = [sys.executable, "generate.py", "--prompt", "a", "--checkpoint"]
 def first_step(folder: Path) -> float:
     """Seconds to the TensorBoard event with the first step's loss."""
     begin = time.time()
-    run_dir, _ = train(folder, *SHORT)
+    run_dir, _ = train_as_user(folder, *SHORT)
     curves = EventAccumulator(str(run_dir))
     curves.Reload()
     return curves.Scalars("train/loss")[0].wall_time - begin
@@ -59,8 +59,8 @@ def main() -> None:
     print(machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mini, _ = train(folder, *SHORT)  # this prepares the data as well
-        large, _ = train(folder, *SHORT, *LARGE)
+        mini, _ = train_as_user(folder, *SHORT)  # this prepares the data as well
+        large, _ = train_as_user(folder, *SHORT, *LARGE)
         second_token(large, "--compile")
         found = {
             "first step": [first_step(folder) for _ in range(args.runs)],

@@ -55,7 +55,7 @@ def fit(fitting: "Fitting") -> None:
         fitting.run(ranks, CheckpointFiles())
 
 
-def train(folder: Path, *overrides: str) -> tuple[Path, dict]:
+def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:
     """Run train.py as a user would; return the run's directory, made below `folder`, and its metrics.json."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "train.py", *overrides, f"run_dir={run_dir}"]

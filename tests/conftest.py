@@ -4,6 +4,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start, whose bits are compared with ours
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Real trainings, in this process or in one of their own that can be hurt, and what it means that two runs are equal."""
+"""Real trainings, in this process or in one of their own, and what it means that two runs are equal."""
 
 import contextlib
 import io

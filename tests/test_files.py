@@ -68,7 +68,7 @@ def test_hold_names_the_owner(tmp_path):
 def test_lock_ends_with_its_process(tmp_path):
     """A process that is killed leaves a file, not a lock."""
     file = tmp_path / ".lock"
-    program = f"import os; from pathlib import Path; from gpt.files import hold; x = hold(Path({str(file)!r})); os._exit(9)"
+    program = f"import os, pathlib, gpt.files; held = gpt.files.hold(pathlib.Path({str(file)!r})); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
     assert file.exists()
     hold(file).release()

@@ -82,7 +82,7 @@ def build_trainer(
         # The only buffers are the causal masks, which never change: they need not be sent around at every step.
         known = signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
-        strategy = DDPStrategy(**{sync: False})
+        strategy = DDPStrategy(**{sync: False})  # type: ignore[arg-type]
     return Trainer(
         accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
         devices=settings.devices,

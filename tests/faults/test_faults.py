@@ -263,6 +263,10 @@ def test_corrupt_shard(settings, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def folders(cache: Path) -> list[Path]:
+    return [file for file in cache.iterdir() if file.is_dir()]
+
+
 @pytest.mark.slow
 def test_killed_preparation(tmp_path):
     """A kill leaves a folder under another name, and the next run completes it."""
@@ -277,10 +281,10 @@ def test_killed_preparation(tmp_path):
         time.sleep(0.002)
     process.send(signal.SIGKILL)
     assert process.end() == -signal.SIGKILL
-    assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == [".preparing"]
+    assert [file.name.split("-")[0] for file in folders(tmp_path / "cache")] == [".preparing"]
     done = train(*arguments)
     assert done.returncode == 0, done.stderr
-    assert [file.name.split("-")[0] for file in (tmp_path / "cache").iterdir()] == ["text"]
+    assert [file.name.split("-")[0] for file in folders(tmp_path / "cache")] == ["text"]
 
 
 @pytest.mark.slow
@@ -302,7 +306,7 @@ def test_mixture_continues(settings, tmp_path):
     assert "continuing" in done.stdout
     assert differences(hurt, tmp_path / "whole") == []
     mixture = json.loads((hurt / "metrics.json").read_text())["mix"]
-    assert list(mixture) == [path, str(tmp_path / "more.txt")]
+    assert list(mixture) == ["corpus", "more"]
     shown = re.findall(r"^of it (.*): (\d+\.\d\d) epochs, (\d\.\d{4}) bits per byte$", done.stdout, re.M)
     assert [name for name, _, _ in shown] == list(mixture)
     for name, epochs, bits in shown:

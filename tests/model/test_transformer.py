@@ -223,6 +223,7 @@ def test_head_is_tied():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
 def test_compiled_once(checkpointing):
     """All blocks share one graph, compiled once with gradients and once without, in whatever order training,
     validation and samples follow one another.

@@ -281,6 +281,7 @@ def test_pruning_changes_nothing(documents, validation_bytes):
     assert sides(found, documents) == oracle(documents, validation_bytes)
 
 
+@pytest.mark.slow
 def test_pruning_of_many_documents():
     """More of them than are ever kept, some of them equal, against the oracle."""
     documents = [f"{i * i % 70_001:x}" for i in range(150_000)]

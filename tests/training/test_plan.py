@@ -41,7 +41,8 @@ def test_due():
 
 
 @pytest.mark.parametrize(
-    ("size", "accumulation", "smaller"), [(8, 3, (4, 6)), (6, 1, (3, 2)), (5, 3, (1, 15)), (7, 1, (1, 7)), (15, 1, (5, 3))]
+    ("size", "accumulation", "smaller"),
+    [(8, 3, (4, 6)), (6, 1, (3, 2)), (5, 3, (1, 15)), (7, 1, (1, 7)), (15, 1, (5, 3))],
 )
 def test_smaller_micro_batch(size, accumulation, smaller):
     """Half, or the next divisor below: the windows of a step stay the same."""

@@ -20,6 +20,8 @@ import gpt.training.saving
 from gpt import hardware
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
+from gpt.training.plan import make_plan
+from gpt.training.probe import seconds_per_step
 from gpt.training.session import Session, decide_hardware, load_corpora, require_devices
 from harness import TINY, Process, read_curves, tiny_config, train, train_apart, wait_for_file, write_corpus
 
@@ -42,11 +44,30 @@ def settings(folder) -> list[str]:
 def test_begin_decides_everything(folder, tmp_path):
     """A session that has begun has a directory, and nothing in its configuration is automatic."""
     session = Session.begin(tiny_config(folder, "trainer.micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"))
-    assert "auto" not in (session.config.trainer.device, session.config.trainer.precision, session.config.trainer.compile)
-    assert session.config.trainer.micro_batch_size == "6"
+    trainer = session.config.trainer
+    assert "auto" not in (trainer.device, trainer.precision, trainer.compile)
+    assert trainer.micro_batch_size == "6"
     assert session.plan.automatic
     stored = yaml.safe_load((session.run_dir / "config.yaml").read_text())
     assert stored["trainer"]["micro_batch_size"] == "6"
+
+
+def test_a_time_becomes_steps_once(folder, tmp_path, monkeypatch, capsys):
+    """A horizon in seconds is measured, announced, and stored as steps; a run validates four times all the same."""
+    monkeypatch.setattr("gpt.training.probe.seconds_per_step", lambda config, plan, corpora: 0.25)
+    session = Session.begin(tiny_config(folder, "horizon=10s", f"run_dir={tmp_path / 'run'}"))
+    assert "horizon=10s: 40 steps, at 250.0 ms each as measured just now" in capsys.readouterr().out
+    assert (session.config.horizon, session.plan.total_steps, session.plan.validate_every) == ("40steps", 40, 10)
+    assert yaml.safe_load((session.run_dir / "config.yaml").read_text())["horizon"] == "40steps"
+
+
+def test_probe_takes_a_few_steps(folder):
+    """The probe times steps of a throwaway model, within its limit."""
+    config = decide_hardware(tiny_config(folder))
+    corpora = load_corpora(config)
+    begin = time.monotonic()
+    seconds = seconds_per_step(config, make_plan(config, corpora.train_tokens, False), corpora, at_most=0.2)
+    assert 0.0 < seconds < time.monotonic() - begin
 
 
 def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
@@ -108,7 +129,7 @@ def test_too_many_devices(folder, monkeypatch):
     assert require_devices(config).type == "cpu"
     monkeypatch.setattr(hardware, "device_count", lambda device: 1)
     for check in (require_devices, decide_hardware):
-        with pytest.raises(UserError, match="trainer.devices=2 is more than this machine has: at most 1 of cpu"):
+        with pytest.raises(UserError, match=r"trainer\.devices=2 is more than this machine has: at most 1 of cpu"):
             check(config)
     payload = checkpoint.load(folder / "first/checkpoints/last.ckpt")
     payload["config"]["trainer"]["devices"] = 2
@@ -116,7 +137,7 @@ def test_too_many_devices(folder, monkeypatch):
     other = folder / "two-devices"
     checkpoint.save(payload, other / "checkpoints/last.ckpt")
     (other / "config.yaml").write_text((folder / "first/config.yaml").read_text())
-    with pytest.raises(UserError, match="trainer.devices=2 is more than"):
+    with pytest.raises(UserError, match=r"trainer\.devices=2 is more than"):
         Session.resume(str(other))
 
 

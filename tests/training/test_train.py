@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
 from gpt.training.config import validate
-from harness import ROOT, TINY, Done, differences, read_curves, train, train_apart, write_corpus
+from harness import ROOT, TINY, Done, differences, read_curves, train, write_corpus
 
 SCALARS = {
     "train/loss",
@@ -64,7 +64,9 @@ def test_what_is_printed(run):
     """The run's figures, where it is, and the next two commands; nothing on stderr."""
     run_dir, done = run
     assert done.stderr == ""
-    assert re.search(r"^prepared 4,\d\d\d bytes as 70\d tokens \(5.72 bytes per token, vocabulary 285\)", done.stdout, re.M)
+    assert re.search(
+        r"^prepared 4,\d{3} bytes as 70\d tokens \(5.72 bytes per token, vocabulary 285\)", done.stdout, re.M
+    )
     assert re.search(r"^trained 40 steps, 3,840 tokens \(\d\.\d\d epochs\) in \d+\.\d s", done.stdout, re.M)
     assert re.search(r"\d\.\d{4} bits per byte$", done.stdout, re.M)  # the text is too short to compare with xz
     assert f"\nthe run:    {run_dir}\n" in done.stdout
@@ -188,6 +190,7 @@ def test_accumulation_equals_the_whole_batch(settings, tmp_path):
     torch.testing.assert_close(curves[0], curves[1], atol=1e-4, rtol=0.0)
 
 
+@pytest.mark.slow
 def test_time_as_horizon(settings, tmp_path):
     """A time becomes steps once, is announced and stored, and is roughly kept."""
     done = train(*settings, "horizon=2s", f"run_dir={tmp_path / 'run'}")
@@ -232,6 +235,7 @@ def test_start_from_hugging_face(settings, tmp_path):
     assert 0 < moved < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "micro_batch", "tolerance"), [("fp32", 3, 2e-3), ("bf16", 1, 0.02)])
 def test_two_processes(settings, tmp_path, precision, micro_batch, tolerance):
     """With two CPU devices each step has the same windows, so the curve is the same to rounding; in bf16 it is, too,
@@ -380,6 +384,7 @@ def test_allocation_without_srun(settings, monkeypatch, tmp_path, variables):
     done = train(*settings, "horizon=2steps", f"run_dir={tmp_path / 'run'}")
     assert (done.returncode, done.stderr) == (0, "")
 
+
 def test_directory_of_another_run(run, settings):
     """A run directory is never shared."""
     done = train(*settings, f"run_dir={run[0]}")
@@ -448,6 +453,7 @@ def test_training_outlives_its_reader(settings, tmp_path):
     assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == 9
 
 
+@pytest.mark.slow
 def test_saved_by_the_minute(settings, tmp_path):
     """However many steps a checkpoint is apart, a minute's work at most is lost: here 60 ms."""
     rare = ["trainer.checkpoint_every=1000", "trainer.validate_every=1000", "trainer.checkpoint_minutes=0.001"]
