@@ -2,6 +2,9 @@
 
 import os
 import re
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -12,8 +15,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt.errors import NonFiniteError, UserError, command_line
-from gpt.training.config import Config, to_plain, unknown_key, validate
+from gpt.errors import NonFiniteError, UserError, command_line, write_line
+from gpt.training.config import Config, refuse_large_yaml, to_plain, unknown_key, validate
 from gpt.training.session import Session
 
 ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
@@ -33,9 +36,11 @@ def job(composed: DictConfig) -> float | None:
     except Exception as error:
         if chosen.mode != RunMode.MULTIRUN:
             raise JobFailed(error) from None
-        if isinstance(error, UserError | NonFiniteError):
-            raise type(error)(f"job {chosen.job.num} ({' '.join(overrides)}): {error}") from None
-        raise RuntimeError(f"job {chosen.job.num} failed") from error
+        name = f"job {chosen.job.num} ({' '.join(overrides)})"
+        if not isinstance(error, UserError | NonFiniteError):
+            raise RuntimeError(f"{name} failed") from error
+        write_line(f"train.py: {name}: {error}", sys.stderr)  # now, as the other jobs go on
+        raise type(error)(f"job {chosen.job.num} of the sweep failed") from None
 
 
 def train(config: Config, overrides: list[str], model_name: str) -> float | None:
@@ -75,6 +80,9 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     failure = None
     try:
+        refuse_large_files(sys.argv[1:])
+        if {"-m", "--multirun"} & set(sys.argv) and not any("hydra/sweeper=" in word for word in sys.argv):
+            check_jobs()
         job()
     except JobFailed as failed:
         failure = failed.args[0]
@@ -84,6 +92,39 @@ def main() -> None:
         raise UserError(describe(error)) from None
     if failure is not None:
         raise failure
+
+
+def refuse_large_files(arguments: list[str]) -> None:
+    """Raise `UserError` if a YAML file of --config-dir would keep Hydra busy forever."""
+    for i, word in enumerate(arguments):
+        option, _, folder = word.partition("=")
+        if option in ("--config-dir", "-cd"):
+            for file in Path(folder or "".join(arguments[i + 1 : i + 2])).rglob("*.yaml"):
+                refuse_large_yaml(file)
+
+
+def check_jobs() -> None:
+    """Raise `UserError` for the first job of a sweep whose configuration is wrong, before any job trains."""
+    problems: list[str] = []
+
+    @hydra.main(version_base="1.3", config_path="configs", config_name="train")
+    def check(composed: DictConfig) -> None:
+        chosen = HydraConfig.get()
+        overrides = list(chosen.overrides.task)
+        try:
+            refuse_contradictions(validate(composed), overrides)
+        except UserError as error:
+            problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")
+
+    arguments = sys.argv
+    with TemporaryDirectory() as folder:
+        sys.argv = [*arguments, "hydra/launcher=basic", f"hydra.sweep.dir={folder}"]
+        try:
+            check()
+        finally:
+            sys.argv = arguments
+    if problems:
+        raise UserError(problems[0])
 
 
 def describe(error: Exception) -> str:

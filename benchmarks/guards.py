@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from lightning import Callback
 from measuring import finish, machine, parser
-from training import build, configure, fit
+from training import begin, configure, skip_validation
 
-from gpt.training.fitting import Fitting
 from gpt.training.optim import lr_factor, set_lr
+from gpt.training.saving import LastCheckpoint
 
 BLOCK = 10  # steps with the guards, then as many without
 
@@ -24,12 +24,16 @@ BLOCK = 10  # steps with the guards, then as many without
 class Stopwatch(Callback):
     """Switches the guards off and on in turn, and times steps of either kind, and saves."""
 
-    def __init__(self, fitting: Fitting):
-        self._module, self._last = fitting.module, fitting.last
-        self._check, self._save_if_due = fitting.module.on_before_optimizer_step, fitting.last.on_step_end
-        self._save, fitting.last._save = fitting.last._save, self._timed_save
+    def __init__(self) -> None:
         self.times: dict[bool, list[float]] = {True: [], False: []}  # of steps without a save, with guards or without
         self.saves: list[float] = []
+
+    def setup(self, trainer, module, stage: str) -> None:
+        skip_validation(trainer)
+        last = next(callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
+        self._module, self._last = module, last
+        self._check, self._save_if_due = module.on_before_optimizer_step, last.on_step_end
+        self._save, last._save = last._save, self._timed_save
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
         if batch_idx % BLOCK == 0:
@@ -63,11 +67,9 @@ def main() -> None:
         f"horizon={args.steps}steps",
         f"trainer.checkpoint_every={7 * BLOCK}",
     ]  # half of them in guarded blocks
+    watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
-        fitting = build(Path(folder), *overrides)
-        watch = Stopwatch(fitting)
-        fitting.callbacks.append(watch)
-        fit(fitting)
+        begin(Path(folder), *overrides).fit([watch])
     guarded, bare = (statistics.median(watch.times[on]) for on in (True, False))
     save = statistics.median(watch.saves)
     report = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning import Callback
 from lightning.pytorch.profilers import SimpleProfiler
 from measuring import finish, machine, parser, table
-from training import build, fit
+from training import begin, skip_validation
 
 PRESETS = {
     "mini": ["horizon=400steps", "trainer.micro_batch_size=8"],
@@ -26,12 +26,13 @@ WAIT, STEP = "[_TrainingEpochLoop].train_dataloader_next", "run_training_batch" 
 
 
 class Profile(Callback):
-    """Hands a profiler to the trainer."""
+    """Hands a profiler to the trainer, and leaves validation out."""
 
     def __init__(self) -> None:
         self._profiler = SimpleProfiler()
 
     def setup(self, trainer, module, stage: str) -> None:
+        skip_validation(trainer)
         trainer.profiler = self._profiler
 
     def seconds(self, name: str) -> list[float]:
@@ -43,9 +44,7 @@ def measure(preset: str) -> dict:
     """Train; return the medians of wait and step in ms, and the share of waiting in the total."""
     profile = Profile()
     with tempfile.TemporaryDirectory() as folder:
-        fitting = build(Path(folder), "data=python_stdlib", "trainer.compile=false", *PRESETS[preset])
-        fitting.callbacks.append(profile)
-        fit(fitting)
+        begin(Path(folder), "data=python_stdlib", "trainer.compile=false", *PRESETS[preset]).fit([profile])
     waits, steps = profile.seconds(WAIT), profile.seconds(STEP)
     return {
         "steps": len(steps),

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from lightning import Callback
 from measuring import finish, machine, parser, synchronize, table
-from training import build, fit
+from training import begin, skip_validation
 
-from gpt.training.fitting import Fitting
 from gpt.training.loader import make_batch
 from gpt.training.module import GPTModule
 from gpt.training.optim import lr_factor, set_lr
+from gpt.training.session import Session
 
 PRESETS = {  # overrides, steps in each turn, turns
     "mini": (["trainer.micro_batch_size=8"], 25, 60),
@@ -40,14 +40,17 @@ WARM_UP = 2  # turns in which memory is still being allocated
 class BareLoop(Callback):
     """A bare loop over a model of its own, which takes a turn of `steps` after each turn of the trainer."""
 
-    def __init__(self, fitting: Fitting, steps: int):
-        self.module, self.steps = GPTModule(fitting.module.config, fitting.module.plan, fitting.module.corpora), steps
-        self.device = fitting.module.config.trainer.device
+    def __init__(self, session: Session, steps: int):
+        self.module, self.steps = GPTModule(session.config, session.plan, session.corpora), steps
+        self.device = session.config.trainer.device
         self.module.to(self.device)
         self.optimizer = self.module.configure_optimizers()
         self.times: list[float] = []  # seconds a step, for each turn
         self.trainer_times: list[float] = []
         self.done = 0
+
+    def setup(self, trainer, module, stage: str) -> None:
+        skip_validation(trainer)
 
     def on_train_start(self, trainer, module) -> None:
         self.mark = time.perf_counter()
@@ -79,10 +82,9 @@ def measure(preset: str) -> dict:
     overrides, steps, turns = PRESETS[preset]
     horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
     with tempfile.TemporaryDirectory() as folder:
-        fitting = build(Path(folder), horizon, *overrides)
-        bare = BareLoop(fitting, steps)
-        fitting.callbacks.append(bare)
-        fit(fitting)
+        session = begin(Path(folder), horizon, *overrides)
+        bare = BareLoop(session, steps)
+        session.fit([bare])
     whole, alone = (statistics.mean(times[WARM_UP:turns]) for times in (bare.trainer_times, bare.times))
     return {"step_ms": 1000 * whole, "bare_ms": 1000 * alone, "overhead": whole / alone - 1}
 

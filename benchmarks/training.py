@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from measuring import ROOT
 from omegaconf import DictConfig, OmegaConf
 
-from gpt import hardware
 from gpt.training.config import Config, validate
 from gpt.training.session import Session
 
-if TYPE_CHECKING:  # the functions below import Lightning late, as it takes memory that prepare.py measures
-    from gpt.training.fitting import Fitting
+if TYPE_CHECKING:  # prepare.py measures memory without Lightning
+    from lightning import Trainer
 
 
 def configure(*overrides: str) -> Config:
@@ -23,36 +22,25 @@ def configure(*overrides: str) -> Config:
     root = OmegaConf.load(ROOT / "configs/train.yaml")
     choices = OmegaConf.merge(*(entry for entry in root.pop("defaults") if isinstance(entry, DictConfig)))
     groups = {name: choice for name, choice in choices.items() if choice and (ROOT / f"configs/{name}").is_dir()}
-    values = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in groups:
-            groups[key] = value
-        else:
-            values.append(override)
+    pairs = [override.partition("=")[::2] for override in overrides]
+    groups |= {key: value for key, value in pairs if key in groups}
+    values = [f"{key}={value}" for key, value in pairs if key not in groups]
     del root["hydra"]
     files = {group: OmegaConf.load(ROOT / f"configs/{group}/{name}.yaml") for group, name in groups.items()}
     return validate(OmegaConf.merge(root, files, OmegaConf.from_dotlist(values)))
 
 
-def build(run_dir: Path, *overrides: str) -> "Fitting":
-    """Prepare a training in an empty directory. It will not validate, since training time does not count that."""
-    from gpt.training.fitting import Fitting
-
-    hardware.keep_freed_memory()
-    session = Session.begin(configure(f"run_dir={run_dir}", *overrides))
-    fitting = Fitting(session.config, session.plan, session.corpora, session.run_dir)
-    fitting.callbacks.remove(fitting.validation)
-    return fitting
+def begin(run_dir: Path, *overrides: str) -> Session:
+    """Begin a run as train.py would, in an empty directory."""
+    return Session.begin(configure(f"run_dir={run_dir}", *overrides))
 
 
-def fit(fitting: "Fitting") -> None:
-    """Train to the horizon in this process."""
-    from gpt.training.processes import together
-    from gpt.training.saving import CheckpointFiles
+def skip_validation(trainer: "Trainer") -> None:
+    """Train without validation, since a run's training time does not include it."""
+    from gpt.training.validation import Validation
 
-    with together(devices=1, job={"threads": None}) as ranks:
-        fitting.run(ranks, CheckpointFiles())
+    validation = next(callback for callback in trainer.callbacks if isinstance(callback, Validation))
+    validation.on_step_end = lambda *_: None
 
 
 def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:

@@ -46,35 +46,62 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+# What the surroundings do to a program, as opposed to a bug in it: full disks, wrong names, missing permissions.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_OUTSIDE |= {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENXIO}
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that a disk, a quota or the greatest size of a file is exhausted."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
 @contextlib.contextmanager
 def command_line(program: str) -> Iterator[None]:
     """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
 
-    2 for a user's mistake or a full disk, with its one line on stderr; 3 where training left the finite numbers; 130
-    for Ctrl-C; 0 where the reader of our output has gone.
+    2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
+    finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
     """
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         yield
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except UserError as error:
-        line = str(error).replace("\n", "\\n")
-        print(f"{program}: {line}", file=sys.stderr)
-        sys.exit(2)
+        _end(program, str(error).replace("\n", "\\n"), 2)
     except NonFiniteError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        sys.exit(3)
+        _end(program, str(error), 3)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         _mute(sys.stdout)
         sys.exit(0)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"{program}: the disk is full{where}: free some space and run the command again", file=sys.stderr)
-        sys.exit(2)
+        where = f"{error.filename}: " if error.filename else ""
+        if is_disk_full(error):
+            _end(program, f"{where}the disk is full: free some space and run the command again", 2)
+        if error.errno in _OUTSIDE:
+            _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
+        raise
+
+
+def _end(program: str, line: str, code: int) -> None:
+    write_line(f"{program}: {line}", sys.stderr)
+    sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Give a program that was started with closed streams some that lead nowhere.
+
+    Otherwise the next file that it opens would become its standard error, and messages would go into that file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Files that are on disk whole or not at all, whatever happens to the process, and locks that end with their process."""
+"""Files that are on disk whole or not at all, and locks that end with their process."""
 
 import contextlib
 import os

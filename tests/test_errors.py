@@ -2,10 +2,15 @@
 
 import errno
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from gpt.errors import NonFiniteError, Parser, UserError, command_line, require_choice, write_line
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -15,7 +20,15 @@ from gpt.errors import NonFiniteError, Parser, UserError, command_line, require_
         (UserError("two\nlines"), 2, "prog: two\\nlines\n"),
         (NonFiniteError("step 3: nan"), 3, "prog: step 3: nan\n"),
         (KeyboardInterrupt(), 130, ""),
-        (OSError(errno.ENOSPC, "full", "a.txt"), 2, "prog: the disk is full (a.txt): free some space"),
+        (OSError(errno.ENOSPC, "full", "a.txt"), 2, "prog: a.txt: the disk is full: free some space"),
+        (OSError(errno.EFBIG, "too large", "a.txt"), 2, "prog: a.txt: the disk is full: free some space"),
+        (
+            OSError(errno.EACCES, "Permission denied", "a.txt"),
+            2,
+            "prog: a.txt: cannot be used (Permission denied): check",
+        ),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), 2, "prog: aaa: cannot be used (File name too long)"),
+        (OSError(errno.EIO, "Input/output error", "a.txt"), 2, "prog: a.txt: cannot be used (Input/output error)"),
         (OSError(errno.EDQUOT, "quota"), 2, "prog: the disk is full: free some space"),
     ],
 )
@@ -27,11 +40,25 @@ def test_ends(capsys, error, code, line):
     assert capsys.readouterr().err.startswith(line)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), ValueError("a bug"), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EBADF, "a bug"), FileNotFoundError(errno.ENOENT, "a bug"), ValueError("a bug")]
+)
 def test_bugs_keep_their_traceback(error):
     """What nobody foresaw is raised as it is."""
     with pytest.raises(type(error)), command_line("prog"):
         raise error
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path, closed):
+    """Started with closed streams a command still ends with its exit code, and its messages go into no other file."""
+    program = "from gpt.errors import *\nwith command_line('p'), open('out', 'w') as f: raise UserError('wrong')"
+    done = subprocess.run(
+        f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{program}" {closed}', shell=True, capture_output=True
+    )
+    assert done.returncode == 2
+    assert (tmp_path / "out").read_text() == ""
+    assert done.stderr in (b"", b"p: wrong\n")
 
 
 def test_success_is_silent(capsys):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
@@ -18,6 +19,8 @@ from gpt.text.corpus import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.optim import OptimConfig
 
+LARGEST_YAML = 100_000  # values in a file
+MOST_STEPS = 10**12
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _HORIZON = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|B)?\s*(steps?|tokens?)|(epochs?)|(s|min|h))")
@@ -129,10 +132,17 @@ class Config:
 
 
 def validate(composed: DictConfig | dict) -> Config:
-    """Check a composed or stored configuration; `UserError` names the key that is wrong."""
+    """Check a configuration; `UserError` names the key that is wrong.
+
+    One that Hydra composed has its interpolations resolved. A dictionary, as checkpoints and config.yaml store it, is
+    taken literally: nothing in it can read the environment.
+    """
     try:
-        plain = OmegaConf.to_container(OmegaConf.create(composed), resolve=True)
-        assert isinstance(plain, dict)
+        hydra = isinstance(composed, DictConfig)
+        plain = OmegaConf.to_container(composed, resolve=True) if hydra else composed
+        if not isinstance(plain, dict):
+            raise UserError(f"the configuration is of type {type(plain).__name__}, not a dictionary")
+        plain = _literal(plain)
         if isinstance(plain.get("experiment"), dict):
             raise UserError("an experiment file must begin with the line: # @package _global_")
         merged = OmegaConf.merge(OmegaConf.structured(Config), _whole_floats_to_ints(plain, Config))
@@ -153,13 +163,36 @@ def validate(composed: DictConfig | dict) -> Config:
 
 def read(path: Path) -> Config:
     """Read the config.yaml of a run; `UserError` if it holds no configuration."""
+    refuse_large_yaml(path)
     try:
-        stored = OmegaConf.load(path)
-    except (OSError, YAMLError) as error:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(stored, DictConfig) or "model" not in stored:
+    if not isinstance(stored, dict) or "model" not in stored:
         raise UserError(f"{path}: holds no configuration of a run")
     return validate(stored)
+
+
+def refuse_large_yaml(path: Path) -> None:
+    """Raise `UserError` if a YAML file would be large once its aliases are expanded."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node | None) -> int:
+        if node is None or isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = LARGEST_YAML  # of an alias within itself
+            inner = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    try:
+        with path.open(encoding="utf-8") as stream:
+            large = size(yaml.compose(stream, yaml.SafeLoader)) >= LARGEST_YAML
+    except (OSError, ValueError, YAMLError, RecursionError):
+        return  # whoever reads it will say why it cannot be read
+    if large:
+        raise UserError(f"{path}: has more than {LARGEST_YAML:,} values once its aliases are expanded; shorten it")
 
 
 def to_yaml(config: Config) -> str:
@@ -180,6 +213,17 @@ def unknown_key(key: str) -> str:
     return f"there is no key {key!r}" + (
         f"; did you mean {near[0]!r}?" if near else "; see configs/ for the keys there are"
     )
+
+
+def _literal(value: Any) -> Any:
+    """The same value with everything escaped that OmegaConf would take for an interpolation."""
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
+    return value
 
 
 def _keys(kind: type, prefix: str = "") -> list[str]:

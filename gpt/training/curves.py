@@ -1,6 +1,7 @@
 """The curves of a run in TensorBoard."""
 
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -69,8 +70,14 @@ class Curves(StepCallback):
 
     def close(self) -> None:
         """Write what is still buffered. Lightning has no hook that is called however a training ends."""
-        if self.writer is not None:
-            self.writer.close()
+        if self.writer is None:
+            return
+        deleted = not self._run_dir.is_dir()
+        if deleted:  # TensorBoard's thread would fail with a traceback of its own
+            self._run_dir.mkdir(parents=True)
+        self.writer.close()
+        if deleted:
+            shutil.rmtree(self._run_dir)
 
     def state_dict(self) -> dict:
         # Called on every rank, but only rank 0 saves: it needs the sums of all.

@@ -23,8 +23,9 @@ from gpt.training.module import GPTModule
 from gpt.training.plan import Plan
 from gpt.training.progress import Progress
 from gpt.training.record import Record
+from gpt.training.resuming import require_like
 from gpt.training.samples import AttentionMaps, Samples
-from gpt.training.saving import BestCheckpoint, LastCheckpoint
+from gpt.training.saving import BestCheckpoint, CheckpointFiles, LastCheckpoint
 from gpt.training.steps import Clock
 from gpt.training.validation import Validation
 
@@ -40,7 +41,7 @@ class Fitting:
         self.curves = Curves(
             run_dir, self.clock, peak_flops(torch.device(config.trainer.device), config.trainer.precision)
         )
-        self.validation = Validation(self.clock)
+        self.validation = Validation(run_dir, self.clock)
         self.metrics = Metrics(run_dir, self.clock, self.validation, self.curves)
         self.last = LastCheckpoint(run_dir, self.clock, self.validation)
         # Order matters after a validation: best.ckpt records how long the files are that others have written to.
@@ -58,8 +59,10 @@ class Fitting:
             Progress(self.validation, self.curves),
         ]
 
-    def run(self, ranks: ClusterEnvironment, files: CheckpointIO, file: Path | None = None) -> None:
+    def run(self, ranks: ClusterEnvironment, files: CheckpointFiles, file: Path | None = None) -> None:
         """Train, from the checkpoint `file` if there is one."""
+        if file is not None and files.loaded is not None:
+            require_like(file, files.loaded, self._fresh_state(files.loaded))
         trainer = build_trainer(self.module, self.callbacks, [files, ranks])
         assert trainer.world_size == self.module.config.trainer.devices
         try:
@@ -67,6 +70,20 @@ class Fitting:
         finally:
             self.last.close()
             self.curves.close()
+
+    def _fresh_state(self, payload: dict) -> dict:
+        """The state of this run before its first step, to compare a checkpoint with; without memory for tensors."""
+        weights = {name: torch.empty_like(w, device="meta") for name, w in self.module.model.named_parameters()}
+        optimizer = self.module.make_optimizer(weights)
+        callbacks = {c.state_key: state for c in self.callbacks if (state := c.state_dict())}
+        stored = payload["callbacks"]
+        if isinstance(stored.get("Curves"), dict) and isinstance(stored["Curves"].get("losses"), list):
+            callbacks["Curves"]["losses"] = [0.0] * self.module.config.trainer.devices  # one for each rank
+        if isinstance(stored.get("Journal"), dict) and Journal.describes(stored["Journal"].get("events")):
+            callbacks["Journal"] = callbacks["Journal"] | {"events": stored["Journal"]["events"]}
+        else:
+            callbacks["Journal"] = callbacks["Journal"] | {"events": {"names": "sizes"}}  # like nothing that is stored
+        return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()], "callbacks": callbacks}
 
 
 def build_trainer(

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from gpt import hardware
@@ -42,7 +43,11 @@ def end_with_rank_0() -> None:
 
 
 def main() -> None:
-    job = json.loads(sys.stdin.readline())
+    try:
+        job = json.loads(sys.stdin.readline())
+    except ValueError:
+        write_line("gpt.training.helper: started by hand, which does nothing: use python train.py", sys.stderr)
+        sys.exit(2)
     threading.Thread(target=end_with_rank_0, daemon=True).start()
     try:
         train(job)
@@ -51,6 +56,9 @@ def main() -> None:
     except UserError as error:
         write_line(f"train.py: process {job['rank']}: {error}", sys.stderr)
         sys.exit(2)
+    except Exception:
+        time.sleep(2)  # if rank 0 has failed, this is a consequence, and the pipe is about to close
+        raise
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The files that grow along a run as a part of its state, so that resuming leaves no gap and no doubled point."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from lightning import Callback, Trainer
 
 from gpt.files import sync
 from gpt.training.curves import Curves
+
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10})\.(.+)")  # the seconds at its start, and what is the writer's own
 
 
 class Journal(Callback):
@@ -20,39 +23,79 @@ class Journal(Callback):
     def __init__(self, run_dir: Path, curves: Curves):
         self._run_dir, self._curves = run_dir, curves
         self._samples = run_dir / "samples.md"
-        self._sizes: dict = {"samples": 0, "events": []}  # event files in the order in which TensorBoard reads them
+        self._sizes: dict = {"samples": 0, "events": []}  # [name, size] of each event file
 
     def _events(self) -> list[Path]:
-        return sorted(self._run_dir.glob("events.out.tfevents.*"))
+        """Our event files in the order in which TensorBoard reads them; a user's own are left alone."""
+        return sorted(file for file in self._run_dir.glob("events.*") if EVENTS.fullmatch(file.name))
 
     def on_fit_start(self, trainer: Trainer, module) -> None:
         if not trainer.is_global_zero:
             return
         if self._samples.exists():
             os.truncate(self._samples, min(self._sizes["samples"], self._samples.stat().st_size))
-        known = len(self._sizes["events"])
-        for file in self._events()[known:]:
-            file.unlink()
-        for file, size in zip(self._events(), self._sizes["events"], strict=False):
-            os.truncate(file, min(size, file.stat().st_size))
-        # TensorBoard reads event files in the order of the seconds in their names. The next file must come last, even
-        # if the clock has been set back since. Renaming the oldest first keeps the order if a kill interrupts it.
+        sizes = self._match()
+        for file in self._events():
+            if file in sizes:
+                os.truncate(file, min(sizes[file], file.stat().st_size))
+            else:
+                file.unlink()
+        self._put_first()
+
+    def _match(self) -> dict[Path, int]:
+        """The recorded size of each event file: found by name, or by the part of it that renaming leaves."""
+        found = {file.name: file for file in self._events()}
+        entries = self._sizes["events"]
+        if entries and isinstance(entries[0], int):  # an older version recorded sizes alone, in order
+            return dict(zip(self._events(), entries, strict=False))
+        sizes = {found.pop(name): size for name, size in entries if name in found}
+        for name, size in entries:
+            rest = EVENTS.fullmatch(name)
+            same = [other for other in sorted(found) if rest and EVENTS.fullmatch(other)[2] == rest[2]]  # type: ignore[index]
+            if same and self._run_dir / name not in sizes:
+                sizes[found.pop(same[0])] = size
+        return sizes
+
+    def _put_first(self) -> None:
+        """Rename event files from the future, so that the next one comes last even if the clock was set back.
+
+        TensorBoard reads them in the order of the seconds in their names. Renaming the oldest first keeps the order if
+        a kill interrupts it.
+        """
         events, now = self._events(), int(time.time())
         for i, file in enumerate(events):
-            seconds, rest = file.name.split(".", 4)[3:]
+            match = EVENTS.fullmatch(file.name)
+            assert match is not None
             latest = now - (len(events) - i)
-            if int(seconds) > latest:
-                file.rename(file.with_name(f"events.out.tfevents.{latest:010d}.{rest}"))
+            if int(match[1]) > latest:
+                file.rename(file.with_name(f"events.out.tfevents.{latest:010d}.{match[2]}"))
 
     def state_dict(self) -> dict:
         if self._curves.writer is not None:
             self._curves.writer.flush()
-            grown = [file for file in [self._samples, *self._events()] if file.exists()]
-            for file in grown:
-                sync(file)
-            sizes = {file: file.stat().st_size for file in grown}
-            self._sizes = {"samples": sizes.pop(self._samples, 0), "events": list(sizes.values())}
+            events = self._events()
+            for file in [self._samples, *events]:
+                if file.exists():
+                    sync(file)
+            samples = self._samples.stat().st_size if self._samples.exists() else 0
+            self._sizes = {"samples": samples, "events": [[file.name, file.stat().st_size] for file in events]}
         return self._sizes
 
     def load_state_dict(self, state: dict) -> None:
         self._sizes = state
+
+    @staticmethod
+    def describes(events: object) -> bool:
+        """Whether something is what a checkpoint records of event files: their names and sizes, or sizes alone."""
+        entries = events if isinstance(events, list) else [None]
+        pairs = [["events.out.tfevents.0000000000.", entry] if isinstance(entry, int) else entry for entry in entries]
+        return all(
+            isinstance(pair, list)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and pair[0].startswith("events.out.tfevents.")
+            and "/" not in pair[0]
+            and type(pair[1]) is int
+            and pair[1] >= 0
+            for pair in pairs
+        )

@@ -57,9 +57,12 @@ class GPTModule(LightningModule):
         return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(dict(self.model.named_parameters()))
+
+    def make_optimizer(self, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
+        """The configured optimizer for weights by name."""
         # Muon needs only the direction of its updates, so bfloat16 is enough wherever it is fast, in fp32 runs too.
         fast = choose_precision("auto", torch.device(self.config.trainer.device))
-        weights = dict(self.model.named_parameters())
         return build_optimizer(weights, self.config.model.num_heads, self.config.optim, DTYPES[fast])
 
     def measure_gradients(self) -> Tensor:

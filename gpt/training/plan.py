@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from gpt.training.config import Config, Horizon, parse_horizon
+from gpt.errors import UserError
+from gpt.training.config import MOST_STEPS, Config, Horizon, parse_horizon
 
 LEAST_VALIDATIONS = 4  # of a run, however short
 
@@ -46,4 +47,7 @@ def make_plan(config: Config, train_tokens: int, automatic: bool) -> Plan:
 
 def _steps(horizon: Horizon, tokens_per_step: int, train_tokens: int) -> int:
     per_unit = {"steps": 1.0, "tokens": 1 / tokens_per_step, "epochs": train_tokens / tokens_per_step}[horizon.unit]
-    return max(1, round(horizon.amount * per_unit))
+    steps = max(1, round(horizon.amount * per_unit))
+    if steps > MOST_STEPS:
+        raise UserError(f"horizon: {steps:,} steps are out of range: they must be at most {MOST_STEPS:,}")
+    return steps

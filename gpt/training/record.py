@@ -36,13 +36,22 @@ class Record(Callback):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
-        # A checkpoint lies between two steps, so training goes on at the first micro-batch of a step, however many
-        # micro-batches a step had when it was saved. Lightning counts them in private state: pyproject.toml pins it.
-        loop = checkpoint["loops"]["fit_loop"]
+        # Lightning's counters follow from the step alone. A checkpoint lies between two steps, so training goes on at
+        # the first micro-batch of a step, however many micro-batches a step had when it was saved. The counters are
+        # private to Lightning, whose version pyproject.toml therefore pins.
+        step, loop = checkpoint["step"], trainer.fit_loop.state_dict()
+        optimizer = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        for progress, count in (
+            (loop["epoch_loop.batch_progress"], step * module.plan.accumulation),
+            (optimizer["step"], step),
+            (optimizer["zero_grad"], step),
+        ):
+            for kind in ("total", "current"):
+                progress[kind] = dict.fromkeys(progress[kind], count)
         for kind in ("total", "current"):
-            counts = loop["epoch_loop.batch_progress"][kind]
-            counts |= dict.fromkeys(counts, checkpoint["step"] * module.plan.accumulation)
-        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = checkpoint["step"]
+            loop["epoch_progress"][kind] |= {"ready": 1, "started": 1}
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+        checkpoint["loops"] = {"fit_loop": loop}
 
 
 def versions() -> dict[str, str]:

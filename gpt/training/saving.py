@@ -11,6 +11,7 @@ from gpt.exchange.checkpoint import load, save
 from gpt.files import link
 from gpt.sampling.scoring import Score
 from gpt.training.module import GPTModule
+from gpt.training.runs import require_present
 from gpt.training.signals import StopSignals
 from gpt.training.steps import Clock, StepCallback
 from gpt.training.validation import Validation
@@ -34,7 +35,7 @@ class LastCheckpoint(StepCallback):
     """
 
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
-        self._folder, self._clock, self._validation = run_dir / "checkpoints", clock, validation
+        self._run_dir, self._clock, self._validation = run_dir, clock, validation
         self._signals = StopSignals()
         self._saved_step, self._saved_at = -1, 0.0
         self.stopped_by = 0  # the signal that ended the run early
@@ -68,7 +69,8 @@ class LastCheckpoint(StepCallback):
             self._save(trainer, module, trainer.global_step)
 
     def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        last, previous, best = (self._folder / f"{name}.ckpt" for name in ("last", "previous", "best"))
+        last, previous, best = (self._run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best"))
+        require_present(self._run_dir)
         module.require_finite_weights()
         if trainer.is_global_zero and last.exists():
             link(last, previous)
@@ -91,13 +93,13 @@ class CheckpointFiles(CheckpointIO):
     """
 
     def __init__(self, loaded: dict | None = None):
-        self._loaded = loaded
+        self.loaded = loaded
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         save(checkpoint, Path(path))
 
     def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
-        payload, self._loaded = self._loaded, None
+        payload, self.loaded = self.loaded, None
         return load(Path(path)) if payload is None else payload
 
     def remove_checkpoint(self, path) -> None:

@@ -26,6 +26,7 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
+from gpt.training.resuming import read_plan, require_same_text
 
 if TYPE_CHECKING:
     from lightning import Callback
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # of prepared text
 MICRO_BATCH = "trainer.micro_batch_size"
-NEEDED = ("plan", "step", "corpus", "threads", "versions", "optimizer_states")  # to continue a checkpoint
 
 Say = Callable[[str], None]
 
@@ -107,28 +107,21 @@ class Session:
         refuse_launchers()
         run_dir = runs.directory(path)
         runs.lock(run_dir)
-        named = Path(path)
-        found = runs.load_newest(run_dir, warn) if named.is_dir() else (named, checkpoint.load(named))
+        found = runs.load_newest(run_dir, warn)
         if found is None:
             say(f"{run_dir} has no checkpoint yet: beginning at its first step")
             return cls.begin(read(run_dir / "config.yaml"), run_dir=run_dir)
         file, payload = found
-        if missing := [key for key in NEEDED if key not in payload]:
-            raise UserError(
-                f"{file}: cannot be continued, for it has no {missing[0]!r}; start anew with init_from={file}"
-            )
-        config = validate(payload["config"])
+        _refuse_going_back(Path(path), run_dir, payload.get("step"))
+        config, plan = read_plan(file, payload)
         require_devices(config)
         given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
         corpora = load_corpora(config, given)
-        _refuse_change(file, payload, corpora)
-        # A plan of an older version does not say how often to validate.
-        plan = Plan(**({"validate_every": config.trainer.validate_every} | payload["plan"]))
-        if payload["step"] >= plan.total_steps:
+        require_same_text(file, payload, corpora)
+        if payload["step"] == plan.total_steps:
             done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
             say(f"{done}; init_from={run_dir} starts a new run from it")
             return None
-        _refuse_older_muon(file, payload)
         _warn_of_versions(payload)
         say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
         start = Start(file, payload, threads=payload["threads"])
@@ -301,23 +294,12 @@ def _measured(config: Config, plan: Plan, corpora: Corpora) -> tuple[Config, Pla
     return config, plan.for_steps(steps, trainer.validate_every)
 
 
-def _refuse_change(file: Path, payload: dict[str, Any], corpora: Corpora) -> None:
-    """Raise `UserError` if the text or its tokens are not those that the run began with."""
-    stored = payload["corpus"] | {"tokenizer's hash": payload["tokenizer"]["sha256"]}
-    present = corpora.key | {"tokenizer's hash": corpora.tokenizer.sha256}
-    for key in stored:
-        if stored[key] != present.get(key):
-            raise UserError(
-                f"{file}: the {key} was {stored[key]} when the run began and is {present.get(key)} now, so it cannot "
-                f"continue: restore it, or start a new run with init_from={file}"
-            )
-
-
-def _refuse_older_muon(file: Path, payload: dict[str, Any]) -> None:
-    states = payload["optimizer_states"][0]["state"].values()
-    if any("momentum" in state and "squares" not in state for state in states):
+def _refuse_going_back(named: Path, run_dir: Path, newest: object) -> None:
+    """Raise `UserError` if a checkpoint is named that is not the newest: continuing it would undo later steps."""
+    if named.is_file() and (step := checkpoint.load(named).get("step")) != newest:
         raise UserError(
-            f"{file}: saved by an older version with a different Muon optimizer; start anew with init_from={file}"
+            f"{named} is of step {step}, and the run has gone on to step {newest}: continue it with resume={run_dir}, "
+            f"or start a new run from this file with init_from={named}"
         )
 
 

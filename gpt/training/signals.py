@@ -1,13 +1,16 @@
-"""Stopping on request: the first SIGINT or SIGTERM stops after the current step, the second at once."""
+"""Stopping on request: the first SIGINT, SIGTERM or SIGHUP stops after the current step, the second at once."""
 
 import os
 import signal
 import sys
 from contextlib import suppress
 
+# SIGHUP is what a lost connection sends; Windows has none.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 
 class StopSignals:
-    """Takes over the two signals between `install` and `restore`; `received` is the first that arrived, or 0."""
+    """Takes over the signals between `install` and `restore`; `received` is the first that arrived, or 0."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -15,7 +18,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Take the signals over, from whoever has them now; what `restore` brings back is what the first call found."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             self._handlers.setdefault(number, signal.getsignal(number))
             signal.signal(number, self._on_signal)
 

@@ -1,6 +1,7 @@
 """Scores the validation text at intervals, and tells the other callbacks."""
 
 import math
+from pathlib import Path
 
 import torch
 from lightning import Trainer
@@ -11,6 +12,7 @@ from gpt.sampling.scoring import Score, score, sum_of
 from gpt.text.batches import validation_batches, windows_given
 from gpt.text.shards import Shards
 from gpt.training.module import GPTModule
+from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
 
 TOKENS_AT_ONCE = 4096
@@ -22,8 +24,8 @@ class Validation(StepCallback):
     Every `StepCallback` of the trainer then gets `on_validated`, and `trainer.callback_metrics` has `val/loss`.
     """
 
-    def __init__(self, clock: Clock):
-        self._clock = clock
+    def __init__(self, run_dir: Path, clock: Clock):
+        self._run_dir, self._clock = run_dir, clock
         self.best_loss, self.best_step = math.inf, -1
         self.latest: Score | None = None
         self.by_corpus: list[Score] = []  # in the order of `Corpora.sources`
@@ -31,6 +33,7 @@ class Validation(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if not module.plan.due(step, module.plan.validate_every):
             return
+        require_present(self._run_dir)
         module.require_finite_weights()
         with self._clock.paused():
             self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning import Callback
 
+from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import runs
+from gpt.training.session import Session
 from harness import TINY, Process, differences, read_curves, train, wait_for_file, write_corpus
 
 HORIZON = "horizon=101steps"
@@ -136,13 +139,6 @@ def empty(file: Path) -> None:
     file.touch()
 
 
-def spoil_weights(file: Path) -> None:
-    payload = checkpoint.load(file)
-    file.unlink()
-    payload["state_dict"]["final_norm.bias"][3] = float("nan")
-    checkpoint.save(payload, file)
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [(truncate, "cut short"), (flip_a_bit, "damaged"), (empty, "cut short"), (Path.unlink, "is missing")],
@@ -183,14 +179,23 @@ def test_all_checkpoints_damaged(hurt):
     assert re.search(r"last\.ckpt: .*; and no other checkpoint of the run can be read$", last_line(done.stderr))
 
 
+class Spoil(Callback):
+    """Makes a weight nan before the first step, as faulty memory might."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
+        with torch.no_grad():
+            module.model.final_norm.bias[3] = float("nan")
+
+
 def test_weights_that_are_not_finite(hurt):
-    """Training ends before the update with code 3, names the step and the layers, and saves nothing."""
-    spoil_weights(hurt / "checkpoints/last.ckpt")
+    """Training ends before the update, names the step and the layers, and saves nothing."""
     before = {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")}
     step = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
-    done = train(f"resume={hurt}")
-    assert done.returncode == 3
-    message, norms = done.stderr.strip().splitlines()
+    session = Session.resume(str(hurt))
+    assert session is not None
+    with pytest.raises(NonFiniteError) as end:
+        session.fit([Spoil()])
+    message, norms = str(end.value).splitlines()
     assert f"step {step + 1}: the gradient is not finite, so no update was made (loss nan; windows " in message
     assert "init_from=" in message
     assert re.match(r"  gradient norms: token_embedding nan, position_embedding nan, blocks.0 nan", norms)

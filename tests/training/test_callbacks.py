@@ -257,7 +257,7 @@ def test_a_loaded_checkpoint_is_given_away_once(tmp_path):
     checkpoint.save(payload | {"step": 7}, tmp_path / "a.ckpt")
     files = CheckpointFiles(payload)
     assert files.load_checkpoint(tmp_path / "a.ckpt") is payload
-    assert files._loaded is None
+    assert files.loaded is None
     assert files.load_checkpoint(tmp_path / "a.ckpt")["step"] == 7
     files.remove_checkpoint(tmp_path / "a.ckpt")
     files.remove_checkpoint(tmp_path / "a.ckpt")
@@ -281,7 +281,7 @@ def test_newest_checkpoint_by_step(trained, tmp_path):
 
 def test_progress_gives_both_losses_in_one_unit(tmp_path):
     """Training and validation loss are in nats per token; the validation follows in bits per byte."""
-    curves, validation = Curves(tmp_path, Clock(), None), Validation(Clock())
+    curves, validation = Curves(tmp_path, Clock(), None), Validation(tmp_path, Clock())
     progress = Progress(validation, curves)
     assert progress._facts() == ""
     curves.loss, curves.tokens_per_second = 2.5, 12345.6

@@ -18,7 +18,18 @@ from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.text.corpus import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
-from gpt.training.config import Config, Horizon, TrainerConfig, parse_horizon, to_plain, unknown_key, validate
+from gpt.training.config import (
+    Config,
+    Horizon,
+    TrainerConfig,
+    parse_horizon,
+    read,
+    refuse_large_yaml,
+    to_plain,
+    to_yaml,
+    unknown_key,
+    validate,
+)
 from gpt.training.optim import OptimConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -267,7 +278,37 @@ def test_either_start_is_accepted():
 def test_interpolation_is_a_mistake_of_the_user():
     """A reference to a key that does not exist is the user's error, and names where it stands."""
     with pytest.raises(UserError, match=r"data\.prompts\[0\]"):
-        validate({"data": {"prompts": ["${nowhere}"]}})
+        validate(OmegaConf.create({"data": {"prompts": ["${nowhere}"]}}))
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\"])
+def test_stored_configurations_are_literal(text, tmp_path):
+    """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment."""
+    config = validate({"data": {"prompts": [text]}})
+    assert config.data.prompts == [text]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read(tmp_path / "config.yaml").data.prompts == [text]
+
+
+def test_alias_bomb(tmp_path):
+    """A file whose aliases would expand to billions of values is refused at once."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    bomb = tmp_path / "config.yaml"
+    bomb.write_text("\n".join(["model: {}", *lines]))
+    for refuse in (refuse_large_yaml, read):
+        with pytest.raises(UserError, match="more than 100,000 values once its aliases are expanded"):
+            refuse(bomb)
+    bomb.write_text("a: &a [*a]\n")
+    with pytest.raises(UserError, match="more than 100,000"):
+        refuse_large_yaml(bomb)
+
+
+@pytest.mark.parametrize("stored", [[], ["model"], 3, None, "text"])
+def test_configuration_that_is_no_dictionary(stored):
+    """A checkpoint's configuration of another type is one line."""
+    with pytest.raises(UserError, match="not a dictionary"):
+        validate(stored)
 
 
 def test_value_in_place_of_a_section_names_the_section():

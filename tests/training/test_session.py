@@ -132,7 +132,8 @@ def test_too_many_devices(folder, monkeypatch):
         with pytest.raises(UserError, match=r"trainer\.devices=2 is more than this machine has: at most 1 of cpu"):
             check(config)
     payload = checkpoint.load(folder / "first/checkpoints/last.ckpt")
-    payload["config"]["trainer"]["devices"] = 2
+    payload["config"]["trainer"] |= {"devices": 2, "micro_batch_size": "3"}
+    payload["plan"]["accumulation"] = 1
     payload["step"] = 3
     other = folder / "two-devices"
     checkpoint.save(payload, other / "checkpoints/last.ckpt")
@@ -209,15 +210,26 @@ def test_sweep(settings, tmp_path, monkeypatch):
     runs = sorted((tmp_path / "runs").iterdir())
     rates = [yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] for run in runs]
     losses = [json.loads((run / "metrics.json").read_text())["val_loss"] for run in runs]
-    assert (rates, losses) == ([0.003, 0.006], returned)
+    assert rates == [0.003, 0.006]
+    assert returned == [None, None, *losses]  # each job is checked before the first one trains
+
+
+def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path, monkeypatch):
+    """A configuration that is wrong is named before any job trains."""
+    monkeypatch.chdir(tmp_path)
+    done = train("-m", *settings, "horizon=2steps", "optim.lr=0.006,-1")
+    assert done.returncode == 2
+    assert re.fullmatch(r"train\.py: job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range.*\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failing_job_of_a_sweep(settings, tmp_path, monkeypatch):
-    """The other jobs run; the one that failed is named, and the exit code says so."""
+    """A job that fails while it runs is named at once; the others run, and the exit code says so."""
     monkeypatch.chdir(tmp_path)
-    done = train("-m", *settings, "horizon=2steps", "optim.lr=-1,0.006")
+    done = train("-m", *settings, "horizon=2steps", f"data.path={tmp_path}/missing,{settings[-2][10:]}")
     assert done.returncode == 2
-    assert re.search(r"^train\.py: job 0 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range", done.stderr, re.M)
+    assert re.search(r"^train\.py: job 0 \(.*missing.*\): data\.path=.* is not a file", done.stderr, re.M)
+    assert done.stderr.endswith("train.py: job 0 of the sweep failed\n")
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 

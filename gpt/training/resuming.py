@@ -1,0 +1,103 @@
+"""Whether a checkpoint can be continued: one check of all that it holds, before anything on disk is changed."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt.errors import UserError
+from gpt.text.shards import Corpora
+from gpt.training.config import Config, validate
+from gpt.training.plan import Plan
+
+NEEDED: dict[str, type] = {
+    "step": int, "plan": dict, "corpus": dict, "threads": int, "versions": dict, "tokenizer": dict, "state_dict": dict,
+    "optimizer_states": list, "callbacks": dict,
+}  # fmt: skip
+FREE = (".lr", ".step")  # of a parameter group, what changes while training; all else follows from the configuration
+
+
+def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
+    """The configuration and the plan of a run to continue; `UserError` if the checkpoint cannot be continued."""
+
+    def refuse(what: str) -> UserError:
+        return UserError(f"{file}: cannot be continued: {what}; start anew with init_from={file}")
+
+    for key, kind in NEEDED.items():
+        if key not in payload:
+            raise refuse(f"it has no {key!r}")
+        if not isinstance(payload[key], kind) or isinstance(payload[key], bool):
+            raise refuse(f"its {key!r} is of type {type(payload[key]).__name__}, not {kind.__name__}")
+    config, stored = validate(payload["config"]), payload["plan"]
+    stored = {"validate_every": config.trainer.validate_every} | stored  # older versions did not store it
+    kinds = {field.name: bool if field.name == "automatic" else int for field in fields(Plan)}
+    if any(type(stored.get(name)) is not kind for name, kind in kinds.items()) or set(stored) != set(kinds):
+        raise refuse("its plan is damaged")
+    plan = Plan(**stored)
+    windows = config.trainer.tokens_per_step // config.model.context_length
+    numbers = (plan.total_steps, plan.micro_batch_size, plan.accumulation, plan.validate_every)
+    whole = plan.micro_batch_size * plan.accumulation * config.trainer.devices
+    if min(numbers) < 1 or not plan.windows_per_step == windows == whole:
+        raise refuse("its plan does not fit its configuration")
+    if not 0 <= payload["step"] <= plan.total_steps:
+        raise refuse(f"its step is {payload['step']} of {plan.total_steps}")
+    if not 1 <= payload["threads"] <= 4096:
+        raise refuse(f"its number of threads is {payload['threads']}")
+    if not all(isinstance(text, str) for pair in payload["versions"].items() for text in pair):
+        raise refuse("its versions are not text")
+    if not isinstance(payload["corpus"].get("tokenizer"), dict) or "sha256" not in payload["tokenizer"]:
+        raise refuse("it does not say which text and which tokens it has learnt")
+    return config, plan
+
+
+def require_same_text(file: Path, payload: dict[str, Any], corpora: Corpora) -> None:
+    """Raise `UserError` if the text or its tokens are not those that the run began with."""
+    stored = payload["corpus"] | {"tokenizer's hash": payload["tokenizer"]["sha256"]}
+    present = corpora.key | {"tokenizer's hash": corpora.tokenizer.sha256}
+    for key in stored:
+        if stored[key] != present.get(key):
+            raise UserError(
+                f"{file}: the {key} was {stored[key]} when the run began and is {present.get(key)} now, so it cannot "
+                f"continue: restore it, or start a new run with init_from={file}"
+            )
+
+
+def require_like(file: Path, payload: dict[str, Any], fresh: dict[str, Any]) -> None:
+    """Raise `UserError` unless a checkpoint is like `fresh`, the state of the same run at its start.
+
+    That is, it has the same keys, types and lengths, and tensors of the same shape and precision, all finite.
+    """
+    for key, template in fresh.items():
+        if problem := next(_differences(payload[key], template, key), None):
+            if problem.endswith("has no 'squares'"):
+                problem = "an older version with a different Muon optimizer saved it"
+            raise UserError(f"{file}: cannot be continued: {problem}; start anew with init_from={file}")
+
+
+def _differences(value: Any, template: Any, name: str) -> Iterator[str]:
+    if isinstance(template, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.shape != template.shape or value.dtype != template.dtype:
+            yield f"its {name} is not a tensor of {template.dtype} {tuple(template.shape)}"
+        elif value.layout != torch.strided or not bool(value.isfinite().all()):
+            yield f"its {name} is not finite"
+    elif isinstance(template, dict):
+        if not isinstance(value, dict):
+            yield f"its {name} is of type {type(value).__name__}"
+        elif missing := [key for key in template if key not in value]:
+            yield f"its {name} has no {missing[0]!r}"
+        else:
+            for key, inner in template.items():
+                yield from _differences(value[key], inner, f"{name}.{key}")
+    elif isinstance(template, list):
+        if not isinstance(value, list) or (template and len(value) != len(template)):
+            yield f"its {name} is not a list of {len(template)}"
+        else:
+            for i, (own, inner) in enumerate(zip(value, template, strict=False)):
+                yield from _differences(own, inner, f"{name}[{i}]")
+    elif type(value) is not type(template) or (isinstance(value, float) and math.isnan(value)):
+        yield f"its {name} is {value!r}"
+    elif ".param_groups[" in name and not name.endswith(FREE) and value != template:
+        yield f"its {name} is {value!r} and not {template!r}"
