@@ -1,14 +1,15 @@
-"""The cache folder: locks, unfinished work, and one-line errors."""
+"""The cache folder: locks, unfinished work, files that notice damage, and one-line errors."""
 
 import contextlib
-import errno
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpt.errors import UserError
-from gpt.files import HeldError, hold
+from gpt.errors import UserError, is_disk_full
+from gpt.files import HeldError, hold, write_text
 
 ABANDONED = 7 * 24 * 3600  # seconds after which an interrupted preparation is deleted
 PLAN = "plan.json"  # written once split and tokenizer are decided; without it, nothing in a working folder counts
@@ -17,15 +18,42 @@ _WORKING = ".preparing-"
 
 @contextlib.contextmanager
 def explain_unwritable(folder: Path) -> Iterator[None]:
-    """Turn an error about writing to the cache into one line; a full disk remains an `OSError`."""
+    """Turn an error about writing to the cache into one line."""
     try:
         yield
     except OSError as error:
-        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+        if error.errno is None:
             raise
+        if is_disk_full(error):
+            raise UserError(
+                f"{folder}: the disk is full ({error.strerror}): free some space and run the command again to resume, "
+                "or name another folder with data.cache="
+            ) from None
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); name another folder with data.cache="
         ) from None
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Replace a JSON file as a whole, with a seal: the hash of its content, by which `read_json` notices damage."""
+    write_text(file, json.dumps({**content, "seal": _seal(content)}, indent=2))
+
+
+def read_json(file: Path) -> dict:
+    """Return what `write_json` wrote; raise `ValueError` if it is damaged. Older versions wrote no seal."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    if content.pop("seal", None) not in (None, _seal(content)):
+        raise ValueError("its content does not match its seal")
+    return content
+
+
+def _seal(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -2,13 +2,12 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import time
 from pathlib import Path
 
-from gpt.files import write_text
+from gpt.text.cache import read_json, write_json
 from gpt.text.formats import explain_unreadable
 
 REMEMBERED = 1 << 20  # bytes: files from this size on are remembered
@@ -25,11 +24,10 @@ class HashMemory:
         self._store = store
         self._changed = False
         try:
-            stored = json.loads(store.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            stored = read_json(store)
+        except (OSError, ValueError):
             stored = {}
-        entries = stored.items() if isinstance(stored, dict) else ()
-        self._known = {name: entry for name, entry in entries if _is_valid(entry)}
+        self._known = {name: entry for name, entry in stored.items() if _is_valid(entry)}
 
     def sha256(self, file: Path) -> str:
         """Return a file's hash, from memory where it is large and unchanged."""
@@ -51,7 +49,7 @@ class HashMemory:
         if self._changed:
             with contextlib.suppress(OSError):
                 self._store.parent.mkdir(parents=True, exist_ok=True)
-                write_text(self._store, json.dumps(self._known))
+                write_json(self._store, self._known)
 
 
 def _is_valid(entry: object) -> bool:

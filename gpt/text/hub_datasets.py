@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub, streamed once into parquet files and read from there."""
 
-import errno
+import contextlib
 import hashlib
 import json
 import os
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
-from gpt.errors import UserError
+from gpt.errors import UserError, is_disk_full
 from gpt.files import replacing, write_text
-from gpt.text.cache import one_at_a_time
+from gpt.text.cache import one_at_a_time, read_json, write_json
 from gpt.text.formats import require
 from gpt.text.pieces import well_formed
 from gpt.text.progress_bar import progress_bar
@@ -50,7 +50,7 @@ def find_revision(dataset: Dataset, folder: Path) -> str:
     try:
         return str(hub.HfApi().dataset_info(name, revision=revision, timeout=20).sha)
     except Exception as error:  # of several libraries below
-        before = sorted(state.read_text(encoding="utf-8") for state in folder.glob(f"{_safe(name)}-*/revision"))
+        before = sorted(state.read_text(encoding="utf-8", errors="replace") for state in folder.glob(f"{_safe(name)}-*/revision"))
         have = f"; already fetched: data.revision={before[-1]}" if before else ""
         raise UserError(f"data.path={name!r}: the hub does not provide it ({_line(error)}){have}; {OFFLINE}") from None
 
@@ -79,7 +79,10 @@ def _stream(dataset: Dataset, place: Path, say: Callable[[str], None]) -> None:
     for unfinished in place.glob(".part-*"):  # by a process that was killed
         unfinished.unlink()
     state_file = place / "state.json"
-    state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {"parts": 0, "bytes": 0}
+    state: dict = {"parts": 0, "bytes": 0}
+    if state_file.exists():
+        with contextlib.suppress(ValueError):  # damaged: fetch everything again
+            state |= read_json(state_file)
     say(f"fetching {name} at {revision[:10]} from the hub" + f", from byte {state['bytes']:,}" * bool(state["bytes"]))
     write_text(place / "revision", revision)
     try:
@@ -101,7 +104,7 @@ def _stream(dataset: Dataset, place: Path, say: Callable[[str], None]) -> None:
                 if size >= PART_BYTES:
                     _write_part(place, state["parts"], texts)
                     state = {"parts": state["parts"] + 1, "bytes": state["bytes"] + size, "stream": stream.state_dict()}
-                    write_text(state_file, json.dumps(state))
+                    write_json(state_file, state)
                     texts, size = [], 0
             if texts:
                 _write_part(place, state["parts"], texts)
@@ -111,7 +114,7 @@ def _stream(dataset: Dataset, place: Path, say: Callable[[str], None]) -> None:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # of several libraries below
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise
         kept = (
             f"; {state['bytes']:,} bytes are kept, and the same command resumes" if state["bytes"] else f"; {OFFLINE}"

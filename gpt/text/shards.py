@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import BinaryIO
 import numpy as np
 
 from gpt.errors import UserError
+from gpt.text.cache import read_json
+from gpt.text.formats import explain_unreadable
 from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
@@ -172,8 +173,8 @@ def open_shards(folder: Path) -> Shards:
     Raises `UserError` naming what is wrong and the remedy.
     """
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
+        manifest = read_json(folder / "manifest.json")
+        tokenizer = Tokenizer.from_dict(read_json(folder / "tokenizer.json"))
         dtype = width(tokenizer)
         per_file = int(manifest["shard_bytes"]) // dtype.itemsize
         lengths = {split: int(manifest["splits"][split]["tokens"]) for split in SPLITS}
@@ -213,7 +214,7 @@ def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda 
     for split in SPLITS:
         hashes = manifest["splits"][split]["sha256"]
         for file, expected in zip(shard_files(folder, split, len(hashes)), hashes, strict=True):
-            with file.open("rb") as stream:
+            with explain_unreadable(file), file.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != expected:
                     raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")
                 read(stream.tell())

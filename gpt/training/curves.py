@@ -10,6 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from gpt.sampling.scoring import Score
 from gpt.training.module import GPTModule
+from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
 
 
@@ -65,6 +66,7 @@ class Curves(StepCallback):
     def write(self, scalars: dict[str, float], step: int) -> None:
         """Add a point to each of the named curves; on ranks other than 0, do nothing."""
         if self.writer is not None:
+            require_present(self._run_dir)  # TensorBoard's thread would fail with a traceback of its own
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, step)
 
@@ -73,7 +75,7 @@ class Curves(StepCallback):
         if self.writer is None:
             return
         deleted = not self._run_dir.is_dir()
-        if deleted:  # TensorBoard's thread would fail with a traceback of its own
+        if deleted:  # closing writes to the file once more
             self._run_dir.mkdir(parents=True)
         self.writer.close()
         if deleted:

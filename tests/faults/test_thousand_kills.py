@@ -1,0 +1,120 @@
+"""The long run: pytest -m faults. GPT_KILLS says how many times to kill (1,000)."""
+
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import ROOT, TINY, differences, train, write_corpus
+
+KILLS = int(os.environ.get("GPT_KILLS", "1000"))
+TWO = ["trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=3"]
+VARIANTS = {  # one in four runs on two processes
+    "Muon, bf16, dropout": [],
+    "AdamW, fp32, dropout": ["optim=adamw", "trainer.precision=fp32"],
+    "Muon, fp32, epochs": ["trainer.precision=fp32", "horizon=5epochs", "trainer.micro_batch_size=2"],
+    "Muon, bf16, two processes": TWO,
+}
+# Processes that have imported everything already, so that a kill does not cost the seconds that imports take.
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["gpt.training.fitting", "gpt.training.processes", "train"])
+
+
+def run_train(arguments: list[str], log: Path) -> None:
+    """What a training process does: train.py, with its output in a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["train.py", *arguments]
+    os.chdir(ROOT)
+    runpy.run_path("train.py", run_name="__main__")
+
+
+class Training:
+    """A running training that is to be killed."""
+
+    def __init__(self, arguments: list[str], log: Path):
+        self.log, self.begin = log, log.stat().st_size if log.exists() else 0
+        self.process = START.Process(target=run_train, args=(arguments, log))
+        self.process.start()
+
+    def output(self) -> str:
+        return self.log.read_text()[self.begin :] if self.log.exists() else ""
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the output has `text`, or the process has ended."""
+        while text not in self.output() and self.process.is_alive():
+            time.sleep(0.005)
+
+    def everybody(self) -> list[psutil.Process]:
+        """Rank 0, and the helper if there is one."""
+        try:
+            rank_0 = psutil.Process(self.process.pid)
+            return [rank_0, *(p for p in rank_0.children() if "gpt.training.helper" in p.cmdline())]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def kill_at_random(training: Training, run_dir: Path, chance: random.Random) -> str:
+    """SIGKILL one rank or both at a random moment, one time in three within a save; what was killed, or nothing."""
+    training.wait_for("writing to")
+    deadline = time.monotonic() + chance.uniform(0.0, 1.2)
+    saving = chance.random() < 1 / 3
+    while time.monotonic() < deadline + 5 * saving and training.process.is_alive():
+        if saving and any(run_dir.glob("checkpoints/.*.ckpt.*")):
+            break
+        time.sleep(0.0005)
+    ranks = training.everybody()
+    victims = chance.choice([ranks, *([rank] for rank in ranks)]) if ranks else []
+    for victim in victims:
+        victim.kill()
+    gone, orphans = psutil.wait_procs(ranks, timeout=30)
+    assert not orphans, f"still running 30 s after a kill: {orphans}"
+    training.process.join()
+    code = training.process.exitcode
+    if code == 0:
+        return ""
+    assert code in (-signal.SIGKILL, 1), training.output()
+    assert code < 0 or "was killed by SIGKILL; all others were ended" in training.output()
+    return "both" if len(victims) > 1 else "rank 0" if code < 0 else "rank 1"
+
+
+@pytest.mark.faults
+def test_killed_at_random(tmp_path, capsys):
+    """Whatever the moments, each run ends equal to its reference in every bit, and in its whole loss log."""
+    chance = random.Random(2026)
+    corpus = [f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}"]
+    settings = {name: [*TINY, "horizon=101steps", *corpus, *changes] for name, changes in VARIANTS.items()}
+    references = {}
+    for i, (name, arguments) in enumerate(settings.items()):
+        references[name] = tmp_path / f"reference{i}"
+        done = train(*arguments, f"run_dir={references[name]}")
+        assert done.returncode == 0, done.stderr
+    counts = dict.fromkeys(("rank 0", "rank 1", "both"), 0)
+    killed = dict.fromkeys(VARIANTS, 0)
+    resumes = runs = in_saves = 0
+    while sum(killed.values()) < KILLS:
+        name = min(killed, key=lambda variant: killed[variant])
+        run_dir = tmp_path / f"run{runs}"
+        runs += 1
+        training = Training([*settings[name], f"run_dir={run_dir}"], tmp_path / f"log{runs}")
+        while what := kill_at_random(training, run_dir, chance):
+            counts[what] += 1
+            killed[name] += 1
+            in_saves += any(run_dir.glob("checkpoints/.*.ckpt.*"))
+            training = Training([f"resume={run_dir}"], tmp_path / f"log{runs}")
+            resumes += 1
+        assert training.process.exitcode == 0, training.output()
+        assert differences(run_dir, references[name]) == []
+        with capsys.disabled():
+            total = sum(killed.values())
+            print(
+                f"\n{total} kills {counts}, {in_saves} in a save, {resumes} resumes, {runs} runs: 0 bytes lost", end=""
+            )
