@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt.errors import UserError
 from gpt.text.tokenizer import Tokenizer, gpt2_tokenizer
@@ -10,7 +10,7 @@ from gpt.text.tokenizer import Tokenizer, gpt2_tokenizer
 if TYPE_CHECKING:  # torch takes seconds to import, and a directory's tokenizer does not need it
     from torch import Tensor
 
-    from gpt.model.transformer import GPT, GPTConfig
+    from gpt.model.transformer import GPT
 
 # Our names on the left. Their linear layers (Conv1D) hold the transposed weight: see `_TRANSPOSED`.
 _EMBEDDINGS = {"token_embedding.weight": "wte.weight", "position_embedding.weight": "wpe.weight"}
@@ -24,6 +24,15 @@ _BLOCK = {
     "feed_forward.contract": "mlp.c_proj",
 }
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+_SHAPE = {
+    "context_length": "n_positions",
+    "d_model": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "vocab_size": "vocab_size",
+}
+LARGEST_CONFIG = 1_000_000  # bytes of config.json
 
 # What their configuration may vary and ours does not: the default if a key is absent, and the values that we support.
 _FIXED: dict[str, tuple[object, tuple]] = {
@@ -56,7 +65,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
     """Load the GPT-2 of a directory, with GPT-2's tokenizer; `UserError` if it is anything else."""
     tokenizer = load_tokenizer(folder)  # first: checking it takes no time
-    return load_directory(folder).eval(), tokenizer
+    return load_directory(folder), tokenizer
 
 
 def load_directory(folder: Path) -> "GPT":
@@ -64,29 +73,28 @@ def load_directory(folder: Path) -> "GPT":
 
     Raises `UserError` if it is not a GPT-2 that our model computes exactly.
     """
-    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from gpt.model.transformer import GPT
+    from gpt.exchange.assembly import assemble, configure, reason
+    from gpt.hardware import is_out_of_memory
 
-    stored = _stored_config(folder)
+    stored, file = _stored_config(folder), folder / "model.safetensors"
+    if not file.is_file():
+        raise UserError(f"{file}: missing; give a GPT-2 directory")
     try:
-        weights = load_file(folder / "model.safetensors")
-    except FileNotFoundError:
-        raise UserError(f"{folder / 'model.safetensors'}: missing; give a GPT-2 directory") from None
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
+        weights = load_file(file)
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
     try:
-        config = _to_config(stored)
-        state = from_huggingface(weights, config.num_layers)
+        config = configure(_shape(stored), weights)
         # Copied, because `load_file` maps the file: replacing it would change the weights of a model in use.
-        contiguous = torch.contiguous_format
-        state = {name: w.to(torch.float32, copy=True, memory_format=contiguous) for name, w in state.items()}
-        return GPT.from_state_dict(config, state)
+        return assemble(config, from_huggingface(weights, config.num_layers), copy=True)
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        reason = f"config.json has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise UserError(f"{folder}: not a GPT-2 that can be loaded: {reason}") from None
+        if is_out_of_memory(error):
+            raise
+        why = f"config.json has no {error}" if isinstance(error, KeyError) else reason(error)
+        raise UserError(f"{folder}: not a GPT-2 that can be loaded: {why}") from None
 
 
 def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str, "Tensor"]:
@@ -112,31 +120,33 @@ def _names(num_layers: int) -> dict[str, str]:
 
 
 def _stored_config(folder: Path) -> dict:
-    """Read config.json."""
+    """Read config.json, in which a key given twice is an error."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("config.json has a key twice")
+        return found
+
     try:
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        with (folder / "config.json").open("rb") as stream:
+            content = stream.read(LARGEST_CONFIG + 1)
+        if len(content) > LARGEST_CONFIG:
+            raise ValueError(f"config.json has more than {LARGEST_CONFIG:,} bytes")
+        stored = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise UserError(f"{folder / 'config.json'}: missing; give a GPT-2 directory") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
     if not isinstance(stored, dict):
         raise UserError(f"{folder}: cannot be read as a Hugging Face model (config.json is not a JSON object)")
     return stored
 
 
-def _to_config(stored: dict) -> "GPTConfig":
+def _shape(stored: dict) -> dict[str, Any]:
     """Translate their configuration to ours; `ValueError` for a variation that our model does not have."""
-    from gpt.model.transformer import GPTConfig
-
     for key, (default, supported) in _FIXED.items():
         if stored.get(key, default) not in supported:
             raise ValueError(f"its {key} is {stored.get(key, default)!r}, and only {supported[0]!r} is supported")
     if stored.get("n_inner") not in (None, 4 * stored["n_embd"]):
         raise ValueError(f"its n_inner is {stored['n_inner']}, and only 4 n_embd = {4 * stored['n_embd']} is supported")
-    return GPTConfig(
-        context_length=stored["n_positions"],
-        d_model=stored["n_embd"],
-        num_layers=stored["n_layer"],
-        num_heads=stored["n_head"],
-        vocab_size=stored["vocab_size"],
-    )
+    return {ours: stored[theirs] for ours, theirs in _SHAPE.items()}

@@ -1,7 +1,6 @@
 """From text to token files: on all cores, in order, and resumable after any interruption."""
 
 import contextlib
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt.errors import UserError
-from gpt.files import write_text
+from gpt.text.cache import read_json, write_json
 from gpt.text.corpus import Piece
 from gpt.text.progress_bar import progress_bar
 from gpt.text.shards import SPLITS, Writer, width
@@ -52,12 +51,13 @@ def encode(
     `size` is the corpus in bytes; `sample` is all of it where it is in memory already. After every `JOURNAL_BYTES` of
     text, the journal records what is safe on disk and which piece comes next, and a later call continues from there.
     """
-    journal = working / JOURNAL
     counts: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": []} for name in SPLITS}
     start = Place(0, 0, 0)
-    if journal.exists():
-        stored = json.loads(journal.read_text(encoding="utf-8"))
-        counts, start = stored["splits"], Place(*stored["place"])
+    digests: dict[str, str] = {}  # of each split's last file so far
+    journal = working / JOURNAL
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # damaged: encode everything again
+        stored = read_json(journal)
+        counts, start, digests = stored["splits"], Place(*stored["place"]), stored.get("digests", {})
     done = journaled = sum(counts[name]["bytes"] for name in SPLITS)
     if done:
         say(f"resuming the preparation of {source.corpus.name} at {done / size:.0%}")
@@ -68,7 +68,9 @@ def encode(
         tasks = _tasks(((0, number, piece) for number, piece in enumerate(sample)), split, start)
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(Writer(working, name, dtype, counts[name]["tokens"], counts[name]["sha256"]))
+            name: stack.enter_context(
+                Writer(working, name, dtype, counts[name]["tokens"], counts[name]["sha256"], digests.get(name))
+            )
             for name in SPLITS
         }
         bar = stack.enter_context(progress_bar(size, done, delay=1))
@@ -84,7 +86,8 @@ def encode(
                     writer.flush()
                     counts[name] |= {"tokens": writer.length, "sha256": writer.hashes}
                 source.require_unchanged(slice(start.file, place.file + 1))
-                write_text(journal, json.dumps({"place": place, "splits": counts}))
+                digests = {name: writer.digest for name, writer in writers.items()}
+                write_json(journal, {"place": place, "splits": counts, "digests": digests})
                 journaled, start = done, place
         for name, writer in writers.items():
             writer.close()

@@ -4,11 +4,9 @@ A corpus is read twice, to choose the validation text and then to encode, unless
 keeps all of it in memory.
 """
 
-import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 from gpt.errors import UserError
 from gpt.files import sync, write_text
 from gpt.text import shards
-from gpt.text.cache import PLAN, delete, explain_unwritable, working_folder
+from gpt.text.cache import PLAN, delete, explain_unwritable, read_json, working_folder, write_json
 from gpt.text.corpus import DataConfig
 from gpt.text.encode import JOURNAL, encode
 from gpt.text.mixture import configs_of, names_of, shares_of
@@ -75,13 +73,9 @@ def _joint_tokenizer(sources: list[Source], shares: Sequence[int], vocab_size: i
             cache.mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps(tokenizer.to_dict()))
     try:
-        return _read_tokenizer(file)
-    except (ValueError, KeyError, TypeError) as error:
+        return Tokenizer.from_dict(read_json(file))
+    except ValueError as error:
         raise UserError(f"{file}: cannot be read ({error}); delete it and it will be made anew") from None
-
-
-def _read_tokenizer(file: Path) -> Tokenizer:
-    return Tokenizer.from_dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _digest(key: dict) -> str:
@@ -101,16 +95,8 @@ def _prepare_one(
     if folder.exists():
         say(f"{name} is already prepared, in {folder}")
     else:
-        try:
+        with explain_unwritable(cache):  # outside of the working folder, which any UserError inside deletes
             _make(folder, source, key, config, given, context_length, say)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            free = shutil.disk_usage(cache).free
-            raise UserError(
-                f"{cache}: the disk is full ({free:,} bytes free): free some space and run the command again to "
-                "resume, or name another folder with data.cache="
-            ) from None
     found = open_shards(folder)
     if found.manifest.get("key") != key:
         raise UserError(f"{folder}: its manifest belongs to another corpus; delete {folder} and it will be made anew")
@@ -149,27 +135,28 @@ def _fill(
     say: Say,
 ) -> None:
     """Decide on split and tokenizer, encode, and write the manifest; or continue where an earlier process stopped."""
-    plan_file, sample = working / PLAN, None
-    if plan_file.exists():
-        tokenizer = _read_tokenizer(working / "tokenizer.json")
+    sample = None
+    try:
+        plan = read_json(working / PLAN)
+        split, size = Split(**plan["split"]), int(plan["bytes"])
+        tokenizer = Tokenizer.from_dict(read_json(working / "tokenizer.json"))
         for unfinished in working.glob(".*.json.*"):  # by a process that was killed in `write_text`
             unfinished.unlink()
-    else:
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # nothing was decided yet, or what was is damaged
         delete(working)
-        with explain_unwritable(working.parent):
-            working.mkdir()
+        working.mkdir()
         found = source.survey(say)
         tokenizer = given or _make_tokenizer(config, source, say)
         write_text(working / "tokenizer.json", json.dumps(tokenizer.to_dict()))
-        write_text(plan_file, json.dumps({"split": asdict(found.split), "bytes": found.bytes}))
+        split, size = found.split, found.bytes
+        write_json(working / PLAN, {"split": asdict(split), "bytes": size})
         if found.stride == 1:
             sample = [piece for piece, _ in found.sample]
         del found
         source.forget_survey()
-    plan = json.loads(plan_file.read_text(encoding="utf-8"))
-    splits = encode(working, source, Split(**plan["split"]), plan["bytes"], tokenizer, sample, say)
+    splits = encode(working, source, split, size, tokenizer, sample, say)
     source.require_unchanged()
-    tokens, size = (sum(splits[split][count] for split in SPLITS) for count in ("tokens", "bytes"))
+    tokens = sum(splits[name]["tokens"] for name in SPLITS)
     _require_enough(splits["train"]["tokens"], splits["validation"]["tokens"], context_length)
     manifest = {
         "key": key,
@@ -179,7 +166,7 @@ def _fill(
         "shard_bytes": shards.SHARD_BYTES,
         "splits": splits,
     }
-    write_text(working / "manifest.json", json.dumps(manifest, indent=2))
+    write_json(working / "manifest.json", manifest)
     say(
         f"prepared {size:,} bytes as {tokens:,} tokens ({size / tokens:.2f} bytes per token, vocabulary "
         f"{tokenizer.vocab_size:,}); {splits['validation']['bytes']:,} bytes are for validation"

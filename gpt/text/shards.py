@@ -112,19 +112,39 @@ def shard_files(folder: Path, split: str, count: int) -> list[Path]:
 class Writer:
     """Appends ids to the files of a split.
 
-    To continue the work of an earlier process, give the `length` in ids that it recorded and the `hashes` of its full
-    files; anything that it wrote after that is cut off.
+    To continue the work of an earlier process, give the `length` in ids that it recorded, the `hashes` of its full
+    files and the `digest` of its last one; anything that it wrote after that is cut off. Raises `UserError` if the last
+    file is not what the earlier process left.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, length: int = 0, hashes: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype,
+        length: int = 0,
+        hashes: Sequence[str] = (),
+        digest: str | None = None,
+    ):
         self._folder, self._split, self._dtype = folder, split, dtype
         self._per_file = SHARD_BYTES // dtype.itemsize
         self.length, self.hashes = length, list(hashes)
         self._stream: BinaryIO | None = None
         if rest := length % self._per_file:
-            self._stream = self._next_file().open("r+b")
+            file = self._next_file()
+            self._stream = file.open("r+b" if file.exists() else "w+b")
             self._stream.truncate(rest * dtype.itemsize)
             self._digest = hashlib.file_digest(self._stream, "sha256")
+            if digest not in (None, self.digest):
+                self._stream.close()
+                raise UserError(
+                    f"{file}: was damaged since the preparation was interrupted: run the command again to begin anew"
+                )
+
+    @property
+    def digest(self) -> str:
+        """The hash of the unfinished file, so far."""
+        return self._digest.copy().hexdigest() if self._stream is not None else ""
 
     def _next_file(self) -> Path:
         return shard_files(self._folder, self._split, len(self.hashes) + 1)[-1]

@@ -26,7 +26,7 @@ def fetch(url: str, sha256: str, folder: Path, say: Callable[[str], None] = prin
     """Return the local copy of a file behind an http(s) URL; no network is needed if `folder` has it already.
 
     The file gets its name only once its hash is known to be `sha256` (64 hex digits). An interrupted download resumes.
-    Raises `UserError` naming the URL or the folder, the reason and the remedy; a full disk is an `OSError`.
+    Raises `UserError` naming the URL or the folder, the reason and the remedy.
     """
     if not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UserError(f"data.sha256={sha256!r} is not 64 hex digits: give what sha256sum FILE prints for {url}")

@@ -21,6 +21,7 @@ from gpt.training.optim import OptimConfig
 
 LARGEST_YAML = 100_000  # values in a file
 MOST_STEPS = 10**12
+_GAP = "\ufdd0"  # a code point that is no character and never will be
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _HORIZON = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|B)?\s*(steps?|tokens?)|(epochs?)|(s|min|h))")
@@ -158,7 +159,7 @@ def validate(composed: DictConfig | dict) -> Config:
     except ValueError as error:
         raise UserError(str(error)) from None
     assert isinstance(config, Config)
-    return config
+    return _close_gaps(config)
 
 
 def read(path: Path) -> Config:
@@ -197,7 +198,7 @@ def refuse_large_yaml(path: Path) -> None:
 
 def to_yaml(config: Config) -> str:
     """Write the configuration in the form that `read` reads."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -216,14 +217,22 @@ def unknown_key(key: str) -> str:
 
 
 def _literal(value: Any) -> Any:
-    """The same value with everything escaped that OmegaConf would take for an interpolation."""
+    """The same value with `_GAP` in every string that OmegaConf would take for an interpolation."""
     if isinstance(value, dict):
         return {key: _literal(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_literal(inner) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
-    return value
+    return value.replace("${", f"${_GAP}{{") if isinstance(value, str) else value
+
+
+def _close_gaps(value: Any) -> Any:
+    """Undo `_literal` in a configuration, in place where it is nested."""
+    if dataclasses.is_dataclass(value):
+        for name, inner in vars(value).items():
+            setattr(value, name, _close_gaps(inner))
+    if isinstance(value, list):
+        return [_close_gaps(inner) for inner in value]
+    return value.replace(_GAP, "") if isinstance(value, str) else value
 
 
 def _keys(kind: type, prefix: str = "") -> list[str]:

@@ -75,7 +75,7 @@ def kill_at_random(training: Training, run_dir: Path, chance: random.Random) -> 
     victims = chance.choice([ranks, *([rank] for rank in ranks)]) if ranks else []
     for victim in victims:
         victim.kill()
-    gone, orphans = psutil.wait_procs(ranks, timeout=30)
+    _, orphans = psutil.wait_procs(ranks, timeout=30)
     assert not orphans, f"still running 30 s after a kill: {orphans}"
     training.process.join()
     code = training.process.exitcode
