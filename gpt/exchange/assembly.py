@@ -58,8 +58,8 @@ def assemble(config: GPTConfig, weights: dict[str, Tensor], copy: bool = False) 
         if not weight.is_floating_point():
             raise ValueError(f"its {name} is of type {weight.dtype}, and weights are floating-point numbers")
     if copy:
-        own = {"dtype": torch.float32, "copy": True, "memory_format": torch.contiguous_format}
-        weights = {name: weight.to(**own) for name, weight in weights.items()}
+        whole = torch.contiguous_format
+        weights = {name: w.to(torch.float32, copy=True, memory_format=whole) for name, w in weights.items()}
     model = GPT.from_state_dict(config, weights).eval()
     for name, parameter in model.named_parameters():
         if not torch.stack(torch.aminmax(parameter.detach())).isfinite().all():  # a tenth of the time of `isfinite`

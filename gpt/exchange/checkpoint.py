@@ -30,7 +30,8 @@ SCHEMA: dict[str, type] = {"format": int, "state_dict": dict, "config": dict, "t
 # What a checkpoint may be made of. The pickle of GPT-2 XL with its optimizer has about 100,000 operations.
 PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
 GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2"}
-GLOBALS |= {f"torch {kind}Storage" for kind in "Float Double Half BFloat16 Long Int Short Char Byte Bool".split()}
+STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+GLOBALS |= {f"torch {kind}Storage" for kind in STORAGES}
 MOST_VALUES, DEEPEST = 1_000_000, 100
 
 
@@ -141,18 +142,20 @@ def _require_harmless(pickled: bytes) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         if opcode.name == "GLOBAL" and argument not in GLOBALS:
             raise ValueError(f"Unsupported: {argument}")
-        if opcode.name.endswith("PUT"):
-            memo[argument] = stack[-1]
         taken, depth = opcode.stack_before, -1
         if pickletools.markobject in taken:
             while (inner := stack.pop()) is not None:
                 depth = max(depth, inner)
             taken = taken[: taken.index(pickletools.markobject)]
-        depth = max([depth, *(stack.pop() or 0 for _ in taken)])
-        for kind in opcode.stack_after:
-            stack.append(
-                None if kind is pickletools.markobject else memo.get(argument, 0) if "GET" in opcode.name else depth + 1
-            )
+        depth = 1 + max([depth, *(stack.pop() or 0 for _ in taken)])
+        if opcode.name == "MARK":
+            stack.append(None)
+        elif "GET" in opcode.name:
+            stack.append(memo[argument])
+        elif "PUT" in opcode.name:
+            memo[argument] = stack[-1]
+        else:
+            stack += [depth] * len(opcode.stack_after)
         if depth > 10 * DEEPEST or count > MOST_VALUES:  # a long list is one deeper for every thousand of its items
             raise ValueError("it is nested too deeply or too long")
 

@@ -106,7 +106,7 @@ def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str,
     for ours, theirs in _names(num_layers).items():
         if theirs not in weights:
             raise UserError(f"the Hugging Face weights lack {theirs!r}: only GPT-2 models can be loaded")
-        state[ours] = weights[theirs].T if theirs.endswith(_TRANSPOSED) else weights[theirs]
+        state[ours] = weights[theirs].t() if theirs.endswith(_TRANSPOSED) else weights[theirs]
     return state
 
 

@@ -1,5 +1,6 @@
 """Corpora: which text to train on, which files hold it, and its documents in pieces of bounded size."""
 
+import functools
 import glob
 import hashlib
 import itertools
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from gpt.errors import UserError, require_choice
 from gpt.text import python_docs
@@ -27,6 +28,7 @@ TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
+_CACHED = re.compile(r"hashes\.json|tokenizer-[0-9a-f]{16}\.json|downloads|\.preparing-.*")
 
 
 @dataclass
@@ -182,15 +184,15 @@ def open_corpus(config: DataConfig, cache: Path, say: Callable[[str], None] = pr
     elif config.name == "huggingface":
         files = fetch_dataset(_dataset(config), downloads, say)
     else:
-        found: dict[Path, None] = {}  # each file once, in the order of the paths
+        found: list[Path] = []
         for path in config.paths:
             if re.match(r"https?://", path):
                 if config.sha256 is None:
                     raise UserError(f"data.path={path!r} needs the hash of its file: data.sha256=")
-                found[fetch(path, config.sha256, downloads, say)] = None
+                found.append(fetch(path, config.sha256, downloads, say))
             else:
-                found |= dict.fromkeys(find_text_files(path, say))
-        files = tuple(found)
+                found += find_text_files(path, cache, say)
+        files = _each_once(found)
 
     def read(file: Path) -> Iterator[Iterable[str]]:
         return read_documents(file, "text" if config.name == "huggingface" else config.text_field, config.errors)
@@ -202,10 +204,12 @@ def _one_block_each(read: Callable[[Path], Iterable[str]]) -> Callable[[Path], I
     return lambda file: ((document,) for document in read(file))
 
 
-def find_text_files(path: str, say: Callable[[str], None] = print) -> tuple[Path, ...]:
+def find_text_files(path: str, cache: Path, say: Callable[[str], None] = print) -> tuple[Path, ...]:
     """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
-    Hidden, empty and binary files in a folder are skipped; a file named explicitly must be text.
+    In folders and globs, what this program wrote is skipped: runs, sweeps, and the cache. In folders, hidden, empty and
+    binary files are skipped, too; a file named explicitly must be text. A file with several names or links is
+    returned once.
     """
     try:
         root = Path(path).expanduser()
@@ -215,20 +219,110 @@ def find_text_files(path: str, say: Callable[[str], None] = print) -> tuple[Path
     except (OSError, RuntimeError) as error:
         raise UserError(f"data.path={path!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if root.is_file():
-        return (root,)
-    if root.is_dir():
-        inside = (p for p in sorted(root.rglob("*")) if p.is_file())
-        visible = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(root).parts)]
-        is_text = {p: looks_like_text(p) for p in visible}
-        found = [p for p in visible if is_text[p]]
-        if others := [p for p in visible if not is_text[p]]:
-            some = ", ".join(str(p.relative_to(root)) for p in others[:3]) + ", ..." * (len(others) > 3)
-            say(f"skipping {len(others)} of {len(visible)} files below {root}, empty or not text: {some}")
+        return _each_once([root])
+    is_folder = root.is_dir()
+    if is_folder:
+        entries = (Path(folder, name) for folder, names in _walk(root, False) for name in names if name[0] != ".")
+        found = _each_once(sorted(filter(Path.is_file, entries)))
+        top = root
     else:
-        found = [Path(name) for name in sorted(glob.glob(str(root), recursive=True)) if Path(name).is_file()]
+        found = _each_once(filter(Path.is_file, map(Path, sorted({str(Path(name)) for name in _matches(root)}))))
+        top = next(folder for folder in root.parents if not glob.has_magic(str(folder)))
+    ours = _written_here(top, cache)
+    if passed := [file for file in found if ours(file)]:
+        say(f"skipping {len(passed)} of {len(found)} files below {top}, of runs or the cache: {_some(passed, top)}")
+        found = tuple(file for file in found if not ours(file))
+    if is_folder:
+        is_text = {file: looks_like_text(file) for file in found}
+        if others := [file for file in found if not is_text[file]]:
+            what = f"{len(others)} of {len(found)} files below {root}, empty or not text"
+            say(f"skipping {what}: {_some(others, root)}")
+            found = tuple(file for file in found if is_text[file])
     if not found:
-        what = (
-            "a folder without text files" if root.is_dir() else "not a file, a folder or a glob that matches any file"
-        )
+        what = "not a file, a folder or a glob that matches any file"
+        if is_folder:
+            what = "a folder without text files"
+        elif passed:
+            what = "a glob that matches only files of runs or of the cache"
+        elif root.exists():
+            what = "a device, a pipe or a socket, not a file"
         raise UserError(f"data.path={path!r} is {what}: give the path of your text")
-    return tuple(found)
+    return found
+
+
+def _some(files: list[Path], top: Path) -> str:
+    names = [str(file.relative_to(top)) for file in files[:3]]
+    return ", ".join([*names, "..."] if len(files) > 3 else names)
+
+
+def _each_once(files: Iterable[Path]) -> tuple[Path, ...]:
+    """Return files in their order, each once however many names and links lead to it."""
+    first: dict[tuple[int, int], Path] = {}
+    for file in files:
+        status = _status(file)
+        if not getattr(status, "st_blocks", 0) and str(file.resolve()).startswith(("/proc/", "/sys/")):
+            raise UserError(f"{file}: is made up by the kernel as it is read, and may never end: give a file on disk")
+        first.setdefault((status.st_dev, status.st_ino), file)
+    return tuple(first.values())
+
+
+def _walk(top: Path | str, follow: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder from `top` down, hidden ones aside, with the names of the files in it.
+
+    With `follow`, links to folders are followed, but every folder is entered once, so that none leads in a circle.
+    """
+    entered: set[tuple[int, int]] = set()
+    for folder, inside, names in os.walk(top, onerror=_refuse_folder, followlinks=follow):
+        status = _status(Path(folder))
+        if (status.st_dev, status.st_ino) in entered:
+            inside.clear()
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        yield folder, names
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: cannot be read ({error.strerror}); fix that, or move the folder away")
+
+
+def _matches(pattern: Path | str) -> Iterator[str]:
+    """Yield what a glob matches, as `glob.glob` does, but ** enters every folder once, so that links may be circles."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from glob.glob(str(pattern))
+        return
+    at = parts.index("**")
+    rest = [*itertools.dropwhile("**".__eq__, parts[at:])] or ["*"]
+    for top in glob.glob(os.path.join(*parts[:at], "") if at else "./"):
+        for folder, _ in _walk(top, True):
+            yield from _matches(os.path.join(glob.escape(folder), *rest))
+
+
+def _written_here(top: Path, cache: Path) -> Callable[[Path], bool]:
+    """Return what tells whether this program wrote a file below `top`: to a run, a sweep or the cache."""
+
+    @functools.cache
+    def is_in_ours(folder: Path) -> bool:
+        here = _is_of_cache(folder, cache) or _is_ours(folder)
+        return here or (folder not in (top, folder.parent) and is_in_ours(folder.parent))
+
+    return lambda file: _is_of_cache(file, cache) or is_in_ours(file.parent)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a run, a sweep or prepared text, wherever it was moved to and whatever its name is now."""
+
+    def has(*names: str) -> bool:
+        return any((folder / name).exists() for name in names)
+
+    is_run = has("config.yaml") and has(".lock", *(f"checkpoints/{name}.ckpt" for name in ("last", "best", "previous")))
+    return is_run or has("multirun.yaml") or (has("manifest.json") and has("train-00000.bin"))
+
+
+def _is_of_cache(path: Path, cache: Path) -> bool:
+    """Whether something is one of the other entries of the cache, or of an earlier one, which holds prepared text."""
+    if not _CACHED.fullmatch(path.name):
+        return False
+    folder = path.parent
+    return (cache.exists() and folder.samefile(cache)) or any(folder.glob("*/train-00000.bin"))

@@ -11,6 +11,7 @@ import importlib
 import itertools
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from gpt.text.pieces import NotUTF8Error, decoded, well_formed
 BLOCK = 1 << 20  # bytes to read at once
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson")
+UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 500  # a file may unpack to this many bytes and this many times its own size
+LINE_BYTES = 1 << 27  # of JSON, at most, since a line is held in memory several times over
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
 
 
@@ -40,9 +43,9 @@ def read_documents(file: Path, text_field: str = "text", errors: str = "strict")
     blocks = _checked(file, _unpacked(file, BLOCK))
     if kind == ".json":
         first, blocks = _first_line(blocks)
-        kind = ".jsonl" if _is_object(first) else ""
+        kind = ".jsonl" if len(first) > LINE_BYTES or _is_object(first) else ""
     if kind in _JSON_LINES:
-        yield from _json_lines(file, _lines(blocks), text_field, errors)
+        yield from _json_lines(file, _lines(file, blocks), text_field, errors)
     else:
         yield _decoded(file, blocks, errors)
 
@@ -91,11 +94,14 @@ def _unpacked(file: Path, size: int) -> Iterator[bytes]:
     held: list[bytes] = []
     length = offset = 0
     with explain_unreadable(file):
+        most = _most_unpacked(file)
         try:
             for block in _content(file, size):
                 held.append(block)
                 length += len(block)
                 offset += len(block)
+                if offset > most:
+                    raise _unpacks_to_too_much(file, most)
                 if length >= size:
                     yield b"".join(held)
                     held, length = [], 0
@@ -110,6 +116,19 @@ def _unpacked(file: Path, size: int) -> Iterator[bytes]:
                 yield b"".join(held)
             return
     raise damaged
+
+
+def _most_unpacked(file: Path) -> float:
+    """Return how many bytes a file may unpack to; text packs three to ten times, the dullest logs 100 times."""
+    packed = file.suffix.lower() in (*PACKED, ".parquet")
+    return UNPACKED_BYTES + UNPACKED_TIMES * file.stat().st_size if packed else math.inf
+
+
+def _unpacks_to_too_much(file: Path, most: float) -> UserError:
+    return UserError(
+        f"{file}: unpacks to more than {most:,} bytes, over {UNPACKED_TIMES} times its own size, as no text does: leave "
+        "it out, or decompress it yourself and name the result"
+    )
 
 
 class _Damaged(Exception):
@@ -146,11 +165,14 @@ def _read(stream: BinaryIO, size: int) -> Iterator[bytes]:
 def _members(stream: BinaryIO, unpacker: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress member by member: the libraries' own streams take a damaged or truncated member for the end."""
     member = None
-    for packed in _read(stream, 1 << 8):  # little, because it may grow 100,000-fold
+    for packed in _read(stream, 1 << 8):  # little, because zstd may make 8 MB of it at once
         while packed:
             if member is None or member.eof:
                 member = unpacker()
-            yield member.decompress(packed)
+                most = (BLOCK,) if hasattr(member, "needs_input") else ()  # others may make a million times as much
+            yield member.decompress(packed, *most)
+            while most and not (member.eof or member.needs_input):
+                yield member.decompress(b"", *most)
             packed = member.unused_data
     if member is not None and not member.eof:
         raise EOFError("the compressed data ends early")
@@ -179,24 +201,36 @@ def _checked(file: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _first_line(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first line, or enough of it to see that it is not an object, and all of the blocks."""
+    """Return the first line, or enough of it to see that it is not an object or too long, and all of the blocks."""
     held: list[bytes] = []
     for block in blocks:
         held.append(block)
-        if b"\n" in block or held[0].lstrip(codecs.BOM_UTF8 + b" \t\r")[:1] not in (b"", b"{"):
+        if (
+            b"\n" in block
+            or sum(map(len, held)) > LINE_BYTES
+            or held[0].lstrip(codecs.BOM_UTF8 + b" \t\r")[:1] not in (b"", b"{")
+        ):
             break
     return b"".join(held).split(b"\n", 1)[0], itertools.chain(held, blocks)
 
 
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines without their newlines; no other character ends a line."""
+def _lines(file: Path, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines without their newlines; no other character ends a line. Raise `UserError` if one is far too long."""
     parts: list[bytes] = []
+    number, length = 1, 0
     for block in blocks:
         *complete, rest = block.split(b"\n")
         for line in complete:
             yield b"".join([*parts, line])
-            parts = []
+            parts, length = [], 0
+        number += len(complete)
         parts.append(rest)
+        length += len(rest)
+        if length > LINE_BYTES:
+            raise UserError(
+                f"{file}: line {number} is longer than {LINE_BYTES:,} bytes: divide it into several documents, or give "
+                "the text itself as a .txt file"
+            )
     if last := b"".join(parts):
         yield last
 
@@ -284,14 +318,22 @@ def _parquet_rows(file: Path, text_field: str, errors: str) -> Iterator[Iterable
                 raise UserError(
                     f"{file}: the column {text_field!r} holds {kind}, not text; name another with data.text_field="
                 )
+            most, length = _most_unpacked(file), 0
             for group in range(table.num_row_groups):
                 place, row = f"{file}: row group {group}", 0
+                columns = map(table.metadata.row_group(group).column, range(table.metadata.num_columns))
+                if sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field) > most:
+                    raise _unpacks_to_too_much(file, most)
                 for batch in table.iter_batches(64, row_groups=[group], columns=[text_field], use_threads=False):
                     column = batch.column(0)
                     if arrow.types.is_dictionary(column.type):
                         column = column.dictionary_decode()
                     for encoded in column.cast(arrow.large_binary()):
-                        yield (_decode(encoded.as_py() or b"", f"{file}: row {row} of row group {group}", errors),)
+                        document = encoded.as_py() or b""
+                        length += len(document)
+                        if length > most:
+                            raise _unpacks_to_too_much(file, most)
+                        yield (_decode(document, f"{file}: row {row} of row group {group}", errors),)
                         row += 1
         except (
             arrow.ArrowException,

@@ -50,7 +50,9 @@ def find_revision(dataset: Dataset, folder: Path) -> str:
     try:
         return str(hub.HfApi().dataset_info(name, revision=revision, timeout=20).sha)
     except Exception as error:  # of several libraries below
-        before = sorted(state.read_text(encoding="utf-8", errors="replace") for state in folder.glob(f"{_safe(name)}-*/revision"))
+        before = sorted(
+            state.read_text(encoding="utf-8", errors="replace") for state in folder.glob(f"{_safe(name)}-*/revision")
+        )
         have = f"; already fetched: data.revision={before[-1]}" if before else ""
         raise UserError(f"data.path={name!r}: the hub does not provide it ({_line(error)}){have}; {OFFLINE}") from None
 

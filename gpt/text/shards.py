@@ -131,15 +131,16 @@ class Writer:
         self.length, self.hashes = length, list(hashes)
         self._stream: BinaryIO | None = None
         if rest := length % self._per_file:
-            file = self._next_file()
-            self._stream = file.open("r+b" if file.exists() else "w+b")
-            self._stream.truncate(rest * dtype.itemsize)
-            self._digest = hashlib.file_digest(self._stream, "sha256")
-            if digest not in (None, self.digest):
-                self._stream.close()
-                raise UserError(
-                    f"{file}: was damaged since the preparation was interrupted: run the command again to begin anew"
-                )
+            file, size = self._next_file(), rest * dtype.itemsize
+            whole = file.exists() and file.stat().st_size >= size
+            if whole:
+                self._stream = file.open("r+b")
+                self._stream.truncate(size)
+                self._digest = hashlib.file_digest(self._stream, "sha256")
+                whole = digest in (None, self.digest)
+            if not whole:
+                self.__exit__()
+                raise UserError(f"{file}: was damaged while the preparation was interrupted; run the command again")
 
     @property
     def digest(self) -> str:

@@ -1,6 +1,7 @@
 """From text to token ids and back with tiktoken: GPT-2's encoding, one trained on your text, or plain bytes."""
 
 import base64
+import binascii
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ END_OF_TEXT = "<|endoftext|>"
 # GPT-2's pattern (Radford et al. 2019) in possessive form, which matches the same pieces in linear time.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_PATTERN = r"(?s:.{1,1000})"
+NAMES = ("bpe", "gpt2", "byte")
 
 
 @dataclass
@@ -29,7 +31,7 @@ class TokenizerConfig:
     vocab_size: int = 1536
 
     def __post_init__(self) -> None:
-        require_choice("tokenizer.name", self.name, ("bpe", "gpt2", "byte"))
+        require_choice("tokenizer.name", self.name, NAMES)
         if self.name == "bpe" and not 257 <= self.vocab_size <= 1_000_000:
             raise ValueError(
                 f"tokenizer.vocab_size={self.vocab_size} is out of range: it must be at least 257 (every byte and "
@@ -108,7 +110,22 @@ class Tokenizer:
 
     @classmethod
     def from_dict(cls, stored: dict[str, str]) -> "Tokenizer":
-        """Rebuild the tokenizer that `to_dict` stored; raise `UserError` if its hash does not match."""
+        """Rebuild the tokenizer that `to_dict` stored; raise `UserError` if it is anything else.
+
+        Only our own patterns are taken: another one could drop text, take for ever, or make tiktoken panic.
+        """
+        if not isinstance(stored, dict):
+            raise UserError(f"a tokenizer must be stored as a dictionary, not {type(stored).__name__}")
+        for key in ("name", "pattern", "ranks", "sha256"):
+            if not isinstance(stored.get(key), str):
+                raise UserError(f"the tokenizer has no {key}, or one that is not a string, so the file is damaged")
+        if stored["name"] not in NAMES:
+            raise UserError(f"tokenizer {stored['name'][:60]!r} is not known: it must be {', '.join(NAMES)}")
+        if stored["pattern"] not in (GPT2_PATTERN, BYTE_PATTERN):
+            raise UserError(
+                f"tokenizer {stored['name']!r}: its pattern {stored['pattern'][:60]!r} is neither GPT-2's nor that of "
+                "bytes; use a tokenizer that this program made"
+            )
         tokenizer = cls(stored["name"], _parse_ranks(stored["ranks"]), stored["pattern"])
         tokenizer._rank_table = stored["ranks"]  # slower to build than to parse
         if tokenizer.sha256 != stored["sha256"]:
@@ -162,9 +179,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _parse_ranks(table: str) -> dict[bytes, int]:
     try:
-        pairs = [line.split() for line in table.splitlines()]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    except (ValueError, AttributeError):
+        pairs = [line.split(" ") for line in table.splitlines()]
+        ranks = {binascii.a2b_base64(token, strict_mode=True): int(rank) for token, rank in pairs}
+    except ValueError:
         raise UserError("the rank table is malformed: each line must be a token in base64 and its rank") from None
     if len(ranks) != len(pairs):
         raise UserError(f"the rank table has {len(pairs) - len(ranks)} duplicate tokens, so the file is damaged")

@@ -100,7 +100,7 @@ class Spy:
 
 def test_round_trip(tmp_path):
     """Everything saved comes back, and the model built from it gives the very same logits."""
-    payload, path = make_payload(), tmp_path / "run" / "checkpoints" / "last.ckpt"
+    payload, path = make_payload(), tmp_path / "checkpoints" / "last.ckpt"
     save(payload, path)
     loaded = load(path)
     assert same(loaded, payload)

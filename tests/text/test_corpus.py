@@ -72,7 +72,7 @@ def test_a_folder_is_read_in_sorted_order(tmp_path):
     fill(tmp_path, b__txt="b", a__md="a", c="c", d_in_a__txt="da", d_in_e_in_a__py="dea", B__txt="B")
     fill(tmp_path, __hidden="no", __git_in_config="no", d_in___x_in_y__txt="no")
     assert read(tmp_path) == ["B", "a", "b", "c", "da", "dea"]
-    assert find_text_files(str(tmp_path), pytest.fail) == tuple(
+    assert find_text_files(str(tmp_path), NOWHERE, pytest.fail) == tuple(
         tmp_path / name for name in ("B.txt", "a.md", "b.txt", "c", "d/a.txt", "d/e/a.py")
     )
 
@@ -85,12 +85,12 @@ def test_what_a_folder_passes_over_is_said(tmp_path):
     assert list(corpus.documents()) == ["a"]
     assert said == [f"skipping 2 of 3 files below {tmp_path}, empty or not text: b.txt, c/d.pdf"]
     fill(tmp_path, d__bin=b"\0")
-    find_text_files(str(tmp_path), said.append)
+    find_text_files(str(tmp_path), NOWHERE, said.append)
     assert said[1:] == [f"skipping 3 of 4 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin"]
     fill(tmp_path, e__png=b"\x89PNG\r\n", f__jpg=b"\xff\xd8\xff\xe0", g__docx=b"PK\x03\x04", h__gif=b"GIF89a")
     fill(tmp_path, i__npy=b"\x93NUMPY\1\0", j__txt__gz=gzip.compress(b""), k__txt__gz=gzip.compress(b"k"))
     said.clear()
-    assert find_text_files(str(tmp_path), said.append) == (tmp_path / "a.txt", tmp_path / "k.txt.gz")
+    assert find_text_files(str(tmp_path), NOWHERE, said.append) == (tmp_path / "a.txt", tmp_path / "k.txt.gz")
     assert said == [f"skipping 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
 
 
@@ -112,7 +112,7 @@ def test_a_folder_with_the_name_of_a_file(tmp_path):
     assert read(tmp_path / "x.txt") == ["a"]
     fill(tmp_path / "a.parquet", _SUCCESS="")
     said: list[str] = []
-    assert len(find_text_files(str(tmp_path / "a.parquet"), said.append)) == 2
+    assert len(find_text_files(str(tmp_path / "a.parquet"), NOWHERE, said.append)) == 2
     assert said == [f"skipping 1 of 3 files below {tmp_path / 'a.parquet'}, empty or not text: _SUCCESS"]
 
 
@@ -203,7 +203,7 @@ def test_folder_without_text(tmp_path):
     folder = fill(tmp_path / "folder", image__png=b"\0", b__txt="")
     said: list[str] = []
     with pytest.raises(UserError, match=re.escape(f"data.path={str(folder)!r} {remedy}")):
-        find_text_files(str(folder), said.append)
+        find_text_files(str(folder), NOWHERE, said.append)
     assert said == [f"skipping 2 of 2 files below {folder}, empty or not text: b.txt, image.png"]
 
 
