@@ -328,3 +328,13 @@ def test_world_sizes_must_agree(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("gpt.training.fitting.Trainer.world_size", 3, raising=False)
     with pytest.raises(AssertionError):
         session.fit()
+
+
+def test_masks_are_not_sent_around(folder, tmp_path):
+    """With several processes, the causal masks, which never change, are not broadcast at every step."""
+    config = decide_hardware(tiny_config(folder, "trainer.strategy=ddp", f"run_dir={tmp_path / 'run'}"))
+    corpora = load_corpora(config)
+    module = gpt.training.fitting.GPTModule(config, make_plan(config, corpora.train_tokens, False), corpora)
+    trainer = gpt.training.fitting.build_trainer(module, [], [])
+    options = trainer.strategy._ddp_kwargs  # type: ignore[attr-defined]
+    assert options.get("forward_sync_buffers", options.get("broadcast_buffers")) is False
