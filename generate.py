@@ -1,9 +1,12 @@
 """Sample text from a trained model: python generate.py --prompt "..." """
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +21,26 @@ if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the a
     from gpt.sampling.generation import Sampling, TextStream
     from gpt.text.tokenizer import Tokenizer
 
+LONGEST_PROMPT = 32_000_000  # bytes; a model sees some thousand
 
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn running out of memory, and a model that computes no finite numbers, into a `UserError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        from gpt.hardware import is_out_of_memory
+
+        if is_out_of_memory(error):
+            remedy = "lower --num-samples, --max-new-tokens or --precision, or close other programs"
+            raise UserError(f"memory has run out: {remedy}") from None
+        if "probability tensor contains" in str(error):
+            raise UserError("the model's logits are not finite, so it is damaged: use another checkpoint") from None
+        raise
+
+
+@explained()
 def main(arguments: list[str] | None = None) -> None:
     """Load a model, read the prompts, and print how the model continues them."""
     args = parse_arguments(arguments)
@@ -109,12 +131,17 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file is not None:
         source = str(args.prompt_file)
         try:
-            content = args.prompt_file.read_bytes()
+            with args.prompt_file.open("rb") as stream:
+                content = stream.read(LONGEST_PROMPT + 1)
         except OSError as error:
             raise UserError(f"{source}: cannot be read ({error.strerror})") from None
     else:
         source = "standard input"
-        content = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+        content = b"" if sys.stdin.isatty() else sys.stdin.buffer.read(LONGEST_PROMPT + 1)
+    if len(content) > LONGEST_PROMPT:
+        raise UserError(
+            f"{source}: a prompt has at most {LONGEST_PROMPT:,} bytes, and a model sees only its end: cut it"
+        )
     try:
         return [content.decode("utf-8").removesuffix("\n")]
     except UnicodeDecodeError as error:
@@ -139,6 +166,7 @@ class Sampler:
 
         encoded = {prompt: self.encode(prompt) for prompt in prompts}
         idx, padding = align([encoded[prompt] for prompt in prompts])
+        self.require_memory(*idx.shape)
         idx = idx.to(self.generator.device)
         texts = [TextStream(self.tokenizer, self.stops) for _ in prompts]
         for tokens in generate(
@@ -156,6 +184,21 @@ class Sampler:
             if stream:
                 print(rest, flush=True)
         return texts
+
+    def require_memory(self, rows: int, prompt: int) -> None:
+        """Raise `UserError` if texts of that many tokens and the new ones do not fit into the free memory."""
+        from gpt.hardware import free_memory
+
+        config, length = self.model.config, prompt + self.max_new_tokens
+        seen = min(length, config.context_length)
+        # A row takes 100 bytes for a token as a number and as text, its keys and values, the activations of a layer,
+        # and its logits ten times over while they are sorted and filtered.
+        row = 100 * length + 4 * seen * config.d_model * (2 * config.num_layers + 8) + 40 * config.vocab_size
+        if (needs := rows * row) > (free := free_memory(self.generator.device)):
+            raise UserError(
+                f"{rows:,} texts of up to {length:,} tokens need about {needs / 1e9:,.1f} GB of memory, and "
+                f"{free / 1e9:,.1f} GB are free: lower --num-samples or --max-new-tokens"
+            )
 
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's tokens; only the last ones, with a note on stderr, if the model cannot see them all."""
@@ -181,12 +224,14 @@ def print_json(sampler: Sampler, prompts: list[str], settings: dict) -> None:
 
 def interact(sampler: Sampler, num_samples: int) -> None:
     """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8")  # as prompts from elsewhere are, whatever the locale
     while True:
         try:
             prompt = input("> ")
         except UnicodeDecodeError as error:
             raise UserError(f"standard input: not UTF-8 (byte 0x{error.object[error.start]:02x})") from None
-        except (EOFError, RuntimeError):  # RuntimeError: there is no standard input
+        except EOFError:
             print()
             return
         try:

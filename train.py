@@ -37,10 +37,13 @@ def job(composed: DictConfig) -> float | None:
         if chosen.mode != RunMode.MULTIRUN:
             raise JobFailed(error) from None
         name = f"job {chosen.job.num} ({' '.join(overrides)})"
+        if isinstance(error, OSError):  # of the surroundings, such as a full disk
+            raise
         if not isinstance(error, UserError | NonFiniteError):
             raise RuntimeError(f"{name} failed") from error
         write_line(f"train.py: {name}: {error}", sys.stderr)  # now, as the other jobs go on
-        raise type(error)(f"job {chosen.job.num} of the sweep failed") from None
+        kind = NonFiniteError if isinstance(error, NonFiniteError) else UserError
+        raise kind(f"job {chosen.job.num} of the sweep failed") from None
 
 
 def train(config: Config, overrides: list[str], model_name: str) -> float | None:
@@ -58,8 +61,8 @@ def train(config: Config, overrides: list[str], model_name: str) -> float | None
 
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
-    """Raise `UserError` where what was typed contradicts itself, or would be ignored."""
-    others = [override for override in overrides if not override.startswith("resume=")]
+    """Raise `UserError` for overrides that conflict or would have no effect."""
+    others = [override for override in overrides if not re.match(r"\+*resume=", override)]
     if config.resume and others:
         raise UserError(
             f"resume continues a run as it was configured, and {others[0]} would change it: "
@@ -72,7 +75,7 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
         raise UserError("experiment=finetune is for weights that have been trained: name them with init_from=PATH")
     of_muon = [o for o in overrides if re.match(r"\+*optim\.(matrix_\w+|momentum)=", o)]
     if config.optim.name != "muon" and of_muon:
-        raise UserError(f"{of_muon[0]} means nothing to optim={config.optim.name}: it is a setting of optim=muon")
+        raise UserError(f"{of_muon[0]} has no effect with optim={config.optim.name}: it is a setting of optim=muon")
 
 
 def main() -> None:
@@ -128,7 +131,7 @@ def check_jobs() -> None:
 
 
 def describe(error: Exception) -> str:
-    """One line for what Hydra says in several."""
+    """Condense an error of Hydra's to one line."""
     if isinstance(error, OverrideParseException):
         key, equals, value = str(error.override).partition("=")
         remedy = f"; to give the value as it stands, use quotes inside quotes: '{key}=\"{value}\"'" if equals else ""

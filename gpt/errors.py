@@ -1,4 +1,4 @@
-"""The errors that are the user's to mend, and how the command lines end on them."""
+"""Errors that the user can fix, and how commands end on them."""
 
 import argparse
 import contextlib
@@ -11,21 +11,21 @@ from typing import NoReturn, TextIO
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: its message is one line that names the value, the limit and the remedy."""
+    """A user's mistake; the message is one line with the value, the limit and the remedy."""
 
 
 class NonFiniteError(ArithmeticError):
-    """Training has left the finite numbers: its message says where, and what is safe."""
+    """A gradient, weight or loss is NaN or infinite; the message says where, and what is safe."""
 
 
 def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise `ValueError` where a value is none of its choices."""
+    """Raise `ValueError` unless the value is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Print a line at once; where its reader has gone, this one and all later ones go nowhere, and the work goes on."""
+    """Print a line at once; if the reader has gone, drop this and all later lines, and go on."""
     try:
         print(line, file=stream, flush=True)
     except BrokenPipeError:

@@ -49,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Make `target` another name of the file `source`, in one step, whatever it named before."""
+    """Make `target` another name of the file `source`, in one step, replacing it if it exists."""
     with replacing(target) as temporary:
         try:
             os.link(source, temporary)

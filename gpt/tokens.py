@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Print how the given text splits, for people or as JSON."""
     args = parse_arguments(arguments)
     color = args.color == "always"
-    if args.color == "auto" and sys.stdout is not None and sys.stdout.isatty():
+    if args.color == "auto" and sys.stdout.isatty():
         color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     with open_text(args) as stream:
         tokenizer = open_tokenizer(args.tokenizer)
@@ -60,7 +60,7 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
     if args.text is not None:
         return io.BytesIO(well_formed(args.text).encode("utf-8"))
     if args.file is None:
-        if sys.stdin is None or sys.stdin.isatty():
+        if sys.stdin.isatty():
             raise UserError("there is no text: give --text TEXT or --file FILE, or pipe one in")
         return sys.stdin.buffer
     try:

@@ -1,5 +1,6 @@
 """The command `python -m gpt.verify`: check the hash of every file of prepared corpora."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not folders:
         raise UserError("data/cache holds no prepared corpus: name the folder of one")
     for folder in folders:
+        if not os.path.isfile(folder / "manifest.json"):  # rather than advise to delete what is something else
+            raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of data/cache")
         shards = open_shards(folder)
         tokens = len(shards.train) + len(shards.validation)
         total = tokens * width(shards.tokenizer).itemsize

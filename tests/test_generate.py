@@ -18,6 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import generate
+import gpt.hardware
 import gpt.sampling.generation
 from gpt.errors import command_line
 from gpt.exchange.checkpoint import save
@@ -54,6 +55,7 @@ def make_model() -> GPT:
 def write_run(run: Path, model: GPT) -> Path:
     """A run directory with the best checkpoint that a training would have left."""
     payload = {"format": 1, "state_dict": model.state_dict(), "config": {"model": asdict(SHAPE)}}
+    run.mkdir(parents=True)
     save(payload | {"tokenizer": byte_tokenizer().to_dict()}, run / "checkpoints" / "best.ckpt")
     return run
 
@@ -195,6 +197,54 @@ def test_ctrl_c(folder):
     assert len(text + rest) < 8000  # unflushed, it would come 8,192 bytes at a time
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals(folder, number):
+    """Stopped and continued from the shell it goes on; a signal that ends it does so without a word."""
+    with started(folder, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
+        assert process.stdout.read(8) == b"2 3 5 7 "
+        process.send_signal(signal.SIGTSTP)
+        process.send_signal(signal.SIGCONT)
+        assert len(process.stdout.read(53)) > 0
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (-number, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams(folder, closed):
+    """Each standard stream may be closed, in which case nothing is read or printed there, and nothing else changes."""
+    command = f'"{sys.executable}" "{PROGRAM}" --max-new-tokens 3 --temperature 0'
+    for more, code in (("", 0), ("--top-p 7", 2)):
+        done = subprocess.run(
+            f"{command} {more} {closed}",
+            shell=True,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+        )
+        assert done.returncode == code
+        assert b"Traceback" not in done.stderr
+        assert (done.stdout == b"") is (code == 2 or "1>&-" in closed)
+        assert (done.stderr == b"") is (code == 0 or "2>&-" in closed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}, {"HOME": "/proc", "TMPDIR": "/proc"}]
+)
+def test_poor_surroundings(folder, monkeypatch, changes):
+    """A terminal without UTF-8, and no folder of one's own: the text comes all the same."""
+    for key, value in changes.items():
+        monkeypatch.setenv(key, value)
+    with started(folder, "--prompt", "é 世 ", "--max-new-tokens", "7", "--temperature", "0") as process:
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, b"")
+    assert len(out) > 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -202,7 +252,15 @@ def test_ctrl_c(folder):
         (["--temperature", "hot"], "--temperature: .*'hot'"),
         (["--top-k", "-1"], "top-k=-1 .* at least 0"),
         (["--top-k", "1.5"], "--top-k: .*'1.5'"),
-        (["--top-p", "0"], "top-p=0.0 .* above 0"),
+        (["--top-p", "0"], "top-p=0.0 .* at least 1e-30"),
+        (["--top-p", "1e-46"], "top-p=1e-46 .* at least 1e-30"),
+        (["--top-p", "nan"], "top-p=nan .* at least 1e-30"),
+        (["--top-p", "-0.0"], "top-p=-0.0 .* at least 1e-30"),
+        (["--min-p", "nan"], "min-p=nan .* at least 0"),
+        (["--temperature", "1e-320"], "temperature=1e-320 .* at least 1e-6"),
+        (["--temperature", "inf"], "temperature=inf .* at most 100"),
+        (["--repetition-penalty", "nan"], "repetition-penalty=nan .* at least 0.01"),
+        (["--checkpoint", "a" * 300], "aaa/config.json: cannot be used .File name too long"),
         (["--top-p", "1.5"], "top-p=1.5 .* at most 1"),
         (["--min-p", "2"], "min-p=2.0 .* at most 1"),
         (["--repetition-penalty", "0"], "repetition-penalty=0.0 .* at least 0.01"),
@@ -254,6 +312,8 @@ def test_bad_prompt_files(here, tmp_path, capsys):
     file = tmp_path / "latin-1.txt"
     file.write_bytes("2 3 5 é 7".encode("latin-1"))
     assert f"{file}: not UTF-8 (byte 0xe9 at offset 6)" in refusal(capsys, "--prompt-file", str(file))
+    assert "/dev/zero: a prompt has at most 32,000,000 bytes" in refusal(capsys, "--prompt-file", "/dev/zero")
+    assert "cannot be read (File name too long)" in refusal(capsys, "--prompt-file", "a" * 300)
     file.write_bytes("2 3 5 é".encode()[:-1])
     assert "not UTF-8 (byte 0xc3 at offset 6)" in refusal(capsys, "--prompt-file", str(file))
 
@@ -262,6 +322,16 @@ def test_bad_standard_input(here, monkeypatch, capsys):
     """So is standard input that is not UTF-8."""
     give_stdin(monkeypatch, b"23\xff")
     assert "standard input: not UTF-8 (byte 0xff at offset 2)" in refusal(capsys)
+    give_stdin(monkeypatch, bytes(generate.LONGEST_PROMPT + 1))
+    assert "standard input: a prompt has at most 32,000,000 bytes" in refusal(capsys)
+
+
+def test_prompt_from_a_pipe(here, tmp_path, capsys):
+    """As with `--prompt-file <(command)`."""
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["sh", "-c", f"printf '2 3 5' > {tmp_path / 'pipe'}"]):
+        out = output(capsys, "--prompt-file", str(tmp_path / "pipe"), "--max-new-tokens", "7", "--temperature", "0")
+    assert out == "2 3 5" + expected_text(b"2 3 5", 7) + "\n"
 
 
 def test_damaged_checkpoint(here, tmp_path, capsys):
@@ -276,9 +346,68 @@ def test_line_breaks_in_values(here, capsys):
     refusal(capsys, "--prompt", "a", "--checkpoint", "no\nwhere")
 
 
-def test_more_than_memory_holds(here, capsys):
-    """A number that no memory can hold is refused like others out of range."""
+def test_more_than_memory_holds(here, capsys, monkeypatch):
+    """What cannot fit into memory is refused before it is allocated, with the numbers and the remedy."""
     assert "--max-new-tokens" in refusal(capsys, "--prompt", "a", "--max-new-tokens", str(10**15))
+    line = refusal(capsys, "--prompt", "a", "--num-samples", "10000", "--max-new-tokens", "10000000")
+    assert "10,000 texts of up to 10,000,001 tokens need about 10,000" in line
+    assert line.endswith(" GB are free: lower --num-samples or --max-new-tokens\n")
+    give_stdin(monkeypatch, b"a\n")
+    line = refusal(capsys, "--interactive", "--num-samples", "10000", "--max-new-tokens", "10000000")
+    assert "10,000 texts of up to 10,000,001 tokens" in line
+    row = 100 * 8 + 4 * 8 * 22 * (2 * 2 + 8) + 40 * 257  # see Sampler.require_memory
+    monkeypatch.setattr(gpt.hardware, "free_memory", lambda device: 3 * row)
+    assert report(capsys, "--prompt", "a", "--max-new-tokens", "7", "--num-samples", "3")["samples"]
+    assert "4 texts of up to 8 tokens" in refusal(
+        capsys, "--prompt", "a", "--max-new-tokens", "7", "--num-samples", "4"
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")]
+)
+def test_out_of_memory(here, capsys, monkeypatch, error):
+    """If memory runs out all the same, that is said in one line."""
+
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(gpt.sampling.generation, "next_token", fail)
+    assert "memory has run out: lower --num-samples, " in refusal(capsys, "--prompt", "a")
+
+
+def test_other_errors_are_not_hidden(here, capsys, monkeypatch):
+    """A bug is no user's mistake."""
+    monkeypatch.setattr(gpt.sampling.generation, "next_token", lambda *arguments: [][0])
+    with pytest.raises(IndexError), command_line("generate.py"):
+        generate.main(["--prompt", "a"])
+
+
+def test_weights_that_overflow(tmp_path, capsys):
+    """A model whose weights are finite and whose logits are not is named, rather than PyTorch's complaint shown."""
+    model = make_model()
+    with torch.no_grad():
+        model.final_norm.bias.fill_(3e38)
+    run = str(write_run(tmp_path / "run", model))
+    assert "the model's logits are not finite" in refusal(capsys, "--prompt", "a", "--checkpoint", run)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--top-p", "1e-30"],
+        ["--min-p", "1e-320"],
+        ["--min-p", "-0.0"],
+        ["--temperature", "-0.0"],
+        ["--top-k", "9" * 30],
+    ],
+    ids=" ".join,
+)
+def test_extreme_options(here, capsys, arguments):
+    """Numbers at the edge of what is allowed sample as they say."""
+    prompt = ["--prompt", "2 3 5", "--max-new-tokens", "7", "--seed", "7"]
+    same = {"--top-p": ["--top-k", "1"], "--temperature": ["--temperature", "0"]}.get(arguments[0], [])
+    assert report(capsys, *prompt, *arguments)["samples"] == report(capsys, *prompt, *same)["samples"]
 
 
 def test_help(capsys):
@@ -483,6 +612,13 @@ def test_interactive(here, monkeypatch, capsys):
     give_stdin(monkeypatch, b"2 3 5\n")
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0", "--num-samples", "2")
     assert out == f"> {texts[0]}\n---\n{texts[0]}\n> \n"
+
+
+def test_interactive_input_is_utf8_in_every_locale(here, monkeypatch, capsys):
+    """As prompts from elsewhere are."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("7é\n".encode()), encoding="ascii"))
+    out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0")
+    assert out == f"> {expected_text('7é'.encode(), 7)}\n> \n"
 
 
 def test_interactive_input_that_is_not_utf8(here, monkeypatch, capsys):

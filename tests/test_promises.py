@@ -39,7 +39,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             f"{FAULTS}::test_damaged_checkpoint",
             f"{CATALOGUE}::test_going_back_is_refused",
         ],
-        "A gradient that is not finite": [
+        "A NaN or infinite gradient": [
             f"{FAULTS}::test_weights_that_are_not_finite",
             f"{TRAIN}::test_weights_that_an_update_has_spoilt",
         ],
@@ -52,7 +52,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         ],
     },
     "Security": {
-        "No file that this project reads can run code.": [f"{FAULTS}::test_checkpoint_that_would_run_code"],
+        "No checkpoint, weight file or text can run code": [f"{FAULTS}::test_checkpoint_that_would_run_code"],
         "Checkpoints load with `weights_only=True`": [
             f"{FAULTS}::test_checkpoint_that_would_run_code",
             "exchange/test_checkpoint.py::test_pickle_in_an_archive_is_never_run",
@@ -64,7 +64,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "text/test_shards.py::test_damage_is_named",
         ],
         "Nothing is downloaded except": ["text/test_url.py::test_wrong_hash"],
-        "File names in manifests are never followed.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
+        "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
         "Lightning releases that were malicious": ["test_promises.py::test_unsafe_releases_are_excluded"],
         "Not promised": [],
     },

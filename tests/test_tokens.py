@@ -194,6 +194,7 @@ def test_takes_a_long_text_in_pieces(capsys, tmp_path):
 def test_opens_a_run(capsys, tmp_path):
     """A path stands for the tokenizer that is found there."""
     tokenizer = {"format": 1, "state_dict": {}, "config": {}, "tokenizer": BPE.to_dict()}
+    (tmp_path / "run").mkdir()
     checkpoint.save(tokenizer, tmp_path / "run/checkpoints/best.ckpt")
     shown = json.loads(output(capsys, str(tmp_path / "run"), "--json", "--text", STORY))
     assert (shown["sha256"], shown["ids"]) == (BPE.sha256, BPE.encode(STORY))
@@ -217,7 +218,7 @@ def test_refusals(capsys, monkeypatch, tmp_path):
     assert "standard input: not UTF-8 (byte 0xc3 at offset 0)" in refusal(capsys, "byte")
     give_stdin(monkeypatch, b"a" * 65_535 + b"\xe2\x82" + b"\xffb")  # the character begins in one block of bytes
     assert "standard input: not UTF-8 (byte 0xe2 at offset 65535)" in refusal(capsys, "byte")
-    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "there is no text: give --text TEXT or --file FILE, or pipe one in" in refusal(capsys)
     give_stdin(monkeypatch, b"a")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)

@@ -99,9 +99,9 @@ def test_nothing_to_check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     nothing = "gpt.verify: data/cache holds no prepared corpus: name the folder of one"
     assert run(capsys) == (2, [], [nothing])
-    line = complaint("elsewhere")
-    assert "No such file or directory" in line
-    assert run(capsys, "elsewhere") == (2, [], [f"gpt.verify: {line}"])
+    for other in ("elsewhere", tmp_path, "/dev/zero", "a" * 300):  # never "delete it, and it will be made anew"
+        line = f"{other}: not a prepared corpus, which has a manifest.json: name a folder of data/cache"
+        assert run(capsys, other) == (2, [], [f"gpt.verify: {line}"])
 
 
 def test_large_corpora_are_hashed(tmp_path, monkeypatch, capsys):

@@ -185,8 +185,8 @@ def to_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
     """Build a checkpoint's model around its own weights, uncopied; `UserError` if its parts do not fit together."""
     try:
         tokenizer = Tokenizer.from_dict(payload["tokenizer"])
-        shape, weights = payload["config"]["model"], payload["state_dict"]
-        model = assemble(configure({**shape, "vocab_size": tokenizer.vocab_size}, weights), weights)
+        config = configure({**payload["config"]["model"], "vocab_size": tokenizer.vocab_size})
+        model = assemble(config, payload["state_dict"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise

@@ -1,6 +1,8 @@
 """GPT-2 in Hugging Face's format; GPT-2's own names (`wte`, `c_attn`, ...) appear nowhere else."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +89,7 @@ def load_directory(folder: Path) -> "GPT":
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
     try:
-        config = configure(_shape(stored), weights)
+        config = configure(_shape(stored))
         # Copied, because `load_file` maps the file: replacing it would change the weights of a model in use.
         return assemble(config, from_huggingface(weights, config.num_layers), copy=True)
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -103,20 +105,19 @@ def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str,
     if f"h.{num_layers}.ln_1.weight" in weights:
         raise UserError(f"the Hugging Face weights have more than the {num_layers} layers of their configuration")
     state = {}
-    for ours, theirs in _names(num_layers).items():
+    for ours, theirs in _names(num_layers):
         if theirs not in weights:
             raise UserError(f"the Hugging Face weights lack {theirs!r}: only GPT-2 models can be loaded")
         state[ours] = weights[theirs].t() if theirs.endswith(_TRANSPOSED) else weights[theirs]
     return state
 
 
-def _names(num_layers: int) -> dict[str, str]:
-    """Map our parameter names to theirs."""
-    pairs = dict(_FINAL_NORM)
-    for i in range(num_layers):
-        pairs |= {f"blocks.{i}.{ours}": f"h.{i}.{theirs}" for ours, theirs in _BLOCK.items()}
-    both = {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in pairs.items() for kind in ("weight", "bias")}
-    return _EMBEDDINGS | both
+def _names(num_layers: int) -> Iterator[tuple[str, str]]:
+    """Yield each of our parameter names with theirs."""
+    yield from _EMBEDDINGS.items()
+    blocks = ((f"blocks.{i}.{ours}", f"h.{i}.{theirs}") for i in range(num_layers) for ours, theirs in _BLOCK.items())
+    for ours, theirs in itertools.chain(_FINAL_NORM.items(), blocks):
+        yield from ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
 
 
 def _stored_config(folder: Path) -> dict:

@@ -37,7 +37,7 @@ class Sampling:
                 "0 (greedy), or at least 1e-6 and at most 100",
             ),
             ("top-k", self.top_k >= 0, "at least 0 (off)"),
-            ("top-p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
+            ("top-p", 1e-30 <= self.top_p <= 1.0, "at least 1e-30 and at most 1 (off)"),
             ("min-p", 0.0 <= self.min_p <= 1.0, "at least 0 (off) and at most 1"),
         ):
             if not within:

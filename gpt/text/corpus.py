@@ -222,16 +222,15 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = print) 
         return _each_once([root])
     is_folder = root.is_dir()
     if is_folder:
-        entries = (Path(folder, name) for folder, names in _walk(root, False) for name in names if name[0] != ".")
-        found = _each_once(sorted(filter(Path.is_file, entries)))
-        top = root
+        entries = (Path(folder, name) for folder, names in _walk(root) for name in names if name[0] != ".")
+        top, names = root, sorted(filter(Path.is_file, entries))
     else:
-        found = _each_once(filter(Path.is_file, map(Path, sorted({str(Path(name)) for name in _matches(root)}))))
         top = next(folder for folder in root.parents if not glob.has_magic(str(folder)))
-    ours = _written_here(top, cache)
-    if passed := [file for file in found if ours(file)]:
-        say(f"skipping {len(passed)} of {len(found)} files below {top}, of runs or the cache: {_some(passed, top)}")
-        found = tuple(file for file in found if not ours(file))
+        names = list(filter(Path.is_file, map(Path, sorted({str(Path(name)) for name in _matches(root, {})}))))
+    is_ours = _written_here(top, cache)
+    found = _each_once(file for file in names if not is_ours(file))
+    if passed := [file for file in names if is_ours(file)]:
+        say(f"skipping {len(passed)} of {len(names)} files below {top}, of runs or the cache: {_some(passed, top)}")
     if is_folder:
         is_text = {file: looks_like_text(file) for file in found}
         if others := [file for file in found if not is_text[file]]:
@@ -266,12 +265,16 @@ def _each_once(files: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(first.values())
 
 
-def _walk(top: Path | str, follow: bool) -> Iterator[tuple[str, list[str]]]:
+_Entered = set[tuple[int, int]]  # folders, by device and inode
+
+
+def _walk(top: Path | str, entered: _Entered | None = None) -> Iterator[tuple[str, list[str]]]:
     """Yield each folder from `top` down, hidden ones aside, with the names of the files in it.
 
-    With `follow`, links to folders are followed, but every folder is entered once, so that none leads in a circle.
+    With `entered`, links to folders are followed, except to those entered before, so that none leads in a circle.
     """
-    entered: set[tuple[int, int]] = set()
+    follow = entered is not None
+    entered = set() if entered is None else entered
     for folder, inside, names in os.walk(top, onerror=_refuse_folder, followlinks=follow):
         status = _status(Path(folder))
         if (status.st_dev, status.st_ino) in entered:
@@ -286,17 +289,20 @@ def _refuse_folder(error: OSError) -> NoReturn:
     raise UserError(f"{error.filename}: cannot be read ({error.strerror}); fix that, or move the folder away")
 
 
-def _matches(pattern: Path | str) -> Iterator[str]:
-    """Yield what a glob matches, as `glob.glob` does, but ** enters every folder once, so that links may be circles."""
-    parts = Path(pattern).parts
+def _matches(pattern: Path, entered: dict[Path, _Entered]) -> Iterator[str]:
+    """Yield what a glob matches, as `glob.glob` does, but each ** enters a folder once, so that links may be circles.
+
+    `entered` holds the folders that each rest of the pattern was applied to.
+    """
+    parts = pattern.parts
     if "**" not in parts:
         yield from glob.glob(str(pattern))
         return
     at = parts.index("**")
-    rest = [*itertools.dropwhile("**".__eq__, parts[at:])] or ["*"]
+    rest = Path(*itertools.dropwhile("**".__eq__, parts[at:]))
     for top in glob.glob(os.path.join(*parts[:at], "") if at else "./"):
-        for folder, _ in _walk(top, True):
-            yield from _matches(os.path.join(glob.escape(folder), *rest))
+        for folder, _ in _walk(top, entered.setdefault(rest, set())):
+            yield from _matches(Path(glob.escape(folder), rest if rest.parts else "*"), entered)
 
 
 def _written_here(top: Path, cache: Path) -> Callable[[Path], bool]:

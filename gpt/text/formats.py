@@ -25,7 +25,7 @@ BLOCK = 1 << 20  # bytes to read at once
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson")
 UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 500  # a file may unpack to this many bytes and this many times its own size
-LINE_BYTES = 1 << 27  # of JSON, at most, since a line is held in memory several times over
+LINE_BYTES = 1 << 26  # of JSON, at most, since a line is held in memory several times over
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
 
 
@@ -126,8 +126,8 @@ def _most_unpacked(file: Path) -> float:
 
 def _unpacks_to_too_much(file: Path, most: float) -> UserError:
     return UserError(
-        f"{file}: unpacks to more than {most:,} bytes, over {UNPACKED_TIMES} times its own size, as no text does: leave "
-        "it out, or decompress it yourself and name the result"
+        f"{file}: unpacks to more than {most:,} bytes, over {UNPACKED_TIMES} times its own size, as no text does: "
+        "leave it out, or decompress it yourself and name the result"
     )
 
 

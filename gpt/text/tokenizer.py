@@ -123,8 +123,8 @@ class Tokenizer:
             raise UserError(f"tokenizer {stored['name'][:60]!r} is not known: it must be {', '.join(NAMES)}")
         if stored["pattern"] not in (GPT2_PATTERN, BYTE_PATTERN):
             raise UserError(
-                f"tokenizer {stored['name']!r}: its pattern {stored['pattern'][:60]!r} is neither GPT-2's nor that of "
-                "bytes; use a tokenizer that this program made"
+                f"tokenizer {stored['name']!r}: its pattern {stored['pattern'][:60]!r} is unknown: it must be GPT-2's "
+                "or the one of bytes"
             )
         tokenizer = cls(stored["name"], _parse_ranks(stored["ranks"]), stored["pattern"])
         tokenizer._rank_table = stored["ranks"]  # slower to build than to parse

@@ -20,7 +20,6 @@ from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.optim import OptimConfig
 
 LARGEST_YAML = 100_000  # values in a file
-MOST_STEPS = 10**12
 _GAP = "\ufdd0"  # a code point that is no character and never will be
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
@@ -89,7 +88,7 @@ class TrainerConfig:
 
 @dataclass
 class Config:
-    """All of it: see configs/train.yaml for the values that a run starts from."""
+    """The complete configuration. The defaults of `python train.py` are in configs/train.yaml."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -191,7 +190,7 @@ def refuse_large_yaml(path: Path) -> None:
         with path.open(encoding="utf-8") as stream:
             large = size(yaml.compose(stream, yaml.SafeLoader)) >= LARGEST_YAML
     except (OSError, ValueError, YAMLError, RecursionError):
-        return  # whoever reads it will say why it cannot be read
+        return  # the reader reports that
     if large:
         raise UserError(f"{path}: has more than {LARGEST_YAML:,} values once its aliases are expanded; shorten it")
 

@@ -13,17 +13,19 @@ from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
 
+SUFFIX = ".run"  # of the names of our event files, by which the journal knows them from those of other programs
+
 
 class Curves(StepCallback):
     """Writes loss, rates, gradient norm and throughput as scalars; other callbacks add theirs through `writer`.
 
-    `peak` is the device's FLOP/s at best, where it is known: `perf/mfu` is the share of it that training reaches.
+    `peak` is the device's peak FLOP/s, if known: `perf/mfu` is the share of it that training reaches.
     """
 
     def __init__(self, run_dir: Path, clock: Clock, peak: float | None):
         self._run_dir, self._clock, self._peak = run_dir, clock, peak
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
-        self._restored: list[float] = []  # the same of each rank, from a checkpoint
+        self._restored: list[float] = []  # the sum of each rank, from a checkpoint
         self._trainer: Trainer | None = None
         self.writer: SummaryWriter | None = None  # on rank 0 while training
         self.loss = math.nan  # the last point of train/loss
@@ -38,7 +40,8 @@ class Curves(StepCallback):
         self._mark = (trainer.global_step, self._clock.seconds)
         if trainer.is_global_zero:
             # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
-            self.writer = SummaryWriter(self._run_dir, purge_step=trainer.global_step + 1)
+            step = trainer.global_step + 1
+            self.writer = SummaryWriter(self._run_dir, purge_step=step, filename_suffix=SUFFIX)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         self._losses = self._losses.to(module.device) + module.step_loss
@@ -71,7 +74,7 @@ class Curves(StepCallback):
                 self.writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Write what is still buffered. Lightning has no hook that is called however a training ends."""
+        """Write what is still buffered. Lightning has no hook that always runs at the end."""
         if self.writer is None:
             return
         deleted = not self._run_dir.is_dir()

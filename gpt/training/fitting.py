@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 
@@ -31,9 +32,17 @@ from gpt.training.validation import Validation
 
 
 class Fitting:
-    """A module, its callbacks and its trainer, ready to run to the horizon or to a signal."""
+    """A module with its callbacks, ready to train until the horizon or a stop signal."""
 
-    def __init__(self, config: Config, plan: Plan, corpora: Corpora, run_dir: Path, weights: dict | None = None):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        corpora: Corpora,
+        run_dir: Path,
+        weights: dict | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
         self.module = GPTModule(config, plan, corpora)
         if weights is not None:
             self.module.load_state_dict(weights)
@@ -44,20 +53,13 @@ class Fitting:
         self.validation = Validation(run_dir, self.clock)
         self.metrics = Metrics(run_dir, self.clock, self.validation, self.curves)
         self.last = LastCheckpoint(run_dir, self.clock, self.validation)
-        # Order matters after a validation: best.ckpt records how long the files are that others have written to.
-        self.callbacks: list[Callback] = [
-            self.clock,
-            self.curves,
-            Journal(run_dir, self.curves),
-            Record(),
-            self.validation,
-            Samples(run_dir, self.curves),
-            AttentionMaps(self.curves),
-            self.metrics,
-            BestCheckpoint(run_dir, self.validation),
-            self.last,
-            Progress(self.validation, self.curves),
-        ]
+        # Order matters: a checkpoint, of the best score or the last step, is saved when all others are done with the
+        # step, and records how long the files are that they have written to.
+        first = [self.clock, self.curves, Journal(run_dir, self.curves), Record(), self.validation]
+        first += [Samples(run_dir, self.curves), AttentionMaps(self.curves), self.metrics]
+        last = [BestCheckpoint(run_dir, self.validation), self.last, Progress(self.validation, self.curves)]
+        self._ours: list[Callback] = [*first, *last]
+        self.callbacks: list[Callback] = [*first, *callbacks, *last]
 
     def run(self, ranks: ClusterEnvironment, files: CheckpointFiles, file: Path | None = None) -> None:
         """Train, from the checkpoint `file` if there is one."""
@@ -75,7 +77,7 @@ class Fitting:
         """The state of this run before its first step, to compare a checkpoint with; without memory for tensors."""
         weights = {name: torch.empty_like(w, device="meta") for name, w in self.module.model.named_parameters()}
         optimizer = self.module.make_optimizer(weights)
-        callbacks = {c.state_key: state for c in self.callbacks if (state := c.state_dict())}
+        callbacks = {c.state_key: state for c in self._ours if (state := c.state_dict())}
         stored = payload["callbacks"]
         if isinstance(stored.get("Curves"), dict) and isinstance(stored["Curves"].get("losses"), list):
             callbacks["Curves"]["losses"] = [0.0] * self.module.config.trainer.devices  # one for each rank

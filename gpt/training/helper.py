@@ -15,7 +15,7 @@ from pathlib import Path
 from gpt import hardware
 from gpt.errors import NonFiniteError, UserError, write_line
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.config import read
+from gpt.training.config import validate
 from gpt.training.fitting import Fitting
 from gpt.training.plan import Plan
 from gpt.training.processes import Ranks, use_threads
@@ -28,7 +28,7 @@ def train(job: dict) -> None:
     hardware.keep_freed_memory()
     use_threads(job["threads"])
     run_dir = Path(job["run_dir"])
-    config = read(run_dir / "config.yaml")
+    config = validate(job["config"])
     given = Tokenizer.from_dict(job["tokenizer"]) if job["tokenizer"] else None
     corpora = load_corpora(config, given, say=lambda line: None)
     fitting = Fitting(config, Plan(**job["plan"]), corpora, run_dir)
@@ -46,13 +46,15 @@ def main() -> None:
     try:
         job = json.loads(sys.stdin.readline())
     except ValueError:
-        write_line("gpt.training.helper: started by hand, which does nothing: use python train.py", sys.stderr)
+        write_line("gpt.training.helper: not a command: use python train.py", sys.stderr)
         sys.exit(2)
     threading.Thread(target=end_with_rank_0, daemon=True).start()
     try:
         train(job)
     except NonFiniteError:
         sys.exit(3)  # every rank sees the same gradient, and rank 0 reports it
+    except KeyboardInterrupt:
+        sys.exit(130)
     except UserError as error:
         write_line(f"train.py: process {job['rank']}: {error}", sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""The files that grow along a run as a part of its state, so that resuming leaves no gap and no doubled point."""
+"""Cut growing files back to their length at the checkpoint, so that a resumed run has no gaps and no duplicates."""
 
 import os
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 from lightning import Callback, Trainer
 
 from gpt.files import sync
-from gpt.training.curves import Curves
+from gpt.training.curves import SUFFIX, Curves
 
-EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10})\.(.+)")  # the seconds at its start, and what is the writer's own
+EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10})\.(.+)")  # seconds, then the writer's suffix
 
 
 class Journal(Callback):
@@ -26,8 +26,11 @@ class Journal(Callback):
         self._sizes: dict = {"samples": 0, "events": []}  # [name, size] of each event file
 
     def _events(self) -> list[Path]:
-        """Our event files in the order in which TensorBoard reads them; a user's own are left alone."""
-        return sorted(file for file in self._run_dir.glob("events.*") if EVENTS.fullmatch(file.name))
+        """The event files of this run in the order in which TensorBoard reads them; those of others are left alone."""
+        known = {entry[0] for entry in self._sizes["events"] if isinstance(entry, list)}
+        older = bool(self._sizes["events"]) and not known  # an older version recorded no names, and gave no suffix
+        files = sorted(file for file in self._run_dir.glob("events.*") if EVENTS.fullmatch(file.name))
+        return [file for file in files if older or file.name.endswith(SUFFIX) or file.name in known]
 
     def on_fit_start(self, trainer: Trainer, module) -> None:
         if not trainer.is_global_zero:

@@ -11,9 +11,9 @@ from gpt.training.module import GPTModule
 
 
 class TrainBatches:
-    """The micro-batches of a whole run, from the trainer's present step on: (inputs, targets), each (B, T).
+    """The micro-batches of a whole run, from the current step on: (inputs, targets), each (B, T).
 
-    A thread makes the next one while the model works on the present one.
+    A thread makes the next one while the model works on the current one.
     """
 
     def __init__(self, module: GPTModule):
@@ -39,7 +39,7 @@ class TrainBatches:
         return make_batch(module, (micro_step * module.trainer.world_size + module.global_rank) * size)
 
     def state_dict(self) -> dict:
-        """Nothing: the position is the trainer's step. Lightning takes a loader with these methods for resumable."""
+        """Nothing: the position is the trainer's step. Lightning treats a loader with these methods as resumable."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:

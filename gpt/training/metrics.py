@@ -23,9 +23,9 @@ class Metrics(StepCallback):
         self.latest: dict = {}
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
-        for name, figures in self._validation.mixture(module, step).items():
-            self._curves.write({f"{figure}/{name}": value for figure, value in figures.items()}, step)
         self.latest = self.measure(module, step, score)
+        for name, figures in self.latest.get("mix", {}).items():
+            self._curves.write({f"{figure}/{name}": value for figure, value in figures.items()}, step)
         if trainer.is_global_zero:
             write_text(self._file, json.dumps(self.latest, indent=2) + "\n")
 

@@ -1,11 +1,12 @@
-"""What a configuration amounts to on this machine and text: how many steps, of how many windows, in what portions."""
+"""Steps, windows per step and micro-batches for a configuration on this machine and text."""
 
 from dataclasses import dataclass, replace
 
 from gpt.errors import UserError
-from gpt.training.config import MOST_STEPS, Config, Horizon, parse_horizon
+from gpt.training.config import Config, Horizon, parse_horizon
 
-LEAST_VALIDATIONS = 4  # of a run, however short
+LEAST_VALIDATIONS = 4
+MOST_STEPS = 10**12
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Plan:
         return step % every == 0 or step == self.total_steps
 
     def for_steps(self, total_steps: int, validate_every: int) -> "Plan":
-        """This plan for a run of `total_steps`, validated at least `LEAST_VALIDATIONS` times."""
+        """This plan for a run of `total_steps`, which validates at least `LEAST_VALIDATIONS` times if it can."""
+        if total_steps > MOST_STEPS:
+            raise UserError(f"horizon: {total_steps:,} steps are out of range: they must be at most {MOST_STEPS:,}")
         often = max(1, total_steps // LEAST_VALIDATIONS)
         return replace(self, total_steps=total_steps, validate_every=min(validate_every, often))
 
@@ -36,7 +39,7 @@ class Plan:
 
 
 def make_plan(config: Config, train_tokens: int, automatic: bool) -> Plan:
-    """The plan of a run on `train_tokens` tokens; of a horizon in seconds, all but the steps, which are then 1."""
+    """The plan of a run on `train_tokens` tokens; for a horizon in seconds, `total_steps` is 1 until it is measured."""
     windows = config.trainer.tokens_per_step // config.model.context_length
     micro_batch = int(config.trainer.micro_batch_size)
     plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices), automatic)
@@ -47,7 +50,4 @@ def make_plan(config: Config, train_tokens: int, automatic: bool) -> Plan:
 
 def _steps(horizon: Horizon, tokens_per_step: int, train_tokens: int) -> int:
     per_unit = {"steps": 1.0, "tokens": 1 / tokens_per_step, "epochs": train_tokens / tokens_per_step}[horizon.unit]
-    steps = max(1, round(horizon.amount * per_unit))
-    if steps > MOST_STEPS:
-        raise UserError(f"horizon: {steps:,} steps are out of range: they must be at most {MOST_STEPS:,}")
-    return steps
+    return max(1, round(horizon.amount * per_unit))

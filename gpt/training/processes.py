@@ -122,6 +122,6 @@ def _lost(helpers: list[subprocess.Popen]) -> str:
     """A line about the first helper that failed, or nothing."""
     for rank, helper in enumerate(helpers, start=1):
         if code := helper.poll():
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = f"was killed ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
             return f"train.py: process {rank} of {len(helpers) + 1} {how}; all others were ended"
     return ""

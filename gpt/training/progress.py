@@ -1,4 +1,4 @@
-"""How a training tells that it goes on: a bar on a terminal, a line for each validation elsewhere."""
+"""Progress output: a bar on a terminal, elsewhere a line per validation."""
 
 import math
 import sys

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parent
 
 
 class Record(Callback):
-    """Adds to each checkpoint all that resuming and sampling need: a checkpoint stands alone."""
+    """Adds everything to a checkpoint that resuming and sampling need, so that it needs no other file."""
 
     def __init__(self) -> None:
         self._commit = git_commit(SOURCE)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be continued: one check of all that it holds, before anything on disk is changed."""
+"""Whether a checkpoint can be continued: it is checked as a whole before training starts."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,10 @@ NEEDED: dict[str, type] = {
     "step": int, "plan": dict, "corpus": dict, "threads": int, "versions": dict, "tokenizer": dict, "state_dict": dict,
     "optimizer_states": list, "callbacks": dict,
 }  # fmt: skip
-FREE = (".lr", ".step")  # of a parameter group, what changes while training; all else follows from the configuration
+CHANGING = (
+    ".lr",
+    ".step",
+)  # of a parameter group, what changes while training; all else follows from the configuration
 
 
 def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
@@ -31,7 +34,10 @@ def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
             raise refuse(f"it has no {key!r}")
         if not isinstance(payload[key], kind) or isinstance(payload[key], bool):
             raise refuse(f"its {key!r} is of type {type(payload[key]).__name__}, not {kind.__name__}")
-    config, stored = validate(payload["config"]), payload["plan"]
+    try:
+        config, stored = validate(payload["config"]), payload["plan"]
+    except UserError as error:
+        raise refuse(f"its configuration is invalid ({error})") from None
     stored = {"validate_every": config.trainer.validate_every} | stored  # older versions did not store it
     kinds = {field.name: bool if field.name == "automatic" else int for field in fields(Plan)}
     if any(type(stored.get(name)) is not kind for name, kind in kinds.items()) or set(stored) != set(kinds):
@@ -99,5 +105,5 @@ def _differences(value: Any, template: Any, name: str) -> Iterator[str]:
                 yield from _differences(own, inner, f"{name}[{i}]")
     elif type(value) is not type(template) or (isinstance(value, float) and math.isnan(value)):
         yield f"its {name} is {value!r}"
-    elif ".param_groups[" in name and not name.endswith(FREE) and value != template:
+    elif ".param_groups[" in name and not name.endswith(CHANGING) and value != template:
         yield f"its {name} is {value!r} and not {template!r}"

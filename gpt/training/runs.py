@@ -1,4 +1,4 @@
-"""Run directories: made for one run, held by one process, and found again."""
+"""Create, lock and find run directories, and load their newest checkpoint."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -82,32 +82,28 @@ def release(run_dir: Path) -> None:
 
 
 def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """Load the checkpoint of a run that is furthest along among those that are intact; None if there is none at all.
+    """Load the newest intact checkpoint of a run; None if it has none at all.
 
     A damaged one is reported through `warn` and renamed to *.damaged, so that it never replaces a good one, and files
     that a kill left half written are removed. The caller holds the run directory.
     """
     for unfinished in run_dir.glob("checkpoints/.*.ckpt.*"):
         unfinished.unlink()
-    good: list[tuple[Path, dict[str, Any]]] = []
-    damaged: list[str] = []
-    for name in ("last", "previous", "best"):
-        file = run_dir / "checkpoints" / f"{name}.ckpt"
-        if not file.exists():
-            continue
+    files = [run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best")]
+    present = [file for file in files if file.exists()]
+    problem = "" if files[0].exists() else f"{files[0]} is missing"
+    for file in sorted(
+        present, key=lambda file: -file.stat().st_mtime_ns
+    ):  # the newest first; last.ckpt if equally new
         try:
-            good.append((file, load(file)))
+            payload = load(file)
         except DamagedError as error:
-            damaged.append(str(error))
+            problem = problem or str(error)
             file.rename(file.with_suffix(".ckpt.damaged"))
-        if name == "last" and good:
-            break
-    if not good:
-        if damaged:
-            raise UserError(f"{damaged[0]}; and no other checkpoint of the run can be read")
-        return None
-    newest = max(good, key=lambda found: found[1].get("step", -1))
-    if newest[0].name != "last.ckpt":
-        problem = damaged[0] if damaged else f"{run_dir}/checkpoints/last.ckpt is missing"
-        warn(f"{problem}; going on from {newest[0].name} of step {newest[1]['step']}")
-    return newest
+            continue
+        if problem:
+            warn(f"{problem}; going on from {file.name} of step {payload.get('step')}")
+        return file, payload
+    if present:
+        raise UserError(f"{problem}; and no other checkpoint of the run can be read")
+    return None

@@ -47,6 +47,7 @@ class LastCheckpoint(StepCallback):
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step or -1  # a run that was resumed has this step on disk
         self._signals.install()  # again, since Lightning has put its own handlers in place
+        trainer._signal_connector.received_sigterm = False  # ours decides, also about one that came in between
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         settings = module.config.trainer
@@ -81,15 +82,14 @@ class LastCheckpoint(StepCallback):
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def close(self) -> None:
-        """Give the signals back. Lightning has no hook that is called however a training ends."""
+        """Restore the signal handlers. Lightning has no hook that always runs at the end."""
         self._signals.restore()
 
 
 class CheckpointFiles(CheckpointIO):
     """Has Lightning write and read checkpoints as gpt.exchange.checkpoint does: whole or not at all, and verified.
 
-    A checkpoint that has been read already may be handed in as `loaded`; it is given away at the first load, so that
-    it takes no memory afterwards.
+    A checkpoint that has already been read may be passed as `loaded`; it is dropped after the first load.
     """
 
     def __init__(self, loaded: dict | None = None):

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,8 +131,8 @@ class Session:
     def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
 
-        `callbacks` are Lightning's, for rank 0, and come after our own. A stop signal ends the training after a step
-        and a checkpoint, with `SystemExit` and the exit code 128 + signal.
+        `callbacks` are Lightning's, for rank 0. A stop signal ends the training after a step and a checkpoint, with
+        `SystemExit` and the exit code 128 + signal.
         """
         hardware.keep_freed_memory()
         while True:
@@ -158,6 +159,7 @@ class Session:
         start, trainer = self._start.take(), self.config.trainer
         job = {
             "run_dir": str(self.run_dir),
+            "config": to_plain(self.config),
             "plan": dataclasses.asdict(self.plan),
             "checkpoint": start.file and str(start.file),
             "tokenizer": self._given and self._given.to_dict(),
@@ -165,8 +167,7 @@ class Session:
         }
         with together(trainer.devices, job) as ranks:
             files = CheckpointFiles(start.payload)
-            fitting = Fitting(self.config, self.plan, self.corpora, self.run_dir, start.weights)
-            fitting.callbacks += callbacks
+            fitting = Fitting(self.config, self.plan, self.corpora, self.run_dir, start.weights, callbacks)
             start.payload = start.weights = None
             say(
                 f"{fitting.module.model.num_parameters():,} parameters on {trainer.device} in {trainer.precision}, "
@@ -212,8 +213,8 @@ class Session:
         prompt = (self.config.data.prompts or [""])[-1]
         say(
             f"\nthe run:    {self.run_dir}\n"
-            f'sample it:  python generate.py --checkpoint {self.run_dir} --prompt "{prompt}"\n'
-            f"its curves: tensorboard --logdir {self.run_dir.parent}"
+            f"sample it:  python generate.py --checkpoint {quote(str(self.run_dir))} --prompt {quote(prompt)}\n"
+            f"its curves: tensorboard --logdir {quote(str(self.run_dir.parent))}"
         )
 
 
@@ -286,12 +287,18 @@ def _measured(config: Config, plan: Plan, corpora: Corpora) -> tuple[Config, Pla
     """Turn a horizon in seconds into steps by measuring one; the configuration then says steps."""
     from gpt.training.probe import measure
 
-    plan, seconds = measure(config, plan, corpora)
+    try:
+        plan, seconds = measure(config, plan, corpora)
+    except Exception as error:
+        if not hardware.is_out_of_memory(error):
+            raise
+        remedy = f"choose less than {MICRO_BATCH}={plan.micro_batch_size}, or a smaller model"
+        raise UserError(f"out of memory while a step was measured for horizon={config.horizon}: {remedy}") from None
     steps = max(1, round(parse_horizon(config.horizon).amount / seconds))
     say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
     trainer = dataclasses.replace(config.trainer, micro_batch_size=str(plan.micro_batch_size))
-    config = dataclasses.replace(config, trainer=trainer, horizon=f"{steps}steps")
-    return config, plan.for_steps(steps, trainer.validate_every)
+    plan = plan.for_steps(steps, trainer.validate_every)
+    return dataclasses.replace(config, trainer=trainer, horizon=f"{steps}steps"), plan
 
 
 def _refuse_going_back(named: Path, run_dir: Path, newest: object) -> None:
@@ -308,4 +315,4 @@ def _warn_of_versions(payload: dict[str, Any]) -> None:
 
     then, now = payload["versions"], versions()
     if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
-        warn(f"other versions began this run, so it may not continue bit for bit ({', '.join(changed)})")
+        warn(f"this run began with other versions, so it may not continue bit for bit ({', '.join(changed)})")

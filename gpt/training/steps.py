@@ -11,7 +11,7 @@ from gpt.training.module import GPTModule
 
 
 class StepCallback(Callback):
-    """A callback that hears of optimizer steps, however many micro-batches each takes, and of validations."""
+    """A callback with one hook per optimizer step, however many micro-batches it takes, and one per validation."""
 
     def on_train_batch_end(self, trainer: Trainer, module: GPTModule, outputs, batch, batch_idx: int) -> None:  # type: ignore[override]
         if (batch_idx + 1) % module.plan.accumulation == 0:

@@ -1,4 +1,4 @@
-"""Scores the validation text at intervals, and tells the other callbacks."""
+"""Scores the validation text at intervals, and calls `on_validated` on the other callbacks."""
 
 import math
 from pathlib import Path
@@ -7,11 +7,12 @@ import torch
 from lightning import Trainer
 from torch import Tensor
 
+from gpt.errors import NonFiniteError
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import Score, score, sum_of
 from gpt.text.batches import validation_batches, windows_given
 from gpt.text.shards import Shards
-from gpt.training.module import GPTModule
+from gpt.training.module import REMEDY, GPTModule
 from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
 
@@ -38,6 +39,8 @@ class Validation(StepCallback):
         with self._clock.paused():
             self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]
             self.latest = sum_of(self.by_corpus)
+            if not math.isfinite(self.latest.nats_per_token):
+                raise NonFiniteError(f"step {step}: the validation loss is {self.latest.nats_per_token}; {REMEDY}")
             if self.latest.nats_per_token < self.best_loss:
                 self.best_loss, self.best_step = self.latest.nats_per_token, step
             trainer.callback_metrics["val/loss"] = torch.tensor(self.latest.nats_per_token)

@@ -1,10 +1,13 @@
 """Checkpoints: written whole or not at all, refused in one line when damaged or foreign, and never run as code."""
 
+import math
 import os
 import pickle
 import random
 import resource
+import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 from gpt.errors import UserError
+from gpt.exchange.assembly import _parameters
 from gpt.exchange.checkpoint import FORMAT, load, save, to_model
 from gpt.files import link
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
@@ -149,8 +153,9 @@ def test_full_disk(tmp_path):
     payload = make_payload()
     resource.setrlimit(resource.RLIMIT_FSIZE, (7919, hard))
     try:
-        with pytest.raises((OSError, RuntimeError)):
+        with pytest.raises(UserError, match=r"^[^\n]*last.ckpt: the disk is full: .* needs 25,532 bytes") as caught:
             save(payload, path)
+        assert str(caught.value).endswith("limit on file sizes allows; earlier checkpoints are intact")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("last.ckpt", b"the old one")]
@@ -398,6 +403,247 @@ def test_parts_that_do_not_fit(tmp_path, changes):
     with pytest.raises(UserError) as caught:
         to_model(load(path))
     assert "\n" not in str(caught.value)
+
+
+WEIGHTS = make_payload()["state_dict"]
+NAME = "blocks.0.feed_forward.expand.weight"
+FINITE = WEIGHTS[NAME]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_heads": 0}, "model.num_heads=0 is out of range: it must be at least 1"),
+        ({"num_heads": 5}, "model.d_model=14 is not divisible by model.num_heads=5"),
+        ({"context_length": -4}, "model.context_length=-4 is out of range"),
+        ({"dropout": math.nan}, "model.dropout=nan is out of range"),
+        ({"num_layers": 10**9}, "in 1,000,000,000 layers, and there are 6,300 in 15 tensors"),
+        ({"num_layers": 2}, "in 2 layers"),
+        ({"d_model": 7 * 10**6}, "its configuration describes 588,001,974,000,000 weights"),
+        ({"context_length": 10**12}, "its configuration describes 14,000,000,0"),
+        ({"context_length": 10**600}, "its context_length is a number of 1,994 bits"),
+        ({"context_length": 14}, "describes 6,314 weights in 1 layers, and there are 6,300 in 15 tensors"),
+        ({"context_length": 12}, "size mismatch for position_embedding.weight"),
+        ({"num_layers": True}, "its num_layers is True, of type bool"),
+        ({"d_model": 14.0}, "its d_model is 14.0, of type float"),
+        ({"qkv_bias": 0}, "its qkv_bias is 0, of type int"),
+        ({"num_heads": "7"}, "its num_heads is '7', of type str"),
+        ({"width": 7}, "its configuration has an unknown key 'width'"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_shapes_that_the_weights_do_not_have(changes, reason):
+    """A configuration is compared with the weights before any memory or time is spent on it."""
+    payload = make_payload()
+    payload["config"]["model"] |= changes
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="do not fit together") as caught:
+        to_model(payload)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert time.perf_counter() - begin < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+
+def test_masks_that_do_not_fit_into_memory():
+    """Few weights may describe a long context, whose masks are the square of it."""
+    model = asdict(MODEL) | {"context_length": 10**7, "d_model": 1, "num_heads": 1}
+    weights = {f"{i}": torch.empty(10**7 + 300) for i in range(13)}
+    with pytest.raises(UserError, match=r"the causal masks of 1 layers for a context of 10,000,000 need 200,000,000,0"):
+        to_model(make_payload() | {"config": {"model": model}, "state_dict": weights})
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_parameters_are_counted_without_a_model(qkv_bias):
+    """The count that is compared with the weights is that of the model."""
+    config = GPTConfig(**asdict(MODEL) | {"qkv_bias": qkv_bias, "num_layers": 3}, vocab_size=257)
+    assert _parameters(config) == GPT(config).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (FINITE.to(torch.complex64), "objects other than tensors and plain types"),
+        (FINITE.to_sparse(), "objects other than tensors and plain types"),
+        (FINITE.to("meta"), "objects other than tensors and plain types"),
+        (torch.nn.Parameter(FINITE), "objects other than tensors and plain types"),
+        (FINITE.to(torch.float8_e4m3fn), "objects other than tensors and plain types"),
+        (torch.zeros(1).expand(10**6, 10**6), "its tensors have 4,000,000,0"),
+        (torch.zeros(1).expand(FINITE.shape[0], 10**5), "its tensors have 22,4"),
+        (2 * [FINITE], "its weights are not tensors with names"),
+        (FINITE.int(), f"its {NAME} is of type torch.int32"),
+        (FINITE > 0, f"its {NAME} is of type torch.bool"),
+        (FINITE * math.nan, f"its {NAME} is not finite"),
+        (torch.where(FINITE > 0.01, math.inf, FINITE), f"its {NAME} is not finite"),
+        (torch.where(FINITE > 0.01, -1e300, FINITE.double()), f"its {NAME} is not finite"),
+        (FINITE.T, f"size mismatch for {NAME}"),
+        (torch.cat([FINITE, FINITE]), f"size mismatch for {NAME}"),
+        (FINITE[0], "its configuration describes 6,300 weights in 1 layers, and there are 5,530 in 15 tensors"),
+    ],
+    ids=[
+        *("complex", "sparse", "meta", "parameter", "fp8", "expanded", "expanded-a-little", "list"),
+        *("integer", "bool", "nan", "inf", "inf-in-fp32", "transposed", "larger", "smaller"),
+    ],
+)
+def test_foreign_weights(tmp_path, weight, reason):
+    """Weights that are not finite floating-point numbers of the right shape, each in memory of its own."""
+    path = tmp_path / "last.ckpt"
+    save(make_payload() | {"state_dict": WEIGHTS | {NAME: weight}}, path)
+    with pytest.raises(UserError) as caught:
+        to_model(load(path))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({7: FINITE}, "its weights are not tensors with names"),
+        (WEIGHTS | {7: FINITE}, "its weights are not tensors with names"),
+        ({(2, 3): FINITE}, "objects other than"),
+        (WEIGHTS | {"lora.weight": FINITE}, 'Unexpected key(s) in state_dict: "lora.weight"'),
+        (
+            {name: w for name, w in WEIGHTS.items() if name != NAME} | {"a": FINITE},
+            f'Missing key(s) in state_dict: "{NAME}"',
+        ),
+    ],
+    ids=["integer", "one-integer", "tuple", "extra", "missing"],
+)
+def test_foreign_names_of_weights(tmp_path, weights, reason):
+    """Names that are no names, that the model does not have, or that it lacks."""
+    path = tmp_path / "last.ckpt"
+    save(make_payload() | {"state_dict": weights}, path)
+    with pytest.raises(UserError) as caught:
+        to_model(load(path))
+    assert reason in str(caught.value)
+
+
+def test_great_weights_are_finite():
+    """Weights whose sum overflows are finite all the same."""
+    weight = torch.full_like(FINITE, 3e38)
+    model, _ = to_model(make_payload() | {"state_dict": WEIGHTS | {NAME: weight}})
+    assert torch.equal(model.state_dict()[NAME], weight)
+
+
+def test_half_precision_and_metadata_are_taken(tmp_path):
+    """Weights in 16 or 64 bits, and the ordered dictionary of `Module.state_dict`, load as ever."""
+    path, model = tmp_path / "last.ckpt", GPT(GPTConfig(vocab_size=257, **asdict(MODEL)))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        expected = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
+        save(make_payload() | {"state_dict": model.to(dtype).state_dict()}, path)
+        loaded = to_model(load(path))[0].state_dict()
+        assert same(dict(loaded), {name: weight.float() for name, weight in expected.items()})
+
+
+def write_archive(path: Path, pickled: bytes, packing: int = zipfile.ZIP_STORED, **records: bytes) -> Path:
+    """An archive as torch writes it, but for its pickle."""
+    with zipfile.ZipFile(path, "w", packing) as archive:
+        for name, content in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little", **records}.items():
+            archive.writestr(f"archive/{name}", content)
+    return path
+
+
+DEEP = 300_000
+HOSTILE = {
+    "lists": b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
+    "tuples": b"\x80\x02)" + b"\x85" * DEEP + b".",
+    "a-tuple-as-a-key": b"\x80\x02})" + b"\x85" * DEEP + b"Ns.",  # hashing it would overflow the stack
+    "tuples-by-memo": b"\x80\x02})" + b"\x85q\x00h\x00" * DEEP + b"Ns.",
+    "itself": b"\x80\x02]q\x00h\x00a.",
+    "dictionaries-in-themselves": b"\x80\x02}q\x00K\x01h\x00s.",
+    "doubling": b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b".",
+    "many": b"\x80\x02](" + b"}" * 1_500_000 + b"e.",
+    "a-great-string": b"\x80\x02X\xff\xff\xff\x7fabc.",
+    "quantized": b"\x80\x02ctorch._utils\n_rebuild_qtensor\n)R.",
+    "bytearray": b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.",
+    "storage": b"\x80\x02ctorch\nUntypedStorage\nJ\x00\x00\x00\x7f\x85R.",
+    "storage-of-floats": b"\x80\x02ctorch\nFloatStorage\nJ\x00\x00\x00\x7f\x85R.",
+    "tensor": b"\x80\x02ctorch\nTensor\nJ\x00\x00\x00\x7f\x85R.",
+    "function": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n.",
+    "set": b"\x80\x04\x8f.",
+    "nothing": b"",
+    "underflow": b"\x80\x02a.",
+    "attributes": b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb.",
+    "a-great-number": b"\x80\x02\x8a\xff" + b"\x7f" * 255 + b".",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.filterwarnings("error")
+def test_hostile_pickles(tmp_path, name):
+    """Pickles that nest or grow without end, or call for gigabytes, are refused in a moment."""
+    path = write_archive(tmp_path / "last.ckpt", HOSTILE[name])
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = refusal(path)
+    assert "not a checkpoint of this project" in message
+    assert len(message) < 500
+    assert time.perf_counter() - begin < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KB
+
+
+@pytest.mark.filterwarnings("error")
+def test_hostile_archives(tmp_path):
+    """Packed records, which may be bombs, two of one name, and programs for PyTorch are refused."""
+    path, empty = tmp_path / "last.ckpt", pickle.dumps({}, protocol=2)
+    write_archive(path, empty, zipfile.ZIP_DEFLATED, **{"data/0": bytes(50_000_000)})
+    assert path.stat().st_size < 60_000
+    assert "its records are packed, or larger than the file" in refusal(path)
+    write_archive(path, empty)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("archive/data.pkl", pickle.dumps({"format": 1}, protocol=2))
+    assert "two of its records have the same name" in refusal(path)
+    assert "not a checkpoint" in refusal(write_archive(path, empty, **{"constants.pkl": empty}))
+
+
+def test_sizes_that_the_records_do_not_have(tmp_path, written):
+    """A tensor that claims more numbers than its record holds would show other memory: it is refused."""
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(written)
+    with zipfile.ZipFile(path) as archive:
+        records = {name.removeprefix("archive/"): archive.read(name) for name in archive.namelist()}
+    pickled = records.pop("data.pkl")
+    assert same(load(write_archive(path, pickled, **records)), make_payload())
+    refused = 0
+    for place in range(len(pickled) - 1):
+        if pickled[place : place + 1] in (b"K", b"M") and 2 <= pickled[place + 1] < 250:
+            mutated = pickled[: place + 1] + bytes([pickled[place + 1] + 3]) + pickled[place + 2 :]
+            try:
+                load(write_archive(path, mutated, **records))
+            except UserError as error:
+                refused += "larger" in str(error) or "size" in str(error) or "bounds" in str(error)
+    assert refused > 20
+
+
+def test_nothing_is_imported(tmp_path, monkeypatch):
+    """A module that a checkpoint names is not imported, which would run it."""
+    (tmp_path / "bait.py").write_text("raise SystemExit('caught')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for pickled in (b"\x80\x02cbait\nhook\n.", b"\x80\x04\x8c\x04bait\x8c\x04hook\x93.", b"\x80\x02(ibait\nhook\n."):
+        assert "not a checkpoint of this project" in refusal(write_archive(tmp_path / "last.ckpt", pickled))
+        assert "bait" not in sys.modules
+
+
+def test_not_a_file(tmp_path):
+    """A pipe or a device is refused rather than waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "not a checkpoint; name a file or a run" in refusal(tmp_path / "pipe")
+    assert "not a checkpoint; name a file or a run" in refusal(Path("/dev/zero"))
+    assert "cannot be read (Too many levels of symbolic links)" in refusal(tmp_path / "loop")
+    assert "cannot be read (File name too long)" in refusal(tmp_path / ("a" * 300))
+
+
+def test_save_makes_no_run_directory(tmp_path):
+    """The folder of the checkpoints is made, but not the run directory: that was there, and somebody has deleted it."""
+    gone = tmp_path / "run"
+    with pytest.raises(
+        UserError, match=r"^[^\n]*last.ckpt: cannot be written, because its folder was deleted or moved"
+    ):
+        save(make_payload(), gone / "checkpoints/last.ckpt")
+    assert not gone.exists()
+    gone.mkdir()
+    save(make_payload(), gone / "checkpoints/last.ckpt")
+    assert os.listdir(gone / "checkpoints") == ["last.ckpt"]
 
 
 def test_raw_pickle_is_never_run(tmp_path):

@@ -1,7 +1,11 @@
 """GPT-2 directories as `transformers` saves them: the same logits, and one line about each that cannot be loaded."""
 
 import json
+import math
+import os
+import resource
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -186,3 +190,89 @@ def test_other_formulas(tmp_path, changes):
     theirs.save_pretrained(tmp_path)
     change_config(tmp_path, **changes)
     assert str(tmp_path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_layer": 10**9}, "lack 'h.2.ln_1.weight'"),
+        ({"n_layer": -1}, "model.num_layers=-1 is out of range"),
+        ({"n_layer": 2.0}, "its num_layers is 2.0, of type float"),
+        ({"n_head": 0}, "model.num_heads=0 is out of range"),
+        ({"n_head": 5}, "not divisible by model.num_heads=5"),
+        ({"n_head": True}, "its num_heads is True, of type bool"),
+        ({"n_embd": 3 * 10**6}, "its configuration describes"),
+        ({"n_positions": 10**12}, "its configuration describes"),
+        ({"n_positions": -4}, "model.context_length=-4 is out of range"),
+        ({"n_positions": "13"}, "its context_length is '13', of type str"),
+        ({"vocab_size": 10**15}, "its configuration describes"),
+        ({"vocab_size": 100}, "size mismatch for token_embedding.weight"),
+    ],
+    ids=str,
+)
+def test_shapes_that_the_weights_do_not_have(folder, changes, reason):
+    """A configuration is compared with the weights before any memory or time is spent on it."""
+    change_config(folder, **changes)
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert reason in refusal(folder)
+    assert time.perf_counter() - begin < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KB
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        ('{"a":' * 100_000, "maximum recursion depth exceeded"),
+        ('{"model_type": "gpt2", "model_type": "gpt2"}', "config.json has a key twice"),
+        ('{"a": "' + "b" * 1_000_000 + '"}', "config.json has more than 1,000,000 bytes"),
+        ('{"n_layer": ' + "7" * 10_000 + "}", "Exceeds the limit"),
+    ],
+    ids=["lists", "objects", "key-twice", "huge", "number"],
+)
+def test_hostile_config(folder, content, reason):
+    """A configuration nested without end, ambiguous or huge."""
+    (folder / "config.json").write_text(content)
+    assert refusal(folder).startswith(f"{folder}: cannot be read as a Hugging Face model ({reason}")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda w: w.to(torch.complex64), "is of type torch.complex64, and weights are floating-point numbers"),
+        (lambda w: w.to(torch.int32), "is of type torch.int32"),
+        (lambda w: w > 0, "is of type torch.bool"),
+        (lambda w: w * math.nan, "is not finite"),
+        (lambda w: w.double() * 1e300, "is not finite"),
+        (lambda w: w[None].clone(), "expects a tensor with <= 2 dimensions"),
+        (lambda w: w.flatten(), "size mismatch"),
+        (lambda w: w[:1].clone(), "its configuration describes"),
+    ],
+    ids=["complex", "integer", "bool", "nan", "inf-in-fp32", "3-D", "1-D", "smaller"],
+)
+def test_foreign_weights(folder, change, reason):
+    """Weights that are not finite floating-point numbers of the right shape; nothing of them is dropped in silence."""
+    weights = load_file(folder / "model.safetensors")
+    name = "transformer.h.1.mlp.c_fc.weight"
+    save_file(weights | {name: change(weights[name])}, folder / "model.safetensors")
+    assert reason in refusal(folder)
+
+
+def test_hostile_safetensors(folder):
+    """A header longer than the file, nested without end, or with a tensor outside of the file; and no file at all."""
+    file = folder / "model.safetensors"
+    nested = b'{"a":' * 100_000
+    outside = json.dumps({"a": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}}).encode()
+    for content in (
+        (2**63).to_bytes(8, "little") + b"{",
+        *(len(h).to_bytes(8, "little") + h for h in (nested, outside)),
+    ):
+        file.write_bytes(content)
+        assert refusal(folder).startswith(f"{folder}: cannot be read as a Hugging Face model (")
+    for target in ("pipe", "/dev/zero"):
+        file.unlink()
+        if target == "pipe":
+            os.mkfifo(file)
+        else:
+            file.symlink_to(target)
+        assert refusal(folder) == f"{file}: missing; give a GPT-2 directory"

@@ -31,6 +31,7 @@ def write_checkpoint(file: Path, tokenizer: object = None, seed: int = 3) -> GPT
     model = GPT(GPTConfig(**asdict(SHAPE), vocab_size=BPE.vocab_size))
     stored = BPE.to_dict() if tokenizer is None else tokenizer
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
     save({"format": 1, "state_dict": weights, "config": {"model": asdict(SHAPE)}, "tokenizer": stored}, file)
     return model.eval()
 

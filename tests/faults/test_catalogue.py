@@ -104,7 +104,7 @@ MANGLED: dict[str, tuple[Callable[[dict], object], str]] = {
     "versions as numbers": (lambda p: p["versions"].update(torch=2), "its versions are not text"),
     "corpus without its tokenizer": (lambda p: p["corpus"].pop("tokenizer"), "which text and which tokens"),
     "corpus of another text": (lambda p: p["corpus"].update(corpus="0" * 64), "the corpus was 0000"),
-    "configuration as a list": (lambda p: p.update(config=[]), "not a dictionary"),
+    "configuration as a list": (lambda p: p.update(config=[]), "its 'config' is of type list"),
     "configuration with an unknown key": (lambda p: p["config"].update(foo=1), "there is no key 'foo'"),
     "no optimizer": (lambda p: p.update(optimizer_states=[]), "its optimizer_states is not a list of 1"),
     "optimizer without states": (
@@ -262,7 +262,7 @@ def test_helper_without_rank_0(tmp_path):
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr == "gpt.training.helper: started by hand, which does nothing: use python train.py\n"
+    assert done.stderr == "gpt.training.helper: not a command: use python train.py\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

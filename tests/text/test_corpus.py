@@ -1,12 +1,17 @@
 """Corpora: which files are read and in which order, their pieces, their hash, and one line for each mistake."""
 
 import dataclasses
+import errno
 import functools
+import glob
 import gzip
 import hashlib
+import io
 import json
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +29,7 @@ from hypothesis import strategies as st
 import gpt.text.corpus
 import gpt.text.hashes
 from gpt.errors import UserError
+from gpt.text.cache import read_json
 from gpt.text.corpus import Corpus, DataConfig, Piece, find_text_files, open_corpus
 from gpt.text.pieces import cut
 
@@ -182,7 +188,225 @@ def test_text_field_and_errors(tmp_path):
     )
 
 
+# --- what this program wrote is never corpus ---
+
+
+def write_run(folder: Path, mark: str = ".lock") -> Path:
+    """What a run leaves behind that looks like text, and a mark."""
+    fill(folder, config__yaml="seed: 1", samples__md="once upon", metrics__json="{}", notes_in_a__txt="mine")
+    (folder / mark).parent.mkdir(exist_ok=True)
+    (folder / mark).write_bytes(b"PK\3\4")
+    return folder
+
+
+def write_cache(folder: Path) -> Path:
+    """What a cache may hold that looks like text."""
+    prepared = {f"text-byte-0123_in_{name}": "{}" for name in ("manifest__json", "tokenizer__json")}
+    fill(folder, hashes__json="{}", **{"tokenizer-0123456789abcdef__json": "{}"}, downloads_in_a__txt="far", **prepared)
+    (folder / "text-byte-0123/train-00000.bin").write_bytes(b"\1\2")
+    return fill(folder, **{"__preparing-text_in_plan__json": "{}"})
+
+
+EVERY_WAY = pytest.mark.parametrize("way", ["", "/", "/**", "/**/*", "/*/../**/*.*"])
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("mark", [".lock", "checkpoints/last.ckpt", "checkpoints/best.ckpt"])
+def test_runs_are_not_corpus(tmp_path, monkeypatch, way, mark):
+    """Wherever they lie and whatever they are called, in folders and globs; one line says so."""
+    monkeypatch.chdir(fill(tmp_path, a__txt="a", z_in_config__yaml="z: 1"))
+    write_run(tmp_path / "runs/2026-11-22_run", mark)
+    write_run(tmp_path / "z/moved", mark)
+    fill(tmp_path, multirun_in_1_in_0_in_job__log="job", multirun_in_1_in_multirun__yaml="hydra: 1")
+    for place in (".", str(tmp_path)):
+        said: list[str] = []
+        found = find_text_files(place + way, NOWHERE, said.append)
+        assert sorted(file.read_text() for file in found) == ["a", "z: 1"]
+        [line] = [line for line in said if "not text" not in line]
+        assert re.match(r"skipping \d+ of \d+ files below .*, of runs or the cache: (z/../)?multirun/", line), line
+
+
+def test_a_run_that_is_named(tmp_path):
+    """A single file or an inner folder of a run is read if it is named; the run as a whole is refused."""
+    run = write_run(tmp_path / "run")
+    assert read(run / "samples.md") == ["once upon"]
+    assert read(run / "notes") == ["mine"]
+    said: list[str] = []
+    for path, what in [(f"{run}", "a folder without text files"), (f"{run}/*.md", "a glob that matches only files of")]:
+        with pytest.raises(UserError, match=f"is {what}"):
+            find_text_files(path, NOWHERE, said.append)
+    assert said == [
+        f"skipping 4 of 4 files below {run}, of runs or the cache: config.yaml, metrics.json, notes/a.txt, ...",
+        f"skipping 1 of 1 files below {run}, of runs or the cache: samples.md",
+    ]
+
+
+@EVERY_WAY
+def test_the_cache_is_not_corpus(tmp_path, way):
+    """Neither the one in use nor an earlier one, even in the corpus folder itself; what is beside it is read."""
+    fill(tmp_path, a__txt="a", b_in_hashes__json="mine", c_in_downloads_in_c__txt="mine too")
+    write_cache(tmp_path / "data/cache")
+    write_cache(tmp_path)
+    for cache in (NOWHERE, tmp_path / "data/cache", tmp_path):
+        said: list[str] = []
+        found = find_text_files(f"{tmp_path}{way}", cache, said.append)
+        assert sorted(file.read_text() for file in found) == ["a", "mine", "mine too"]
+        assert re.search(", of runs or the cache: (b/../)?data/cache/downloads/a.txt, ", said[0])
+
+
+def test_a_cache_before_anything_is_prepared(tmp_path):
+    """Only that it is the one in use tells what its files are."""
+    fill(tmp_path, a__txt="a", cache_in_hashes__json="{}", cache_in_downloads_in_a__txt="far")
+    assert len(find_text_files(str(tmp_path), tmp_path / "cache", [].append)) == 1
+    assert len(find_text_files(str(tmp_path), NOWHERE, pytest.fail)) == 3
+
+
+def test_a_link_to_a_download(tmp_path):
+    """It is a name of the user's for the file, although the cache's own name comes first."""
+    write_cache(tmp_path / "cache")
+    (tmp_path / "link.txt").symlink_to("cache/downloads/a.txt")
+    assert find_text_files(str(tmp_path), tmp_path / "cache", [].append) == (tmp_path / "link.txt",)
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize("way", ["", "/**", "/**/*", "/**/*.txt", "/*/**/../*.txt", "/**/**/*.txt"])
+def test_links_in_a_circle(tmp_path, way):
+    """Each file once: 2 to the 40th ways lead to these."""
+    fill(tmp_path, a__txt="a", d_in_b__txt="b")
+    for name in ("loop", "other", "d/up", "d/again", "self"):
+        (tmp_path / name).symlink_to(name if name == "self" else tmp_path)
+    start = time.monotonic()
+    assert sorted(read(f"{tmp_path}{way}")) == ["a", "b"]
+    assert time.monotonic() - start < 2
+
+
+def test_a_file_of_several_names(tmp_path):
+    """Hard links, symbolic links and links to folders: in a folder, a glob, and over the paths of a list."""
+    fill(tmp_path, b__txt="b", far_in_c__txt="c")
+    os.link(tmp_path / "b.txt", tmp_path / "a.txt")
+    (tmp_path / "z.txt").symlink_to("far/c.txt")
+    (tmp_path / "near").symlink_to("far")
+    assert find_text_files(str(tmp_path), NOWHERE, pytest.fail) == (tmp_path / "a.txt", tmp_path / "far/c.txt")
+    assert read(f"{tmp_path}/**/*.txt") == read(f"{tmp_path}/*") == ["b", "c"]
+    assert read([f"{tmp_path}/z.txt", f"{tmp_path}/b.txt", str(tmp_path), f"{tmp_path}/near/*"]) == ["c", "b"]
+
+
+def test_globs_follow_links_to_folders(tmp_path):
+    """As ever, and folders do not; a hidden folder behind a link that is not hidden counts."""
+    fill(tmp_path / "far", a__txt="a", __h_in_b__txt="b")
+    fill(tmp_path / "here", c__txt="c")
+    (tmp_path / "here/link").symlink_to("../far")
+    (tmp_path / "here/seen").symlink_to("../far/.h")
+    assert read(f"{tmp_path}/here/**/*.txt") == ["c", "a", "b"]
+    assert read(tmp_path / "here") == ["c"]
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_globs_are_those_of_python(tmp_path, monkeypatch, seed):
+    """Without links, a glob gives what `glob.glob` gives, in that order, for every kind of pattern."""
+    monkeypatch.chdir(tmp_path)
+    chooser = random.Random(seed)
+    for _ in range(31):
+        file = Path(*chooser.choices(["a", "b", ".h", "a b", "[c]", "**"], k=chooser.randint(0, 4)), "x.txt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    parts = ["*", "a", "?", "[ab]", ".h", ".*", "[[]c]", "..", "a*", "***"]
+    for _ in range(67):
+        inner = ["**", *chooser.choices(parts, k=chooser.randint(0, 2))]
+        pattern = os.path.join(*chooser.sample(inner, len(inner)), chooser.choice(["*.txt", "**", "x*"]))
+        pattern = chooser.choice(["", "./", f"{tmp_path}/"]) + pattern
+        if os.path.exists(pattern):
+            continue  # a path that exists is that path
+        expected = [name for name in glob.glob(str(Path(pattern)), recursive=True) if os.path.isfile(name)]
+        expected = sorted({os.path.realpath(name) for name in expected})
+        try:
+            found = find_text_files(pattern, NOWHERE, pytest.fail)
+        except UserError:
+            found = ()
+        assert sorted(os.path.realpath(file) for file in found) == expected, pattern
+
+
 # --- mistakes ---
+
+
+def test_devices_and_pipes(tmp_path):
+    """They are refused in a line where they are named, and passed over in a folder; nothing waits for them."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket.txt"))
+        for path in (tmp_path / "pipe.txt", tmp_path / "socket.txt", Path("/dev/zero")):
+            what = "is a device, a pipe or a socket, not a file: give the path of your text"
+            assert refusal(path) == f"data.path={str(path)!r} {what}"
+        fill(tmp_path, a__txt="a")
+        assert read(tmp_path) == read(f"{tmp_path}/*") == ["a"]
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="this system has no /proc")
+@pytest.mark.parametrize("kernels", ["/proc/kmsg", "/proc/self/mem", "/proc/cpuinfo", "/sys/kernel/uevent_seqnum"])
+def test_files_of_the_kernel(tmp_path, kernels):
+    """Some wait for ever, or never end: they are refused, by whatever name."""
+    (tmp_path / "link.txt").symlink_to(kernels)
+    for path in (kernels, tmp_path / "link.txt", tmp_path, f"{tmp_path}/*"):
+        assert "is made up by the kernel as it is read, and may never end" in refusal(path)
+
+
+@pytest.mark.parametrize("way", ["", "/**/*.txt"])
+def test_folder_that_cannot_be_listed(tmp_path, monkeypatch, way):
+    """Its files are not left out without a word."""
+    fill(tmp_path, a__txt="a", bad_in_b__txt="b")
+    scandir = os.scandir
+
+    def failing(path):
+        if str(path).endswith("bad"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    reason = "cannot be read (Stale file handle); fix that, or move the folder away"
+    assert refusal(f"{tmp_path}{way}") == f"{tmp_path / 'bad'}: {reason}"
+
+
+def test_no_home(monkeypatch):
+    """Without HOME a path below it is found as the system has it, or refused in a line."""
+    monkeypatch.delenv("HOME")
+    assert "is not a file" in refusal("~/no/such/file.txt")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert "Could not determine home directory" in refusal("~/a.txt")
+
+
+def test_language_c(tmp_path):
+    """Names, texts and messages do not depend on the language of the system."""
+    fill(tmp_path, **{"café__txt": TEXT, "中文__jsonl": '{"text": "一"}'})
+    code = (
+        "import sys; from pathlib import Path; from gpt.errors import command_line; from gpt.text.corpus import *\n"
+        "with command_line('x'):\n"
+        "    corpus = open_corpus(DataConfig('text', sys.argv[1]), Path(sys.argv[2]))\n"
+        "    print(corpus.sha256(Path(sys.argv[2])), ascii(list(corpus.documents())))\n"
+        "    find_text_files(sys.argv[1] + '/é', Path())"
+    )
+    for more in ({}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path, tmp_path / "cache"],
+            env={"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONPATH": str(ROOT), **more},
+            capture_output=True,
+        )
+        expected = f"{open_quietly(tmp_path).sha256(tmp_path / 'cache')} {[TEXT, '一']!a}"
+        assert done.stdout.decode("ascii").splitlines() == [expected]
+        assert done.returncode == 2
+        assert done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"x: data.path=")
+
+
+def test_a_file_from_the_future(tmp_path, clock, large):
+    """Where the clock was put back, it is read each time rather than taken for unchanged."""
+    os.utime(large, (time.time() + 10**6,) * 2)
+    clock.ahead = 3
+    true = open_quietly(large).sha256(tmp_path)
+    assert not (tmp_path / "hashes.json").exists()
+    clock.ahead = -(10**6)
+    assert open_quietly(large).sha256(tmp_path) == true
+    assert not (tmp_path / "hashes.json").exists()
 
 
 def test_nothing_at_the_path(tmp_path):
@@ -235,14 +459,24 @@ def test_file_without_permission(tmp_path, named):
     assert refusal(file if named else tmp_path) == f"{file}: {reason}"
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that fails on being read: /proc/self/mem")
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["broken disk", "stale handle"])
 @BY_NAME_AND_IN_A_FOLDER
-def test_file_that_fails(tmp_path, named):
-    """A device that gives an error in mid-read, which stops root as well."""
-    file = fill(tmp_path, a__txt="a") / "b.txt"
-    file.symlink_to("/proc/self/mem")
-    reason = "cannot be read (Input/output error); fix that, or move the file away"
+def test_file_that_fails(tmp_path, named, number, monkeypatch):
+    """A file that can be opened but not read is named, and not passed over."""
+    file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
+
+    class Failing(io.FileIO):
+        def readinto(self, buffer):
+            raise OSError(number, os.strerror(number))
+
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *how: io.BufferedReader(Failing(path)) if path == file else opened(path, *how)
+    )
+    reason = f"cannot be read ({os.strerror(number)}); fix that, or move the file away"
     assert refusal(file if named else tmp_path) == f"{file}: {reason}"
+    with pytest.raises(UserError, match=re.escape(f"{file}: {reason}")):
+        open_quietly(tmp_path).sha256(tmp_path / "cache")
 
 
 def test_file_that_goes_away(tmp_path):
@@ -420,11 +654,11 @@ def test_large_files_are_remembered(tmp_path, clock, large):
     cache = tmp_path / "made" / "for it"
     clock.ahead = 3
     first = open_quietly(large.parent).sha256(cache)
-    assert json.loads((cache / "hashes.json").read_text()) == remembered(large)
+    assert read_json(cache / "hashes.json") == remembered(large)
     assert [file.name for file in cache.iterdir()] == ["hashes.json"]
     other = fill(tmp_path / "other", c__txt="hello again") / "c.txt"
     open_quietly(other).sha256(cache)
-    assert json.loads((cache / "hashes.json").read_text()) == remembered(large) | remembered(other)
+    assert read_json(cache / "hashes.json") == remembered(large) | remembered(other)
     assert open_quietly(large.parent).sha256(cache) == first
 
 
@@ -486,7 +720,7 @@ def test_a_changed_file_is_read_again(tmp_path, clock, large):
     assert (after.st_size, after.st_ino, after.st_mtime_ns) == (11, before.st_ino, before.st_mtime_ns)
     second = open_quietly(large).sha256(tmp_path)
     assert second != first
-    assert json.loads((tmp_path / "hashes.json").read_text()) == remembered(large)
+    assert read_json(tmp_path / "hashes.json") == remembered(large)
     replacement = fill(tmp_path, new="hello world") / "new"
     replacement.replace(large)
     assert open_quietly(large).sha256(tmp_path) == first

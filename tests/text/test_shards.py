@@ -51,7 +51,7 @@ def pairs_tokenizer(tokens: int) -> Tokenizer:
     """So many tokens without training: every byte, then pairs of bytes."""
     pairs = [bytes([i // 256, i % 256]) for i in range(tokens - 257)]
     ranks = {token: rank for rank, token in enumerate([bytes([byte]) for byte in range(256)] + pairs)}
-    return Tokenizer("pairs", ranks, BYTE_PATTERN)
+    return Tokenizer("bpe", ranks, BYTE_PATTERN)
 
 
 def refusal(folder: Path) -> str:
@@ -309,7 +309,7 @@ DAMAGE = {
     "half a tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 101), UNREADABLE),
     "tampered tokenizer": (
         lambda folder: edit_tokenizer(folder, pattern="."),
-        f"{UNREADABLE}.*do not match their hash",
+        f"{UNREADABLE}.*its pattern '.' is unknown",
     ),
     "tokenizer of another kind": (lambda folder: edit_tokenizer(folder, ranks=7), UNREADABLE),
     "foreign tokenizer": (lambda folder: edit_tokenizer(folder, **gpt2_tokenizer().to_dict()), FOREIGN),

@@ -361,8 +361,8 @@ def test_folder_that_cannot_be_written(tmp_path, server, below, reason):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_full_disk(tmp_path, server):
-    """It is the caller's to report, and not taken for a fault of the network."""
+    """One line names the folder and the remedy; it is not taken for a fault of the network."""
     (tmp_path / PART).symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
-        fetch(server.url("whole"), SHA256, tmp_path, [].append)
+    said = refusal(server.url("whole"), SHA256, tmp_path)
+    assert said.startswith(f"{tmp_path}: the disk is full (No space left on device): free some space and run")
     assert server.asked == [None]

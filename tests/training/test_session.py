@@ -136,6 +136,7 @@ def test_too_many_devices(folder, monkeypatch):
     payload["plan"]["accumulation"] = 1
     payload["step"] = 3
     other = folder / "two-devices"
+    other.mkdir()
     checkpoint.save(payload, other / "checkpoints/last.ckpt")
     (other / "config.yaml").write_text((folder / "first/config.yaml").read_text())
     with pytest.raises(UserError, match=r"trainer\.devices=2 is more than"):
@@ -302,7 +303,7 @@ def test_a_rank_that_is_killed_ends_the_other(settings, tmp_path, victim):
     assert not helper.is_running()
     if victim == "rank 1":
         assert code == 1
-        assert "process 1 of 2 was killed by SIGKILL; all others were ended" in process.output
+        assert "process 1 of 2 was killed (Killed); all others were ended" in process.output
     else:
         assert code == -signal.SIGKILL
 

@@ -70,7 +70,7 @@ def test_what_is_printed(run):
     assert re.search(r"^trained 40 steps, 3,840 tokens \(\d\.\d\d epochs\) in \d+\.\d s", done.stdout, re.M)
     assert re.search(r"\d\.\d{4} bits per byte$", done.stdout, re.M)  # the text is too short to compare with xz
     assert f"\nthe run:    {run_dir}\n" in done.stdout
-    assert f'sample it:  python generate.py --checkpoint {run_dir} --prompt "' in done.stdout
+    assert f"sample it:  python generate.py --checkpoint {run_dir} --prompt " in done.stdout
     assert f"its curves: tensorboard --logdir {run_dir.parent}\n" in done.stdout
 
 
@@ -204,7 +204,7 @@ def test_without_prompts(settings, tmp_path):
     """Without prompts no samples are made, and the last line still names a command that works."""
     done = train(*settings, "data.prompts=[]", "horizon=1steps", f"run_dir={tmp_path / 'run'}")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f'sample it:  python generate.py --checkpoint {tmp_path / "run"} --prompt ""' in done.stdout
+    assert f"sample it:  python generate.py --checkpoint {tmp_path / 'run'} --prompt ''" in done.stdout
 
 
 def test_start_from_a_run(run, settings, tmp_path):
@@ -362,7 +362,7 @@ def test_experiment_without_its_first_line(refuse, tmp_path):
 def test_settings_of_the_other_optimizer(refuse, setting):
     """What only Muon reads is refused for AdamW, rather than ignored."""
     line = refuse("optim=adamw", setting)
-    assert f"{setting} means nothing to optim=adamw: it is a setting of optim=muon" in line
+    assert f"{setting} has no effect with optim=adamw: it is a setting of optim=muon" in line
 
 
 @pytest.mark.parametrize(
