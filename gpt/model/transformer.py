@@ -35,7 +35,7 @@ class ModelConfig:
         if self.d_model % self.num_heads != 0:
             raise ValueError(
                 f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}: "
-                f"try d_model={math.ceil(self.d_model / self.num_heads) * self.num_heads}"
+                f"try d_model={-(-self.d_model // self.num_heads) * self.num_heads}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} is out of range: it must be at least 0 and below 1")
