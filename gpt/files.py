@@ -72,7 +72,7 @@ def hold(file: Path) -> FileLock:
     except Timeout:
         owner = ""
         with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
-            owner = file.read_text(encoding="utf-8").strip()
+            owner = file.read_text(encoding="utf-8", errors="replace").strip()
         raise HeldError(owner or "(unknown)") from None
     with contextlib.suppress(OSError):
         file.write_text(f"{os.getpid()}\n", encoding="utf-8")

@@ -203,13 +203,12 @@ def _checked(file: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _first_line(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
     """Return the first line, or enough of it to see that it is not an object or too long, and all of the blocks."""
     held: list[bytes] = []
+    length = 0
     for block in blocks:
         held.append(block)
-        if (
-            b"\n" in block
-            or sum(map(len, held)) > LINE_BYTES
-            or held[0].lstrip(codecs.BOM_UTF8 + b" \t\r")[:1] not in (b"", b"{")
-        ):
+        length += len(block)
+        is_long = length > LINE_BYTES
+        if is_long or b"\n" in block or held[0].lstrip(codecs.BOM_UTF8 + b" \t\r")[:1] not in (b"", b"{"):
             break
     return b"".join(held).split(b"\n", 1)[0], itertools.chain(held, blocks)
 

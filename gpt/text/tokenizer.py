@@ -179,12 +179,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _parse_ranks(table: str) -> dict[bytes, int]:
     try:
-        pairs = [line.split(" ") for line in table.splitlines()]
+        lines = table.splitlines()
+        pairs = (line.split(" ") for line in lines)
         ranks = {binascii.a2b_base64(token, strict_mode=True): int(rank) for token, rank in pairs}
     except ValueError:
         raise UserError("the rank table is malformed: each line must be a token in base64 and its rank") from None
-    if len(ranks) != len(pairs):
-        raise UserError(f"the rank table has {len(pairs) - len(ranks)} duplicate tokens, so the file is damaged")
+    if len(ranks) != len(lines):
+        raise UserError(f"the rank table has {len(lines) - len(ranks)} duplicate tokens, so the file is damaged")
     return ranks
 
 

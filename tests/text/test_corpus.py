@@ -271,7 +271,7 @@ def test_a_link_to_a_download(tmp_path):
 # --- links ---
 
 
-@pytest.mark.parametrize("way", ["", "/**", "/**/*", "/**/*.txt", "/*/**/../*.txt", "/**/**/*.txt"])
+@pytest.mark.parametrize("way", ["", "/**", "/**/*", "/**/*.txt", "/*/**/*.txt", "/**/**/*.txt"])
 def test_links_in_a_circle(tmp_path, way):
     """Each file once: 2 to the 40th ways lead to these."""
     fill(tmp_path, a__txt="a", d_in_b__txt="b")
@@ -312,7 +312,7 @@ def test_globs_are_those_of_python(tmp_path, monkeypatch, seed):
         file = Path(*chooser.choices(["a", "b", ".h", "a b", "[c]", "**"], k=chooser.randint(0, 4)), "x.txt")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
-    parts = ["*", "a", "?", "[ab]", ".h", ".*", "[[]c]", "..", "a*", "***"]
+    parts = ["*", "a", "?", "[ab]", ".h", "[.]*", "[[]c]", "a*", "***"]
     for _ in range(67):
         inner = ["**", *chooser.choices(parts, k=chooser.randint(0, 2))]
         pattern = os.path.join(*chooser.sample(inner, len(inner)), chooser.choice(["*.txt", "**", "x*"]))
@@ -384,7 +384,7 @@ def test_language_c(tmp_path):
         "with command_line('x'):\n"
         "    corpus = open_corpus(DataConfig('text', sys.argv[1]), Path(sys.argv[2]))\n"
         "    print(corpus.sha256(Path(sys.argv[2])), ascii(list(corpus.documents())))\n"
-        "    find_text_files(sys.argv[1] + '/é', Path())"
+        "    find_text_files(sys.argv[1] + '/\\xe9', Path())"
     )
     for more in ({}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
         done = subprocess.run(
@@ -470,9 +470,11 @@ def test_file_that_fails(tmp_path, named, number, monkeypatch):
             raise OSError(number, os.strerror(number))
 
     opened = Path.open
-    monkeypatch.setattr(
-        Path, "open", lambda path, *how: io.BufferedReader(Failing(path)) if path == file else opened(path, *how)
-    )
+
+    def open_failing(path: Path, *how, **more):
+        return io.BufferedReader(Failing(path)) if path == file else opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", open_failing)
     reason = f"cannot be read ({os.strerror(number)}); fix that, or move the file away"
     assert refusal(file if named else tmp_path) == f"{file}: {reason}"
     with pytest.raises(UserError, match=re.escape(f"{file}: {reason}")):

@@ -192,7 +192,7 @@ def test_any_bytes(folder, content, block):
     """What Python makes of them at once is what we make of them in blocks: the text, the error or the replacements."""
     file = write(folder / "a.txt", content)
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        assert refusal(file, block, errors="replace").startswith("UTF-16")
+        assert refusal(file, block, errors="replace").startswith("its first two bytes say UTF-16")
         return
     if 0 in content:
         if block > len(content):
@@ -312,6 +312,22 @@ def test_huge_line(tmp_path):
     documents = ["first", "é" * 2_000_003, "last"]
     lines = "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents)
     assert read(write(tmp_path / "a.jsonl", lines)) == documents
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_line_without_end(tmp_path, monkeypatch, name):
+    """One that would take all memory is refused, unless it is plain text, which is read in pieces."""
+    monkeypatch.setattr(gpt.text.formats, "LINE_BYTES", 50_021)
+    monkeypatch.setattr(gpt.text.formats, "BLOCK", 1009)
+    line, fits = (json.dumps({"text": "é" * size}, ensure_ascii=False) + "\n" for size in (30_011, 20_011))
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    remedy = "divide it into several documents, or give the text itself as a .txt file"
+    for before in ("", fits * 2):
+        file = write(tmp_path / name, pack((before + line).encode()))
+        number = 1 + before.count("\n")
+        assert refusal(file) == f"line {number} is longer than 50,021 bytes: {remedy}"
+    assert read(write(tmp_path / name, pack((fits * 5).encode()))) == ["é" * 20_011] * 5
+    assert read(write(tmp_path / "a.txt", line)) == [line]
 
 
 NO_JSON = "; every line must be one JSON object"
@@ -540,6 +556,30 @@ def test_damage_comes_after_what_is_whole(tmp_path, monkeypatch):
             list(documents)
 
 
+@EVERY_PACKING
+def test_bomb(tmp_path, monkeypatch, suffix):
+    """A small file that unpacks to a thousand times its size is refused with the remedy, a little one is read."""
+    monkeypatch.setattr(gpt.text.formats, "UNPACKED_BYTES", 1 << 22)
+    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](b"a" * 13_000_027))
+    most = (1 << 22) + 500 * file.stat().st_size
+    assert most < 13_000_027
+    assert refusal(file) == (
+        f"unpacks to more than {most:,} bytes, over 500 times its own size, as no text does: "
+        "leave it out, or decompress it yourself and name the result"
+    )
+    assert looks_like_text(file)
+    assert read(write(file, PACKERS[suffix](b"a" * 4_000_037))) == ["a" * 4_000_037]
+
+
+def test_bombs_are_taken_in_small_blocks(tmp_path):
+    """Forty bytes of bzip2 hold 46 MB of one letter, which are never in memory at once, and neither are those of xz."""
+    for suffix in (".bz2", ".xz"):
+        file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](b"a" * 50_000_017))
+        sizes = [len(block) for block in gpt.text.formats._unpacked(file, gpt.text.formats.BLOCK)]
+        assert sum(sizes) == 50_000_017
+        assert max(sizes) <= 2 * gpt.text.formats.BLOCK
+
+
 def test_zstd_of_other_makers(tmp_path):
     """Frames to be skipped, as pzstd and seekable files have them, without a hash of the content or its size."""
     skipped = struct.pack("<II", 0x184D2A50, 5) + b"12345"
@@ -727,6 +767,18 @@ def test_parquet_with_any_byte_changed(checked_parquet):
             )
             refused += 1
     assert refused > len(whole) / 3 / 3
+
+
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_parquet_bomb(tmp_path, monkeypatch, use_dictionary):
+    """One long text said once and meant a thousand times, or packed a thousandfold: as for packed text."""
+    monkeypatch.setattr(gpt.text.formats, "UNPACKED_BYTES", 1 << 20)
+    table = pa.table({"text": ["a" * 30_011] * 1009})
+    file = tmp_path / "a.parquet"
+    pq.write_table(table, file, use_dictionary=use_dictionary, compression="zstd")
+    assert refusal(file).startswith("unpacks to more than ")
+    pq.write_table(table.slice(0, 31), file, use_dictionary=use_dictionary, compression="zstd")
+    assert read(file) == ["a" * 30_011] * 31
 
 
 @EVERY_PACKING

@@ -126,6 +126,18 @@ def test_killed_download_goes_on(data_set, tmp_path):
     assert read(data_set, tmp_path) == TEXTS
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[7]", b"{", b'{"parts": 1, "bytes": 7, "seal": "0"}', b"[" * 10**5]
+)
+def test_damaged_note_of_a_download(data_set, tmp_path, content):
+    """Everything is fetched again, and nothing is lost or doubled."""
+    assert read(data_set, tmp_path) == TEXTS
+    [complete] = tmp_path.glob("downloads/*/complete")
+    complete.unlink()
+    complete.with_name("state.json").write_bytes(content)
+    assert read(data_set, tmp_path) == TEXTS
+
+
 def test_waiting_for_another_download(data_set, tmp_path):
     """Where another process is fetching it, that is said once, and what it has fetched is read."""
     assert read(data_set, tmp_path) == TEXTS

@@ -1,10 +1,12 @@
 """Preparing: the tokens of every document in order, whatever interrupts it, and whoever prepares the same at once."""
 
 import contextlib
+import errno
 import functools
 import gc
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -31,7 +33,7 @@ import gpt.text.prepare
 import gpt.text.python_docs
 from gpt.errors import UserError, command_line
 from gpt.files import hold
-from gpt.files import write_text as write_text_whole
+from gpt.text.cache import write_json
 from gpt.text.corpus import DataConfig, open_corpus
 from gpt.text.mixture import names_of, shares_of
 from gpt.text.pieces import cut
@@ -696,7 +698,7 @@ def test_going_on(tmp_path, many, undisturbed, error):
     with constants(SMALL):
         with watching() as everything:
             make(many, tmp_path / "whole")
-        with watching(100, fail_with(error)), pytest.raises(type(error)):
+        with watching(100, fail_with(error)), pytest.raises(UserError if isinstance(error, OSError) else type(error)):
             make(many, cache)
         working = folder_of(cache)
         assert working.name.startswith(".preparing-text-byte-")
@@ -723,16 +725,16 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
         fsync(descriptor)
         synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def watched_write(path: Path, text: str) -> None:
+    def watched_write(path: Path, stored: dict) -> None:
         if path.name in ("progress.json", "manifest.json"):
             for name in SPLITS:
                 size = sum(synced.get(file.stat().st_ino, 0) for file in path.parent.glob(f"{name}-*"))
-                safe.append(size >= 2 * json.loads(text)["splits"][name]["tokens"])
-        write_text_whole(path, text)
+                safe.append(size >= 2 * stored["splits"][name]["tokens"])
+        write_json(path, stored)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(gpt.text.encode, "write_text", watched_write)
-    monkeypatch.setattr(gpt.text.prepare, "write_text", watched_write)
+    monkeypatch.setattr(gpt.text.encode, "write_json", watched_write)
+    monkeypatch.setattr(gpt.text.prepare, "write_json", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
     assert safe == [True] * 8  # three journals, the manifest
@@ -1163,6 +1165,115 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
     assert {"reading", "resuming"} <= set(outputs)
 
 
+@pytest.mark.parametrize("number", ["EDQUOT", "EFBIG", "EIO", "ESTALE"])
+@pytest.mark.parametrize("call", ["fsync", "write", "replace", "rename", "mkdir"])
+def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, number, call):
+    """At whichever call and of whichever kind: one line names the cache, and the next preparation goes on."""
+    cache, error = tmp_path / "cache", getattr(errno, number)
+    text, failed = os.strerror(error), 0
+    cache.mkdir()
+    with constants(SMALL):
+        for at in (1, 2, 4, 7):
+            calls = itertools.count(1)
+
+            def fail(*arguments, real, calls=calls, at=at, **more):
+                if next(calls) == at:
+                    raise OSError(error, text)
+                return real(*arguments, **more)
+
+            with monkeypatch.context() as patch:
+                if call == "write":
+                    patch.setattr(Path, "open", functools.partialmethod(open_on_a_failing_disk, Path.open, fail))
+                else:
+                    patch.setattr(os, call, functools.partial(fail, real=getattr(os, call)))
+                try:
+                    make(many, cache)
+                except UserError as caught:
+                    failed += 1
+                    full = number in ("EDQUOT", "EFBIG")
+                    what = f"the disk is full ({text}): free" if full else f"cannot be written ({text}); name"
+                    assert f": {what}" in str(caught)
+                    assert str(caught).startswith(str(cache))
+            if not any(folder.name.startswith(".preparing-") for folder in entries(cache)):
+                shutil.rmtree(cache)  # the disk failed before there was anything, or where it does not matter
+                cache.mkdir()
+        make(many, cache)
+    assert failed
+    assert content(folder_of(cache)) == undisturbed
+
+
+def open_on_a_failing_disk(path: Path, real: Callable, fail: Callable, mode: str = "r", *how, **more):
+    """A file that may fail when it is written."""
+
+    class Disk(io.FileIO):
+        def write(self, content):
+            return fail(content, real=super().write)
+
+    if "w" not in mode and "+" not in mode:
+        return real(path, mode, *how, **more)
+    file = io.BufferedRandom(Disk(path, mode.replace("b", "") if "+" in mode else mode.replace("b", "") + "+"))
+    return file if "b" in mode else io.TextIOWrapper(file, encoding=more["encoding"])
+
+
+def test_two_tokenizers_at_once(tmp_path, workshop, many, undisturbed):
+    """Two preparations of one text do not wait for each other, nor get into each other's way."""
+    cache = tmp_path / "cache"
+    first = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP))
+    assert workshop.wait(first) is None
+    code, said = workshop.run(many, cache, tokenizer="gpt2")
+    assert (code, "waiting" in said) == (0, False)
+    os.kill(first, signal.SIGCONT)
+    both = [first, *(workshop.start(many, cache, tokenizer=name) for name in ("bpe", "bpe", "gpt2"))]
+    assert [workshop.wait(number) for number in both] == [0] * 4
+    assert content(next(cache.glob("text-byte-*"))) == undisturbed
+    alone = tmp_path / "alone"
+    for name in ("gpt2", "bpe"):
+        assert workshop.run(many, alone, tokenizer=name)[0] == 0
+        assert content(next(cache.glob(f"text-{name}-*"))) == content(next(alone.glob(f"text-{name}-*")))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "progress.json", "tokenizer.json", "train-00001.bin"])
+@pytest.mark.parametrize("damage", ["gone", "emptied", "zeros", "garbage", "nested", "another", "flipped"])
+def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
+    """What an interrupted preparation left is not trusted: it is made anew, at the latest by the next command."""
+    cache = tmp_path / "cache"
+    with constants(SMALL):
+        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+            make(many, cache)
+        file = folder_of(cache) / name
+        before = file.read_bytes()
+        flipped = before.replace(b"1", b"2") if name.endswith(".json") else bytes([before[0] ^ 1]) + before[1:]
+        contents = {"emptied": b"", "zeros": bytes(len(before)), "garbage": b"\xff\xfe{", "nested": b"[" * 10**5}
+        file.write_bytes((contents | {"another": b"{}", "flipped": flipped}).get(damage, b""))
+        if damage == "gone":
+            file.unlink()
+        try:
+            make(many, cache)
+        except UserError as caught:
+            assert re.search(
+                "was damaged while the preparation was interrupted|; delete .* and it will be", str(caught)
+            )
+            shutil.rmtree(folder_of(cache), ignore_errors=True) if entries(cache) else None
+            make(many, cache)
+    assert content(folder_of(cache)) == undisturbed
+
+
+def test_corpus_that_holds_its_own_runs_and_cache(tmp_path, undisturbed, many):
+    """Training in the folder of one's text and resuming there sees the same text each time."""
+    folder = Path(shutil.copytree(many.path, tmp_path / "text"))
+    data, cache = DataConfig("text", str(folder)), folder / "data/cache"
+    with constants(SMALL):
+        make(data, cache)
+        (folder / "runs/one").mkdir(parents=True)
+        for name in ("config.yaml", ".lock", "samples.md", "metrics.json"):
+            (folder / "runs/one" / name).write_text("text")
+        said: list[str] = []
+        make(data, cache, say=said.append)
+        assert said[-1].startswith("text is already prepared")
+        make(data, tmp_path / "other", say=said.append)
+    assert [content(folder_of(place)) for place in (cache, tmp_path / "other")] == [undisturbed] * 2
+
+
 # --- damage: tests/test_shards.py has every kind of it ---
 
 
@@ -1358,7 +1469,8 @@ def test_only_what_is_missing_is_prepared(tmp_path):
     config = TokenizerConfig("bpe", 307)
     mixture = mix(data, cache, config)
     folders = {folder: content(folder) for folder in cache.glob("text-*")}
-    [second] = [f for f in folders if json.loads(folders[f]["manifest.json"]) == mixture.sources[1].manifest]
+    wanted = mixture.sources[1].manifest.items()
+    [second] = [folder for folder in folders if wanted <= json.loads(folders[folder]["manifest.json"]).items()]
     shutil.rmtree(second)
     mix(data, cache, config, say=said.append)
     assert [line.split()[0] for line in said] == ["text", "reading", "prepared", "text"]

@@ -607,6 +607,68 @@ def test_damaged_store_is_refused(stored, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    ["", "[xyz]", ".", "x*", "(", "(?:a|a)*b", GPT2_PATTERN + " ", GPT2_PATTERN.replace("++", "+"), "a" * 999],
+)
+def test_foreign_patterns_are_refused(pattern):
+    """tiktoken would panic on some, and others would drop text in silence or never end; their hash is no excuse."""
+    ranks = BPE.to_dict()["ranks"]
+    sha256 = hashlib.sha256(f"{pattern}\n{ranks}".encode()).hexdigest()
+    with pytest.raises(
+        UserError, match=r"^tokenizer 'bpe': its pattern .* is unknown: it must be GPT-2's or"
+    ) as caught:
+        Tokenizer.from_dict(tampered(pattern=pattern, sha256=sha256))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["", "BPE", "../../etc", "gpt2\n", "a" * 999])
+def test_foreign_names_are_refused(name):
+    """The name becomes part of a folder's."""
+    with pytest.raises(UserError, match=r"^tokenizer '.*' is not known: it must be bpe, gpt2, byte$"):
+        Tokenizer.from_dict(tampered(name=name))
+
+
+@pytest.mark.parametrize("stored", [None, [], "bpe", 7, {}, *({key: "x"} for key in BPE.to_dict())], ids=repr)
+def test_what_is_no_tokenizer_is_refused(stored):
+    """Whatever it is instead, and whatever it lacks."""
+    with pytest.raises(UserError, match=r"must be stored as a dictionary, not|the tokenizer has no "):
+        Tokenizer.from_dict(stored)
+
+
+@pytest.mark.parametrize("key", BPE.to_dict())
+@pytest.mark.parametrize("value", [None, 7, 0.5, ["a"], {"a": "b"}, True, b"bytes"])
+def test_parts_of_other_types_are_refused(key, value):
+    """A string is expected of each."""
+    with pytest.raises(UserError, match=f"the tokenizer has no {key}, or one that is not a string"):
+        Tokenizer.from_dict(tampered(**{key: value}))
+
+
+HUGE_TABLES = {
+    "long rank": "YQ== " + "9" * 10**6,
+    "high rank": "".join(LINES) + "eHh4eHg= 4294967296\n",
+    "negative rank": "".join(LINES) + "eHh4eHg= -1\n",
+    "long token": "".join(LINES) + base64.b64encode(bytes(10**6)).decode(),
+    "many duplicates": "YQ== 97\n" * 10**5,
+    "no bytes": "".join(f"{base64.b64encode(b'%06d' % i).decode()} {i}\n" for i in range(10**5)),
+    "lines of nothing": "\n" * 10**6,
+    "spaces": " " * 10**6,
+    "not base64": "".join(LINES) + "Y!Q== 400\n",
+    "not ascii": "".join(LINES) + "é 400\n",
+}
+
+
+@pytest.mark.parametrize("table", HUGE_TABLES.values(), ids=HUGE_TABLES)
+def test_mangled_ranks_are_refused_quickly(table):
+    """In a line and within a second, before tiktoken sees them, although their hash is right."""
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{table}".encode()).hexdigest()
+        Tokenizer.from_dict(tampered(ranks=table, sha256=sha256))
+    assert time.monotonic() - start < 1
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("line", ["YWE=", "YWE= 400 x", "Y 400", "YWE= five"])
 def test_unreadable_table_is_refused(line):
     """A line that is no token and rank."""
