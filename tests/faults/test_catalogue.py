@@ -313,8 +313,19 @@ def test_samples_file_becomes_a_folder(folder, tmp_path):
     assert [d for d in differences(run_dir, folder / "reference") if "samples" not in d and "curve" not in d] == []
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EFBIG, errno.EROFS])
-@pytest.mark.parametrize("call", ["fsync", "replace", "link"])
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("fsync", errno.EIO),
+        ("replace", errno.ENOSPC),
+        ("link", errno.EPERM),
+        *(
+            pytest.param(call, number, marks=pytest.mark.slow)
+            for call in ("fsync", "replace", "link")
+            for number in (errno.ESTALE, errno.EFBIG, errno.EROFS)
+        ),
+    ],
+)
 def test_failing_disk(folder, tmp_path, monkeypatch, number, call):
     """Whichever call fails in a save, the error is one of the surroundings, and the run goes on from what is intact."""
     run_dir, original, fails = tmp_path / "run", getattr(os, call), [False]
