@@ -22,6 +22,20 @@ from gpt.training.session import Session
 ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
 
+def train(config: Config, overrides: list[str], model_name: str) -> float | None:
+    """Begin or resume a run, train to the horizon and report; returns the validation loss."""
+    refuse_contradictions(config, overrides)
+    if config.resume:
+        session = Session.resume(config.resume)
+    else:
+        session = Session.begin(config, f"{config.data.name}-{'tuned' if config.init_from else model_name}")
+    if session is None:  # the run to resume is complete
+        return None
+    session.fit()
+    session.report()
+    return session.metrics["val_loss"]
+
+
 class JobFailed(BaseException):
     """Carries an error past Hydra, which catches and reports every `Exception`, to `main`."""
 
@@ -46,18 +60,26 @@ def job(composed: DictConfig) -> float | None:
         raise kind(f"job {chosen.job.num} of the sweep failed") from None
 
 
-def train(config: Config, overrides: list[str], model_name: str) -> float | None:
-    """Begin or resume a run, train to the horizon and report; returns the validation loss."""
-    refuse_contradictions(config, overrides)
-    if config.resume:
-        session = Session.resume(config.resume)
-    else:
-        session = Session.begin(config, f"{config.data.name}-{'tuned' if config.init_from else model_name}")
-    if session is None:  # the run to resume is complete
-        return None
-    session.fit()
-    session.report()
-    return session.metrics["val_loss"]
+def main() -> None:
+    """Have Hydra compose the configuration and train; with --multirun, once for each job."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
+    failure = None
+    try:
+        refuse_large_files(sys.argv[1:])
+        if {"-m", "--multirun"} & set(sys.argv) and not any("hydra/sweeper=" in word for word in sys.argv):
+            check_jobs()
+        job()
+    except JobFailed as failed:
+        failure = failed.args[0]
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(describe(error)) from None
+    if failure is not None:
+        raise failure
+
+
+# --- what is checked before a training, and how Hydra's errors read ---
 
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
@@ -76,25 +98,6 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
     of_muon = [o for o in overrides if re.match(r"\+*optim\.(matrix_\w+|momentum)=", o)]
     if config.optim.name != "muon" and of_muon:
         raise UserError(f"{of_muon[0]} has no effect with optim={config.optim.name}: it is a setting of optim=muon")
-
-
-def main() -> None:
-    """Have Hydra compose the configuration and train; with --multirun, once for each job."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
-    failure = None
-    try:
-        refuse_large_files(sys.argv[1:])
-        if {"-m", "--multirun"} & set(sys.argv) and not any("hydra/sweeper=" in word for word in sys.argv):
-            check_jobs()
-        job()
-    except JobFailed as failed:
-        failure = failed.args[0]
-    except UserError:
-        raise
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(describe(error)) from None
-    if failure is not None:
-        raise failure
 
 
 def refuse_large_files(arguments: list[str]) -> None:

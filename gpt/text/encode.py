@@ -20,8 +20,8 @@ from gpt.text.split import Split
 from gpt.text.tokenizer import Tokenizer
 
 TASK = 1 << 18  # characters, at least, that a thread encodes at once
-JOURNAL_BYTES = 1 << 26  # of text, at most, that an interrupted preparation encodes again
-JOURNAL = "progress.json"
+PROGRESS_BYTES = 1 << 26  # of text, at most, that an interrupted preparation encodes again
+PROGRESS = "progress.json"
 
 
 class Place(NamedTuple):
@@ -48,13 +48,13 @@ def encode(
 ) -> dict[str, dict]:
     """Write the token files of both splits into a folder and return their counts and hashes.
 
-    `size` is the corpus in bytes; `sample` is all of it where it is in memory already. After every `JOURNAL_BYTES` of
+    `size` is the corpus in bytes; `sample` is all of it where it is in memory already. After every `PROGRESS_BYTES` of
     text, the journal records what is safe on disk and which piece comes next, and a later call continues from there.
     """
     counts: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": []} for name in SPLITS}
     start = Place(0, 0, 0)
     digests: dict[str, str] = {}  # of each split's last file so far
-    journal = working / JOURNAL
+    journal = working / PROGRESS
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # damaged: encode everything again
         stored = read_json(journal)
         counts, start, digests = stored["splits"], Place(*stored["place"]), stored.get("digests", {})
@@ -81,7 +81,7 @@ def encode(
                 counts[name]["documents"] += part.documents
                 done += part.bytes
                 bar.update(part.bytes)
-            if done - journaled >= JOURNAL_BYTES and sample is None:
+            if done - journaled >= PROGRESS_BYTES and sample is None:
                 for name, writer in writers.items():
                     writer.flush()
                     counts[name] |= {"tokens": writer.length, "sha256": writer.hashes}

@@ -16,7 +16,7 @@ from gpt.files import sync, write_text
 from gpt.text import shards
 from gpt.text.cache import PLAN, delete, explain_unwritable, read_json, working_folder, write_json
 from gpt.text.corpus import DataConfig
-from gpt.text.encode import JOURNAL, encode
+from gpt.text.encode import PROGRESS, encode
 from gpt.text.mixture import configs_of, names_of, shares_of
 from gpt.text.shards import SHARES, SPLITS, Corpora, Shards, open_shards, width
 from gpt.text.source import Say, Source
@@ -119,7 +119,7 @@ def _make(
             return
         if not (working / "manifest.json").exists():  # which is written last
             _fill(working, source, key, config, given, context_length, say)
-        for file in (PLAN, JOURNAL, ".lock"):  # older versions kept their lock here
+        for file in (PLAN, PROGRESS, ".lock"):  # older versions kept their lock here
             (working / file).unlink(missing_ok=True)
         os.rename(working, folder)
         sync(folder.parent)

@@ -113,7 +113,7 @@ class Bench:
         for module, name, value in [
             (gpt.text.split, "SAMPLE_BYTES", 2003),  # the text is read a second time to encode it
             (gpt.text.encode, "TASK", 199),
-            (gpt.text.encode, "JOURNAL_BYTES", 1511),
+            (gpt.text.encode, "PROGRESS_BYTES", 1511),
             (gpt.text.shards, "SHARD_BYTES", 2 * 2503),
             (gpt.text.hashes, "REMEMBERED", 11),
             (gpt.text.hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),

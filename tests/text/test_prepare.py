@@ -52,7 +52,7 @@ SMALL = {
     "gpt.text.corpus.cut": 31,
     "gpt.text.split.SAMPLE_BYTES": 10_007,
     "gpt.text.encode.TASK": 199,
-    "gpt.text.encode.JOURNAL_BYTES": 1511,
+    "gpt.text.encode.PROGRESS_BYTES": 1511,
     "gpt.text.shards.SHARD_BYTES": 2 * 2503,
 }
 LARGE = SMALL | {"gpt.text.split.SAMPLE_BYTES": 10**9}  # all of it is kept from the first reading
@@ -463,8 +463,8 @@ def test_portions_do_not_matter(tmp_path, documents):
             {"gpt.text.split.SAMPLE_BYTES": 10**9},
             {"gpt.text.encode.TASK": 1},
             {"gpt.text.encode.TASK": 10**9},
-            {"gpt.text.encode.JOURNAL_BYTES": 101},
-            {"gpt.text.encode.JOURNAL_BYTES": 10**9},
+            {"gpt.text.encode.PROGRESS_BYTES": 101},
+            {"gpt.text.encode.PROGRESS_BYTES": 10**9},
         ]
     ):
         with constants(SMALL | changes):
@@ -743,7 +743,7 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
 def test_interrupted_before_there_is_a_journal(tmp_path, many, undisturbed):
     """The split and the tokenizer stay, and the rest begins again; nothing is said of resuming."""
     cache, said = tmp_path / "cache", list[str]()
-    with constants(SMALL | {"gpt.text.encode.JOURNAL_BYTES": 10**9}):
+    with constants(SMALL | {"gpt.text.encode.PROGRESS_BYTES": 10**9}):
         with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
             make(many, cache)
         assert {file.name for file in folder_of(cache).iterdir()} >= {"plan.json", "tokenizer.json", "train-00000.bin"}
@@ -797,7 +797,7 @@ def test_killed_at_every_step(tmp_path, workshop, many, undisturbed, third):
 def test_killed_again_and_again(tmp_path, workshop, many, undisturbed):
     """At any moment, until it is done: each goes on from where the last one came, and the result is the same."""
     cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
-    values = SMALL | {"gpt.text.encode.JOURNAL_BYTES": 101}
+    values = SMALL | {"gpt.text.encode.PROGRESS_BYTES": 101}
     for attempt in itertools.count(1):
         number = workshop.start(many, cache, values)
         time.sleep(chooser.random() * 0.01 * attempt)
@@ -918,7 +918,7 @@ def test_text_that_changes(tmp_path, change, when, message):
         else:
             file.write_text(DOCUMENTS[41].swapcase() + "!" * (change == "longer"), encoding="utf-8")
 
-    with constants(SMALL | {"gpt.text.encode.JOURNAL_BYTES": 10**9}):
+    with constants(SMALL | {"gpt.text.encode.PROGRESS_BYTES": 10**9}):
         with watching(when == "encoded", happen):
             said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
         assert said.startswith(message.format(file=file))

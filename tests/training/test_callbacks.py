@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning import Callback
 
+from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
 from gpt.training import runs
@@ -274,6 +275,66 @@ def test_newest_checkpoint_by_step(trained, tmp_path):
     assert found is not None
     assert (found[0].name, found[1]["step"]) == ("best.ckpt", 9)
     assert warnings == [f"{tmp_path}/checkpoints/last.ckpt is missing; going on from best.ckpt of step 9"]
+
+
+def test_best_checkpoint_may_be_the_newest(trained, tmp_path):
+    """A best.ckpt that was saved after last.ckpt is continued from: the steps between them are not lost."""
+    payload = checkpoint.load(trained[0].run_dir / "checkpoints/last.ckpt")
+    for name, step in (("previous", 5), ("last", 7), ("best", 9)):
+        checkpoint.save(payload | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
+    found = runs.load_newest(tmp_path, pytest.fail)
+    assert found is not None
+    assert (found[0].name, found[1]["step"]) == ("best.ckpt", 9)
+
+
+class Counter(Callback):
+    """A user's callback with a state of its own, which changes its type."""
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % module.plan.accumulation == 0:
+            self.steps = (self.steps or 0) + 1
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("from_the_beginning", [True, False])
+def test_callbacks_with_a_state(trained, tmp_path, from_the_beginning):
+    """A user's callback continues with its state of the checkpoint, and may be new to a run."""
+    config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
+    with pytest.raises(SystemExit):
+        Session.begin(config).fit([StopAt(5), *([Counter()] if from_the_beginning else [])])
+    resumed, counter = Session.resume(str(tmp_path / "run")), Counter()
+    assert resumed is not None
+    done = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"]
+    resumed.fit([counter])
+    assert counter.steps == (12 if from_the_beginning else 12 - done)
+
+
+def test_validation_that_is_not_finite(trained, tmp_path, monkeypatch):
+    """A validation loss of nan ends the run, rather than counting as none."""
+    monkeypatch.setattr("gpt.training.validation.score", lambda *_: Score(math.nan, 10, 20))
+    config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
+    with pytest.raises(NonFiniteError, match="step 3: the validation loss is nan"):
+        Session.begin(config).fit()
+    assert not (tmp_path / "run/metrics.json").exists()
+
+
+def test_event_files_of_other_programs(tmp_path):
+    """An event file that another program has written into the run's directory is neither cut nor deleted."""
+    theirs = events_file(tmp_path, 3000)
+    ours = events_file(tmp_path, 1000).rename(tmp_path / "events.out.tfevents.0000001000.host.1.0.run")
+    kept = journal(tmp_path)
+    kept.load_state_dict({"samples": 0, "events": [[ours.name, 4]]})
+    kept.on_fit_start(RANK_0, None)  # type: ignore[arg-type]
+    assert theirs.read_bytes() == b"0123456789"
+    assert ours.read_bytes() == b"0123"
 
 
 # --- progress ---

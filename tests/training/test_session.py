@@ -310,7 +310,7 @@ def test_a_rank_that_is_killed_ends_the_other(settings, tmp_path, victim):
 
 @pytest.mark.slow
 def test_two_processes_stop_and_resume(settings, tmp_path):
-    """Two ranks stop on a signal, save once, and continue to the curve of an uninterrupted run."""
+    """Two ranks stop on a signal, save once, and continue to the curve of an uninterrupted run, both as it began."""
     exact = ["trainer.devices=2", "trainer.micro_batch_size=3", "horizon=31steps"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert train(*settings, *exact, f"run_dir={whole}").returncode == 0
@@ -318,6 +318,8 @@ def test_two_processes_stop_and_resume(settings, tmp_path):
     wait_for_file(run_dir / "checkpoints/last.ckpt")
     process.send(signal.SIGTERM)
     assert process.end() == 143, process.output
+    stored = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(stored.replace("lr: 0.006", "lr: 0.5"))  # the checkpoint's own holds
     done = train(f"resume={run_dir}")
     assert done.returncode == 0, done.stderr
     assert read_curves(run_dir) == read_curves(whole)

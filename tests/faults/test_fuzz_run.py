@@ -1,0 +1,82 @@
+"""Random damage to the files of a run: it goes on with the same bits, or one line says why not."""
+
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_catalogue import StopAt
+
+from gpt.exchange import checkpoint
+from gpt.training import runs
+from gpt.training.session import Session
+from harness import tiny_config, train, write_corpus
+
+MUTATIONS = 160
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a whole run (`reference`) and one that was stopped half-way (`stopped`)."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    write_corpus(folder)
+    small = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
+    Session.begin(tiny_config(folder, *small, f"run_dir={folder / 'reference'}")).fit()
+    with pytest.raises(SystemExit):
+        Session.begin(tiny_config(folder, *small, f"run_dir={folder / 'stopped'}")).fit([StopAt(13)])
+    return folder
+
+
+def damage(file: Path, chance: random.Random) -> str:
+    """Change a file at random; returns how."""
+    content = bytearray(file.read_bytes())
+    place = chance.randrange(len(content) + 1)
+    how = chance.choice(["flip", "cut", "insert", "remove", "empty", "double", "delete", "folder"])
+    if how == "flip" and content:
+        content[place % len(content)] ^= 1 << chance.randrange(8)
+    elif how == "cut":
+        del content[place:]
+    elif how == "insert":
+        content[place:place] = chance.choice([b"\0", b"\xff\xfe", b"- {", b"${oc.env:HOME}", b": [", b"9" * 30, b"\n"])
+    elif how == "remove":
+        del content[place : place + chance.randrange(1, 40)]
+    elif how == "double":
+        content += content
+    file.unlink()  # two checkpoints may be one file
+    if how == "folder":
+        file.mkdir()
+    elif how != "delete":
+        file.write_bytes(b"" if how == "empty" else content)
+    return how
+
+
+@pytest.mark.slow
+def test_random_damage(folder, tmp_path):
+    """Code 0 with the weights of the reference, or code 2 with one line; never a traceback or a hang."""
+    chance, codes = random.Random(17), {0: 0, 2: 0}
+    expected = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["state_dict"]
+    for number in range(MUTATIONS):
+        run = Path(shutil.copytree(folder / "stopped", tmp_path / str(number)))
+        files = sorted(file for file in run.rglob("*") if file.is_file() and file.name != ".lock")
+        file = files[number % len(files)]
+        what = f"{file.relative_to(run)}: {damage(file, chance)}"
+        begin = time.monotonic()
+        done = train(f"resume={run}")
+        assert time.monotonic() - begin < 20, what
+        lines = done.stderr.strip().splitlines()
+        assert done.returncode in codes, f"{what}\n{done.stderr}"
+        assert len(lines) <= 1 or (len(lines) == 2 and "going on from" in lines[0]), f"{what}\n{done.stderr}"
+        codes[done.returncode] += 1
+        if done.returncode == 0:
+            found = checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"]
+            assert all(torch.equal(found[name], expected[name]) for name in expected), what
+        else:
+            assert lines, what
+        runs.release(run)
+        shutil.rmtree(run)
+    assert codes[0] > MUTATIONS // 4
+    assert codes[2] > MUTATIONS // 20
+    assert os.listdir(tmp_path) == []
