@@ -124,7 +124,8 @@ def check_jobs() -> None:
 
     arguments = sys.argv
     with TemporaryDirectory() as folder:
-        sys.argv = [*arguments, "hydra/launcher=basic", f"hydra.sweep.dir={folder}"]
+        others = [word for word in arguments if not re.match(r"\+*hydra[/.]launcher", word)]
+        sys.argv = [*others, f"hydra.sweep.dir={folder}"]
         try:
             check()
         finally:

@@ -44,7 +44,7 @@ def damage(file: Path, chance: random.Random) -> str:
     elif how == "remove":
         del content[place : place + chance.randrange(1, 40)]
     elif how == "double":
-        content += content
+        content = content + content
     file.unlink()  # two checkpoints may be one file
     if how == "folder":
         file.mkdir()
