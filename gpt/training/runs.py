@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import DamagedError, load
-from gpt.files import HeldError, hold, write_text
+from gpt.files import HeldError, hold, link, write_text
 
 _LOCKS: dict[Path, FileLock] = {}  # held as long as the process lives
 
@@ -79,6 +79,15 @@ def release(run_dir: Path) -> None:
     """Let go of a run directory before the process ends."""
     if held := _LOCKS.pop(run_dir.resolve(), None):
         held.release()
+
+
+def make_last(run_dir: Path, newest: Path) -> None:
+    """Make last.ckpt the newest checkpoint, as after a kill between the best of a run and its last."""
+    last = run_dir / "checkpoints/last.ckpt"
+    if newest != last:
+        if last.exists():
+            link(last, run_dir / "checkpoints/previous.ckpt")
+        link(newest, last)
 
 
 def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:

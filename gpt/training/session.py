@@ -120,6 +120,7 @@ class Session:
         corpora = load_corpora(config, given)
         require_same_text(file, payload, corpora)
         if payload["step"] == plan.total_steps:
+            runs.make_last(run_dir, file)
             done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
             say(f"{done}; init_from={run_dir} starts a new run from it")
             return None

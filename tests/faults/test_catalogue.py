@@ -242,6 +242,20 @@ def test_going_back_is_refused(run):
     assert contents(run) == before
 
 
+def test_killed_between_the_best_and_the_last(folder, tmp_path):
+    """Where the last step was also the best, a kill before last.ckpt follows best.ckpt leaves a complete run."""
+    run = Path(shutil.copytree(folder / "reference", tmp_path / "run"))
+    best, last, previous = (run / f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous"))
+    assert checkpoint.load(best)["step"] == 61
+    last.unlink()
+    previous.rename(last)
+    os.utime(last, ns=(0, best.stat().st_mtime_ns - 10**9))
+    done = train(f"resume={run}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "is complete" in done.stdout
+    assert differences(run, folder / "reference") == []
+
+
 def test_variables_do_not_make_a_helper(run, monkeypatch):
     """`LOCAL_RANK` and a run directory in the environment do not let a process write into somebody's run."""
     monkeypatch.setenv("LOCAL_RANK", "1")
