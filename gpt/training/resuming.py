@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,13 @@ NEEDED: dict[str, type] = {
     "step": int, "plan": dict, "corpus": dict, "threads": int, "versions": dict, "tokenizer": dict, "state_dict": dict,
     "optimizer_states": list, "callbacks": dict,
 }  # fmt: skip
-CHANGING = (
-    ".lr",
-    ".step",
-)  # of a parameter group, what changes while training; all else follows from the configuration
+# What changes in a parameter group while training; all else in it follows from the configuration.
+CHANGING = (".lr", ".step")
 
 
 def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
     """The configuration and the plan of a run to continue; `UserError` if the checkpoint cannot be continued."""
-
-    def refuse(what: str) -> UserError:
-        return UserError(f"{file}: cannot be continued: {what}; start anew with init_from={file}")
-
+    refuse = partial(_refusal, file)
     for key, kind in NEEDED.items():
         if key not in payload:
             raise refuse(f"it has no {key!r}")
@@ -80,7 +76,11 @@ def require_like(file: Path, payload: dict[str, Any], fresh: dict[str, Any]) -> 
         if problem := next(_differences(payload[key], template, key), None):
             if problem.endswith("has no 'squares'"):
                 problem = "an older version with a different Muon optimizer saved it"
-            raise UserError(f"{file}: cannot be continued: {problem}; start anew with init_from={file}")
+            raise _refusal(file, problem)
+
+
+def _refusal(file: Path, problem: str) -> UserError:
+    return UserError(f"{file}: cannot be continued: {problem}; start anew with init_from={file}")
 
 
 def _differences(value: Any, template: Any, name: str) -> Iterator[str]:

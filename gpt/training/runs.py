@@ -101,9 +101,8 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
     files = [run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best")]
     present = [file for file in files if file.exists()]
     problem = "" if files[0].exists() else f"{files[0]} is missing"
-    for file in sorted(
-        present, key=lambda file: -file.stat().st_mtime_ns
-    ):  # the newest first; last.ckpt if equally new
+    # The newest first, and of equally new ones last.ckpt.
+    for file in sorted(present, key=lambda file: -file.stat().st_mtime_ns):
         try:
             payload = load(file)
         except DamagedError as error:

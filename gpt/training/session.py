@@ -113,7 +113,7 @@ class Session:
             say(f"{run_dir} has no checkpoint yet: beginning at its first step")
             return cls.begin(read(run_dir / "config.yaml"), run_dir=run_dir)
         file, payload = found
-        _refuse_going_back(Path(path), run_dir, payload.get("step"))
+        _refuse_going_back(Path(path), run_dir, file, payload.get("step"))
         config, plan = read_plan(file, payload)
         require_devices(config)
         given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
@@ -302,12 +302,14 @@ def _measured(config: Config, plan: Plan, corpora: Corpora) -> tuple[Config, Pla
     return dataclasses.replace(config, trainer=trainer, horizon=f"{steps}steps"), plan
 
 
-def _refuse_going_back(named: Path, run_dir: Path, newest: object) -> None:
+def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: object) -> None:
     """Raise `UserError` if a checkpoint is named that is not the newest: continuing it would undo later steps."""
-    if named.is_file() and (step := checkpoint.load(named).get("step")) != newest:
+    if not named.is_file() or named.samefile(newest):
+        return
+    if (step := checkpoint.load(named).get("step")) != newest_step:
         raise UserError(
-            f"{named} is of step {step}, and the run has gone on to step {newest}: continue it with resume={run_dir}, "
-            f"or start a new run from this file with init_from={named}"
+            f"{named} is of step {step}, and the run has gone on to step {newest_step}: continue it with "
+            f"resume={run_dir}, or start a new run from this file with init_from={named}"
         )
 
 
