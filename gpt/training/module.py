@@ -9,6 +9,7 @@ from lightning import LightningModule
 from torch import Tensor
 
 from gpt.errors import NonFiniteError
+from gpt.exchange.assembly import is_finite
 from gpt.hardware import choose_precision
 from gpt.model.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
@@ -86,7 +87,7 @@ class GPTModule(LightningModule):
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteError` rather than let broken weights be saved over good ones."""
-        broken = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
+        broken = [name for name, p in self.model.named_parameters() if not is_finite(p)]
         if broken:
             raise NonFiniteError(
                 f"step {self.global_step}: the update has left weights that are not finite ({', '.join(broken[:3])}), "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpt.errors import UserError
+from gpt.exchange.assembly import is_finite
 from gpt.text.shards import Corpora
 from gpt.training.config import Config, validate
 from gpt.training.plan import Plan
@@ -87,7 +88,7 @@ def _differences(value: Any, template: Any, name: str) -> Iterator[str]:
     if isinstance(template, torch.Tensor):
         if not isinstance(value, torch.Tensor) or value.shape != template.shape or value.dtype != template.dtype:
             yield f"its {name} is not a tensor of {template.dtype} {tuple(template.shape)}"
-        elif value.layout != torch.strided or not bool(value.isfinite().all()):
+        elif value.layout != torch.strided or not is_finite(value):
             yield f"its {name} is not finite"
     elif isinstance(template, dict):
         if not isinstance(value, dict):
