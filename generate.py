@@ -1,27 +1,29 @@
 """Sample text from a trained model: python generate.py --prompt "..." """
 
 import argparse
+import collections
 import contextlib
+import functools
 import io
 import json
+import math
+import re
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt.errors import Parser, UserError, command_line
-from gpt.text.pieces import well_formed
+from gpt.errors import Parser, UserError, command_line, write_line
+from gpt.text.pieces import visible, well_formed
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
-    import torch
+    from gpt.sampling.language_model import Continuation, LanguageModel, TokenLogprob
 
-    from gpt.model.transformer import GPT
-    from gpt.sampling.generation import Sampling, TextStream
-    from gpt.text.tokenizer import Tokenizer
+    ContinueTexts = Callable[[list[list[int]]], Iterator[list[Continuation]]]
 
 LONGEST_PROMPT = 32_000_000  # bytes; a model sees some thousand
+ESCAPES = str.maketrans("ntr", "\n\t\r")
 
 
 @contextlib.contextmanager
@@ -50,6 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     from gpt.hardware import choose_device, choose_precision
     from gpt.sampling.compiled import require_compilable
     from gpt.sampling.generation import Sampling
+    from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, pack_weights
 
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
@@ -58,8 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
     rows = len(prompts) or args.num_samples
 
     path = find_checkpoint(args.checkpoint)
-    if args.checkpoint is None and sys.stderr.isatty():
-        print(f"generate.py: sampling from {path}", file=sys.stderr)
     model, tokenizer = open_model(path)
     if args.slide > (context := model.config.context_length):
         raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
@@ -68,51 +69,75 @@ def main(arguments: list[str] | None = None) -> None:
         require_compilable(precision, rows)
     pack_weights(model, precision, rows, args.compile)
 
-    seed = args.seed if args.seed is not None else torch.Generator().seed() >> 1
+    seed = args.seed if args.seed is not None else torch.Generator().seed() >> 33  # short enough to type
     generator = torch.Generator(device).manual_seed(seed)
-    sampler = Sampler(model, tokenizer, sampling, generator, args.max_new_tokens, args.slide, tuple(args.stop))
+    write_line(f"generate.py: sampling {path} with seed {seed}", sys.stderr)
+    language_model = LanguageModel(model, tokenizer)
+    continue_texts: ContinueTexts = functools.partial(
+        language_model.continue_texts,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        generator=generator,
+        slide=args.slide,
+        stops=tuple(args.stop),
+        top_logprobs=args.top_logprobs,
+    )
+    encode = functools.cache(functools.partial(encode_prompt, language_model))
     if args.interactive:
-        interact(sampler, args.num_samples)
-    elif args.json:
-        print_json(sampler, prompts, {"checkpoint": str(path), "seed": seed, "sampling": vars(sampling)})
+        interact(continue_texts, tokenizer.encode if args.keep_context else encode, args.num_samples, args.keep_context)
+        return
+    steps = continue_texts([encode(prompt) for prompt in prompts])
+    if args.json:
+        print_json(prompts, steps, {"checkpoint": str(path), "seed": seed, "sampling": vars(sampling)})
     elif len(prompts) == 1:
         print(prompts[0], end="", flush=True)
-        sampler.continue_texts(prompts, stream=True)
+        for _ in print_growing(steps):
+            pass
     else:
-        for number, (prompt, text) in enumerate(zip(prompts, sampler.continue_texts(prompts), strict=True), start=1):
-            print(f"--- {number} of {len(prompts)} ---\n{prompt}{text.text}")
+        (texts,) = collections.deque(steps, maxlen=1)
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
+            print(f"--- {number} of {len(prompts)} ---\n{prompt}{printable(text)}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and check whatever can be checked before a model is loaded."""
     parser = Parser("python generate.py", "Continue a prompt with a trained model.")
     add = parser.add_argument_group("prompt (default: standard input, or on a terminal a new document)").add_argument
-    add("--prompt", metavar="TEXT", action="append", help="repeat it to continue several prompts at once")
-    add("--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file; one newline at its end is dropped")
-    add("--interactive", action="store_true", help="ask for prompts until Ctrl-D")
+    add("--prompt", metavar="TEXT", action="append", help="repeat it to continue several at once (default: none)")
+    add("--prompt-file", metavar="FILE", type=Path, help="a UTF-8 file, less one newline at its end (default: none)")
+    add("--interactive", action="store_true", help="ask for prompts until Ctrl-D (default: off)")
+    kept = "continue what was said so far; an empty line starts a new document (default: off)"
+    add("--keep-context", action="store_true", help=f"with --interactive: {kept}")
     add = parser.add_argument_group("model").add_argument
     add("--checkpoint", metavar="PATH", help="a run, checkpoint or Hugging Face GPT-2 (default: newest run in runs/)")
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
-    add("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"], help="auto: bf16 where it is faster")
-    add("--compile", action="store_true", help="for one long text in bf16 or int8: takes seconds to start, then faster")
+    precision = "auto takes bf16 where it is faster (default: auto)"
+    add("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"], help=precision)
+    compiled = "for one long text in bf16 or int8: takes seconds to start, then faster (default: off)"
+    add("--compile", action="store_true", help=compiled)
     add = parser.add_argument_group("text").add_argument
     add("--max-new-tokens", metavar="N", type=int, default=300, help="default: 300")
     add("--num-samples", metavar="N", type=int, default=1, help="continuations of each prompt (default: 1)")
-    add("--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable")
+    stop = r"end before this text, where \n, \t, \r and \\ are escapes; repeatable (default: none)"
+    add("--stop", metavar="TEXT", action="append", default=[], type=unescaped, help=stop)
     add("--seed", metavar="N", type=int, help="the same seed gives the same text (default: a new one each time)")
     add("--slide", metavar="N", type=int, default=1, help="tokens to drop whenever the context is full (default: 1)")
-    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--json", action="store_true", help="print one JSON object instead of the text (default: off)")
+    top = "show each new token's probability and the N likeliest; the filters below do not count (default: off)"
+    add("--top-logprobs", metavar="N", type=int, help=top)
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", metavar="X", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    add("--top-k", metavar="N", type=int, default=0, help="keep the N likeliest tokens (default: off)")
+    add("--top-k", metavar="N", type=int, default=0, help="keep the N likeliest tokens; 0 is off (default: 0)")
     add("--top-p", metavar="X", type=float, default=0.95, help="keep the likeliest that sum to X (default: 0.95)")
-    add("--min-p", metavar="X", type=float, default=0.0, help="drop tokens below X times the likeliest (default: off)")
+    add("--min-p", metavar="X", type=float, default=0.0, help="drop tokens below X times the likeliest (default: 0)")
     add("--repetition-penalty", metavar="X", type=float, default=1.0, help="above 1 repeats less (default: 1)")
     args = parser.parse_args(arguments)
     for name, most in (("max_new_tokens", 10_000_000), ("num_samples", 10_000), ("slide", 1_000_000)):
         if not 1 <= (value := getattr(args, name)) <= most:
             limits = f"at least 1 and at most {most}"
             raise UserError(f"--{name.replace('_', '-')}={value} is out of range: it must be {limits}")
+    if args.top_logprobs is not None and not 0 <= args.top_logprobs <= 100:
+        raise UserError(f"--top-logprobs={args.top_logprobs} is out of range: it must be at least 0 and at most 100")
     if args.seed is not None and not 0 <= args.seed < 1 << 63:
         raise UserError(f"--seed={args.seed} is out of range: it must be at least 0 and below 2^63")
     if "" in args.stop:
@@ -121,6 +146,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         raise UserError("--prompt, --prompt-file and --interactive exclude each other: give one of them")
     if args.interactive and args.json:
         raise UserError("--interactive and --json exclude each other: give one of them")
+    if args.keep_context and not (args.interactive and args.num_samples == 1):
+        raise UserError("--keep-context is for one text with --interactive: give that option and no --num-samples")
     return args
 
 
@@ -148,84 +175,72 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         raise UserError(f"{source}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start})") from None
 
 
-@dataclass
-class Sampler:
-    """A model on its device, and how to sample from it."""
-
-    model: "GPT"
-    tokenizer: "Tokenizer"
-    sampling: "Sampling"
-    generator: "torch.Generator"
-    max_new_tokens: int
-    slide: int
-    stops: tuple[str, ...]
-
-    def continue_texts(self, prompts: list[str], stream: bool = False) -> list["TextStream"]:
-        """Continue all prompts at once; `stream` prints the text of a single one as it grows."""
-        from gpt.sampling.generation import TextStream, align, generate
-
-        encoded = {prompt: self.encode(prompt) for prompt in prompts}
-        idx, padding = align([encoded[prompt] for prompt in prompts])
-        self.require_memory(*idx.shape)
-        idx = idx.to(self.generator.device)
-        texts = [TextStream(self.tokenizer, self.stops) for _ in prompts]
-        for tokens in generate(
-            self.model, idx, self.max_new_tokens, self.sampling, self.generator, slide=self.slide, padding=padding
-        ):
-            for text, token in zip(texts, tokens.tolist(), strict=True):
-                if text.finish_reason is None:
-                    piece = text.feed(token)
-                    if stream:
-                        print(piece, end="", flush=True)
-            if all(text.finish_reason for text in texts):
-                break
-        for text in texts:
-            rest = text.finish() if text.finish_reason is None else ""
-            if stream:
-                print(rest, flush=True)
-        return texts
-
-    def require_memory(self, rows: int, prompt: int) -> None:
-        """Raise `UserError` if texts of that many tokens and the new ones do not fit into the free memory."""
-        from gpt.hardware import free_memory
-
-        config, length = self.model.config, prompt + self.max_new_tokens
-        seen = min(length, config.context_length)
-        # A row takes 100 bytes for a token as a number and as text, its keys and values, the activations of a layer,
-        # and its logits ten times over while they are sorted and filtered.
-        row = 100 * length + 4 * seen * config.d_model * (2 * config.num_layers + 8) + 40 * config.vocab_size
-        if (needs := rows * row) > (free := free_memory(self.generator.device)):
-            raise UserError(
-                f"{rows:,} texts of up to {length:,} tokens need about {needs / 1e9:,.1f} GB of memory, and "
-                f"{free / 1e9:,.1f} GB are free: lower --num-samples or --max-new-tokens"
-            )
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return a prompt's tokens; only the last ones, with a note on stderr, if the model cannot see them all."""
-        ids, context = self.tokenizer.encode(prompt), self.model.config.context_length
-        if (excess := len(ids) - context) > 0:
-            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {excess} are cut"
-            print(f"generate.py: {note}", file=sys.stderr)
-        return ids[-context:] or [self.tokenizer.end_of_text]
+def unescaped(text: str) -> str:
+    r"""Replace the escapes \n, \t, \r and \\; any other backslash stays."""
+    return re.sub(r"\\([ntr\\])", lambda found: found[1].translate(ESCAPES), text)
 
 
-def print_json(sampler: Sampler, prompts: list[str], settings: dict) -> None:
+def encode_prompt(language_model: "LanguageModel", prompt: str) -> list[int]:
+    """Return a prompt's tokens, with a note on stderr if the model cannot see them all."""
+    ids, context = language_model.tokenizer.encode(prompt), language_model.model.config.context_length
+    if (excess := len(ids) - context) > 0:
+        note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {excess} are cut"
+        write_line(f"generate.py: {note}", sys.stderr)
+    return ids
+
+
+def print_growing(steps: Iterator[list["Continuation"]]) -> Iterator[str]:
+    """Print a single text as it grows, and then a newline; yield the text so far."""
+    printed = 0
+    for (text,) in steps:
+        print(printable(text, printed), end="", flush=True)
+        printed = len(text.logprobs or text.text)
+        yield text.text
+    print(flush=True)
+
+
+def printable(text: "Continuation", start: int = 0) -> str:
+    """A text from a place in it on; if log-probabilities were asked for, instead a line for each token from there."""
+    if not text.logprobs:
+        return text.text[start:]
+    return "".join("\n  " + described(token) for token in text.logprobs[start:])
+
+
+def described(token: "TokenLogprob") -> str:
+    """A token with its probability, then the likeliest in its place with theirs, in columns."""
+    shown = [
+        f"{visible(one.token)} {100 * math.exp(one.logprob):.3g}%".replace("\n", "") for one in (token, *token.top)
+    ]
+    return "  ".join(f"{one:<16}" for one in shown).rstrip()
+
+
+def as_json(token: "TokenLogprob") -> dict:
+    """A token as plain types: its bytes in hexadecimal, since they may be part of a character."""
+    own = {"token": token.token.decode("utf-8", "replace"), "bytes": token.token.hex(), "logprob": token.logprob}
+    return own | ({"top_logprobs": [as_json(other) for other in token.top]} if token.top else {})
+
+
+def print_json(prompts: list[str], steps: Iterator[list["Continuation"]], settings: dict) -> None:
     """Print all samples as one JSON object, with the settings that make them again."""
     start = time.perf_counter()
-    texts = sampler.continue_texts(prompts)
+    (texts,) = collections.deque(steps, maxlen=1)
     seconds = time.perf_counter() - start
     samples = [
         {"prompt": prompt, "text": text.text, "tokens": len(text.tokens), "finish_reason": text.finish_reason}
+        | ({"logprobs": [as_json(token) for token in text.logprobs]} if text.logprobs else {})
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     speed = {"tokens_per_second": round(sum(len(text.tokens) for text in texts) / seconds, 1)}
     print(json.dumps({"samples": samples} | settings | speed, ensure_ascii=False, indent=2))
 
 
-def interact(sampler: Sampler, num_samples: int) -> None:
+def interact(
+    continue_texts: "ContinueTexts", encode: Callable[[str], list[int]], num_samples: int, keep_context: bool
+) -> None:
     """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8")  # as prompts from elsewhere are, whatever the locale
+    said = ""
     while True:
         try:
             prompt = input("> ")
@@ -234,10 +249,16 @@ def interact(sampler: Sampler, num_samples: int) -> None:
         except EOFError:
             print()
             return
+        said = f"{said}\n{prompt}" if keep_context and said and prompt else prompt
+        steps = continue_texts([encode(said)] * num_samples)
         try:
-            texts = sampler.continue_texts([prompt] * num_samples, stream=num_samples == 1)
-            if num_samples > 1:
-                print("\n---\n".join(text.text for text in texts))
+            if num_samples == 1:
+                before = said
+                for text in print_growing(steps):
+                    said = before + text
+            else:
+                (texts,) = collections.deque(steps, maxlen=1)
+                print("\n---\n".join(map(printable, texts)))
         except KeyboardInterrupt:
             print()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -15,23 +16,44 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt.errors import NonFiniteError, UserError, command_line, write_line
-from gpt.training.config import Config, refuse_large_yaml, to_plain, unknown_key, validate
-from gpt.training.session import Session
+from gpt.errors import UserError, command_line
+from gpt.training.callbacks import load_callbacks
+from gpt.training.config import (
+    Config,
+    callbacks_of,
+    keys_of,
+    refuse_large_yaml,
+    to_plain,
+    unknown_key,
+    validate,
+    with_rerun,
+)
+from gpt.training.habits import quoted, rewritten
+from gpt.training.requeue import begin_or_continue
+from gpt.training.runs import text_name
+from gpt.training.session import Session, say
+from gpt.training.sweeps import failing_at_the_end, note_failure
 
 ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
 
-def train(config: Config, overrides: list[str], model_name: str) -> float | None:
-    """Begin or resume a run, train to the horizon and report; returns the validation loss."""
+def train(config: Config, overrides: list[str], model_name: str, names: list[str]) -> float | None:
+    """Begin or resume a run, train to the horizon and report; returns the validation loss.
+
+    `names` are of the user's callbacks.
+    """
     refuse_contradictions(config, overrides)
+    callbacks = load_callbacks(names)
+    longer = config.resume != "auto" and any(override.startswith("horizon=") for override in overrides)
+    if config.resume == "auto":
+        config = begin_or_continue(config)
     if config.resume:
-        session = Session.resume(config.resume)
+        session = Session.resume(config.resume, config.horizon if longer else None)
     else:
-        session = Session.begin(config, f"{config.data.name}-{'tuned' if config.init_from else model_name}")
+        session = Session.begin(config, f"{text_name(config.data)}-{'tuned' if config.init_from else model_name}")
     if session is None:  # the run to resume is complete
         return None
-    session.fit()
+    session.fit(callbacks, names)
     session.report()
     return session.metrics["val_loss"]
 
@@ -45,19 +67,17 @@ def job(composed: DictConfig) -> float | None:
     """Train as one composed configuration says; returns the validation loss, which a sweeper minimises."""
     chosen = HydraConfig.get()
     overrides = list(chosen.overrides.task)
+    single = chosen.mode != RunMode.MULTIRUN
     try:
-        return train(validate(composed), overrides, chosen.runtime.choices["model"])
+        config = validate(with_rerun(composed, overrides))
+        if overrides and config.resume in (None, "auto"):
+            say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
+        model_name = "rerun" if composed.rerun else chosen.runtime.choices["model"]
+        return train(config, overrides, model_name, callbacks_of(composed))
     except Exception as error:
-        if chosen.mode != RunMode.MULTIRUN:
+        if single:
             raise JobFailed(error) from None
-        name = f"job {chosen.job.num} ({' '.join(overrides)})"
-        if isinstance(error, OSError):  # of the surroundings, such as a full disk
-            raise
-        if not isinstance(error, UserError | NonFiniteError):
-            raise RuntimeError(f"{name} failed") from error
-        write_line(f"train.py: {name}: {error}", sys.stderr)  # now, as the other jobs go on
-        kind = NonFiniteError if isinstance(error, NonFiniteError) else UserError
-        raise kind(f"job {chosen.job.num} of the sweep failed") from None
+        return note_failure(f"job {chosen.job.num} ({' '.join(overrides)})", error)
 
 
 def main() -> None:
@@ -65,10 +85,16 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     failure = None
     try:
+        sys.argv[1:] = rewritten(sys.argv[1:], get_args_parser().parse_known_args()[1], keys_of(Config))
         refuse_large_files(sys.argv[1:])
-        if {"-m", "--multirun"} & set(sys.argv) and not any("hydra/sweeper=" in word for word in sys.argv):
-            check_jobs()
-        job()
+        if {"-m", "--multirun"} & set(sys.argv):
+            if not any("hydra/sweeper=" in word for word in sys.argv):
+                check_jobs()
+            with failing_at_the_end() as override:
+                sys.argv.append(override)
+                job()
+        else:
+            job()
     except JobFailed as failed:
         failure = failed.args[0]
     except UserError:
@@ -84,8 +110,8 @@ def main() -> None:
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
     """Raise `UserError` for overrides that conflict or would have no effect."""
-    others = [override for override in overrides if not re.match(r"\+*resume=", override)]
-    if config.resume and others:
+    others = [override for override in overrides if not re.match(r"\+*(resume|horizon|callbacks)=", override)]
+    if config.resume not in (None, "auto") and others:
         raise UserError(
             f"resume continues a run as it was configured, and {others[0]} would change it: "
             f"start a new run from its weights with init_from={config.resume}"
@@ -110,15 +136,17 @@ def refuse_large_files(arguments: list[str]) -> None:
 
 
 def check_jobs() -> None:
-    """Raise `UserError` for the first job of a sweep whose configuration is wrong, before any job trains."""
+    """Raise `UserError` for a sweep without jobs, or its first job whose configuration is wrong, before any trains."""
     problems: list[str] = []
+    jobs: list[list[str]] = []
 
     @hydra.main(version_base="1.3", config_path="configs", config_name="train")
     def check(composed: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides = list(chosen.overrides.task)
         try:
-            refuse_contradictions(validate(composed), overrides)
+            jobs.append(overrides)
+            refuse_contradictions(validate(with_rerun(composed, overrides)), overrides)
         except UserError as error:
             problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")
 
@@ -132,20 +160,28 @@ def check_jobs() -> None:
             sys.argv = arguments
     if problems:
         raise UserError(problems[0])
+    if not jobs:
+        raise UserError("the sweep has no jobs: one of its ranges or globs is empty")
 
 
 def describe(error: Exception) -> str:
     """Condense an error of Hydra's to one line."""
-    if isinstance(error, OverrideParseException):
-        key, equals, value = str(error.override).partition("=")
-        remedy = f"; to give the value as it stands, use quotes inside quotes: '{key}=\"{value}\"'" if equals else ""
-        return f"{error.override!r} is not key=value as Hydra reads it{remedy}"
+    several = re.match(r"Ambiguous value for argument '(.*)'", str(error))
+    if isinstance(error, OverrideParseException) or several:
+        override = several[1] if several else str(getattr(error, "override", ""))
+        what = "is not key=value as Hydra reads it"
+        if several:
+            what = "has several values: add -m to train with each, or brackets for a list"
+        remedy = f"; to give the value as it stands, use quotes inside quotes: {quoted(override)}"
+        return f"{override!r} {what}{remedy if '=' in override else ''}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         own = "; for a text of your own say data=text data.path=FILE" if group.startswith("data") else ""
         return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"
+    if "@experiment." in str(error):
+        return "an experiment file must begin with the line: # @package _global_"
     if unknown := re.match(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())

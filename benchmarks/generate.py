@@ -30,7 +30,7 @@ def prompt(rows: int) -> torch.Tensor:
 
 def ours(precision: str, rows: int, tokens: int, compiled: bool = False) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = pack_weights(GPT(GPTConfig()).to(choose_device()), precision, rows, compiled)
+    model = pack_weights(GPT(GPTConfig(1024, 768, 12, 12)).to(choose_device()), precision, rows, compiled)
     idx = prompt(rows)
 
     def step() -> None:
@@ -62,7 +62,7 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
     ids, threads = prompt(rows)[0].tolist(), torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_gguf(GPT(GPTConfig()), path, kind)
+        write_gguf(GPT(GPTConfig(1024, 768, 12, 12)), path, kind)
         model = Llama(str(path), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def step() -> list[int]:

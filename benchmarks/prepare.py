@@ -6,7 +6,6 @@ peak memory of a training's process that prepares a large corpus, and the time t
 """
 
 import gzip
-import itertools
 import json
 import os
 import random
@@ -65,29 +64,9 @@ def hugging_face(texts: list[str]) -> Callable[[], object]:
 
 def fast_gpt2():
     """GPT-2's encoding in the `tokenizers` library, with the merges derived from the ranks."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from gpt.exchange.vocabulary import to_huggingface
 
-    from gpt.text.tokenizer import _bytes_by_stand_in
-
-    stand_in = {byte: character for character, byte in _bytes_by_stand_in().items()}
-    ranks = gpt2_tokenizer()._ranks
-
-    def spell(token: bytes) -> str:
-        return "".join(stand_in[byte] for byte in token)
-
-    merges = []
-    for token, rank in ranks.items():
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = [ranks.get(left + right, rank) for left, right in itertools.pairwise(parts)]
-            at = pairs.index(min(pairs))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2:
-            merges.append((spell(parts[0]), spell(parts[1])))
-    tokenizer = Tokenizer(models.BPE({spell(token): rank for token, rank in ranks.items()}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return to_huggingface(gpt2_tokenizer())
 
 
 def throughput(megabytes: float, folder: Path) -> dict[str, float]:

@@ -13,14 +13,12 @@ from typing import BinaryIO
 
 from gpt.errors import Parser, UserError, command_line
 from gpt.exchange.opening import open_tokenizer
-from gpt.text.pieces import NotUTF8Error, cut, decoded, well_formed
+from gpt.text.pieces import NotUTF8Error, cut, decoded, visible, well_formed
 from gpt.text.tokenizer import Tokenizer
 
 SHORT = 40  # up to this many tokens are also listed one by one
 PASTELS = (189, 194, 223, 217, 159)  # backgrounds for black letters, from a terminal's 256 colours
 BORDER = "│"  # between tokens when there are no colours
-SIGNS = {" ": "·", "\t": "→", "\n": "⏎\n"}
-RAW = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,14 +115,6 @@ def describe(tokenizer: Tokenizer, token: int, color: int | None) -> str:
     shown, *merged = (visible(part).replace("\n", "") for part in (data, *parts))
     merge = f" = {' + '.join(merged)}" if len(merged) > 1 else ""
     return f"{token:>6}  {data.hex(' '):<23}  {paint(shown, color)}{merge}\n"
-
-
-def visible(token: bytes) -> str:
-    """Make a token visible: signs for white space, <e2><82> for partial and invisible characters."""
-    return "".join(
-        SIGNS.get(c) or (c if c.isprintable() else "".join(f"<{byte:02x}>" for byte in c.encode(*RAW)))
-        for c in token.decode(*RAW)
-    )
 
 
 def paint(shown: str, color: int | None) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from lightning import Callback
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -131,6 +132,18 @@ class Process:
         return self.process.returncode
 
 
+class StopAt(Callback):
+    """Sends this process a signal, once, after some step."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGTERM):
+        self.step, self.number, self.sent = step, number, False
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if trainer.global_step == self.step and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), self.number)
+
+
 def wait_for_file(file: Path, seconds: float = 60.0) -> None:
     """Wait until a file exists."""
     deadline = time.monotonic() + seconds
@@ -178,6 +191,9 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     found += [f"curve {tag}" for tag in sorted(mine.keys() | theirs.keys()) if mine.get(tag) != theirs.get(tag)]
     if (run_dir / "samples.md").read_bytes() != (reference / "samples.md").read_bytes():
         found.append("samples.md")
+    tables = [(run / "metrics.csv").read_text().splitlines() for run in (run_dir, reference)]
+    if [row for row in tables[0] if ",perf/" not in row] != [row for row in tables[1] if ",perf/" not in row]:
+        found.append("metrics.csv")
     metrics = [json.loads((run / "metrics.json").read_text()) for run in (run_dir, reference)]
     found += [f"metrics.json {key}" for key in metrics[0] if key not in TIMES and metrics[0][key] != metrics[1][key]]
     return found

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -18,18 +19,20 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import generate
-import gpt.hardware
 import gpt.sampling.generation
+import gpt.sampling.language_model
 from gpt.errors import command_line
 from gpt.exchange.checkpoint import save
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.generation import Sampling, window_start
+from gpt.sampling.language_model import TokenLogprob
 from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer
 
 PROGRAM = Path(generate.__file__).resolve()
 CONTEXT = 17
 EOT = 256
 SHAPE = ModelConfig(CONTEXT, d_model=22, num_layers=2, num_heads=2)
+NOTE = r"generate\.py: sampling .+ with seed \d+\n"  # what stderr says of every text
 
 
 def make_model() -> GPT:
@@ -88,10 +91,10 @@ def expected_text(prompt: bytes, new: int, slide: int = 1) -> str:
 
 
 def output(capsys, *arguments: str) -> str:
-    """Run generate.py in this process and return what it prints; stderr must stay empty."""
+    """Run generate.py in this process and return what it prints; stderr says what is sampled, and nothing else."""
     generate.main(list(arguments))
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert re.fullmatch(NOTE, printed.err)
     return printed.out
 
 
@@ -108,11 +111,14 @@ def greedy(capsys, *arguments: str) -> str:
 
 
 def refusal(capsys, *arguments: str) -> str:
-    """Run generate.py with a mistake: it must exit with code 2 and one line on stderr, which is returned."""
+    """Run generate.py with a mistake: it must exit with code 2 and one line on stderr, which is returned.
+
+    Mistakes that only the model shows come after the note.
+    """
     with pytest.raises(SystemExit) as end, command_line("generate.py"):
         generate.main(list(arguments))
     assert end.value.code == 2
-    error = capsys.readouterr().err
+    error = re.sub(f"^{NOTE}", "", capsys.readouterr().err)
     assert error.startswith("generate.py: ")
     assert error.endswith("\n")
     assert error.count("\n") == 1
@@ -141,7 +147,8 @@ def test_process_prints_and_ends_well(folder):
     """The prompt comes first, then its continuation and a newline; the exit code is 0."""
     with started(folder, "--prompt", "2 3 5 ", "--max-new-tokens", "7", "--temperature", "0") as process:
         out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, b"")
+    assert process.returncode == 0
+    assert re.fullmatch(NOTE, error.decode())
     assert out.decode() == "2 3 5 " + expected_text(b"2 3 5 ", 7) + "\n"
 
 
@@ -152,12 +159,12 @@ def test_imports_stay_light(folder):
         "generate.main(['--prompt', 'a', '--max-new-tokens', '1', '--json'])\n"
         "heavy = {'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'tensorboard', 'transformers'}\n"
         "heavy |= {'torch._dynamo'}\n"
-        "print(sorted(heavy & set(sys.modules)), 'gpt.sampling.generation' in sys.modules, file=sys.stderr)"
+        "print(sorted(heavy & set(sys.modules)), 'gpt.sampling.generation' in sys.modules)"
     )
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "[] True\n")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[] True")
 
 
 @pytest.mark.parametrize("arguments", [["--temp", "1"], ["--prompt", "a", "--num-samples", "0"], ["--help"]])
@@ -178,11 +185,11 @@ def test_closed_pipe(folder):
         assert process.stdout.read(5) == b"2 3 5"
         process.stdout.close()
         assert process.wait(timeout=60) == 0
-        assert process.stderr.read() == b""
+        assert re.fullmatch(NOTE, process.stderr.read().decode())
 
 
 def test_ctrl_c(folder):
-    """Text is streamed as it is made, and Ctrl-C in the middle of it ends with 130 and not a word."""
+    """Text is streamed as it is made, and Ctrl-C in the middle of it ends with 130 and not another word."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
     try:
         with started(folder, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
@@ -192,7 +199,8 @@ def test_ctrl_c(folder):
             rest, error = process.communicate(timeout=60)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (process.returncode, error) == (130, b"")
+    assert process.returncode == 130
+    assert re.fullmatch(NOTE, error.decode())
     assert text.startswith(b"2 3 5 7 ")
     assert len(text + rest) < 8000  # unflushed, it would come 8,192 bytes at a time
 
@@ -208,7 +216,8 @@ def test_other_signals(folder, number):
         assert len(process.stdout.read(53)) > 0
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (-number, b"")
+    assert process.returncode == -number
+    assert re.fullmatch(NOTE, error.decode())
 
 
 @pytest.mark.slow
@@ -228,7 +237,7 @@ def test_closed_streams(folder, closed):
         assert done.returncode == code
         assert b"Traceback" not in done.stderr
         assert (done.stdout == b"") is (code == 2 or "1>&-" in closed)
-        assert (done.stderr == b"") is (code == 0 or "2>&-" in closed)
+        assert (done.stderr == b"") is ("2>&-" in closed)
 
 
 @pytest.mark.slow
@@ -241,7 +250,8 @@ def test_poor_surroundings(folder, monkeypatch, changes):
         monkeypatch.setenv(key, value)
     with started(folder, "--prompt", "é 世 ", "--max-new-tokens", "7", "--temperature", "0") as process:
         out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, b"")
+    assert process.returncode == 0
+    assert re.fullmatch(NOTE, error.decode())
     assert len(out) > 10
 
 
@@ -260,7 +270,7 @@ def test_poor_surroundings(folder, monkeypatch, changes):
         (["--temperature", "1e-320"], "temperature=1e-320 .* at least 1e-6"),
         (["--temperature", "inf"], "temperature=inf .* at most 100"),
         (["--repetition-penalty", "nan"], "repetition-penalty=nan .* at least 0.01"),
-        (["--checkpoint", "a" * 300], "aaa/config.json: cannot be used .File name too long"),
+        (["--checkpoint", "./" + "a" * 300], "aaa: there is no such checkpoint or run directory"),
         (["--top-p", "1.5"], "top-p=1.5 .* at most 1"),
         (["--min-p", "2"], "min-p=2.0 .* at most 1"),
         (["--repetition-penalty", "0"], "repetition-penalty=0.0 .* at least 0.01"),
@@ -271,6 +281,9 @@ def test_poor_surroundings(folder, monkeypatch, changes):
         (["--slide", "0"], "slide=0 .* at least 1"),
         (["--slide", "18"], "--slide=18 .* at most the model's context, 17"),
         (["--stop", ""], "--stop='' .* at least one character"),
+        (["--top-logprobs", "-1"], "--top-logprobs=-1 .* at least 0 and at most 100"),
+        (["--top-logprobs", "101"], "--top-logprobs=101 .* at least 0 and at most 100"),
+        (["--keep-context"], "--keep-context is for one text with --interactive"),
         (["--tempo", "1"], "unrecognized arguments: --tempo 1; see .*--help"),
         (["--temp", "1"], "unrecognized arguments: --temp 1"),
         (["extra"], "unrecognized arguments: extra"),
@@ -279,7 +292,7 @@ def test_poor_surroundings(folder, monkeypatch, changes):
         (["--device", "abacus"], "device 'abacus' is not known: .*cpu"),
         (["--prompt-file", "none.txt"], "--prompt, --prompt-file and --interactive exclude each other"),
         (["--interactive"], "exclude each other"),
-        (["--checkpoint", "nowhere"], "nowhere: there is no such checkpoint or run directory"),
+        (["--checkpoint", "./nowhere"], "nowhere: there is no such checkpoint or run directory"),
         (["--checkpoint", "runs"], "runs: a folder without checkpoints"),
         pytest.param(
             ["--device", "cuda"],
@@ -351,16 +364,16 @@ def test_more_than_memory_holds(here, capsys, monkeypatch):
     assert "--max-new-tokens" in refusal(capsys, "--prompt", "a", "--max-new-tokens", str(10**15))
     line = refusal(capsys, "--prompt", "a", "--num-samples", "10000", "--max-new-tokens", "10000000")
     assert "10,000 texts of up to 10,000,001 tokens need about 10,000" in line
-    assert line.endswith(" GB are free: lower --num-samples or --max-new-tokens\n")
+    assert line.endswith(" GB are free: ask for fewer texts or fewer new tokens\n")
     give_stdin(monkeypatch, b"a\n")
     line = refusal(capsys, "--interactive", "--num-samples", "10000", "--max-new-tokens", "10000000")
     assert "10,000 texts of up to 10,000,001 tokens" in line
-    row = 100 * 8 + 4 * 8 * 22 * (2 * 2 + 8) + 40 * 257  # see Sampler.require_memory
-    monkeypatch.setattr(gpt.hardware, "free_memory", lambda device: 3 * row)
+    row = 100 * 8 + 4 * 8 * 22 * (2 * 2 + 8) + 40 * 257  # see LanguageModel._require_memory
+    monkeypatch.setattr(gpt.sampling.language_model, "free_memory", lambda device: 3 * row)
     assert report(capsys, "--prompt", "a", "--max-new-tokens", "7", "--num-samples", "3")["samples"]
-    assert "4 texts of up to 8 tokens" in refusal(
-        capsys, "--prompt", "a", "--max-new-tokens", "7", "--num-samples", "4"
-    )
+    for more in (["--num-samples", "4"], ["--num-samples", "3", "--top-logprobs", "0"]):
+        line = refusal(capsys, "--prompt", "a", "--max-new-tokens", "7", *more)
+        assert f"{more[1]} texts of up to 8 tokens" in line
 
 
 @pytest.mark.parametrize(
@@ -418,6 +431,10 @@ def test_help(capsys):
     printed = capsys.readouterr().out
     for option in ("--prompt-file", "--interactive", "--checkpoint", "--stop", "--slide", "--json", "--min-p"):
         assert option in printed
+    *_, options = re.split(r"^options:$", printed, flags=re.M)
+    options = re.split(r"^  (?=-)", options, flags=re.M)[2:]  # without --help itself
+    assert len(options) == 20
+    assert [option for option in options if "default: " not in " ".join(option.split())] == []
 
 
 def test_json_is_complete(here, capsys):
@@ -436,6 +453,18 @@ def test_json_is_complete(here, capsys):
     assert speed > 0
     alone = report(capsys, *arguments, "--seed", "7")["samples"]
     assert output(capsys, *arguments, "--seed", "7") == "2 3 5 é\n" + alone[0]["text"] + "\n"
+
+
+def test_note(here, capsys):
+    """Stderr names the checkpoint and the seed: those chosen by the program, and those given."""
+    file = "runs/tiny/checkpoints/best.ckpt"
+    generate.main(["--prompt", "2 3 5", "--max-new-tokens", "23"])
+    printed = capsys.readouterr()
+    seed = re.fullmatch(f"generate.py: sampling {file} with seed (\\d{{1,10}})\n", printed.err)[1]
+    generate.main(["--prompt", "2 3 5", "--max-new-tokens", "23", "--seed", seed, "--checkpoint", "runs/tiny"])
+    assert capsys.readouterr() == printed
+    generate.main(["--prompt", "a", "--max-new-tokens", "1", "--seed", "7", "--json"])
+    assert capsys.readouterr().err == f"generate.py: sampling {file} with seed 7\n"
 
 
 def test_seed_is_reported(here, capsys):
@@ -509,7 +538,7 @@ def test_long_prompt(here, capsys, length, cut):
     printed = capsys.readouterr()
     assert printed.out == prompt + expected_text(prompt[-CONTEXT:].encode(), 7) + "\n"
     note = f"generate.py: the prompt has {length} tokens and the model sees 17: the first {cut} are cut\n"
-    assert printed.err == (note if cut else "")
+    assert re.sub(NOTE, "", printed.err) == (note if cut else "")
 
 
 def test_a_million_spaces(here, capsys):
@@ -574,6 +603,86 @@ def test_stop_ends_each_sample(here, capsys):
     assert samples[0]["tokens"] < max(sample["tokens"] for sample in samples)
 
 
+def give_tokens(monkeypatch, text: bytes) -> list[bytes]:
+    """Make the model say these bytes, one at a time, and Ctrl-C for a zero; return what it will have seen each time."""
+    seen = []
+
+    def draw(logits, previous, *others):
+        seen.append(bytes(previous[0].tolist()))
+        if (token := text[len(seen) - 1]) == 0:
+            raise KeyboardInterrupt
+        return torch.tensor([token])
+
+    monkeypatch.setattr(gpt.sampling.generation, "next_token", draw)
+    return seen
+
+
+def test_stop_escapes(here, monkeypatch, capsys):
+    """Backslash-n and three others stand for what one cannot easily type; other backslashes are what they are."""
+    shown = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\", r"\\n": r"\n", r"é\d\\\n": "é\\d\\\n", "\n": "\n"}
+    assert {text: generate.unescaped(text) for text in shown} == shown
+    give_tokens(monkeypatch, b"ab\tcd\nef")
+    assert output(capsys, "--prompt", "2 3", "--stop", r"\n") == "2 3ab\tcd\n"
+    give_tokens(monkeypatch, b"ab\tcd\nef")
+    assert output(capsys, "--prompt", "2 3", "--stop", r"\n", "--stop", r"b\tc") == "2 3a\n"
+
+
+@torch.no_grad()
+def expected_logprobs(prompt: bytes, new: bytes) -> torch.Tensor:
+    """The log-probabilities (new tokens, V) of the plain model, which sees as much as it can."""
+    model, ids = make_model(), [*prompt, *new]
+    views = [ids[max(0, length - CONTEXT) : length] for length in range(len(prompt), len(ids))]
+    return torch.stack([model(torch.tensor([view]))[0, -1].log_softmax(-1) for view in views])
+
+
+@pytest.mark.parametrize("sampling", [["--temperature", "0"], ["--temperature", "3", "--top-k", "5", "--seed", "3"]])
+def test_top_logprobs_in_json(here, capsys, sampling):
+    """Of every token, past the context too, the probability in the plain model, and the likeliest in its place."""
+    arguments = ["--prompt", "2 3 5", "--max-new-tokens", "23", "--num-samples", "2", *sampling]
+    plain = report(capsys, *arguments)["samples"]
+    for sample, without in zip(report(capsys, *arguments, "--top-logprobs", "3")["samples"], plain, strict=True):
+        tokens = sample.pop("logprobs")
+        assert sample == without
+        ids = [int(token["bytes"], 16) for token in tokens]
+        assert bytes(ids).decode("utf-8", "replace") == sample["text"]
+        expected = expected_logprobs(b"2 3 5", bytes(ids))
+        likeliest = expected.topk(3)
+        for i, token in enumerate(tokens):
+            assert token["logprob"] == pytest.approx(expected[i, ids[i]].item(), abs=1e-4)
+            assert token["token"] == bytes([ids[i]]).decode("utf-8", "replace")
+            assert [int(other["bytes"], 16) for other in token["top_logprobs"]] == likeliest.indices[i].tolist()
+            found = [other["logprob"] for other in token["top_logprobs"]]
+            assert found == pytest.approx(likeliest.values[i].tolist(), abs=1e-4)
+    (sample,) = report(capsys, "--prompt", "a", "--max-new-tokens", "2", "--top-logprobs", "0")["samples"]
+    assert [set(token) for token in sample["logprobs"]] == [{"token", "bytes", "logprob"}] * 2
+
+
+def test_top_logprobs_on_a_terminal(here, monkeypatch, capsys):
+    """A line for each token after the prompt: with temperature 0, the token itself is the first of the likeliest."""
+    arguments = ["--max-new-tokens", "7", "--temperature", "0", "--top-logprobs", "2"]
+    out = output(capsys, "--prompt", "2 3 5", *arguments)
+    (sample,) = report(capsys, "--prompt", "2 3 5", *arguments)["samples"]
+    first, *lines = out.splitlines()
+    assert (first, len(lines), out[-1]) == ("2 3 5", 7, "\n")
+    for line, token in zip(lines, sample["logprobs"], strict=True):
+        own, likeliest, other = re.fullmatch(r"  (\S+ \S+%) +(\S+ \S+%) +(\S+ \S+%)", line).groups()
+        assert own == likeliest
+        assert float(own.split()[1][:-1]) == pytest.approx(100 * math.exp(token["logprob"]), rel=0.01)
+        assert float(other.split()[1][:-1]) <= float(own.split()[1][:-1])
+    block = "\n".join([first, *lines])
+    both = output(capsys, "--prompt", "2 3 5", *arguments, "--num-samples", "2")
+    assert both == f"--- 1 of 2 ---\n{block}\n--- 2 of 2 ---\n{block}\n"
+    give_stdin(monkeypatch, b"2 3 5\n")
+    assert output(capsys, "--interactive", *arguments) == "> " + out.removeprefix("2 3 5") + "> \n"
+
+
+def test_line_of_a_token():
+    """White space and parts of characters are visible, and so are the smallest probabilities."""
+    top = (TokenLogprob(b"\n", math.log(0.5)), TokenLogprob(b"\xe2\x82", math.log(1e-7)))
+    line = generate.described(TokenLogprob(" é".encode(), math.log(0.25), top))
+    assert line == "·é 25%            ⏎ 50%             <e2><82> 1e-05%"
+
+
 def test_end_of_text(tmp_path, capsys):
     """A model that says end-of-text at once has nothing to add, and the report says why."""
     model = make_model()
@@ -585,7 +694,9 @@ def test_end_of_text(tmp_path, capsys):
     run = str(write_run(tmp_path / "run", model))
     printed = report(capsys, "--prompt", "a", "--checkpoint", run, "--num-samples", "2", "--temperature", "0.1")
     assert printed["samples"] == [{"prompt": "a", "text": "", "tokens": 1, "finish_reason": "end_of_text"}] * 2
-    assert output(capsys, "--prompt", "a", "--checkpoint", run, "--temperature", "0.1") == "a\n"
+    arguments = ["--prompt", "a", "--checkpoint", run, "--temperature", "0.1"]
+    assert output(capsys, *arguments) == "a\n"
+    assert output(capsys, *arguments, "--top-logprobs", "0") == "a\n  <|endoftext|> 100%\n"
 
 
 @pytest.mark.parametrize(
@@ -612,6 +723,27 @@ def test_interactive(here, monkeypatch, capsys):
     give_stdin(monkeypatch, b"2 3 5\n")
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0", "--num-samples", "2")
     assert out == f"> {texts[0]}\n---\n{texts[0]}\n> \n"
+
+
+def test_interactive_context(here, monkeypatch, capsys):
+    """With --keep-context a prompt goes on from what was said, on a line of its own; an empty one begins afresh."""
+    give_stdin(monkeypatch, b"2 3\n5\n7\n\n11\n")
+    out = output(capsys, "--interactive", "--keep-context", "--max-new-tokens", "7", "--temperature", "0")
+    said, expected = b"", ""
+    for prompt in (b"2 3", b"5", b"7", b"", b"11"):
+        said = said + b"\n" + prompt if said and prompt else prompt
+        text = expected_text(said, 7)
+        said, expected = said + text.encode(), f"{expected}> {text}\n"
+    assert out == expected + "> \n"
+
+
+def test_interactive_context_after_ctrl_c(here, monkeypatch, capsys):
+    """What was printed before Ctrl-C was said as well."""
+    seen = give_tokens(monkeypatch, b"abc\0defgh")
+    give_stdin(monkeypatch, b"2 3\n5\n")
+    out = output(capsys, "--interactive", "--keep-context", "--max-new-tokens", "5")
+    assert out == "> abc\n> defgh\n> \n"
+    assert (seen[3], seen[4]) == (b"2 3abc", b"2 3abc\n5")
 
 
 def test_interactive_input_is_utf8_in_every_locale(here, monkeypatch, capsys):

@@ -16,7 +16,7 @@ LIBRARIES = {  # where a library may be imported; everything not named here may 
     "hydra": ("train.py",),
     "omegaconf": ("gpt/training/config.py", "train.py"),
     "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware.py", "gpt/text/batches.py",
-              "generate.py"),
+              "gpt/export.py", "generate.py"),
 }  # fmt: skip
 FILES = [ROOT / "train.py", ROOT / "generate.py", *sorted((ROOT / "gpt").rglob("*.py"))]
 CORE = (
@@ -63,7 +63,7 @@ def room(module: str) -> str:
     if parts[0] != "gpt":
         return parts[0]
     if len(parts) == 1 or (len(parts) == 2 and parts[1] in GROUND):
-        return "errors" if len(parts) == 1 else parts[1]
+        return "commands" if len(parts) == 1 else parts[1]
     return parts[1] if (ROOT / "gpt" / parts[1]).is_dir() else "commands"
 
 

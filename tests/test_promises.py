@@ -58,12 +58,15 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "exchange/test_checkpoint.py::test_pickle_in_an_archive_is_never_run",
         ],
         "Configurations in checkpoints are data": ["training/test_config.py::test_stored_configurations_are_literal"],
-        "Hugging Face weights are read from safetensors only.": ["test_promises.py::test_other_weights_are_not_read"],
+        "Hugging Face weights are read from safetensors, or": [
+            "exchange/test_huggingface.py::test_pickled_code",
+            "test_promises.py::test_other_weights_are_not_read",
+        ],
         "Checkpoints are verified by their checksums": [
             f"{FAULTS}::test_damaged_checkpoint",
             "text/test_shards.py::test_damage_is_named",
         ],
-        "Nothing is downloaded except": ["text/test_url.py::test_wrong_hash"],
+        "Nothing is downloaded except": ["text/test_url.py::test_wrong_hash", "exchange/test_opening.py::test_hub"],
         "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
         "Lightning releases that were malicious": ["test_promises.py::test_unsafe_releases_are_excluded"],
         "Not promised": [],

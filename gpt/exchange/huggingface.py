@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.errors import UserError
-from gpt.text.tokenizer import Tokenizer, gpt2_tokenizer
+from gpt.errors import UserError, is_disk_full
+from gpt.exchange import vocabulary
+from gpt.files import write_text
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a directory's tokenizer does not need it
     from torch import Tensor
@@ -38,13 +41,16 @@ LARGEST_CONFIG = 1_000_000  # bytes of config.json
 
 # What their configuration may vary and ours does not: the default if a key is absent, and the values that we support.
 _FIXED: dict[str, tuple[object, tuple]] = {
-    "model_type": (None, ("gpt2",)),
     "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
     "layer_norm_epsilon": (1e-5, (1e-5,)),
     "scale_attn_weights": (True, (True,)),
     "scale_attn_by_inverse_layer_idx": (False, (False,)),
-    "tie_word_embeddings": (True, (True,)),
+    "tie_word_embeddings": (True, (True, False)),  # False only where the stored head is the embedding all the same
 }
+
+# What is downloaded of a model on the hub: of its weights, the pickled ones only if there are no others.
+_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"]
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def is_directory(path: Path) -> bool:
@@ -52,51 +58,173 @@ def is_directory(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return GPT-2's tokenizer for a directory of a GPT-2, whose weights are not read; `UserError` for other models."""
-    stored, tokenizer = _stored_config(folder), gpt2_tokenizer()
-    kind, vocab_size = stored.get("model_type"), stored.get("vocab_size")
-    if (kind, vocab_size) != ("gpt2", tokenizer.vocab_size):
+def download(name: str) -> Path:
+    """Download a GPT-2 from the Hugging Face hub, or find it downloaded; `UserError` if that is not possible."""
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
         raise UserError(
-            f"{folder}: its model_type is {kind!r} and its vocab_size {vocab_size}; "
-            f"only 'gpt2' with GPT-2's vocabulary of {tokenizer.vocab_size} tokens is supported"
-        )
-    return tokenizer
+            f"{name}: neither a path nor a run; for the hub's models: pip install huggingface_hub"
+        ) from None
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
+        _stored_config(folder)  # of another model, no weights are downloaded
+        for weights in _WEIGHTS:
+            stem, kind = weights.split(".")
+            patterns = [*_FILES, weights, f"{stem}-*.{kind}", f"{weights}.index.json"]
+            snapshot_download(name, revision=folder.name, allow_patterns=["config.json", *patterns])
+            if any(folder.glob(f"{stem}*.{kind}")):
+                break
+        return folder
+    except UserError:
+        raise
+    except Exception as error:  # of the hub, the network, proxies and the cache
+        if is_disk_full(error):
+            raise
+        reason = " ".join(str(error).split("\n")[0].split())[:200]
+        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            reason = "has no such model, or none that you may read: check the name"
+        else:
+            reason = f"cannot be reached ({reason}): check the name and the connection"
+        raise UserError(f"{name}: there is no such path or run, and the Hugging Face hub {reason}") from None
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a GPT-2's directory, whose weights are not read; `UserError` for other models."""
+    return _vocabulary(folder)[0]
 
 
 def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
-    """Load the GPT-2 of a directory, with GPT-2's tokenizer; `UserError` if it is anything else."""
-    tokenizer = load_tokenizer(folder)  # first: checking it takes no time
-    return load_directory(folder), tokenizer
+    """Load the GPT-2 of a directory with its tokenizer; `UserError` if it is anything else."""
+    tokenizer, order = _vocabulary(folder)  # first: checking it takes no time
+    return load_directory(folder, order), tokenizer
 
 
-def load_directory(folder: Path) -> "GPT":
-    """Load the model of a directory (config.json and model.safetensors), whatever its vocabulary.
+def _vocabulary(folder: Path) -> tuple[Tokenizer, list[int] | None]:
+    """Return a directory's tokenizer, GPT-2's if it has none, and the row in its embedding of each of our ids."""
+    size = _stored_config(folder).get("vocab_size")
+    tokenizer, order = vocabulary.read(folder) or (gpt2_tokenizer(), None)
+    if size != tokenizer.vocab_size:
+        whose = "GPT-2's own" if order is None else "its"
+        raise UserError(f"{folder}: its vocab_size is {size}, and {whose} tokenizer has {tokenizer.vocab_size} tokens")
+    return tokenizer, order
+
+
+def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
+    """Load the model of a directory, whatever its vocabulary; `order` names the row of its embedding for each token.
 
     Raises `UserError` if it is not a GPT-2 that our model computes exactly.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     from gpt.exchange.assembly import assemble, configure, reason
     from gpt.hardware import is_out_of_memory
 
-    stored, file = _stored_config(folder), folder / "model.safetensors"
-    if not file.is_file():
-        raise UserError(f"{file}: missing; give a GPT-2 directory")
-    try:
-        weights = load_file(file)
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
+    stored = _stored_config(folder)
+    weights = _read_weights(folder)
     try:
         config = configure(_shape(stored))
+        state = from_huggingface(weights, config.num_layers)
+        if not (stored.get("tie_word_embeddings", True) or "lm_head.weight" in weights):
+            raise ValueError("its tie_word_embeddings is False, and it has no lm_head.weight")
+        if not config.qkv_bias:
+            biases = [state.pop(name) for name in list(state) if name.endswith("W_qkv.bias")]
+            if any(bias.any() for bias in biases):
+                raise ValueError("its qkv_bias is false, and it has such biases")
+        if order is not None:
+            state["token_embedding.weight"] = state["token_embedding.weight"][order]
         # Copied, because `load_file` maps the file: replacing it would change the weights of a model in use.
-        return assemble(config, from_huggingface(weights, config.num_layers), copy=True)
-    except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return assemble(config, state, copy=True)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         why = f"config.json has no {error}" if isinstance(error, KeyError) else reason(error)
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {why}") from None
+
+
+def _read_weights(folder: Path) -> dict[str, "Tensor"]:
+    """Read model.safetensors or pytorch_model.bin, whole or in the shards that its index names."""
+    from gpt.exchange.assembly import reason
+    from gpt.hardware import is_out_of_memory
+
+    try:
+        for name in _WEIGHTS:
+            if (file := folder / name).is_file():
+                return _read_file(file)
+            if (index := folder / f"{name}.index.json").is_file():
+                shards = sorted(set(vocabulary.read_object(index, vocabulary.LARGEST)["weight_map"].values()))
+                if odd := [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]:
+                    raise ValueError(f"its shard {odd[0]!r} is missing, or not in this folder")
+                return {key: w for shard in shards for key, w in _read_file(folder / shard).items()}
+    except Exception as error:  # safetensors, pickle and torch each fail on foreign files in their own ways
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
+    raise UserError(f"{folder / _WEIGHTS[0]}: missing; give a GPT-2 directory")
+
+
+def _read_file(file: Path) -> dict[str, "Tensor"]:
+    """Read one file of weights, in which nothing is ever run."""
+    import pickle
+
+    import torch
+    from safetensors.torch import load_file
+
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about foreign files, which are refused anyway
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"{file.name} holds objects other than tensors, which are never loaded") from None
+    size = file.stat().st_size
+    if not isinstance(weights, dict) or any(type(w) is not torch.Tensor or w.nbytes > size for w in weights.values()):
+        raise ValueError(f"{file.name} holds something other than tensors with names")
+    return weights
+
+
+def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a model and its tokenizer into an empty folder, for `transformers`. Raises `UserError` on a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    config, context = model.config, model.config.context_length
+    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+    stored: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
+    stored |= {key: values[0] for key, (_, values) in _FIXED.items()} | ends | {"n_inner": None, "n_ctx": context}
+    stored |= {theirs: getattr(config, ours) for ours, theirs in _SHAPE.items()}
+    stored |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)
+    if not config.qkv_bias:
+        stored["qkv_bias"] = False  # for ourselves: `transformers` sees biases of zero
+    # Without max_length, `pipeline` goes on for 256 tokens, beyond the positions of a small model.
+    sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_length": context}
+    sampling |= ends | {"pad_token_id": tokenizer.end_of_text}
+    # The class GPT2Tokenizer would not ignore merges, and then some words have other tokens.
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    words |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "model_max_length": context}
+    for name, content in ("config", stored), ("generation_config", sampling), ("tokenizer_config", words):
+        write_text(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
+    write_text(folder / "tokenizer.json", vocabulary.to_huggingface(tokenizer).to_str())
+    try:
+        save_file(to_huggingface(model), file := folder / _WEIGHTS[0], {"format": "pt"})
+        file.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read it
+    except SafetensorError as error:
+        raise UserError(f"{folder}: the weights cannot be written ({error})") from None
+
+
+def logit_difference(model: "GPT", folder: Path, ids: list[int]) -> tuple[float, float]:
+    """Return by how much the logits of `transformers` on a folder differ at most from ours, and our largest logit."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True).eval()
+    differences, largest = [], []
+    with torch.no_grad():
+        for window in torch.tensor([ids]).split(model.config.context_length, dim=1):
+            ours = model(window)
+            differences.append((ours - theirs(window).logits).abs().max().item())
+            largest.append(ours.abs().max().item())
+    return max(differences), max(largest)
 
 
 def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str, "Tensor"]:
@@ -109,7 +237,19 @@ def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str,
         if theirs not in weights:
             raise UserError(f"the Hugging Face weights lack {theirs!r}: only GPT-2 models can be loaded")
         state[ours] = weights[theirs].t() if theirs.endswith(_TRANSPOSED) else weights[theirs]
+    head, embedding = weights.get("lm_head.weight"), weights["wte.weight"]
+    if head is not None and (head.dtype != embedding.dtype or not head.equal(embedding)):
+        raise UserError("the Hugging Face weights have an lm_head.weight other than wte.weight; it must be the same")
     return state
+
+
+def to_huggingface(model: "GPT") -> dict[str, "Tensor"]:
+    """Convert a model's weights to the state dict of a GPT2LMHeadModel, without its tied head."""
+    state = {name: weight.detach() for name, weight in model.state_dict().items()}
+    norm, C = state["final_norm.bias"], model.config.d_model
+    pairs = ((theirs, state.get(ours, norm.new_zeros(3 * C))) for ours, theirs in _names(model.config.num_layers))
+    converted = {name: w.t().contiguous() if name.endswith(_TRANSPOSED) else w for name, w in pairs}
+    return {f"transformer.{name}": weight for name, weight in converted.items()}
 
 
 def _names(num_layers: int) -> Iterator[tuple[str, str]]:
@@ -120,26 +260,16 @@ def _names(num_layers: int) -> Iterator[tuple[str, str]]:
         yield from ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
 
 
-def _stored_config(folder: Path) -> dict:
-    """Read config.json, in which a key given twice is an error."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError("config.json has a key twice")
-        return found
-
+def _stored_config(folder: Path) -> dict[str, Any]:
+    """Read config.json; `UserError` if it is not a GPT-2's."""
     try:
-        with (folder / "config.json").open("rb") as stream:
-            content = stream.read(LARGEST_CONFIG + 1)
-        if len(content) > LARGEST_CONFIG:
-            raise ValueError(f"config.json has more than {LARGEST_CONFIG:,} bytes")
-        stored = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+        stored = vocabulary.read_object(folder / "config.json", LARGEST_CONFIG)
     except FileNotFoundError:
         raise UserError(f"{folder / 'config.json'}: missing; give a GPT-2 directory") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
-    if not isinstance(stored, dict):
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model (config.json is not a JSON object)")
+    if (kind := stored.get("model_type")) != "gpt2":
+        raise UserError(f"{folder}: its model_type is {kind!r}, and only 'gpt2' is supported")
     return stored
 
 
@@ -150,4 +280,4 @@ def _shape(stored: dict) -> dict[str, Any]:
             raise ValueError(f"its {key} is {stored.get(key, default)!r}, and only {supported[0]!r} is supported")
     if stored.get("n_inner") not in (None, 4 * stored["n_embd"]):
         raise ValueError(f"its n_inner is {stored['n_inner']}, and only 4 n_embd = {4 * stored['n_embd']} is supported")
-    return {ours: stored[theirs] for ours, theirs in _SHAPE.items()}
+    return {ours: stored[theirs] for ours, theirs in _SHAPE.items()} | {"qkv_bias": stored.get("qkv_bias", True)}

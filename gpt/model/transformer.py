@@ -19,12 +19,12 @@ from gpt.model.linear import Linear
 
 @dataclass
 class ModelConfig:
-    """The shape of a model, except for its vocabulary size, which the tokenizer sets. The defaults are GPT-2 124M."""
+    """The shape of a model except for its vocabulary size, which the tokenizer sets. The defaults are those of mini."""
 
-    context_length: int = 1024
-    d_model: int = 768
-    num_layers: int = 12
-    num_heads: int = 12
+    context_length: int = 128
+    d_model: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
     dropout: float = 0.0
     qkv_bias: bool = True
 

@@ -4,7 +4,7 @@ Letters in shapes: B rows (texts sampled together), T tokens, V vocabulary, N li
 """
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -116,11 +116,12 @@ def generate(
     use_cache: bool = True,
     slide: int = 1,
     padding: list[int] | None = None,
+    watch: Callable[[Tensor], object] | None = None,
 ) -> Iterator[Tensor]:
     """Continue the tokens idx (B, T), T at least 1: yield the next token (B,) of every row, `max_new_tokens` times.
 
     `padding`, from `align`, is the number of padding tokens at the left of each row. Every row continues as if it were
-    alone.
+    alone. `watch` is called with the logits (B, V) of every step, before the filters.
 
     With the cache, each new token costs one pass over that token only. Past the context length the window slides:
     positions are learned, so the embedding of every token in it changes and the cache is rebuilt, every `slide` tokens.
@@ -143,7 +144,10 @@ def generate(
             starts = torch.tensor(later, device=idx.device) if any(later) else None  # (B,)
         hidden = model.hidden(tokens[:, seen:length], caches if use_cache else None, starts)  # (B, new, C)
         seen = length
-        tokens[:, length] = next_token(model.head(hidden[:, -1]), tokens[:, :length], sampling, generator)
+        logits = model.head(hidden[:, -1])  # (B, V)
+        if watch is not None:
+            watch(logits)
+        tokens[:, length] = next_token(logits, tokens[:, :length], sampling, generator)
         yield tokens[:, length]
 
 

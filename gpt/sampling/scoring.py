@@ -1,15 +1,22 @@
 """How well a model predicts a text: every token counts once, and the result is always the same."""
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from gpt.model.chunked_loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT
+from gpt.text.batches import Array, validation_batches
+
+TOKENS_AT_ONCE = 4096
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # in which the blocks may multiply, as in training
 
 
 @dataclass(frozen=True)
@@ -62,3 +69,39 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
         tokens += counted
     model.train(was_training)
     return Score(nats, tokens, num_bytes)
+
+
+def strided_score(model: GPT, tokens: Array, num_bytes: int, stride: int) -> Score:
+    """Score a text in windows that may overlap; its token ids have an end-of-text before each document.
+
+    Every token but the first counts once. With a stride of the whole context, the windows are those of validation:
+    `context_length` inputs each, without overlap. With a smaller one, they are those of the usual strided perplexity
+    (Hugging Face, "Perplexity of fixed-length models"): `context_length` tokens, of which the last is only a target.
+    Each begins `stride` tokens after the one before, so from the second on, every target has at least
+    `context_length - stride` tokens of context. On terminals, a bar shows the progress of a long text.
+    """
+    T = model.config.context_length
+    B = max(1, TOKENS_AT_ONCE // T)
+    batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE, stride)
+    count = -(-len(tokens) // (B * stride))
+    bar = tqdm(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
+    return score(model, bar, num_bytes)
+
+
+@torch.no_grad()
+def continuation_nats(model: GPT, rows: Sequence[tuple[list[int], int]]) -> list[float]:
+    """The nats of each row's end: the last `count` of its ids given those before them, for every (ids, count).
+
+    A row has at least one id before those that count. Rows are padded on the right, where no token sees it. The model
+    must be in evaluation mode.
+    """
+    block = torch.zeros(len(rows), max(len(ids) for ids, _ in rows), dtype=torch.long)  # (B, T + 1)
+    counts = torch.zeros_like(block, dtype=torch.bool)
+    for i, (ids, count) in enumerate(rows):
+        block[i, : len(ids)] = torch.tensor(ids)
+        counts[i, len(ids) - count : len(ids)] = True
+    device = model.token_embedding.weight.device
+    block, counts = block.to(device), counts[:, 1:].to(device)
+    logits = model.head(model.hidden(block[:, :-1])[counts]).float()  # (N, V) of all rows' ends
+    nats = F.cross_entropy(logits, block[:, 1:][counts], reduction="none")  # (N,)
+    return [end.sum().item() for end in nats.split([count for _, count in rows])]

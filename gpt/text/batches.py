@@ -89,22 +89,25 @@ def _pair(block: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def validation_batches(
-    tokens: Array, batch_size: int, context_length: int, ignore: int
+    tokens: Array, batch_size: int, context_length: int, ignore: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets, each (B, T), that predict every token but the first exactly once.
 
-    Windows do not overlap. The last batch is padded with the target `ignore`, so that a compiled model sees only one
-    shape: B is `batch_size`, or the number of windows if that is less.
+    Windows are `stride` apart: by default a context, so that they do not overlap. The last batch is padded with the
+    target `ignore`, so that a compiled model sees only one shape: B is `batch_size`, or the number of windows if that
+    is less.
     """
     T = min(context_length, len(tokens) - 1)
-    count = -(-(len(tokens) - 1) // T)
+    S = min(stride or T, T)
+    count = 1 + -(-(len(tokens) - 1 - T) // S)
     B = min(batch_size, count)
     for first in range(0, count, B):
-        starts = np.arange(first, first + B) * T
+        starts = np.arange(first, first + B) * S
         positions = starts[:, None] + np.arange(T + 1)  # (B, T + 1)
         inside = positions < len(tokens)
         block = torch.from_numpy(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int64))
-        targets = torch.where(torch.from_numpy(inside[:, 1:]), block[:, 1:], ignore)
+        is_new = (starts[:, None] == 0) | (np.arange(T) >= T - S)  # not a target of the window before
+        targets = torch.where(torch.from_numpy(inside[:, 1:] & is_new), block[:, 1:], ignore)
         yield block[:, :-1].contiguous(), targets
 
 

@@ -21,8 +21,7 @@ from gpt.text.hub_datasets import Dataset, fetch_dataset, find_revision
 from gpt.text.pieces import cut
 from gpt.text.url import fetch
 
-PYTHON_CORPORA = ("python_docs", "python_stdlib")
-ONE_WORD = (*PYTHON_CORPORA, "tinyshakespeare")  # corpora that need no path
+ONE_WORD = ("python_docs", "python_stdlib", "tinyshakespeare")  # corpora that need no path
 NAMES = (*ONE_WORD, "text", "huggingface", "mix")
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -47,12 +46,9 @@ class DataConfig:
     max_bytes: int | None = None  # huggingface: take no more text than this
     cache: str | None = None  # the folder for prepared text; by default data/cache
     validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
-    prompts: list[str] | None = None  # sampled during training; "" starts a document
+    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default some of the text's
 
     def __post_init__(self) -> None:
-        if self.prompts is None:
-            python = self.name == "mix" and any(path in PYTHON_CORPORA for path in self.paths)
-            self.prompts = ["", "Return a list of"] if python else [""]
         require_choice("data.name", self.name, NAMES)
         require_choice("data.errors", self.errors, ("strict", "replace"))
         if not all(
@@ -84,6 +80,8 @@ class DataConfig:
             )
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ValueError(f"data.max_bytes={self.max_bytes} is out of range: it must be at least 1")
+        if self.cache:
+            self.cache = os.path.expanduser(self.cache)
 
     @property
     def paths(self) -> list[str]:

@@ -11,6 +11,9 @@ PIECE = 1 << 17  # characters: each takes some milliseconds to encode, so thread
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LAST_SPACE = re.compile(f"[{SPACE}](?=[^{SPACE}])")
 
+_SIGNS = {" ": "·", "\t": "→", "\n": "⏎\n"}
+_RAW = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
+
 
 def well_formed(text: str) -> str:
     """Replace every lone surrogate, half a character that UTF-8 cannot hold, by U+FFFD."""
@@ -61,3 +64,11 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
         start = found.start()
     if start < len(buffer):
         yield buffer[start:]
+
+
+def visible(token: bytes) -> str:
+    """Make a token visible: signs for white space, <e2><82> for partial and invisible characters."""
+    return "".join(
+        _SIGNS.get(c) or (c if c.isprintable() else "".join(f"<{byte:02x}>" for byte in c.encode(*_RAW)))
+        for c in token.decode(*_RAW)
+    )

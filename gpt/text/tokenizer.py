@@ -22,6 +22,12 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 BYTE_PATTERN = r"(?s:.{1,1000})"
 NAMES = ("bpe", "gpt2", "byte")
 
+# GPT-2's printable stand-ins, which `tokenizers` and files of its kind hold instead of bytes: printable Latin-1
+# characters stand for themselves; the other bytes are U+0100 and on, in order.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF_STAND_IN = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+
 
 @dataclass
 class TokenizerConfig:
@@ -58,7 +64,7 @@ class Tokenizer:
         self.pattern = pattern
         self.end_of_text = len(ranks)
         self.vocab_size = len(ranks) + 1
-        self._ranks = ranks
+        self.ranks = ranks
         self._encoding = tiktoken.Encoding(
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.end_of_text}
         )
@@ -86,7 +92,7 @@ class Tokenizer:
         """Return the two tokens, as bytes, that merge into a token; a single byte is returned as it is."""
         parts = [bytes([byte]) for byte in self.decode_bytes([token])]
         while len(parts) > 2:
-            ranks = [self._ranks.get(left + right, token) for left, right in pairwise(parts)]
+            ranks = [self.ranks.get(left + right, token) for left, right in pairwise(parts)]
             if (first := min(ranks)) >= token:
                 break  # this table does not come from training: no merge leads to the token
             i = ranks.index(first)
@@ -101,7 +107,7 @@ class Tokenizer:
     @cached_property
     def _rank_table(self) -> str:
         """The ranks in tiktoken's file format: each line holds a token in base64 and its rank."""
-        ordered = sorted(self._ranks.items(), key=lambda item: item[1])
+        ordered = sorted(self.ranks.items(), key=lambda item: item[1])
         return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)
 
     def to_dict(self) -> dict[str, str]:
@@ -170,9 +176,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     trainee.train_from_iterator((piece for text in texts for piece in cut([well_formed(text)])), trainer)
-    byte_of = _bytes_by_stand_in()
     learnt = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
-    tokens = [bytes(byte_of[character] for character in token) for token, _ in learnt]
+    tokens = [bytes(BYTE_OF_STAND_IN[character] for character in token) for token, _ in learnt]
     ordered = [bytes([byte]) for byte in range(256)] + [token for token in tokens if len(token) > 1]
     return Tokenizer("bpe", {token: rank for rank, token in enumerate(ordered)}, GPT2_PATTERN)
 
@@ -187,13 +192,3 @@ def _parse_ranks(table: str) -> dict[bytes, int]:
     if len(ranks) != len(lines):
         raise UserError(f"the rank table has {len(lines) - len(ranks)} duplicate tokens, so the file is damaged")
     return ranks
-
-
-def _bytes_by_stand_in() -> dict[str, int]:
-    """Return the byte behind each printable stand-in that `tokenizers` uses, by GPT-2's convention.
-
-    Printable Latin-1 characters stand for themselves; the other bytes are U+0100 and on, in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -17,9 +18,12 @@ from gpt.errors import UserError, require_choice
 from gpt.model.transformer import ModelConfig
 from gpt.text.corpus import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
+from gpt.training import runs
+from gpt.training.habits import advice
 from gpt.training.optim import OptimConfig
 
 LARGEST_YAML = 100_000  # values in a file
+LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 _GAP = "\ufdd0"  # a code point that is no character and never will be
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
@@ -66,6 +70,7 @@ class TrainerConfig:
     validate_every: int = 250  # at most: a run validates at least four times
     checkpoint_every: int = 250
     checkpoint_minutes: float = 10.0  # also save after this many minutes without a checkpoint
+    keep_every: int = 0  # also keep a checkpoint of every so many steps, as step-00002000.ckpt; 0 keeps none
 
     def __post_init__(self) -> None:
         require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
@@ -76,6 +81,8 @@ class TrainerConfig:
         for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
+        if self.keep_every < 0:
+            raise ValueError(f"trainer.keep_every={self.keep_every} is out of range: it must be at least 0 (off)")
         if not self.checkpoint_minutes > 0:
             raise ValueError(
                 f"trainer.checkpoint_minutes={self.checkpoint_minutes} is out of range: it must be above 0"
@@ -96,21 +103,33 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     horizon: str = "3000steps"
+    earlier_horizons: list[str] = field(default_factory=list)  # of a run that was extended; not to be set
     seed: int = 1
+    patience: int = 0  # stop after this many validations in a row without a better one; 0 never does
+    logger: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])  # any of LOGGERS
     run_dir: str | None = None  # where to write; by default runs/<date>_<time>_<data>-<model>
-    resume: str | None = None  # a run directory to continue
+    resume: str | None = None  # a run directory to continue, or auto: the one in run_dir, or begin it there
+    rerun: str | None = None  # a run directory whose configuration to start from
     init_from: str | None = None  # a run, a checkpoint or a Hugging Face GPT-2 directory to start from
 
     def __post_init__(self) -> None:
         parse_horizon(self.horizon)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
-        for name in ("run_dir", "resume", "init_from"):
+        if self.patience < 0:
+            raise ValueError(f"patience={self.patience} is out of range: it must be at least 0 (off)")
+        for name in self.logger:
+            require_choice("logger", name, LOGGERS)
+        if len(set(self.logger)) < len(self.logger):
+            raise ValueError(f"logger={self.logger} names one of them twice: leave one out")
+        for name in ("run_dir", "resume", "rerun", "init_from"):
             if getattr(self, name) == "":
                 raise ValueError(
                     f"{name}= is empty, as from a shell variable that is not set: give a path, or leave it out"
                 )
-        if self.resume and self.init_from:
+            if path := getattr(self, name):
+                setattr(self, name, os.path.expanduser(path))
+        if self.resume not in (None, "auto") and self.init_from:
             raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
         if not self.init_from:  # otherwise the model to start from decides the context length
             self.require_whole_windows()
@@ -142,9 +161,13 @@ def validate(composed: DictConfig | dict) -> Config:
         plain = OmegaConf.to_container(composed, resolve=True) if hydra else composed
         if not isinstance(plain, dict):
             raise UserError(f"the configuration is of type {type(plain).__name__}, not a dictionary")
+        if hydra:
+            plain.pop("callbacks", None)  # see callbacks_of
         plain = _literal(plain)
         if isinstance(plain.get("experiment"), dict):
             raise UserError("an experiment file must begin with the line: # @package _global_")
+        if theirs := advice(plain, keys_of(Config)):
+            raise UserError(theirs)
         merged = OmegaConf.merge(OmegaConf.structured(Config), _whole_floats_to_ints(plain, Config))
         config = OmegaConf.to_object(merged)
     except UserError:
@@ -159,6 +182,51 @@ def validate(composed: DictConfig | dict) -> Config:
         raise UserError(str(error)) from None
     assert isinstance(config, Config)
     return _close_gaps(config)
+
+
+def with_rerun(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
+    """The configuration of the run `rerun`, if it is given, with the keys and groups that `overrides` name.
+
+    Left out is where that run wrote, and how it was resumed or extended. What was `auto` stays as it was decided, for
+    the same bits, unless an override takes the ground from under the decision.
+    """
+    if not composed.rerun:
+        return composed
+    given: Any = OmegaConf.to_container(composed, resolve=True)
+    given.pop("callbacks", None)
+    if given["resume"]:
+        raise UserError("resume and rerun exclude each other: continue a run, or start the same one again")
+    config = to_plain(read(runs.directory(str(given["rerun"])) / "config.yaml"))
+    config |= {"run_dir": None, "resume": None, "earlier_horizons": []}
+    names = [override.lstrip("+~").split("=")[0] for override in overrides]
+    if "experiment" in names:
+        raise UserError("experiment and rerun exclude each other: rerun brings every setting; add single keys to it")
+    if "trainer.device" in names:
+        config["trainer"] |= {"precision": "auto", "compile": "auto"}
+    if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):
+        config["trainer"]["micro_batch_size"] = "auto"
+    for name in names:
+        *groups, key = name.split(".")
+        source, target = given, config
+        for group in groups:
+            source, target = source[group], target.setdefault(group, {})
+        if key in source:
+            target[key] = source[key]
+        else:
+            target.pop(key, None)
+    return config | {"rerun": None}
+
+
+def callbacks_of(composed: DictConfig) -> list[str]:
+    """The `module:name` strings of `callbacks`, in a configuration that Hydra composed.
+
+    It is no key of `Config`, so no run stores it, and no stored configuration can have anything imported.
+    """
+    given = composed.callbacks or OmegaConf.create([])
+    names = list(given) if isinstance(given, ListConfig) else [given]
+    if not all(isinstance(name, str) for name in names):
+        raise UserError(f"callbacks={given} is not a list of names: give callbacks='[\"module:name\"]'")
+    return names
 
 
 def read(path: Path) -> Config:
@@ -207,21 +275,21 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def unknown_key(key: str) -> str:
     """One line about a key that does not exist, suggesting the nearest that does."""
-    near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(key, keys_of(Config), n=1, cutoff=0.75)
     if not near:  # the right name in the wrong place
-        near = [known for known in _keys(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
+        near = [known for known in keys_of(Config) if known.split(".")[-1] == key.split(".")[-1]][:1]
     return f"there is no key {key!r}" + (
         f"; did you mean {near[0]!r}?" if near else "; see configs/ for the keys there are"
     )
 
 
 def _literal(value: Any) -> Any:
-    """The same value with `_GAP` in every string that OmegaConf would take for an interpolation."""
+    """The same value with `_GAP` in every string that OmegaConf would take for a reference or a missing value."""
     if isinstance(value, dict):
         return {key: _literal(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_literal(inner) for inner in value]
-    return value.replace("${", f"${_GAP}{{") if isinstance(value, str) else value
+    return value.replace("${", f"${_GAP}{{").replace("???", f"?{_GAP}??") if isinstance(value, str) else value
 
 
 def _close_gaps(value: Any) -> Any:
@@ -234,11 +302,12 @@ def _close_gaps(value: Any) -> Any:
     return value.replace(_GAP, "") if isinstance(value, str) else value
 
 
-def _keys(kind: type, prefix: str = "") -> list[str]:
+def keys_of(kind: type, prefix: str = "") -> list[str]:
+    """Every key of a configuration, with dots: `optim.lr`."""
     keys = []
     for name, hint in typing.get_type_hints(kind).items():
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            keys += _keys(hint, f"{prefix}{name}.")
+            keys += keys_of(hint, f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
     return keys
@@ -252,8 +321,10 @@ def _whole_floats_to_ints(values: dict, kind: type) -> dict:
         hint = hints.get(name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise UserError(f"{name}={value!r} stands where keys such as {name}.{_keys(hint)[0]} belong")
+                raise UserError(f"{name}={value!r} stands where keys such as {name}.{keys_of(hint)[0]} belong")
             result[name] = _whole_floats_to_ints(value, hint)
         elif hint is int and isinstance(value, float) and value.is_integer():
             result[name] = int(value)
+        elif hint == list[str] and isinstance(value, str):  # logger=csv
+            result[name] = [value]
     return result

@@ -1,18 +1,27 @@
-"""The curves of a run in TensorBoard."""
+"""The curves of a run: in TensorBoard, in metrics.csv, and wherever else its loggers write."""
 
+import contextlib
+import csv
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import torch
 from lightning import Trainer
-from torch.utils.tensorboard import SummaryWriter
+from lightning.pytorch.loggers import Logger
 
 from gpt.sampling.scoring import Score
+from gpt.training.config import Config, to_plain
 from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
 
+if TYPE_CHECKING:  # it takes a second to import, and a run may do without
+    from torch.utils.tensorboard import SummaryWriter
+
+TABLE = "metrics.csv"  # a row for each point of a curve
 SUFFIX = ".run"  # of the names of our event files, by which the journal knows them from those of other programs
 
 
@@ -22,12 +31,15 @@ class Curves(StepCallback):
     `peak` is the device's peak FLOP/s, if known: `perf/mfu` is the share of it that training reaches.
     """
 
-    def __init__(self, run_dir: Path, clock: Clock, peak: float | None):
-        self._run_dir, self._clock, self._peak = run_dir, clock, peak
+    def __init__(self, run_dir: Path, clock: Clock, peak: float | None, names: Sequence[str] = ("tensorboard", "csv")):
+        self._run_dir, self._clock, self._peak, self._names = run_dir, clock, peak, names
+        self.loggers: list[Logger] = []  # beside TensorBoard and metrics.csv, on rank 0
+        self._table: IO[str] | None = None  # metrics.csv, on rank 0 while training
+        self.writing = False  # whether this is rank 0 and it trains
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
         self._restored: list[float] = []  # the sum of each rank, from a checkpoint
         self._trainer: Trainer | None = None
-        self.writer: SummaryWriter | None = None  # on rank 0 while training
+        self.writer: SummaryWriter | None = None  # TensorBoard's, on rank 0 while training
         self.loss = math.nan  # the last point of train/loss
         self.tokens_per_second = 0.0
 
@@ -38,10 +50,30 @@ class Curves(StepCallback):
             mean = sum(self._restored) / len(self._restored)
             self._losses = torch.tensor(self._restored[trainer.global_rank] if same_ranks else mean)
         self._mark = (trainer.global_step, self._clock.seconds)
-        if trainer.is_global_zero:
-            # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
-            step = trainer.global_step + 1
-            self.writer = SummaryWriter(self._run_dir, purge_step=step, filename_suffix=SUFFIX)
+        self.writing = trainer.is_global_zero
+        if self.writing:
+            with self._clock.paused():
+                self._open(module.config, trainer.global_step)
+
+    def _open(self, config: Config, step: int) -> None:
+        if "csv" in self._names:
+            self._table = (self._run_dir / TABLE).open("a", encoding="utf-8", newline="")
+            if self._table.tell() == 0:
+                self._table.write("step,tag,value\n")
+        if "tensorboard" not in self._names:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
+        self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
+        if step == 0:  # the HPARAMS tab: every setting of the run, beside the last points of these curves
+            settings = {}
+            for group, values in to_plain(config).items():
+                for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+                    settings[f"{group}.{key}".rstrip(".")] = str(value) if isinstance(value, list) else value
+            for summary in hparams(settings, dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))):
+                self.writer._get_file_writer().add_summary(summary, 0)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         self._losses = self._losses.to(module.device) + module.step_loss
@@ -66,15 +98,23 @@ class Curves(StepCallback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         self.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
 
-    def write(self, scalars: dict[str, float], step: int) -> None:
-        """Add a point to each of the named curves; on ranks other than 0, do nothing."""
+    def write(self, scalars: dict[str, float], step: int, everywhere: bool = True) -> None:
+        """Add a point to each of the named curves, `everywhere` or in our files alone; do nothing on ranks above 0."""
         if self.writer is not None:
             require_present(self._run_dir)  # TensorBoard's thread would fail with a traceback of its own
             for tag, value in scalars.items():
                 self.writer.add_scalar(tag, value, step)
+        if self._table is not None:
+            csv.writer(self._table, lineterminator="\n").writerows([step, *point] for point in scalars.items())
+            self._table.flush()
+        for logger in self.loggers if everywhere else ():
+            logger.log_metrics(scalars, step)
 
     def close(self) -> None:
         """Write what is still buffered. Lightning has no hook that always runs at the end."""
+        if self._table is not None:
+            with contextlib.suppress(OSError):  # of a full disk, again
+                self._table.close()
         if self.writer is None:
             return
         deleted = not self._run_dir.is_dir()

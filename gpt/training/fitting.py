@@ -8,17 +8,22 @@ from pathlib import Path
 
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt.errors import UserError
 from gpt.hardware import peak_flops
 from gpt.text.shards import Corpora
 from gpt.training.config import Config
 from gpt.training.curves import Curves
+from gpt.training.early_stop import EarlyStop
 from gpt.training.journal import Journal
 from gpt.training.loader import GPTData
+from gpt.training.loggers import UserCurves, UserValues, close_loggers, open_loggers
 from gpt.training.metrics import Metrics
 from gpt.training.module import GPTModule
 from gpt.training.plan import Plan
@@ -46,18 +51,22 @@ class Fitting:
         self.module = GPTModule(config, plan, corpora)
         if weights is not None:
             self.module.load_state_dict(weights)
+        self._run_dir = run_dir
         self.clock = Clock()
-        self.curves = Curves(
-            run_dir, self.clock, peak_flops(torch.device(config.trainer.device), config.trainer.precision)
-        )
+        peak = peak_flops(torch.device(config.trainer.device), config.trainer.precision)
+        self.curves = Curves(run_dir, self.clock, peak, config.logger)
+        self.user_curves = UserCurves(self.curves)
         self.validation = Validation(run_dir, self.clock)
         self.metrics = Metrics(run_dir, self.clock, self.validation, self.curves)
+        self.early = EarlyStop(self.validation, together=bool(callbacks))
         self.last = LastCheckpoint(run_dir, self.clock, self.validation)
         # Order matters: a checkpoint, of the best score or the last step, is saved when all others are done with the
-        # step, and records how long the files are that they have written to.
-        first = [self.clock, self.curves, Journal(run_dir, self.curves), Record(), self.validation]
-        first += [Samples(run_dir, self.curves), AttentionMaps(self.curves), self.metrics]
-        last = [BestCheckpoint(run_dir, self.validation), self.last, Progress(self.validation, self.curves)]
+        # step, and records how long the files are that they have written to. Users' callbacks come before validation,
+        # as in Lightning.
+        first = [self.clock, self.curves, Journal(run_dir, self.curves), Record()]
+        last = [self.validation, Samples(run_dir, self.curves), AttentionMaps(self.curves), self.metrics, self.early]
+        last += [UserValues(self.curves, self.user_curves), BestCheckpoint(run_dir, self.clock, self.validation)]
+        last += [self.last, Progress(self.validation, self.curves)]
         self._ours: list[Callback] = [*first, *last]
         self.callbacks: list[Callback] = [*first, *callbacks, *last]
 
@@ -65,13 +74,20 @@ class Fitting:
         """Train, from the checkpoint `file` if there is one."""
         if file is not None and files.loaded is not None:
             require_like(file, files.loaded, self._fresh_state(files.loaded))
-        trainer = build_trainer(self.module, self.callbacks, [files, ranks])
-        assert trainer.world_size == self.module.config.trainer.devices
+        config = self.module.config
+        others = open_loggers(config, self._run_dir) if ranks.local_rank() == 0 else []
+        loggers = [self.user_curves, *others] if config.logger else []
+        trainer = build_trainer(self.module, self.callbacks, [files, ranks], loggers)
+        assert trainer.world_size == config.trainer.devices
+        self.curves.loggers = others
         try:
             trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
+        except MisconfigurationException as error:  # such as a callback that needs a logger where there is none
+            raise UserError(" ".join(str(error).split())) from error
         finally:
             self.last.close()
             self.curves.close()
+            close_loggers(others)
 
     def _fresh_state(self, payload: dict) -> dict:
         """The state of this run before its first step, to compare a checkpoint with; without memory for tensors."""
@@ -83,13 +99,21 @@ class Fitting:
             callbacks["Curves"]["losses"] = [0.0] * self.module.config.trainer.devices  # one for each rank
         if isinstance(stored.get("Journal"), dict) and Journal.describes(stored["Journal"].get("events")):
             callbacks["Journal"] = callbacks["Journal"] | {"events": stored["Journal"]["events"]}
+            if "table" not in stored["Journal"]:  # an older version had none
+                del callbacks["Journal"]["table"]
         else:
             callbacks["Journal"] = callbacks["Journal"] | {"events": {"names": "sizes"}}  # like nothing that is stored
+        if "UserValues" in stored:
+            names = stored["UserValues"].get("values") if isinstance(stored["UserValues"], dict) else None
+            callbacks["UserValues"] = {"values": dict.fromkeys(names, 0.0) if isinstance(names, dict) else {}}
         return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()], "callbacks": callbacks}
 
 
 def build_trainer(
-    module: GPTModule, callbacks: list[Callback], plugins: list[ClusterEnvironment | CheckpointIO]
+    module: GPTModule,
+    callbacks: list[Callback],
+    plugins: list[ClusterEnvironment | CheckpointIO],
+    loggers: Sequence[Logger] = (),
 ) -> Trainer:
     """Lightning's trainer, with the callbacks in place of its own printing, logging and checkpointing."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -110,11 +134,14 @@ def build_trainer(
         accumulate_grad_batches=module.plan.accumulation,
         callbacks=callbacks,
         plugins=plugins,  # type: ignore[arg-type]
-        logger=False,
+        logger=loggers,
+        log_every_n_steps=min(settings.log_every, module.plan.total_steps),  # it warns of more
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,  # with the next line, has callbacks expect validations within the epoch
+        val_check_interval=module.plan.validate_every * module.plan.accumulation,
         use_distributed_sampler=False,
     )

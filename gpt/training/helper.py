@@ -15,6 +15,7 @@ from pathlib import Path
 from gpt import hardware
 from gpt.errors import NonFiniteError, UserError, write_line
 from gpt.text.tokenizer import Tokenizer
+from gpt.training.callbacks import load_callbacks
 from gpt.training.config import validate
 from gpt.training.fitting import Fitting
 from gpt.training.plan import Plan
@@ -31,7 +32,7 @@ def train(job: dict) -> None:
     config = validate(job["config"])
     given = Tokenizer.from_dict(job["tokenizer"]) if job["tokenizer"] else None
     corpora = load_corpora(config, given, say=lambda line: None)
-    fitting = Fitting(config, Plan(**job["plan"]), corpora, run_dir)
+    fitting = Fitting(config, Plan(**job["plan"]), corpora, run_dir, callbacks=load_callbacks(job["callbacks"]))
     fitting.run(Ranks(job["rank"], job["port"]), CheckpointFiles(), job["checkpoint"] and Path(job["checkpoint"]))
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from lightning import Callback, Trainer
 
 from gpt.files import sync
-from gpt.training.curves import SUFFIX, Curves
+from gpt.training.curves import SUFFIX, TABLE, Curves
 
 EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10})\.(.+)")  # seconds, then the writer's suffix
 
 
 class Journal(Callback):
-    """Keeps samples.md and TensorBoard's event files in step with the checkpoints.
+    """Keeps samples.md, metrics.csv and TensorBoard's event files in step with the checkpoints.
 
     A checkpoint records how long the files were. Resuming cuts off whatever an interrupted session added after that,
     since the same steps are about to be made again.
@@ -22,8 +22,8 @@ class Journal(Callback):
 
     def __init__(self, run_dir: Path, curves: Curves):
         self._run_dir, self._curves = run_dir, curves
-        self._samples = run_dir / "samples.md"
-        self._sizes: dict = {"samples": 0, "events": []}  # [name, size] of each event file
+        self._files = {"samples": run_dir / "samples.md", "table": run_dir / TABLE}
+        self._sizes: dict = {"samples": 0, "table": 0, "events": []}  # [name, size] of each event file
 
     def _events(self) -> list[Path]:
         """The event files of this run in the order in which TensorBoard reads them; those of others are left alone."""
@@ -35,8 +35,9 @@ class Journal(Callback):
     def on_fit_start(self, trainer: Trainer, module) -> None:
         if not trainer.is_global_zero:
             return
-        if self._samples.exists():
-            os.truncate(self._samples, min(self._sizes["samples"], self._samples.stat().st_size))
+        for name, file in self._files.items():
+            if file.exists():
+                os.truncate(file, min(self._sizes.get(name, 0), file.stat().st_size))
         sizes = self._match()
         for file in self._events():
             if file in sizes:
@@ -74,14 +75,15 @@ class Journal(Callback):
                 file.rename(file.with_name(f"events.out.tfevents.{latest:010d}.{match[2]}"))
 
     def state_dict(self) -> dict:
-        if self._curves.writer is not None:
-            self._curves.writer.flush()
+        if self._curves.writing:
+            if self._curves.writer is not None:
+                self._curves.writer.flush()
             events = self._events()
-            for file in [self._samples, *events]:
+            for file in [*self._files.values(), *events]:
                 if file.exists():
                     sync(file)
-            samples = self._samples.stat().st_size if self._samples.exists() else 0
-            self._sizes = {"samples": samples, "events": [[file.name, file.stat().st_size] for file in events]}
+            self._sizes = {name: file.stat().st_size if file.exists() else 0 for name, file in self._files.items()}
+            self._sizes["events"] = [[file.name, file.stat().st_size] for file in events]
         return self._sizes
 
     def load_state_dict(self, state: dict) -> None:

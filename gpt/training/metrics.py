@@ -36,6 +36,7 @@ class Metrics(StepCallback):
             "val_loss": score.nats_per_token,
             "val_nats_per_byte": score.nats_per_byte,
             "val_bits_per_byte": score.bits_per_byte,
+            "best_val_loss": self._validation.best_loss,
             "best_step": self._validation.best_step,
             "steps": step,
             "tokens": tokens,

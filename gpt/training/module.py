@@ -71,7 +71,9 @@ class GPTModule(LightningModule):
         return torch.nn.utils.get_total_norm([p.grad for p in self._parameters_list if p.grad is not None])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        set_lr(optimizer, lr_factor(self.global_step, self.plan.total_steps, self.config.optim))
+        plan = self.plan
+        factor = lr_factor(self.global_step, plan.total_steps, self.config.optim, plan.extended_at, plan.factor_then)
+        set_lr(optimizer, factor)
         self.grad_norm = self.measure_gradients()
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(self._describe_step())

@@ -69,12 +69,22 @@ def _require_between(key: str, value: float, low: float, high: float, above: boo
         raise ValueError(f"{key}={value} is out of range: it must be {bound} {low:g} and at most {high:g}")
 
 
-def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
+def lr_factor(
+    step: int, total_steps: int, config: OptimConfig, extended_at: int = 0, factor_then: float = 1.0
+) -> float:
     """The fraction of the peak rate for the update that follows `step` earlier ones, in a run of `total_steps`.
 
     It rises during the warm-up (at most half the run), stays at 1, falls from `decay_from` on, and would reach
-    `final_lr` one update after the last.
+    `final_lr` one update after the last. A run that was given a new horizon at step `extended_at`, when its rates had
+    fallen to `factor_then` of the peak, returns from there to the schedule of the new horizon, as fast as in a warm-up:
+    Ibrahim et al. 2024, "Simple and Scalable Strategies to Continually Pre-train Large Language Models".
     """
+    rise = factor_then + (step + 1 - extended_at) / max(1, config.warmup_steps)
+    return min(rise, _scheduled(step, total_steps, config))
+
+
+def _scheduled(step: int, total_steps: int, config: OptimConfig) -> float:
+    """The schedule of a run that trains to its first horizon."""
     warmup = min(config.warmup_steps, total_steps // 2)
     if step < warmup:
         return (step + 1) / warmup

@@ -19,6 +19,8 @@ class Plan:
     accumulation: int  # micro-batches per step, on each device
     automatic: bool = False  # whether the micro-batch may shrink when memory runs out
     validate_every: int = 10**9
+    extended_at: int = 0  # the step at which the run was given a new horizon
+    factor_then: float = 1.0  # the fraction of the peak that its rates had fallen to
 
     def due(self, step: int, every: int) -> bool:
         """Whether an event that happens every so many steps, and at the horizon, happens after this step."""
@@ -44,10 +46,11 @@ def make_plan(config: Config, train_tokens: int, automatic: bool) -> Plan:
     micro_batch = int(config.trainer.micro_batch_size)
     plan = Plan(1, windows, micro_batch, windows // (micro_batch * config.trainer.devices), automatic)
     horizon = parse_horizon(config.horizon)
-    steps = 1 if horizon.unit == "seconds" else _steps(horizon, config.trainer.tokens_per_step, train_tokens)
+    steps = 1 if horizon.unit == "seconds" else steps_of(horizon, config.trainer.tokens_per_step, train_tokens)
     return plan.for_steps(steps, config.trainer.validate_every)
 
 
-def _steps(horizon: Horizon, tokens_per_step: int, train_tokens: int) -> int:
+def steps_of(horizon: Horizon, tokens_per_step: int, train_tokens: int) -> int:
+    """The number of steps of a horizon in steps, tokens or epochs."""
     per_unit = {"steps": 1.0, "tokens": 1 / tokens_per_step, "epochs": train_tokens / tokens_per_step}[horizon.unit]
     return max(1, round(horizon.amount * per_unit))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from gpt.errors import UserError
 from gpt.exchange.assembly import is_finite
 from gpt.text.shards import Corpora
-from gpt.training.config import Config, validate
-from gpt.training.plan import Plan
+from gpt.training.config import Config, parse_horizon, validate
+from gpt.training.optim import lr_factor
+from gpt.training.plan import Plan, steps_of
 
 NEEDED: dict[str, type] = {
     "step": int, "plan": dict, "corpus": dict, "threads": int, "versions": dict, "tokenizer": dict, "state_dict": dict,
@@ -35,8 +36,9 @@ def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
         config, stored = validate(payload["config"]), payload["plan"]
     except UserError as error:
         raise refuse(f"its configuration is invalid ({error})") from None
-    stored = {"validate_every": config.trainer.validate_every} | stored  # older versions did not store it
-    kinds = {field.name: bool if field.name == "automatic" else int for field in fields(Plan)}
+    defaults = {"validate_every": config.trainer.validate_every, "extended_at": 0, "factor_then": 1.0}
+    stored = defaults | stored  # older versions did not store them
+    kinds = {field.name: field.type for field in fields(Plan)}
     if any(type(stored.get(name)) is not kind for name, kind in kinds.items()) or set(stored) != set(kinds):
         raise refuse("its plan is damaged")
     plan = Plan(**stored)
@@ -47,6 +49,8 @@ def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
         raise refuse("its plan does not fit its configuration")
     if not 0 <= payload["step"] <= plan.total_steps:
         raise refuse(f"its step is {payload['step']} of {plan.total_steps}")
+    if not (0.0 <= plan.factor_then <= 1.0 and 0 <= plan.extended_at <= payload["step"]):
+        raise refuse("its plan is damaged")
     if not 1 <= payload["threads"] <= 4096:
         raise refuse(f"its number of threads is {payload['threads']}")
     if not all(isinstance(text, str) for pair in payload["versions"].items() for text in pair):
@@ -66,6 +70,31 @@ def require_same_text(file: Path, payload: dict[str, Any], corpora: Corpora) -> 
                 f"{file}: the {key} was {stored[key]} when the run began and is {present.get(key)} now, so it cannot "
                 f"continue: restore it, or start a new run with init_from={file}"
             )
+
+
+def extended(
+    config: Config, plan: Plan, payload: dict[str, Any], horizon: str, train_tokens: int
+) -> tuple[Config, Plan]:
+    """The configuration and plan of a run that is to train to another horizon than before.
+
+    A horizon in seconds becomes steps at the speed of the run so far. Where the rates have not begun to fall, nothing
+    changes but where they will; otherwise they rise again to the schedule of the new horizon. Raises `UserError` if
+    the run is already there.
+    """
+    step, wanted = payload["step"], parse_horizon(horizon)
+    if wanted.unit == "seconds":
+        steps = round(step * wanted.amount / max(1e-9, payload["callbacks"]["Clock"]["seconds"]))
+        new = f"{steps}steps"
+    else:
+        steps, new = steps_of(wanted, config.trainer.tokens_per_step, train_tokens), horizon
+    if steps <= step:
+        raise UserError(f"horizon={horizon} is {steps} steps, and the run has trained {step}: give a longer horizon")
+    factor = lr_factor(step, plan.total_steps, config.optim, plan.extended_at, plan.factor_then)
+    plan = plan.for_steps(steps, config.trainer.validate_every)
+    if factor < lr_factor(step, steps, config.optim, plan.extended_at, plan.factor_then):
+        plan = replace(plan, extended_at=step, factor_then=factor)
+    before = [*config.earlier_horizons, f"{config.horizon} until step {step}"]
+    return replace(config, horizon=new, earlier_horizons=before), plan
 
 
 def require_like(file: Path, payload: dict[str, Any], fresh: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Create, lock and find run directories, and load their newest checkpoint."""
 
+import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 from filelock import FileLock
 
 from gpt.errors import UserError
-from gpt.exchange.checkpoint import DamagedError, load
+from gpt.exchange.checkpoint import DamagedError, load, save
 from gpt.files import HeldError, hold, link, write_text
+from gpt.text.corpus import DataConfig
 
 _LOCKS: dict[Path, FileLock] = {}  # held as long as the process lives
 
@@ -19,7 +21,7 @@ def make(run_dir: str | None, name: str, config_text: str) -> Path:
 
     Raises `UserError` if `run_dir` cannot be made or holds anything already.
     """
-    wanted = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
+    wanted = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{_safe(name)}"
     made, number = wanted, 2
     while True:
         try:
@@ -35,11 +37,26 @@ def make(run_dir: str | None, name: str, config_text: str) -> Path:
     return made
 
 
+def text_name(data: DataConfig) -> str:
+    """The text's part of a run's name: `book` for book.txt, `book+2` with two other files, else the data's own name."""
+    if not data.paths:
+        return data.name
+    for part in reversed(re.split(r"[/\\]", data.paths[0].partition("?")[0])):
+        part = re.sub(r"\.[A-Za-z]\w{0,7}(\.(gz|bz2|xz|zst))?$", "", part)
+        if name := _safe(part)[:40].strip("_.-+"):
+            return name + (f"+{len(data.paths) - 1}" if len(data.paths) > 1 else "")
+    return data.name
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", name, flags=re.ASCII)
+
+
 def require_empty(run_dir: Path) -> None:
     """Raise `UserError` if a directory holds a run, or anything else that a run could harm."""
     if (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/*.ckpt")):
         raise UserError(f"run_dir={run_dir} already holds a run: choose another, or continue it with resume=")
-    if run_dir.is_dir() and any(file.name != ".lock" for file in run_dir.iterdir()):
+    if run_dir.is_dir() and any(not file.name.startswith((".lock", ".config.yaml.")) for file in run_dir.iterdir()):
         raise UserError(f"run_dir={run_dir} is not empty: choose another, since a run needs a directory of its own")
 
 
@@ -88,6 +105,16 @@ def make_last(run_dir: Path, newest: Path) -> None:
         if last.exists():
             link(last, run_dir / "checkpoints/previous.ckpt")
         link(newest, last)
+
+
+def amend(run_dir: Path, payload: dict[str, Any], config_text: str) -> Path:
+    """Save a run's last checkpoint and config.yaml anew, with the same state and another configuration."""
+    last = run_dir / "checkpoints/last.ckpt"
+    if last.exists():
+        link(last, run_dir / "checkpoints/previous.ckpt")
+    save(payload, last)
+    write_text(run_dir / "config.yaml", config_text)
+    return last
 
 
 def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:

@@ -7,9 +7,8 @@ from lightning import Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from gpt.errors import NonFiniteError, UserError
-from gpt.exchange.checkpoint import load, save
+from gpt.exchange.checkpoint import PLAIN, load, save
 from gpt.files import link
-from gpt.sampling.scoring import Score
 from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
 from gpt.training.signals import StopSignals
@@ -18,20 +17,21 @@ from gpt.training.validation import Validation
 
 
 class BestCheckpoint(StepCallback):
-    """Saves best.ckpt whenever a validation is the best so far."""
+    """Saves best.ckpt after each step whose validation is the best so far."""
 
-    def __init__(self, run_dir: Path, validation: Validation):
-        self._file, self._validation = run_dir / "checkpoints/best.ckpt", validation
+    def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
+        self._file, self._clock, self._validation = run_dir / "checkpoints/best.ckpt", clock, validation
 
-    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if self._validation.best_step == step:
-            trainer.save_checkpoint(self._file)
+            with self._clock.paused():
+                trainer.save_checkpoint(self._file)
 
 
 class LastCheckpoint(StepCallback):
-    """Saves last.ckpt at intervals, at the horizon, on a stop signal, and when something fails between two updates.
+    """Saves last.ckpt at intervals, at the end, on a stop signal, and when something fails between two updates.
 
-    The checkpoint before it stays as previous.ckpt.
+    The checkpoint before it stays as previous.ckpt, and those of every `keep_every` steps under names of their own.
     """
 
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
@@ -59,9 +59,12 @@ class LastCheckpoint(StepCallback):
         if received and step < module.plan.total_steps:
             self.stopped_by = received
             trainer.should_stop = True
-        if late or self.stopped_by or module.plan.due(step, settings.checkpoint_every):
+        keep = settings.keep_every and step % settings.keep_every == 0
+        if late or keep or trainer.should_stop or module.plan.due(step, settings.checkpoint_every):
             with self._clock.paused():
                 self._save(trainer, module, step)
+                if keep and trainer.is_global_zero:
+                    link(self._run_dir / "checkpoints/last.ckpt", self._run_dir / f"checkpoints/step-{step:08d}.ckpt")
 
     def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
         ours = isinstance(exception, UserError | NonFiniteError | SystemExit)
@@ -96,6 +99,12 @@ class CheckpointFiles(CheckpointIO):
         self.loaded = loaded
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        for name, state in checkpoint.get("callbacks", {}).items():
+            if foreign := _foreign(state):
+                raise UserError(
+                    f"callback {name}: its state holds a {foreign}, and checkpoints hold plain types and tensors only: "
+                    "change its state_dict"
+                )
         save(checkpoint, Path(path))
 
     def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
@@ -104,3 +113,11 @@ class CheckpointFiles(CheckpointIO):
 
     def remove_checkpoint(self, path) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+def _foreign(state: object) -> str:
+    """The first type within the state of a callback that no checkpoint is read with; empty if there is none."""
+    if type(state) not in PLAIN:
+        return f"{type(state).__module__}.{type(state).__qualname__}"
+    inner = [*state, *state.values()] if isinstance(state, dict) else state if isinstance(state, list | tuple) else []
+    return next(filter(None, map(_foreign, inner)), "")

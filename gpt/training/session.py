@@ -9,6 +9,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,17 @@ from gpt import hardware
 from gpt.errors import UserError, write_line
 from gpt.exchange import checkpoint
 from gpt.exchange.opening import open_model
+from gpt.files import write_text
 from gpt.text.compressed import xz_bits_per_byte
 from gpt.text.corpus import pinned
 from gpt.text.prepare import TooShortError, prepare
+from gpt.text.prompts import prompts_from
 from gpt.text.shards import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
-from gpt.training.resuming import read_plan, require_same_text
+from gpt.training.resuming import extended, read_plan, require_same_text
 
 if TYPE_CHECKING:
     from lightning import Callback
@@ -86,6 +89,7 @@ class Session:
         `run_dir` is the directory of a run that was stopped before its first checkpoint.
         """
         refuse_launchers()
+        require_loggers(config)
         if run_dir is None and config.run_dir:
             runs.require_empty(Path(config.run_dir))
         start, given = Start(), None
@@ -96,6 +100,8 @@ class Session:
         config = decide_hardware(config)
         config = dataclasses.replace(config, data=pinned(config.data, _cache(config)))
         corpora = load_corpora(config, given)
+        if config.data.prompts is None:
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=prompts_from(corpora)))
         plan = make_plan(config, corpora.train_tokens, automatic)
         if parse_horizon(config.horizon).unit == "seconds":
             config, plan = _measured(config, plan, corpora)
@@ -103,42 +109,64 @@ class Session:
         return cls(config, plan, corpora, given, run_dir, start)
 
     @classmethod
-    def resume(cls, path: str) -> "Session | None":
-        """Prepare to continue a run from its newest checkpoint or the named one; None if it is complete."""
+    def resume(cls, path: str, horizon: str | None = None) -> "Session | None":
+        """Prepare to continue a run from its newest checkpoint or the named one; None if it is complete.
+
+        With `horizon`, the run trains until then, whether it is complete or not.
+        """
         refuse_launchers()
         run_dir = runs.directory(path)
         runs.lock(run_dir)
         found = runs.load_newest(run_dir, warn)
         if found is None:
             say(f"{run_dir} has no checkpoint yet: beginning at its first step")
-            return cls.begin(read(run_dir / "config.yaml"), run_dir=run_dir)
+            config = read(run_dir / "config.yaml")
+            if horizon:
+                config = dataclasses.replace(config, horizon=horizon)
+                write_text(run_dir / "config.yaml", to_yaml(config))
+            return cls.begin(config, run_dir=run_dir)
         file, payload = found
         _refuse_going_back(Path(path), run_dir, file, payload.get("step"))
         config, plan = read_plan(file, payload)
         require_devices(config)
+        require_loggers(config)
         given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
         corpora = load_corpora(config, given)
         require_same_text(file, payload, corpora)
+        if horizon and horizon != config.horizon:
+            before, (config, plan) = plan, extended(config, plan, payload, horizon, corpora.train_tokens)
+            say(f"extending the run from {before.total_steps} steps to {plan.total_steps}")
+            payload |= {"config": to_plain(config), "plan": dataclasses.asdict(plan)}
+            file = runs.amend(run_dir, payload, to_yaml(config))
         if payload["step"] == plan.total_steps:
             runs.make_last(run_dir, file)
             done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
-            say(f"{done}; init_from={run_dir} starts a new run from it")
+            say(f"{done}; to train it longer, add horizon=; init_from={run_dir} starts a new run from it")
+            return None
+        if not horizon and _has_stopped_early(config, plan, payload):
+            done = f"{run_dir} is complete: it stopped early at step {payload['step']}, by patience={config.patience}"
+            say(f"{done}; to train it longer, add horizon=; init_from={run_dir} starts a new run from it")
             return None
         _warn_of_versions(payload)
         say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
         start = Start(file, payload, threads=payload["threads"])
         return cls(config, plan, corpora, given, run_dir, start)
 
-    def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
+    def fit(self, callbacks: Sequence["Callback"] = (), names: Sequence[str] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
 
-        `callbacks` are Lightning's, for rank 0. A stop signal ends the training after a step and a checkpoint, with
-        `SystemExit` and the exit code 128 + signal.
+        `callbacks` are Lightning's, and `names` the `module:name` of each, by which other ranks import them. A stop
+        signal ends the training after a step and a checkpoint, with `SystemExit` and the exit code 128 + signal.
         """
+        if callbacks and not names and self.config.trainer.devices > 1:
+            raise UserError(
+                f"trainer.devices={self.config.trainer.devices}: callbacks must exist in every process: give `fit` the "
+                "module:name of each as well, or train on one device"
+            )
         hardware.keep_freed_memory()
         while True:
             try:
-                self._fit_once(callbacks)
+                self._fit_once(callbacks, names)
                 return
             except Exception as error:
                 if not hardware.is_out_of_memory(error):
@@ -152,7 +180,7 @@ class Session:
                 self._start.weights = open_model(self.config.init_from)[0].state_dict()
             del newest
 
-    def _fit_once(self, callbacks: Sequence["Callback"]) -> None:
+    def _fit_once(self, callbacks: Sequence["Callback"], names: Sequence[str]) -> None:
         from gpt.training.fitting import Fitting
         from gpt.training.processes import together
         from gpt.training.saving import CheckpointFiles
@@ -165,6 +193,7 @@ class Session:
             "checkpoint": start.file and str(start.file),
             "tokenizer": self._given and self._given.to_dict(),
             "threads": start.threads,
+            "callbacks": list(names),
         }
         with together(trainer.devices, job) as ranks:
             files = CheckpointFiles(start.payload)
@@ -179,6 +208,17 @@ class Session:
             say(f"stopped at step {fitting.module.global_step}; continue with: python train.py resume={self.run_dir}")
             sys.exit(128 + fitting.last.stopped_by)
         self.metrics = fitting.metrics.latest
+        if step := fitting.early.step:
+            stopped = f"stopped early at step {step} of {self.plan.total_steps}"
+            if fitting.early.by_patience:
+                best = fitting.validation.best_step
+                say(
+                    f"{stopped}: validation has not improved {self.config.patience} times in a row, since step {best}. "
+                    f"The learning rates had not finished falling: a shorter horizon, such as {best}steps, should do "
+                    "better"
+                )
+            else:
+                say(f"{stopped}, as a callback asked; to go on regardless: python train.py resume={self.run_dir}")
 
     def _use_less_memory(self) -> None:
         """Take half the micro-batch, or raise `UserError` if that is not ours to decide."""
@@ -211,10 +251,11 @@ class Session:
             say(f"of it {name}: {part['epochs']:.2f} epochs, {part['val_bits_per_byte']:.4f} bits per byte")
         if figures["best_step"] != figures["steps"]:
             say(f"validation was best at step {figures['best_step']}; best.ckpt is the model of that step")
-        prompt = (self.config.data.prompts or [""])[-1]
+        prompt = ((self.config.data.prompts or [""])[-1].splitlines() or [""])[0]
+        option = f"--prompt{'=' if prompt.startswith('-') else ' '}{quote(prompt)}"
         say(
             f"\nthe run:    {self.run_dir}\n"
-            f"sample it:  python generate.py --checkpoint {quote(str(self.run_dir))} --prompt {quote(prompt)}\n"
+            f"sample it:  python generate.py --checkpoint {quote(str(self.run_dir))} {option}\n"
             f"its curves: tensorboard --logdir {quote(str(self.run_dir.parent))}"
         )
 
@@ -228,6 +269,13 @@ def refuse_launchers() -> None:
                 f"{variable}={count}: {launcher} has started several processes, which is not supported; "
                 f"start one on this machine, with trainer.devices={count} for as many devices"
             )
+
+
+def require_loggers(config: Config) -> None:
+    """Raise `UserError` if a logger needs a package that is not installed."""
+    for name in {"wandb", "mlflow"}.intersection(config.logger):
+        if find_spec(name) is None:
+            raise UserError(f"logger={name} needs a package that is not installed: pip install {name}")
 
 
 def load_corpora(config: Config, given: Tokenizer | None = None, say: Say = say) -> Corpora:
@@ -311,6 +359,13 @@ def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: ob
             f"{named} is of step {step}, and the run has gone on to step {newest_step}: continue it with "
             f"resume={run_dir}, or start a new run from this file with init_from={named}"
         )
+
+
+def _has_stopped_early(config: Config, plan: Plan, payload: dict[str, Any]) -> bool:
+    from gpt.training.early_stop import out_of_patience
+
+    best_step = (payload["callbacks"].get("Validation") or {}).get("best_step")  # checked as a whole later
+    return type(best_step) is int and out_of_patience(config.patience, plan, payload["step"], best_step)
 
 
 def _warn_of_versions(payload: dict[str, Any]) -> None:

@@ -22,23 +22,28 @@ TOKENS_AT_ONCE = 4096
 class Validation(StepCallback):
     """Scores the whole validation text, shared out among the ranks, and remembers the best score so far.
 
-    Every `StepCallback` of the trainer then gets `on_validated`, and `trainer.callback_metrics` has `val/loss`.
+    Every `StepCallback` of the trainer then gets `on_validated`, and others Lightning's `on_validation_end`, for which
+    `trainer.callback_metrics` has `val/loss`.
     """
 
     def __init__(self, run_dir: Path, clock: Clock):
         self._run_dir, self._clock = run_dir, clock
         self.best_loss, self.best_step = math.inf, -1
         self.latest: Score | None = None
+        self.latest_step = -1
         self.by_corpus: list[Score] = []  # in the order of `Corpora.sources`
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        if not module.plan.due(step, module.plan.validate_every):
-            return
+        if module.plan.due(step, module.plan.validate_every):
+            self.validate(trainer, module, step)
+
+    def validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        """Score the model after `step`, and tell the other callbacks."""
         require_present(self._run_dir)
         module.require_finite_weights()
         with self._clock.paused():
             self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]
-            self.latest = sum_of(self.by_corpus)
+            self.latest, self.latest_step = sum_of(self.by_corpus), step
             if not math.isfinite(self.latest.nats_per_token):
                 raise NonFiniteError(f"step {step}: the validation loss is {self.latest.nats_per_token}; {REMEDY}")
             if self.latest.nats_per_token < self.best_loss:
@@ -47,6 +52,9 @@ class Validation(StepCallback):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, StepCallback):
                     callback.on_validated(trainer, module, step, self.latest)
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                callback.on_validation_epoch_end(trainer, module)
+                callback.on_validation_end(trainer, module)
 
     def _score(self, trainer: Trainer, module: GPTModule, source: Shards) -> Score:
         T = module.config.model.context_length

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import resource
 import shutil
 import time
@@ -90,6 +91,142 @@ def test_half_precision_becomes_single(saved, folder):
     state, full = load_directory(folder).state_dict(), load_directory(saved).state_dict()
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert all(torch.equal(state[name], full[name].half().float()) for name in full)
+
+
+def write_index(folder: Path, suffix: str) -> list[Path]:
+    """Turn the weights into two shards with an index, as `transformers` does for large models, and return them."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    stem, shards, index = ("model" if suffix == "safetensors" else "pytorch_model"), [], {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        shards.append(folder / f"{stem}-{number:05d}-of-00002.{suffix}")
+        write = save_file if suffix == "safetensors" else torch.save
+        write({name: weights[name] for name in part}, shards[-1])
+        index |= dict.fromkeys(part, shards[-1].name)
+    content = {"metadata": {}, "weight_map": index}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(content))
+    (folder / "model.safetensors").unlink()
+    return shards
+
+
+def is_same(folder: Path, saved: Path) -> bool:
+    """Whether two directories hold the same weights, bit for bit."""
+    state, expected = load_directory(folder).state_dict(), load_directory(saved).state_dict()
+    return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards(saved, folder, suffix):
+    """Weights in several files, as the index says; the names in it lead nowhere else."""
+    shards = write_index(folder, suffix)
+    assert is_same(folder, saved)
+    outside = folder.parent / shards[0].name
+    shards[0].rename(outside)
+    assert refusal(folder).endswith(f"(its shard {shards[0].name!r} is missing, or not in this folder)")
+    index = next(folder.glob("*.index.json"))
+    for name in (f"../{outside.name}", str(outside), ".."):
+        index.write_text(index.read_text().replace(f'"{shards[0].name}"', json.dumps(name)))
+        assert f"its shard {name!r} is missing, or not in this folder" in refusal(folder)
+        index.write_text(index.read_text().replace(json.dumps(name), f'"{shards[0].name}"'))
+    for content in ("[]", "{", "{}", '{"weight_map": {"a": 7}}'):
+        index.write_text(content)
+        assert refusal(folder).startswith(f"{folder}: cannot be read as a Hugging Face model")
+
+
+def test_saved_in_shards(saved, tmp_path):
+    """The shards of `transformers` itself."""
+    make_theirs().save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    assert is_same(tmp_path, saved)
+
+
+def test_pickled_weights(saved, folder):
+    """An old pytorch_model.bin, with the masks and the copy of the embedding that such files have."""
+    state = make_theirs().state_dict()
+    assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool)
+    state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    (folder / "model.safetensors").unlink()
+    for zipped in (True, False):
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        assert is_same(folder, saved)
+
+
+class Bomb:
+    """What runs when it is unpickled, unless nothing does."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("how", ["pickle", "archive", "shard"])
+def test_pickled_code(folder, tmp_path, how):
+    """A .bin with code in it is refused, and the code is never run."""
+    content = {"transformer.wte.weight": Bomb(tmp_path / "ran")}
+    file = folder / "pytorch_model.bin"
+    if how == "shard":
+        file = write_index(folder, "bin")[0]
+    else:
+        (folder / "model.safetensors").unlink()
+    if how == "pickle":
+        file.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, file)
+    line = f"({file.name} holds objects other than tensors, which are never loaded)"
+    assert refusal(folder) == f"{folder}: cannot be read as a Hugging Face model {line}"
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(content))  # it would have
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([torch.ones(2)], "holds something other than tensors with names"),
+        ({"transformer.wte.weight": 7}, "holds something other than tensors with names"),
+        ({"transformer.wte.weight": torch.ones(1).expand(10**9)}, "holds something other than tensors with names"),
+        ({"transformer.wpe.weight": torch.ones(2)}, "lack 'wte.weight'"),
+        (b"", "cannot be read"),
+        (b"2 3 5 7", "cannot be read"),
+    ],
+    ids=["list", "number", "larger-than-the-file", "incomplete", "empty", "text"],
+)
+def test_odd_pickles(folder, content, reason):
+    """A .bin that holds something else."""
+    (folder / "model.safetensors").unlink()
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    assert reason in refusal(folder)
+
+
+def test_stored_head(saved, folder):
+    """A head in the file must be the embedding; `tie_word_embeddings: false` is then no matter."""
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["transformer.wte.weight"]
+    change_config(folder, tie_word_embeddings=False)
+    assert "its tie_word_embeddings is False, and it has no lm_head.weight" in refusal(folder)
+    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    assert is_same(folder, saved)
+    changed = embedding.clone()
+    changed[VOCAB - 1, 0] += 1
+    for head in (changed, embedding[:-1].clone(), embedding.double()):
+        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+        assert "have an lm_head.weight other than wte.weight" in refusal(folder)
+
+
+def test_without_biases(folder):
+    """`qkv_bias: false` is ours, and true only of a model whose biases are zero."""
+    change_config(folder, qkv_bias=False)
+    assert "its qkv_bias is false, and it has such biases" in refusal(folder)
+    weights = load_file(folder / "model.safetensors")
+    zero = {name: torch.zeros_like(w) for name, w in weights.items() if name.endswith("c_attn.bias")}
+    save_file(weights | zero, folder / "model.safetensors")
+    model = load_directory(folder)
+    assert not model.config.qkv_bias
+    assert "blocks.0.attention.W_qkv.bias" not in model.state_dict()
 
 
 def test_file_may_be_replaced(folder):

@@ -1,11 +1,16 @@
 """One way to open a model or a tokenizer: which file a path stands for, and what is refused in one line."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.errors import UserError
+from gpt.exchange import huggingface
 from gpt.exchange.checkpoint import save
 from gpt.exchange.opening import find_checkpoint, open_model, open_tokenizer
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
@@ -138,6 +144,131 @@ def test_find_huggingface(tmp_path):
     assert find_checkpoint(folder) == find_checkpoint(str(folder)) == folder
 
 
+def test_find_by_name(tmp_path, monkeypatch):
+    """A name is that of a run, unless there is a path of that name; a name below runs/ is not looked up on the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface, "download", lambda name: pytest.fail("looked up"))
+    run = make_run(Path("runs"), "gpt2", "best")
+    assert find_checkpoint("gpt2") == run / "checkpoints/best.ckpt"
+    write_huggingface(Path("gpt2"))
+    assert find_checkpoint("gpt2") == Path("gpt2")
+    Path("models").mkdir()
+    for name in ("runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b", "typo" * 1009 + "/"):
+        assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory"
+
+
+# --- the hub ---
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A Hugging Face hub with the models in a folder, at two names each: what `snapshot_download` asks of one."""
+
+    folder: Path
+    asked: ClassVar[list[str]] = []
+    commit = "23" * 20
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        place = urlsplit(self.path).path
+        self.asked.append(place)
+        name, _, rest = (
+            place.removeprefix("/api/models").lstrip("/").replace("/resolve/", "/revision/").partition("/revision/")
+        )
+        name = name.split("/tree/")[0]
+        files = {file.name: file.read_bytes() for file in (self.folder / name).glob("*")}
+        content, headers = b"", {"X-Repo-Commit": self.commit}
+        if not files:
+            headers["X-Error-Code"] = "RepoNotFound"
+        elif "/tree/" in place:
+            entries = [{"type": "file", "path": k, "size": len(v), "oid": k} for k, v in files.items()]
+            content = json.dumps(entries).encode()
+        elif place.startswith("/api"):
+            content = json.dumps({"id": name, "sha": self.commit, "siblings": []}).encode()
+        else:
+            content = files[rest.split("/")[-1]]
+            headers["ETag"] = '"' + hashlib.sha256(content).hexdigest() + '"'
+        self.send_response(200 if files else 404)
+        for key, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """The environment of a process that knows a hub of ours, and no other."""
+    Hub.folder = tmp_path / "hub"
+    Hub.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cache = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+        yield os.environ | cache | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+        server.shutdown()
+
+
+def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
+    """Open a model in a process of its own, since the hub's address is read once."""
+    code = (
+        "import sys; from gpt.errors import command_line; from gpt.exchange.opening import open_model\n"
+        "with command_line('opening'): print(open_model(sys.argv[1])[0].num_parameters())"
+    )
+    return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_hub(tmp_path, hub, suffix):
+    """A name is downloaded, once, and no more than is needed: pickled weights only if there are no others."""
+    torch.manual_seed(31)
+    theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16))
+    theirs.save_pretrained(tmp_path / "hub/tiny/model")
+    torch.save(theirs.state_dict(), tmp_path / "hub/tiny/model/pytorch_model.bin")
+    (tmp_path / "hub/tiny/model/modeling.py").write_text("raise SystemExit('run')")
+    if suffix == "bin":
+        (tmp_path / "hub/tiny/model/model.safetensors").unlink()
+    done = open_apart("tiny/model", hub)
+    assert (done.returncode, done.stdout) == (0, f"{theirs.num_parameters()}\n"), done.stderr
+    fetched = {place.split("/")[-1] for place in Hub.asked if "/resolve/" in place}
+    assert fetched == {"config.json", "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"}
+    done = open_apart("tiny/model", hub | {"HF_HUB_OFFLINE": "1"})
+    assert (done.returncode, done.stdout) == (0, f"{theirs.num_parameters()}\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_hub_refusals(tmp_path, hub):
+    """Another architecture, a name that the hub does not know, no name at all, no network: one line each."""
+    (tmp_path / "hub/other").mkdir(parents=True)
+    write_huggingface(tmp_path / "hub/other/model", model_type="llama")
+    (tmp_path / "hub/other/model/model.safetensors").write_text("2 3 5 7")
+    done = open_apart("other/model", hub)
+    assert done.stderr.endswith(": its model_type is 'llama', and only 'gpt2' is supported\n")
+    assert not any(place.endswith("model.safetensors") for place in Hub.asked)
+    start = "there is no such path or run, and the Hugging Face hub"
+    nowhere = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    for name, env, reason in (
+        ("no/model", hub, "has no such model, or none that you may read: check the name\n"),
+        ("a..b", hub, "has no such model, or none that you may read: check the name\n"),
+        ("tiny/model", nowhere, "cannot be reached ("),
+        ("tiny/model", hub | {"HF_HUB_OFFLINE": "1"}, "cannot be reached ("),
+    ):
+        done = open_apart(name, env)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert done.stderr.startswith(f"opening: {name}: {start} {reason}")
+
+
+def test_hub_without_its_library(monkeypatch):
+    """Without the library, the line says what to install."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    line = "no/model: neither a path nor a run; for the hub's models: pip install huggingface_hub"
+    assert refusal(huggingface.download, "no/model") == line
+
+
 # --- models ---
 
 
@@ -176,9 +307,7 @@ def test_open_model_refusals(tmp_path):
     write_checkpoint(file, byte_tokenizer().to_dict())
     assert refusal(open_model, file).startswith(f"{file}: the checkpoint's tokenizer, configuration and weights do not")
     folder = write_huggingface(tmp_path / "theirs", vocab_size=101)
-    message = refusal(open_model, folder)
-    assert message.startswith(f"{folder}: its model_type is 'gpt2' and its vocab_size 101; ")
-    assert message.endswith("only 'gpt2' with GPT-2's vocabulary of 50257 tokens is supported")
+    assert refusal(open_model, folder) == f"{folder}: its vocab_size is 101, and GPT-2's own tokenizer has 50257 tokens"
 
 
 # --- tokenizers ---
@@ -221,18 +350,17 @@ def test_open_tokenizer_of_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"model_type": "llama"}, "'llama' and its vocab_size 50257"),
-        ({"vocab_size": 50265}, "'gpt2' and its vocab_size 50265"),
-        ({"vocab_size": None}, "'gpt2' and its vocab_size None"),
-        ({"model_type": None}, "None and its vocab_size 50257"),
+        ({"model_type": "llama"}, "model_type is 'llama', and only 'gpt2' is supported"),
+        ({"model_type": None}, "model_type is None, and only 'gpt2' is supported"),
+        ({"vocab_size": 50265}, "vocab_size is 50265, and GPT-2's own tokenizer has 50257 tokens"),
+        ({"vocab_size": None}, "vocab_size is None, and GPT-2's own tokenizer has 50257 tokens"),
     ],
 )
 @pytest.mark.parametrize("act", [open_tokenizer, open_model])
 def test_other_huggingface_models(tmp_path, act, changes, found):
     """A Hugging Face directory of another model, or with another vocabulary, before its weights are looked at."""
     folder = write_huggingface(tmp_path / "theirs", **changes)
-    supported = "only 'gpt2' with GPT-2's vocabulary of 50257 tokens is supported"
-    assert refusal(act, folder) == f"{folder}: its model_type is {found}; {supported}"
+    assert refusal(act, folder) == f"{folder}: its {found}"
 
 
 @pytest.mark.parametrize("content", ["[]", "[7]", "{", "", "null", '"gpt2"'])

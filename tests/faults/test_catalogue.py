@@ -29,6 +29,7 @@ from harness import (
     ROOT,
     TINY,
     Process,
+    StopAt,
     command,
     differences,
     tiny_config,
@@ -39,18 +40,6 @@ from harness import (
 )
 
 STOP = 37
-
-
-class StopAt(Callback):
-    """Sends this process a signal, once, after some step."""
-
-    def __init__(self, step: int, number: signal.Signals = signal.SIGTERM):
-        self.step, self.number, self.sent = step, number, False
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if trainer.global_step == self.step and not self.sent:
-            self.sent = True
-            os.kill(os.getpid(), self.number)
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +371,7 @@ LONG = "x" * 300
     [
         (f"run_dir={LONG}", "File name too long"),
         (f"resume={LONG}", "File name too long"),
-        (f"init_from={LONG}", "File name too long"),
+        (f"init_from={LONG}", "there is no such checkpoint or run directory"),
         (f"data.cache={LONG}", "File name too long"),
         ("horizon=99999999999999Msteps", "steps are out of range: they must be at most 1,000,000,000,000"),
         ("horizon=999999999999999epochs", "steps are out of range"),

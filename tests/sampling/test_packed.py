@@ -135,7 +135,7 @@ def test_choice():
     """`auto` is fp32 for a small model on a CPU and bf16 for a large one where that is fast; other names are kept."""
     small = make_model()
     with torch.device("meta"):
-        large = GPT(GPTConfig())
+        large = GPT(GPTConfig(1024, 768, 12, 12))
     assert large.num_parameters() > BF16_FROM
     assert choose_sampling_precision("auto", small, "bf16") == "fp32"
     assert choose_sampling_precision("auto", large, "bf16") == "bf16"

@@ -1,6 +1,8 @@
 """Scoring: a text's loss against slow sums and numbers by hand."""
 
+import io
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -8,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.scoring import Score, score, sum_of
+from gpt.sampling import scoring
+from gpt.sampling.scoring import Score, continuation_nats, score, strided_score, sum_of
 from gpt.text.batches import validation_batches
 
 VOCAB, CONTEXT = 101, 13
@@ -105,3 +109,59 @@ def test_sum_of():
     """Nats, tokens and bytes of several texts add up."""
     assert sum_of([Score(2.5, 3, 5), Score(0.5, 7, 11)]) == Score(3.0, 10, 16)
     assert sum_of(iter([Score(2.5, 3, 5)])) == Score(2.5, 3, 5)
+
+
+def slow_nats(model: GPT, context: Tensor, target: Tensor) -> float:
+    """The nats of one token after a context (T,)."""
+    with torch.no_grad():
+        return F.cross_entropy(model(context[None])[0, -1], target).item()
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5, 11, 12])
+@pytest.mark.parametrize("length", [2, 12, 13, 14, 59])
+def test_strided_score_equals_a_slow_sum(stride, length):
+    """Every token but the first counts once, after what its window holds before it: the context less the stride."""
+    model, tokens, nats, end = make_model(), make_idx(1, length)[0], 0.0, 1
+    for start in range(0, length, stride):
+        for i in range(end, min(start + CONTEXT, length)):
+            assert start == 0 or i - start >= CONTEXT - stride
+            nats += slow_nats(model, tokens[start:i], tokens[i])
+        end = max(end, start + CONTEXT)
+    result = strided_score(model, tokens.numpy(), 211, stride)
+    assert (result.tokens, result.bytes) == (length - 1, 211)
+    assert result.nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_stride_of_the_whole_context():
+    """Then the windows are those of validation, and the score is the same to the bit."""
+    model, tokens = make_model(), make_idx(1, 59)[0].numpy()
+    assert strided_score(model, tokens, 211, CONTEXT) == score(
+        model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE), 211
+    )
+
+
+def test_progress(monkeypatch):
+    """A bar on terminals, which leaves nothing on the screen; elsewhere none."""
+    model, tokens = make_model(), make_idx(1, 4099)[0].numpy()
+    monkeypatch.setattr(scoring, "tqdm", lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0})))
+    for is_terminal in (True, False):
+        screen = io.StringIO()
+        screen.isatty = lambda answer=is_terminal: answer  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stderr", screen)
+        strided_score(model, tokens, 211, CONTEXT)
+        assert ("| 2/2 [" in screen.getvalue()) == is_terminal
+        assert not screen.getvalue().split("\r")[-2 * is_terminal :][0].strip()
+
+
+def test_continuation_nats_equals_a_slow_sum():
+    """The nats of the ends of rows of several lengths, alone and together, up to the model's whole context."""
+    model, rows = make_model(), []
+    for length, count in ((2, 1), (7, 3), (CONTEXT + 1, 1), (CONTEXT + 1, CONTEXT), (5, 4)):
+        rows.append((make_idx(1, length)[0].tolist(), count))
+    slow = []
+    for ids, count in rows:
+        row = torch.tensor(ids)
+        slow.append(sum(slow_nats(model, row[:i], row[i]) for i in range(len(ids) - count, len(ids))))
+    assert continuation_nats(model, rows) == pytest.approx(slow, rel=1e-5)
+    assert [continuation_nats(model, [row])[0] for row in rows] == pytest.approx(slow, rel=1e-5)
+    assert len({round(nats, 3) for nats in slow}) == len(rows)

@@ -21,7 +21,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -922,30 +921,3 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     characters, growth = map(int, ended.stdout.split())
     assert characters >= MEGABYTES << 20
     assert growth < 48_000_000
-
-
-# --- the prompts ---
-
-
-@pytest.mark.parametrize(
-    ("paths", "prompts"),
-    [
-        (["a.txt", "b.txt"], [""]),
-        (["tinyshakespeare", "b.txt"], [""]),
-        (["python_docs", "b.txt"], ["", "Return a list of"]),
-        (["b.txt", "python_stdlib"], ["", "Return a list of"]),
-    ],
-)
-def test_prompts_of_a_mixture(paths, prompts):
-    """Python's own only where Python's corpora are in it; prompts that are given always count."""
-    assert DataConfig("mix", paths, [1, 2]).prompts == prompts
-    assert DataConfig("mix", paths, [1, 2], prompts=["Once"]).prompts == ["Once"]
-    assert DataConfig("mix", paths, [1, 2], prompts=[]).prompts == []
-    assert DataConfig("text", paths[1]).prompts == [""]
-
-
-def test_shipped_prompts_of_a_mixture():
-    """configs/data/mix.yaml leaves them to its corpora, so that own texts are not sampled with Python's."""
-    shipped = yaml.safe_load((ROOT / "configs/data/mix.yaml").read_text())
-    assert DataConfig(**shipped).prompts == ["", "Return a list of"]
-    assert DataConfig(**shipped | {"path": ["a.txt", "b.txt"]}).prompts == [""]

@@ -94,15 +94,15 @@ def test_shipped_config(choice):
 
 
 def test_defaults_hold_every_key():
-    """So that each key can be set without a plus, and none is there that the dataclasses lack."""
+    """So that each key can be set without a plus, and none is there that the dataclasses lack, but for `callbacks`."""
     plain = OmegaConf.to_container(composed())
-    assert leaves(plain).keys() == leaves(to_plain(Config())).keys()
+    assert leaves(plain).keys() == leaves(to_plain(Config())).keys() | {"callbacks"}
 
 
 def test_experiments_choose_their_groups():
     """What an experiment says of other groups holds, and the command line has the last word."""
     config = validate(composed("experiment=gpt2_small"))
-    assert (config.model, config.tokenizer.name) == (ModelConfig(), "gpt2")
+    assert (config.model, config.tokenizer.name) == (ModelConfig(1024, 768, 12, 12), "gpt2")
     config = validate(composed("experiment=gpt2_small", "model=mini", "tokenizer=byte", "optim.lr=0.5"))
     assert (config.model.d_model, config.tokenizer.name, config.optim.lr) == (128, "byte", 0.5)
     assert validate(composed("experiment=finetune")).optim.name == "adamw"
@@ -198,6 +198,15 @@ def test_mistakes_that_hydra_refuses(override, message):
     assert re.search(message, line)
 
 
+def test_experiment_without_its_first_line(tmp_path):
+    """One that chooses groups fails in Hydra, which then names neither the file's fault nor the remedy."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# mine\n# @package _global_\ndefaults:\n  - override /data: text\n")
+    with pytest.raises(HydraException) as caught:
+        composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+    assert train.describe(caught.value) == "an experiment file must begin with the line: # @package _global_"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -281,9 +290,11 @@ def test_interpolation_is_a_mistake_of_the_user():
         validate(OmegaConf.create({"data": {"prompts": ["${nowhere}"]}}))
 
 
-@pytest.mark.parametrize("text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\"])
+@pytest.mark.parametrize(
+    "text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\", "???"]
+)
 def test_stored_configurations_are_literal(text, tmp_path):
-    """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment."""
+    """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment, nor be missing."""
     config = validate({"data": {"prompts": [text]}})
     assert config.data.prompts == [text]
     (tmp_path / "config.yaml").write_text(to_yaml(config))

@@ -1,10 +1,13 @@
 """Run directories: made, found, locked; and the newest intact checkpoint of one."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpt.errors import UserError
+from gpt.text.corpus import DataConfig
 from gpt.training import runs
 
 
@@ -29,6 +32,51 @@ def test_names_do_not_collide(tmp_path, monkeypatch):
     assert len({folder.name for folder in made}) == 3
     assert all(folder.parent.name == "runs" and "_text-mini" in folder.name for folder in made)
     assert "=" not in "".join(folder.name for folder in made)
+
+
+def test_names_do_not_collide_in_parallel(tmp_path, monkeypatch):
+    """Neither do those that begin together, which only one of them can have made."""
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(7) as pool:
+        made = list(pool.map(lambda _: runs.make(None, "text-mini", ""), range(31)))
+    assert len(set(made)) == len(os.listdir("runs")) == 31
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("book.txt", "book"),
+        ("/a/b/book.v1.2.jsonl.gz", "book.v1.2"),
+        ("~/My Book (1st).md", "My_Book_1st"),
+        ("books/", "books"),
+        ("articles/*.jsonl", "articles"),
+        ("news/part-*.parquet", "part"),
+        ("https://example.org/a/book.txt?raw=1&x=/y", "book"),
+        (["a/one.txt", "b/two.txt", "c"], "one+2"),
+        ("红楼梦.txt", "text"),
+        ("x" * 99 + ".txt", "x" * 40),
+        ("..", "text"),
+    ],
+)
+def test_name_of_the_text(path, name):
+    """The file's or folder's name in characters that are safe everywhere, also on Hydra's command line."""
+    assert runs.text_name(DataConfig("text", path)) == name
+    assert (
+        OverridesParser.create().parse_override(f"resume=runs/2026-01-01_00-00-00_{name}-mini").value().endswith("mini")
+    )
+
+
+def test_name_of_other_data():
+    """A corpus that is built in keeps its name, a data set has its own, a mixture that of its first part."""
+    names = [DataConfig("python_docs"), DataConfig("huggingface", "someone/TinyStories")]
+    names.append(DataConfig("mix", ["python_docs", "b.txt"], [1, 1]))
+    assert [runs.text_name(data) for data in names] == ["python_docs", "TinyStories", "python_docs+1"]
+
+
+def test_names_are_safe(tmp_path, monkeypatch):
+    """A model file in a folder makes no folder of the run's name."""
+    monkeypatch.chdir(tmp_path)
+    assert runs.make(None, "book-mine/small", "").name.endswith("_book-mine_small")
 
 
 def test_a_directory_is_for_one_run(run_dir, tmp_path):

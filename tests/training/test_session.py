@@ -1,7 +1,6 @@
-"""A training called from Python, in sweeps, and on several processes."""
+"""A training called from Python, and on several processes."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from gpt.exchange import checkpoint
 from gpt.training.plan import make_plan
 from gpt.training.probe import seconds_per_step
 from gpt.training.session import Session, decide_hardware, load_corpora, require_devices
-from harness import TINY, Process, read_curves, tiny_config, train, train_apart, wait_for_file, write_corpus
+from harness import TINY, Process, read_curves, tiny_config, train, wait_for_file, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -195,56 +194,6 @@ def test_micro_batch_that_was_set(folder, tmp_path, monkeypatch, size, above, wo
     changes = [f"trainer.micro_batch_size={size}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=re.escape(f"out of memory at trainer.micro_batch_size{words}")):
         Session.begin(tiny_config(folder, *changes)).fit()
-
-
-# --- sweeps ---
-
-
-def test_sweep(settings, tmp_path, monkeypatch):
-    """Each job trains as it was composed and returns its validation loss to the sweeper."""
-    returned: list = []
-    note = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
-    monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", note)
-    monkeypatch.chdir(tmp_path)
-    done = train("-m", *settings, "optim.lr=0.003,0.006", "horizon=2steps")
-    assert (done.returncode, done.stderr) == (0, "")
-    runs = sorted((tmp_path / "runs").iterdir())
-    rates = [yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] for run in runs]
-    losses = [json.loads((run / "metrics.json").read_text())["val_loss"] for run in runs]
-    assert rates == [0.003, 0.006]
-    assert returned == [None, None, *losses]  # each job is checked before the first one trains
-
-
-def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path, monkeypatch):
-    """A configuration that is wrong is named before any job trains."""
-    monkeypatch.chdir(tmp_path)
-    done = train("-m", *settings, "horizon=2steps", "optim.lr=0.006,-1")
-    assert done.returncode == 2
-    assert re.fullmatch(r"train\.py: job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range.*\n", done.stderr)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_failing_job_of_a_sweep(settings, tmp_path, monkeypatch):
-    """A job that fails while it runs is named at once; the others run, and the exit code says so."""
-    monkeypatch.chdir(tmp_path)
-    done = train("-m", *settings, "horizon=2steps", f"data.path={tmp_path}/missing,{settings[-2][10:]}")
-    assert done.returncode == 2
-    assert re.search(r"^train\.py: job 0 \(.*missing.*\): data\.path=.* is not a file", done.stderr, re.M)
-    assert done.stderr.endswith("train.py: job 0 of the sweep failed\n")
-    assert len(list((tmp_path / "runs").iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_sweep_in_other_processes(settings, tmp_path):
-    """With a launcher that starts processes, jobs train there."""
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    places = [f"run_dir={tmp_path}/${{hydra:job.num}}", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optim.lr=0.003,0.006", "horizon=2steps"]
-    done = train_apart("-m", *settings, *places, *launcher)
-    assert done.returncode == 0, done.stderr
-    for i, lr in enumerate((0.003, 0.006)):
-        assert yaml.safe_load((tmp_path / f"{i}/config.yaml").read_text())["optim"]["lr"] == lr
-        assert json.loads((tmp_path / f"{i}/metrics.json").read_text())["steps"] == 2
 
 
 # --- several processes ---

@@ -33,6 +33,7 @@ METRICS = [
     "val_loss",
     "val_nats_per_byte",
     "val_bits_per_byte",
+    "best_val_loss",
     "best_step",
     "steps",
     "tokens",
@@ -64,6 +65,7 @@ def test_what_is_printed(run):
     """The run's figures, where it is, and the next two commands; nothing on stderr."""
     run_dir, done = run
     assert done.stderr == ""
+    assert done.stdout.startswith("settings: model.context_length=16 model.d_model=24 ")
     assert re.search(
         r"^prepared 4,\d{3} bytes as 70\d tokens \(5.72 bytes per token, vocabulary 285\)", done.stdout, re.M
     )
@@ -80,7 +82,7 @@ def test_run_directory(run):
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
     assert len(events) == 1
-    assert names - events == checkpoints | {"config.yaml", "metrics.json", "samples.md", ".lock"}
+    assert names - events == checkpoints | {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
 
 
 def test_metrics(run):
@@ -89,6 +91,7 @@ def test_metrics(run):
     assert list(metrics) == METRICS
     assert (metrics["steps"], metrics["tokens"]) == (40, 3840)
     assert metrics["best_step"] in (10, 20, 30, 40)
+    assert metrics["best_val_loss"] <= metrics["val_loss"]
     assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_nats_per_byte"] / 0.6931471805599453)
     assert metrics["tokens_per_second"] == pytest.approx(3840 / metrics["train_seconds"])
     curves = read_curves(run[0])

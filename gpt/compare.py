@@ -1,0 +1,209 @@
+"""The command `python -m gpt.compare`: which runs are best, and what differs between them."""
+
+import argparse
+import csv
+import json
+import math
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from gpt.errors import Parser, UserError, command_line, write_line
+
+RUNS = Path("runs")
+LOSS, SPEED = "val/bits_per_byte", "perf/tokens_per_second"
+FIGURES = ("val_loss", "val_bits_per_byte", "steps", "train_seconds", "tokens_per_second")
+NOT_LEARNT = {"run_dir", "resume", "rerun", "logger", "data.cache", "data.prompts"}  # keys with no effect on the model
+COLUMNS = {  # of the table: the heading, and how to write the figure
+    "best": ("best", ".4f"), "at_equal_tokens": ("tokens", ".4f"), "at_equal_seconds": ("time", ".4f"),
+    "steps": ("steps", ".0f"), "train_seconds": ("seconds", ".1f"),
+}  # fmt: skip
+WIDTH = 80
+
+
+@dataclass
+class Run:
+    """What the directory of a run says about it."""
+
+    folder: Path
+    config: dict[str, str]  # the value of each dotted key, as JSON
+    figures: dict[str, float]  # metrics.json; empty before the first validation
+
+    @cached_property
+    def curve(self) -> np.ndarray:
+        """Tokens, seconds of training and bits per byte at each validation: (3, validations).
+
+        The seconds add up from the throughput, which is logged with the training loss.
+        """
+        points, end, tokens = (
+            read_curves(self.folder),
+            self.figures["steps"],
+            int(self.config["trainer.tokens_per_step"]),
+        )
+        steps, bits = np.array(points[LOSS] or [(end, self.figures["val_bits_per_byte"])]).T
+        logged, speeds = np.array(points[SPEED] or [(end, self.figures["tokens_per_second"])]).T
+        clock = np.cumsum(np.diff(logged, prepend=0) * tokens / speeds)
+        return np.array([steps * tokens, np.interp(steps, [0, *logged], [0, *clock]), bits])
+
+    @property
+    def best(self) -> float:
+        """The lowest bits per byte; infinite before the first validation."""
+        if not self.figures:
+            return math.inf
+        return self.figures["best_val_loss"] * self.figures["val_bits_per_byte"] / self.figures["val_loss"]
+
+    def bits_at(self, row: int, amount: float) -> float | None:
+        """Bits per byte when a row of the curve reaches `amount`, on a straight line between two validations."""
+        if not self.figures or self.curve[row, 0] > amount:
+            return None
+        return float(np.interp(amount, self.curve[row], self.curve[2]))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the runs, best first, for people or as JSON."""
+    args = parse_arguments(arguments)
+    runs = [read_run(path if path.exists() else RUNS / path) for path in args.runs] or list(all_runs())
+    runs.sort(key=lambda run: run.best)
+    ends = [run.curve[:2, -1] for run in runs if run.figures] if args.runs else []
+    equal = dict(zip(("tokens", "seconds"), np.min(ends, axis=0).tolist(), strict=True)) if ends else {}
+    rows = []
+    for run, keys in zip(runs, differences(runs, most=len(runs) if args.runs else len(runs) // 2), strict=True):
+        row: dict[str, Any] = {"run": run.folder.name if run.folder.parent == RUNS else str(run.folder)}
+        row["best"] = run.best if run.figures else None
+        row |= {f"at_equal_{what}": run.bits_at(i, end) for i, (what, end) in enumerate(equal.items())}
+        row |= {key: run.figures.get(key) for key in ("steps", "train_seconds")}
+        rows.append(row | {"differs": {key: json.loads(run.config[key]) for key in keys}})
+    if args.json:
+        print(json.dumps({"runs": rows, "equal": equal}, indent=2))
+    else:
+        print_table(rows, equal)
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    about = "Print runs by their best validation, after equal tokens and equal time, and what differs between them."
+    parser = Parser("python -m gpt.compare", about)
+    which = "a run directory or its name (default: all in runs/, each with what differs from most of the others)"
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help=which)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser.parse_args(arguments)
+
+
+def all_runs() -> Iterator[Run]:
+    """Read every run in runs/; a damaged one is reported and left out."""
+    folders = sorted(file.parent for file in RUNS.glob("*/config.yaml"))
+    if not folders:
+        raise UserError(f"there are no runs in {RUNS}/: train one first with python train.py")
+    for folder in folders:
+        try:
+            yield read_run(folder)
+        except UserError as error:
+            write_line(f"gpt.compare: {error}", sys.stderr)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's configuration and figures; `UserError` if it is no run, or damaged."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"{folder}: not a run directory (it has no config.yaml); give one of those in {RUNS}/")
+    try:
+        text = file.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("it has aliases, which no run writes")  # they could expand to any size
+        run = Run(folder, dict(flatten(yaml.safe_load(text))), {})
+        int(run.config["trainer.tokens_per_step"])
+        if (file := folder / "metrics.json").exists():
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            run.figures = {key: stored[key] for key in (*FIGURES, "best_val_loss") if key in (*FIGURES, *stored)}
+            if not all(0 < value < math.inf for value in run.figures.values()):
+                raise ValueError("a figure is not above 0 and finite")
+            if "best_val_loss" not in stored:  # by an older version
+                best = float(run.curve[2].min())
+                run.figures["best_val_loss"] = best * run.figures["val_loss"] / run.figures["val_bits_per_byte"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise damaged(file, error) from None
+    return run
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each dotted key of nested dictionaries with its value as JSON."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """The (step, value) points of the two curves that are compared, from metrics.csv or else TensorBoard's files."""
+    points: dict[str, list[tuple[float, float]]] = {LOSS: [], SPEED: []}
+    file = folder / "metrics.csv"
+    try:
+        if file.exists():
+            with file.open(encoding="utf-8", newline="") as stream:
+                for row in csv.DictReader(stream):
+                    if row["tag"] in points:
+                        points[row["tag"]].append((int(row["step"]), float(row["value"])))
+        elif events_files := list(folder.glob("events.out.tfevents.*")):
+            file = events_files[0]
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+            events = EventAccumulator(str(folder), {"scalars": 0, "images": 1, "tensors": 1})
+            events.Reload()
+            for tag in points.keys() & set(events.Tags()["scalars"]):
+                points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise damaged(file, error) from None
+    return points
+
+
+def damaged(file: Path, error: Exception) -> UserError:
+    reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+    return UserError(f"{file}: damaged ({reason}); leave this run out, or move it away")
+
+
+def differences(runs: list[Run], most: int) -> list[list[str]]:
+    """The keys to show of each run: those that differ between runs which have them, if `most` runs share its value."""
+    counts: dict[str, Counter] = {}
+    for run in runs:
+        for key, value in run.config.items():
+            counts.setdefault(key, Counter())[value] += 1
+    keys = [key for key, values in counts.items() if len(values) > 1 and key not in NOT_LEARNT]
+    return [[key for key in keys if key in run.config and counts[key][run.config[key]] <= most] for run in runs]
+
+
+def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:
+    """Print a line for each run, and below it what differs."""
+    title = "validation in bits per byte, best first"
+    if equal:
+        title += f"; tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"
+    if texts := sorted({key for row in rows for key in row["differs"] if key.startswith("data.")}):
+        title += f"; runs on different text do not compare ({', '.join(texts)})"
+    print(textwrap.fill(title, WIDTH))
+    columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
+    print("".join(f"{head:>8}" for head, _ in columns.values()) + "  run")
+    for row in rows:
+        cells = ["-" if row[key] is None else format(row[key], form) for key, (_, form) in columns.items()]
+        note = "" if row["steps"] else ": no validation yet"
+        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{note}")
+        words = [f"{key}={shorten(value)}" for key, value in row["differs"].items()]
+        for line in textwrap.wrap("  ".join(words), WIDTH - 10, break_on_hyphens=False):
+            print(" " * 10 + line)
+
+
+def shorten(value: Any) -> str:
+    """A value of a configuration in at most 40 characters."""
+    text = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
+    return text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"
+
+
+if __name__ == "__main__":
+    with command_line("gpt.compare"):
+        main()

@@ -1,0 +1,127 @@
+"""A model and its tokenizer as one GGUF file, which llama.cpp, Ollama and the programs built on them run.
+
+Names and keys are those of the `gguf` library's GPT-2. Linear layers keep our layout, (out, in).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpt.errors import UserError
+from gpt.exchange.vocabulary import merges, stand_ins
+from gpt.files import replacing
+from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks its arguments needs only `KINDS`
+    from gpt.model.transformer import GPT
+
+KINDS = ("f32", "f16", "bf16", "q8_0")
+Q8_BLOCK = 32  # weights of a row that share a scale in q8_0
+# What a chat becomes. Without a template, llama.cpp's web page would put ChatML's markup around what one writes.
+AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+_NAMES = {
+    "token_embedding": "token_embd",
+    "position_embedding": "position_embd",
+    "final_norm": "output_norm",
+    "norm1": "attn_norm",
+    "attention.W_qkv": "attn_qkv",
+    "attention.out_proj": "attn_output",
+    "norm2": "ffn_norm",
+    "feed_forward.expand": "ffn_up",
+    "feed_forward.contract": "ffn_down",
+}
+
+
+class _Streamed(np.ndarray):
+    """An array that Python writes, because the error of numpy's own `tofile` does not say that the disk is full."""
+
+    def tofile(self, stream, *_) -> None:
+        stream.write(self.data)
+
+
+def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
+    """Write the file whole or not at all, with matrices and token embeddings stored as `kind`, one of `KINDS`.
+
+    Norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion. Raises `UserError` if the file
+    exists or its folder does not, if the weights cannot be stored as `kind`, or without the `gguf` library.
+    """
+    config = model.config
+    if kind not in KINDS:
+        raise UserError(f"type={kind!r} is not known: choose from {', '.join(KINDS)}")
+    if kind == "q8_0" and config.d_model % Q8_BLOCK:
+        raise UserError(f"type=q8_0 needs a d_model divisible by {Q8_BLOCK}, and it is {config.d_model}: use f16")
+    if file.exists() or file.is_symlink():
+        raise UserError(f"{file} exists: remove it or choose another name")
+    if not file.parent.is_dir():
+        raise UserError(f"{file.parent}: there is no such folder: create it first")
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("GGUF files need the library gguf: pip install -e '.[gguf]'") from None
+    with replacing(file) as temporary:
+        writer = gguf.GGUFWriter(temporary, "gpt2")
+        writer.add_name(file.stem)
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_context_length(config.context_length)
+        writer.add_embedding_length(config.d_model)
+        writer.add_feed_forward_length(4 * config.d_model)
+        writer.add_block_count(config.num_layers)
+        writer.add_head_count(config.num_heads)
+        writer.add_layer_norm_eps(model.final_norm.eps)
+        _add_tokenizer(writer, tokenizer)
+        for name, weight in _weights(model).items():
+            stored = kind if weight.ndim == 2 and name != "position_embd.weight" else "f32"
+            quantization = gguf.GGMLQuantizationType[stored.upper()]
+            try:
+                with np.errstate(over="raise"):
+                    packed = gguf.quants.quantize(weight, quantization)
+            except FloatingPointError:
+                raise UserError(f"{name} holds numbers too large for type={kind}: use f32 or bf16") from None
+            writer.add_tensor(name, packed.view(_Streamed), raw_dtype=quantization)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
+
+
+def _weights(model: "GPT") -> dict[str, np.ndarray]:
+    """All weights by their names in the file. A model without query, key and value biases gets zeros, as it must."""
+    weights = {_theirs(name): weight.contiguous().numpy() for name, weight in model.state_dict().items()}
+    if not model.config.qkv_bias:
+        zeros = np.zeros(3 * model.config.d_model, np.float32)
+        weights |= {f"blk.{i}.attn_qkv.bias": zeros for i in range(model.config.num_layers)}
+    return weights
+
+
+def _theirs(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module.startswith("blocks."):
+        _, number, module = module.split(".", 2)
+        return f"blk.{number}.{_NAMES[module]}.{kind}"
+    return f"{_NAMES[module]}.{kind}"
+
+
+def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:
+    """Store the tokens as GPT-2's stand-ins, and the merges, of which llama.cpp requires at least one.
+
+    It splits text as GPT-2 does and then merges. For a tokenizer without merges, such as `byte`, the one stored never
+    applies: no text is split into its parts.
+    """
+    from gguf import TokenType
+
+    tokens = [stand_ins(token) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
+    pairs = [f"{stand_ins(left)} {stand_ins(right)}" for left, right in merges(tokenizer.ranks)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*tokens, END_OF_TEXT])
+    writer.add_token_types([TokenType.NORMAL] * len(tokens) + [TokenType.CONTROL])
+    writer.add_token_merges(pairs or [f"{END_OF_TEXT} {END_OF_TEXT}"])
+    writer.add_bos_token_id(tokenizer.end_of_text)
+    writer.add_eos_token_id(tokenizer.end_of_text)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(AS_IT_IS)

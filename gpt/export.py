@@ -1,0 +1,186 @@
+"""The command `python -m gpt.export`: write a model for `transformers`, or for llama.cpp and Ollama."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt.errors import Parser, UserError, command_line, write_line
+from gpt.evaluate import validation_texts
+from gpt.exchange import gguf, huggingface
+from gpt.exchange.opening import find_checkpoint, open_with_record
+from gpt.files import sync, write_text
+from gpt.text.python_docs import builtin_docs
+from gpt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
+    from gpt.model.transformer import GPT
+
+COMPARED_IDS = 1 << 18  # of each corpus; a validation text of 1 MB has fewer
+COMPARED_LOGITS = 1024  # positions: two cores need seconds for them in GPT-2 124M
+# Of the largest logit. The two programs add the same fp32 numbers in other orders, which makes 1e-6 in the mini model
+# and up to 4e-6 in GPT-2 124M. The smallest mistakes, an epsilon of 1e-6 or the other form of GELU, make 1e-4 or more.
+TOLERANCE = 5e-5
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+# license: choose the licence of your model, which may follow from that of its text
+---
+# {name}
+
+A GPT-2 with {parameters:,} parameters, trained with mini-gpt.
+
+| | |
+| --- | --- |
+{rows}
+
+Trained on: (describe the text here: where it is from, its language and its licence)
+"""
+
+CARD_ROWS = {
+    "step": "optimizer steps",
+    "tokens": "tokens trained on",
+    "val_loss": "validation loss, nats per token",
+    "val_bits_per_byte": "validation loss, bits per byte",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the model, compare what was written with the original, and print both."""
+    args = parse_arguments(arguments)
+    path = find_checkpoint(args.checkpoint)
+    model, tokenizer, record = open_with_record(path)
+    if args.to.suffix == ".gguf":
+        gguf.write(model, tokenizer, args.to, args.type or "f32")
+        print(f"{path} as {args.type or 'f32'}: {args.to}, {args.to.stat().st_size:,} bytes")
+        print(f"run it:   llama-cli -m {args.to}")
+        return
+    source, text = real_text(path, tokenizer)
+    # Renamed once it has been found right: until then nothing has the name of the target.
+    with tempfile.TemporaryDirectory(prefix=f".{args.to.name}.", dir=args.to.parent) as working:
+        folder = Path(working) / args.to.name
+        folder.mkdir()
+        huggingface.write(model, tokenizer, folder)
+        write_text(folder / "README.md", card(args.to.name, model, tokenizer, record, figures(path)))
+        compared = [compare_ids(tokenizer, folder, text), compare_weights(model, tokenizer, folder)]
+        compared.append(compare_logits(model, tokenizer, folder, text))
+        files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+        for file in folder.iterdir():
+            sync(file)
+        sync(folder)
+        os.rename(folder, args.to)
+        sync(args.to.parent)
+    print(f"{path}: written to {args.to}/ ({', '.join(files)}: {sum(files.values()):,} bytes)")
+    print(f"compared: {'; '.join(compared)}; on {source}")
+    print(f"load it:  AutoModelForCausalLM.from_pretrained({str(args.to)!r})")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line, and check whatever can be checked before a model is loaded."""
+    parser = Parser("python -m gpt.export", "Write a model for Hugging Face's transformers, or for llama.cpp.")
+    add = parser.add_argument
+    add("--checkpoint", metavar="PATH", help="a run, checkpoint or Hugging Face GPT-2 (default: newest run in runs/)")
+    add("--to", metavar="PATH", type=Path, required=True, help="a new folder, or a new file that ends in .gguf")
+    add("--type", choices=gguf.KINDS, help="how a .gguf file stores the weights (default: f32, which loses nothing)")
+    args = parser.parse_args(arguments)
+    if args.type and args.to.suffix != ".gguf":
+        raise UserError(f"--type={args.type} is for .gguf files, and the weights of a folder stay fp32: leave it out")
+    if os.path.lexists(args.to):
+        raise UserError(f"--to={args.to} exists already: give another name, or move it away first")
+    if not os.path.isdir(args.to.parent):
+        raise UserError(f"--to={args.to}: there is no folder {args.to.parent}: make it first")
+    return args
+
+
+# --- what was written is what we have ---
+
+
+def real_text(path: Path, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the run's validation text where it is still prepared, or else Python's documentation, and what it is."""
+    try:
+        parts = [text.tokens[:COMPARED_IDS] for text in validation_texts(path, tokenizer)]
+        text = "".join(tokenizer.decode(ids[ids != tokenizer.end_of_text].tolist()) for ids in parts)
+        return "the run's validation text", text
+    except UserError:
+        return "Python's documentation", "\n".join(builtin_docs())
+
+
+def compare_ids(tokenizer: Tokenizer, folder: Path, text: str) -> str:
+    """Say for how much text the written tokenizer gives our ids; `UserError` if they differ."""
+    from tokenizers import Tokenizer as Written
+
+    written = Written.from_file(str(folder / "tokenizer.json"))
+    written.encode_special_tokens = True  # as text, which is all they are in ours
+    ids = tokenizer.encode(text)
+    if written.encode(text).ids != ids or written.get_vocab_size() != tokenizer.vocab_size:
+        raise UserError("the exported tokenizer gives real text other ids than ours, so nothing was written")
+    return f"{len(ids):,} token ids are equal"
+
+
+def compare_weights(model: "GPT", tokenizer: Tokenizer, folder: Path) -> str:
+    """Read the folder as `--checkpoint` would; `UserError` if a bit of the model or the tokenizer has changed."""
+    again, same = huggingface.load_model(folder)
+    state, shape = again.state_dict(), dict(vars(again.config), dropout=model.config.dropout)
+    equal = all(weight.equal(state[name]) for name, weight in model.state_dict().items())
+    if not equal or shape != vars(model.config) or same.to_dict() != tokenizer.to_dict():
+        raise UserError("the exported weights or tokens are not the same when they are read back: nothing was written")
+    return "the weights come back bit for bit"
+
+
+def compare_logits(model: "GPT", tokenizer: Tokenizer, folder: Path, text: str) -> str:
+    """Say by how much the logits of `transformers` differ from ours; `UserError` if by more than rounding."""
+    try:
+        import transformers
+    except ImportError:
+        note = "WITHOUT transformers, so no logits were compared"
+        write_line(f"gpt.export: {note}: pip install -e '.[export]'", sys.stderr)
+        return note
+    context = model.config.context_length
+    ids = tokenizer.encode(text)[: max(context, COMPARED_LOGITS // context * context)]
+    difference, largest = huggingface.logit_difference(model, folder, ids)
+    where = f"{len(ids):,} positions in transformers {transformers.__version__}"
+    if not difference <= TOLERANCE * largest:
+        raise UserError(f"logits at {where} differ by {difference:.2g} of {largest:.2g}, so nothing was written")
+    return f"logits at {where} differ by at most {difference:.1e} (the largest is {largest:.1f})"
+
+
+# --- the model card ---
+
+
+def figures(path: Path) -> dict[str, Any]:
+    """Read the metrics.json of a checkpoint's run; without one, there are none."""
+    try:
+        found = json.loads((path.parent.parent / "metrics.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def card(name: str, model: "GPT", tokenizer: Tokenizer, record: dict[str, Any], metrics: dict[str, Any]) -> str:
+    """Write the model card with what a checkpoint and the metrics of its run say about this very model."""
+    config = model.config
+    rows = {
+        "layers, heads, width": f"{config.num_layers}, {config.num_heads}, {config.d_model}",
+        "context": f"{config.context_length:,} tokens",
+        "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens",
+    }
+    known = {"step": record.get("step")} | (metrics if metrics.get("steps") == record.get("step") else {})
+    for key, label in CARD_ROWS.items():
+        if isinstance(value := known.get(key), int | float):
+            rows[label] = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+    return CARD.format(
+        name=name,
+        parameters=model.num_parameters(),
+        rows="\n".join(f"| {label} | {shown} |" for label, shown in rows.items()),
+    )
+
+
+if __name__ == "__main__":
+    with command_line("gpt.export"):
+        main()

@@ -1,0 +1,269 @@
+"""Tokenizers of Hugging Face folders: the same ids in their order and in ours, and one line about all others."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from gpt.errors import UserError
+from gpt.exchange.opening import open_model, open_tokenizer
+from gpt.exchange.vocabulary import merges, read, stand_ins, to_huggingface
+from gpt.text.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
+
+TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
+
+
+@pytest.fixture(scope="module")
+def theirs() -> ByteLevelBPETokenizer:
+    """A tokenizer as their library trains it, with the end of text before all other tokens."""
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator([TEXT] * 3, 301, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False)
+    return trained
+
+
+@pytest.fixture
+def folder(theirs, tmp_path) -> Path:
+    """A folder with that tokenizer."""
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def change(folder: Path, *place: str, value: object) -> None:
+    """Set a value at some place of tokenizer.json."""
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    inner = stored
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which a tokenizer is refused, after its folder."""
+    with pytest.raises(UserError) as caught:
+        read(folder)
+    start = f"{folder}: its tokenizer cannot be used: "
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(start)
+    return str(caught.value).removeprefix(start)
+
+
+def split(text: str, table: dict[bytes, int]) -> list[bytes]:
+    """Join the first of the lowest-ranked neighbours until none can be joined: the definition of the encoding."""
+    parts = [bytes([byte]) for byte in text.encode()]
+    while pairs := [(table[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in table]:
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+# --- in their terms ---
+
+
+def test_stand_ins_by_hand():
+    """Printable characters are themselves; a space is Ġ, a line break Ċ, a zero byte Ā."""
+    assert stand_ins(b" a\n\0\xff!") == "ĠaĊĀÿ!"
+
+
+def test_merges_by_hand():
+    """Every split into known tokens, by the rank of what it makes, then of its parts."""
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256, b"bc": 257, b"abc": 258, b"xyz": 259}
+    expected = [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
+    assert merges(ranks) == expected
+
+
+def test_every_split_is_needed():
+    """A table whose tokens are reached in two ways has the same ids only with both merges."""
+    table = {bytes([byte]): byte for byte in range(256)} | {b"bc": 256, b"ab": 257, b"abc": 258}
+    text = "abcab abab bcabc"
+    assert split(text, table)[0] == b"abc"
+    tokenizer = Tokenizer("bpe", table, GPT2_PATTERN)
+    assert to_huggingface(tokenizer).encode(text).ids == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("tokenizer", [train_bpe([TEXT * 3], 307), byte_tokenizer()], ids=["bpe", "byte"])
+def test_there_and_back(tmp_path, tokenizer):
+    """What is written gives the same ids, and is read as the very same tokenizer with the same ids."""
+    written = to_huggingface(tokenizer)
+    written.save(str(tmp_path / "tokenizer.json"))
+    assert written.encode(TEXT).ids == tokenizer.encode(TEXT)
+    assert written.token_to_id(END_OF_TEXT) == tokenizer.end_of_text
+    again, order = read(tmp_path)
+    assert (again.to_dict(), order) == (tokenizer.to_dict(), list(range(tokenizer.vocab_size)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tokenizer.json", "merges.txt"])
+def test_gpt2(tmp_path, form):
+    """GPT-2's own vocabulary is recognised, as we export it and as OpenAI published it: one merge for each token."""
+    tokenizer = gpt2_tokenizer()
+    if form == "tokenizer.json":
+        to_huggingface(tokenizer).save(str(tmp_path / form))
+    else:
+        pairs = [tokenizer.merged_from(rank) for token, rank in tokenizer.ranks.items() if len(token) > 1]
+        lines = "".join(f"{stand_ins(left)} {stand_ins(right)}\n" for left, right in pairs)
+        (tmp_path / form).write_text("#version: 0.2\n" + lines, encoding="utf-8")
+        vocab = {stand_ins(token): rank for token, rank in tokenizer.ranks.items()} | {END_OF_TEXT: 50256}
+        (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    again, order = read(tmp_path)
+    assert (again.name, again.sha256, order) == ("gpt2", tokenizer.sha256, list(range(50257)))
+
+
+# --- in ours ---
+
+
+@pytest.mark.parametrize("form", ["tokenizer.json", "transformers", "pair", "old"])
+def test_their_own(theirs, tmp_path, form):
+    """Their ids in another order than ours, from each kind of file: text has the same tokens."""
+    if form == "pair":
+        theirs.save_model(str(tmp_path))
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["merges.txt", "vocab.json"]
+    elif form == "transformers":
+        PreTrainedTokenizerFast(tokenizer_object=theirs._tokenizer, eos_token=END_OF_TEXT).save_pretrained(tmp_path)
+    else:
+        theirs.save(str(tmp_path / "tokenizer.json"))
+        if form == "old":  # merges as they were written before tokenizers 0.20
+            pairs = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
+            change(tmp_path, "model", "merges", value=[" ".join(pair) for pair in pairs])
+    tokenizer, order = read(tmp_path)
+    assert (tokenizer.name, tokenizer.vocab_size, order[-1]) == ("bpe", 301, 0)
+    assert [order[token] for token in tokenizer.encode(TEXT)] == theirs.encode(TEXT).ids
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_shuffled_ids(folder):
+    """Ids in no order at all: the merges say which token comes before which."""
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    places = random.Random(7).sample(range(301), 301)
+    vocab = {token: places[number] for token, number in stored["model"]["vocab"].items()}
+    change(folder, "model", "vocab", value=vocab)
+    change(folder, "added_tokens", value=[stored["added_tokens"][0] | {"id": vocab[END_OF_TEXT]}])
+    tokenizer, order = read(folder)
+    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
+    assert [order[token] for token in tokenizer.encode(TEXT)] == expected
+    assert (sorted(order), order[-1]) == (list(range(301)), vocab[END_OF_TEXT])
+
+
+@torch.no_grad()
+def test_rows_of_the_embedding(theirs, folder):
+    """The model's embedding follows the ids, so that its logits are theirs, token by token."""
+    torch.manual_seed(3)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=301, n_positions=97, n_embd=30, n_layer=2, n_head=3)).eval()
+    model.transformer.wte.weight.mul_(20)
+    model.save_pretrained(folder)
+    ours, tokenizer = open_model(folder)
+    _, order = read(folder)
+    ids, idx = theirs.encode(TEXT).ids[:97], tokenizer.encode(TEXT)[:97]
+    assert ids != idx
+    expected = model(torch.tensor([ids])).logits[..., order]
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours(torch.tensor([idx])), expected, atol=1e-4, rtol=0.0)
+    assert open_tokenizer(folder).sha256 == tokenizer.sha256
+
+
+def test_does_not_fit_the_embedding(folder):
+    """As many tokens as rows, or the line says how many of both."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 307}))
+    for act in (open_model, open_tokenizer):
+        with pytest.raises(UserError) as caught:
+            act(folder)
+        assert str(caught.value) == f"{folder}: its vocab_size is 307, and its tokenizer has 301 tokens"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        (["normalizer"], {"type": "NFC"}, "it has a normalizer, which GPT-2's has not: {'type': 'NFC'}"),
+        (["pre_tokenizer"], {"type": "Whitespace"}, "its pre_tokenizer is {'type': 'Whitespace'}, and only GPT-2's is"),
+        (["pre_tokenizer"], None, "its pre_tokenizer is {}, and only"),
+        (
+            ["pre_tokenizer", "add_prefix_space"],
+            True,
+            "its pre_tokenizer is {'type': 'ByteLevel', 'add_prefix_space': T",
+        ),
+        (["pre_tokenizer", "use_regex"], False, "its pre_tokenizer is"),
+        (["model", "type"], "WordPiece", "its model's type is 'WordPiece', and only 'BPE' is supported"),
+        (["model", "dropout"], 0.1, "its model's dropout is 0.1"),
+        (["model", "byte_fallback"], True, "its model's byte_fallback is True"),
+        (["model", "end_of_word_suffix"], "</w>", "its model's end_of_word_suffix is '</w>'"),
+        (["added_tokens"], [], "it has 0 added tokens ([]), not one, the end of text"),
+        (
+            ["added_tokens"],
+            [{"content": "<s>", "id": 301}, {"content": "</s>", "id": 302}],
+            "it has 2 added tokens (['<s",
+        ),
+        (["added_tokens"], [{"content": "a", "id": 7}], "its 301 ids are not 0 to 300, each once"),
+        (["added_tokens"], [{"content": "<s>", "id": 400}], "its 302 ids are not 0 to 301, each once"),
+        (["model", "vocab", "世"], 301, "its token '世' is not spelled in GPT-2's stand-ins for bytes"),
+        (["model", "merges"], [["a", "b", "c"]], "its merge ('a', 'b', 'c') is not of two tokens that make a third"),
+        (["model", "merges"], [["Ā", "q"]], "its merge ('Ā', 'q') is not of two tokens that make a third"),
+        (["model", "merges"], [7], "'int' object is not iterable"),
+        (["model"], {}, "it has no 'merges'"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, list) and value and isinstance(value[0], str) else "",
+)
+def test_other_tokenizers(folder, place, value, reason):
+    """What a table of ranks with GPT-2's pattern does not express is refused, and the line says what it is."""
+    change(folder, *place, value=value)
+    assert refusal(folder).startswith(reason)
+
+
+def test_other_merges(folder):
+    """Merges that make a token twice, or one token never."""
+    pairs = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    assert pairs[:2] == [["t", "h"], ["th", "e"]]
+    change(folder, "model", "merges", value=[*pairs, pairs[0]])
+    assert refusal(folder) == "its merges make a token in two places, which a table of ranks cannot express"
+    change(folder, "model", "merges", value=pairs[:-1])
+    assert refusal(folder) == "its merges give some texts other tokens than a table of ranks can"
+
+
+def test_merges_that_differ_on_text(tmp_path):
+    """One merge for each token can split a text otherwise than ranks do; that is found by comparing."""
+    letters = {stand_ins(bytes([byte])): byte for byte in range(256)}
+    vocab = letters | {"bc": 256, "ab": 257, "abc": 258, END_OF_TEXT: 259}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["b", "c"], ["a", "b"], ["ab", "c"]]}
+    cutter = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    stored = {"model": model, "pre_tokenizer": cutter, "added_tokens": [{"content": END_OF_TEXT, "id": 259}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    assert refusal(tmp_path) == "its merges give some texts other tokens than a table of ranks can"
+    change(tmp_path, "model", "merges", value=[["b", "c"], ["a", "b"], ["a", "bc"]])
+    assert read(tmp_path)[0].encode("abc ab") == [258, 32, 257]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"model": 1, "model": 2}', "\udcff"])
+def test_damaged(folder, content):
+    """No JSON, or no object."""
+    (folder / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert refusal(folder)
+
+
+def test_pair_with_settings(theirs, tmp_path):
+    """vocab.json comes with settings that change the tokens; more special tokens than one are refused."""
+    theirs.save_model(str(tmp_path))
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"add_prefix_space": True}))
+    assert refusal(tmp_path).startswith("its pre_tokenizer is {'type': 'ByteLevel', 'add_prefix_space': True")
+    settings.write_text(json.dumps({"add_prefix_space": False}))
+    assert read(tmp_path)[0].vocab_size == 301
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": 301}')
+    assert refusal(tmp_path).startswith("it has 2 added tokens (['<|endoftext|>', '<pad>']), not one")
+    (tmp_path / "added_tokens.json").unlink()
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"<s>": 301}))
+    assert refusal(tmp_path).startswith("it has 2 added tokens (['<|endoftext|>', '<s>']), not one")
+    (tmp_path / "merges.txt").write_text("a b c\n")
+    assert "added tokens" in refusal(tmp_path)
+
+
+def test_neither(tmp_path):
+    """A folder without a tokenizer has none; half of the pair is none either."""
+    assert read(tmp_path) is None
+    (tmp_path / "vocab.json").write_text("{}")
+    assert read(tmp_path) is None

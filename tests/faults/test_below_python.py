@@ -1,0 +1,98 @@
+"""Errors of the disk, injected below Python: what a lost NFS server or a broken disk does to a training."""
+
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness import TINY, Process, differences, train, train_apart, wait_for_file, write_corpus
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> Path:
+    """The library that fails calls, compiled."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not Path("/proc/self/fd").exists():
+        pytest.skip("NOT TESTED: errors below Python need a C compiler and Linux's /proc")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = Path(__file__).with_name("below_python.c")
+    subprocess.run([compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("below")
+    write_corpus(folder)
+    assert train(*arguments(folder), f"run_dir={folder / 'reference'}").returncode == 0
+    return folder
+
+
+def arguments(folder: Path) -> list[str]:
+    return [*TINY, f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", "horizon=401steps"]
+
+
+def environment(library: Path, call: str, number: int, path: str, when: Path) -> dict[str, str]:
+    fault = {"CALL": call, "ERRNO": str(number), "PATH": path, "WHEN": str(when)}
+    return {"LD_PRELOAD": str(library)} | {f"FAULT_{key}": value for key, value in fault.items()}
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("fsync", errno.EIO),
+        ("fsync", errno.ESTALE),
+        ("write", errno.EIO),
+        ("write", errno.ESTALE),
+        ("write", errno.ENOSPC),
+        ("rename", errno.ESTALE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
+)
+def test_saving_fails(faults, folder, tmp_path, call, number):
+    """A save that fails ends the run with one line; what was saved before is intact, and the run goes on from it."""
+    run_dir, when = tmp_path / "run", tmp_path / "now"
+    process = Process(
+        [*arguments(folder), f"run_dir={run_dir}"],
+        environment(faults, call, number, str(run_dir / "checkpoints"), when),
+    )
+    wait_for_file(run_dir / "checkpoints/previous.ckpt")
+    when.touch()
+    assert process.end() == 2, process.output
+    lines = [line for line in process.output.splitlines() if "train.py:" in line]
+    assert len(lines) == 1, process.output
+    assert os.strerror(number) in lines[0] or "disk is full" in lines[0], lines[0]
+    assert "Traceback" not in process.output
+    assert train(f"resume={run_dir}").returncode == 0
+    assert differences(run_dir, folder / "reference") == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=lambda value: errno.errorcode[value])
+@pytest.mark.parametrize("file", ["corpus.txt", "last.ckpt", "config.yaml", "manifest.json"])
+def test_reading_fails(faults, folder, tmp_path, file, number):
+    """What cannot be read is named in one line, or an intact checkpoint is taken instead; the bits are the same."""
+    run_dir = Path(shutil.copytree(folder / "reference", tmp_path / "run"))
+    shutil.copytree(folder / "cache", tmp_path / "cache")
+    shutil.copy(folder / "corpus.txt", tmp_path)
+    when = tmp_path / "now"
+    when.touch()
+    broken = os.environ | environment(faults, "read", number, f"/{file}", when)
+    if file == "corpus.txt":  # prepared text would do
+        shutil.rmtree(tmp_path / "cache")
+    command = [*arguments(tmp_path), f"run_dir={tmp_path / 'new'}"] if file in ("corpus.txt", "manifest.json") else None
+    done = train_apart(*(command or [f"resume={run_dir}"]), env=broken)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 2)
+    if done.returncode == 2:
+        (line,) = done.stderr.strip().splitlines()
+        assert file.removesuffix(".json") in line
+    when.unlink()
+    assert train(*(command or [f"resume={run_dir}"])).returncode == 0
+    assert not [
+        d for d in differences(tmp_path / "new" if command else run_dir, folder / "reference") if "data" not in d
+    ]

@@ -1,0 +1,202 @@
+"""`import gpt` as Python users meet it: what it offers, what it costs, and that it says what generate.py says."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from test_generate import CONTEXT, EOT, make_model, write_run
+
+import generate
+import gpt
+from gpt.errors import UserError
+from gpt.sampling.language_model import LanguageModel, TokenLogprob
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = {"GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load"}
+TEXT = "2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59"  # longer than two contexts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder whose runs/ holds the tiny model."""
+    folder = tmp_path_factory.mktemp("project")
+    write_run(folder / "runs" / "tiny", make_model())
+    return folder
+
+
+@pytest.fixture
+def language_model(folder, monkeypatch) -> LanguageModel:
+    """The newest run of the current folder, opened without a name."""
+    monkeypatch.chdir(folder)
+    return gpt.load()
+
+
+def test_names():
+    """The star import and `dir` give the six names; anything else is an error."""
+    names: dict = {}
+    exec("from gpt import *", names)
+    assert names.keys() - {"__builtins__"} == set(dir(gpt)) == NAMES
+    assert names["GPT"](names["GPTConfig"](5, 6, 1, 2, vocab_size=7)).num_parameters() > 0
+    for name in NAMES - {"load"}:
+        assert names[name].__module__.startswith("gpt.")
+        assert names[name].__name__ == name
+    with pytest.raises(AttributeError, match="module 'gpt' has no attribute 'GTP'"):
+        gpt.GTP  # noqa: B018
+
+
+def run(code: str) -> str:
+    """What a program of its own prints."""
+    return subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
+
+
+def test_imports_are_few():
+    """`import gpt` loads two of its own files, and all its names hardly more than torch: none of the frameworks."""
+    assert run(
+        "import sys, gpt, gpt.errors\nprint(sorted(name for name in sys.modules if name.startswith('gpt')))"
+    ) == ("['gpt', 'gpt.errors']\n")
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from gpt import *\n"
+        "import gpt.exchange.opening, gpt.sampling.language_model\n"
+        "print('\\n'.join(set(sys.modules) - before))"
+    )
+    packages = {name.split(".")[0] for name in run(code).split()}
+    heavy = {"lightning", "pytorch_lightning", "hydra", "omegaconf", "tensorboard", "transformers", "huggingface_hub"}
+    assert {"gpt", "tiktoken"} <= packages
+    assert packages & {*heavy, "tokenizers", "pyarrow", "pandas", "wandb", "mlflow"} == set()
+
+
+@pytest.mark.slow
+def test_import_time():
+    """All names together take at most 1.2 times the CPU time of torch alone."""
+    code = (
+        "import time\n"
+        "times = [time.process_time()]\n"
+        "import torch\n"
+        "times.append(time.process_time())\n"
+        "from gpt import *\n"
+        "times.append(time.process_time())\n"
+        "print(*times)"
+    )
+    shares = []
+    for _ in range(3):
+        start, torch_done, done = map(float, run(code).split())
+        shares.append((done - start) / (torch_done - start))
+    assert min(shares) <= 1.2
+
+
+def test_types_are_told():
+    """Type checkers read the annotations of an installed package only if this marker is in it."""
+    assert (ROOT / "gpt/py.typed").read_bytes() == b""
+    assert '"py.typed"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_same_text_as_generate(language_model, capsys):
+    """`generate`, `stream` and generate.py are one path: the same options and seed give the same text."""
+    options = ["--max-new-tokens", "23", "--seed", "7", "--top-k", "31", "--temperature", "1.5", "--stop", "\u03b1"]
+    generate.main(["--prompt", "2 3 5", "--json", *options])
+    expected = json.loads(capsys.readouterr().out)["samples"][0]["text"]
+    settings = {"max_new_tokens": 23, "seed": 7, "top_k": 31, "temperature": 1.5, "stop": "\u03b1"}
+    assert language_model.generate("2 3 5", **settings) == expected
+    pieces = list(language_model.stream("2 3 5", **settings))
+    assert "".join(pieces) == expected
+    assert len(pieces) > 5
+    assert "" not in pieces
+
+
+def test_stop_and_seed(language_model):
+    """`stop` takes one text or several; without a seed every text is a new one, whatever was seeded before."""
+    text = language_model.generate("2 3 5", 23, temperature=0.0)
+    stop = text[7:9]
+    cut = text[: text.index(stop)]
+    assert 0 < len(cut) < len(text)
+    assert language_model.generate("2 3 5", 23, temperature=0.0, stop=stop) == cut
+    assert language_model.generate("2 3 5", 23, temperature=0.0, stop=["never there", stop]) == cut
+    torch.manual_seed(7)
+    first = language_model.generate("2 3 5", 23)
+    torch.manual_seed(7)
+    assert language_model.generate("2 3 5", 23) != first
+
+
+def test_token_level_generate(language_model):
+    """`gpt.generate` yields the ids behind the text."""
+    idx = torch.tensor([language_model.tokenizer.encode("2 3 5")])
+    from gpt.sampling.generation import Sampling
+
+    tokens = [int(token) for token in gpt.generate(language_model.model, idx, 23, Sampling(temperature=0.0))]
+    assert language_model.tokenizer.decode(tokens) == language_model.generate("2 3 5", 23, temperature=0.0)
+
+
+@pytest.mark.parametrize("length", [1, CONTEXT, CONTEXT + 1, CONTEXT + CONTEXT // 2 + 2, len(TEXT)])
+def test_logprobs(language_model, length):
+    """Each token's probability after all those that fit, at least half a context, beginning with end-of-text."""
+    text = TEXT[:length]
+    found = language_model.logprobs(text, top=3)
+    assert b"".join(token.token for token in found) == text.encode()
+    ids, half = [EOT, *text.encode()], CONTEXT // 2
+    for i, token in enumerate(found):
+        rest = (i - CONTEXT) % (CONTEXT - half)  # past the first context, windows begin where half a one is left
+        start = 0 if i < CONTEXT else i - half - rest
+        assert start == 0 or i - start >= half
+        with torch.no_grad():
+            logprobs = language_model.model(torch.tensor([ids[start : i + 1]]))[0, -1].log_softmax(-1)
+        assert token.logprob == pytest.approx(logprobs[ids[i + 1]].item(), abs=1e-4)
+        assert [other.token for other in token.top] == [bytes([j]) for j in logprobs.topk(3).indices]
+        assert [other.logprob for other in token.top] == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-4)
+        assert all(after.logprob <= before.logprob for before, after in pairwise(token.top))
+
+
+def test_all_logprobs(language_model):
+    """Asked for more tokens than there are, it lists them all, and their probabilities add up to one."""
+    assert language_model.logprobs("") == []
+    (token,) = language_model.logprobs("2", top=1000)
+    assert len(token.top) == 257
+    assert math.fsum(math.exp(other.logprob) for other in token.top) == pytest.approx(1.0, abs=1e-5)
+    assert language_model.logprobs("2") == [TokenLogprob(b"2", token.logprob)]
+
+
+def test_continued_texts_say_how_likely_they_were(language_model):
+    """Several prompts at once, with the log-probabilities of their new tokens, which are those of the whole text."""
+    from gpt.sampling.generation import Sampling
+
+    prompts = [[EOT, *b"2 3"], [EOT, *b"7"]]
+    generator = torch.Generator().manual_seed(3)
+    *_, texts = language_model.continue_texts(prompts, 7, Sampling(), generator, top_logprobs=0)
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.no_grad():
+            logits = language_model.model(torch.tensor([[*prompt, *text.tokens]]))[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(7), text.tokens].tolist()
+        assert [token.logprob for token in text.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def test_mistakes(language_model, tmp_path):
+    """Each is a `UserError`, which is a `ValueError`, that names the value, the limit or the remedy."""
+    with pytest.raises(UserError, match="max_new_tokens=0 is out of range: it must be at least 1"):
+        language_model.generate("a", max_new_tokens=0)
+    with pytest.raises(UserError, match=r"temperature=-1\.0 is out of range"):
+        language_model.generate("a", temperature=-1.0)
+    with pytest.raises(TypeError, match="temprature"):
+        language_model.generate("a", temprature=1.0)
+    with pytest.raises(UserError, match="ask for fewer texts or fewer new tokens"):
+        language_model.generate("a", max_new_tokens=10**15)
+    with pytest.raises(UserError, match="device 'abacus' is not known"):
+        gpt.load(device="abacus")
+    with pytest.raises(ValueError, match=r"a folder without checkpoints/best\.ckpt"):
+        gpt.load(tmp_path)
+
+
+def test_the_model_is_an_ordinary_module(language_model):
+    """In fp32, in evaluation mode, and ready to be trained further."""
+    assert isinstance(language_model.model, gpt.GPT)
+    assert isinstance(language_model.tokenizer, gpt.Tokenizer)
+    assert not language_model.model.training
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in language_model.model.parameters())
+    language_model.generate("a", 2)
+    language_model.model(torch.tensor([[2, 3]])).sum().backward()
+    assert language_model.model.final_norm.bias.grad is not None

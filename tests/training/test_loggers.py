@@ -1,0 +1,272 @@
+"""Where a run logs: metrics.csv, TensorBoard's HPARAMS tab, wandb, mlflow, and Lightning's own logging."""
+
+import csv
+import dataclasses
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from gpt.errors import UserError
+from gpt.exchange import checkpoint
+from gpt.training.curves import Curves
+from gpt.training.fitting import Fitting
+from gpt.training.loggers import UserCurves, UserValues, open_loggers
+from gpt.training.plan import make_plan
+from gpt.training.resuming import require_like
+from gpt.training.session import Session, load_corpora
+from gpt.training.steps import Clock
+from harness import StopAt, differences, read_curves, tiny_config, write_corpus
+
+
+class Logging(Callback):
+    """Logs in all the ways of Lightning: at each step, at some, after validations, at the end, and past the module."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % module.plan.accumulation == 0:
+            module.log("mine/step", float(trainer.global_step))
+            if trainer.global_step == 4:
+                module.log("mine/once", 4.0)
+            if trainer.global_step % 5 == 0:
+                trainer.logger.log_metrics({"mine/direct": trainer.global_step / 2}, step=trainer.global_step)
+
+    def on_validation_end(self, trainer, module) -> None:
+        module.log("mine/double", 2 * trainer.callback_metrics["val/loss"])
+
+    def on_train_epoch_end(self, trainer, module) -> None:
+        module.log("mine/end", 7.0)
+
+
+def users() -> list[Callback]:
+    return [Logging(), LearningRateMonitor()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Session:
+    """A run of 13 steps of two micro-batches, with callbacks that log."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_corpus(folder)
+    session = Session.begin(tiny_config(folder, "horizon=13steps", "data.prompts=[]", f"run_dir={folder / 'run'}"))
+    session.fit(users())
+    return session
+
+
+def again(session: Session, folder: Path, **changes) -> Session:
+    """Begin the same run in another folder, with changes to its configuration."""
+    return Session.begin(dataclasses.replace(session.config, run_dir=str(folder / "run"), **changes))
+
+
+def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves in metrics.csv: tag to (step, value) pairs."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    with (run_dir / "metrics.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
+    return curves
+
+
+# --- metrics.csv and TensorBoard ---
+
+
+def test_table_and_tensorboard_agree(whole):
+    """Every scalar is in both, and each curve has one point a step."""
+    table, shown = read_table(whole.run_dir), read_curves(whole.run_dir)
+    scalars = {tag: points for tag, points in shown.items() if tag in table}
+    assert {"train/loss", "train/lr", "val/loss", "val/bits_per_byte", "mine/double"} <= scalars.keys()
+    assert {tag for tag in table if not tag.startswith("perf/")} == scalars.keys()
+    for tag, points in scalars.items():
+        assert [step for step, _ in points] == [step for step, _ in table[tag]], tag
+        assert [value for _, value in points] == pytest.approx([value for _, value in table[tag]]), tag
+        assert len({step for step, _ in points}) == len(points), tag
+    assert table["val/loss"][-1] == (13, whole.metrics["val_loss"])
+
+
+def test_what_callbacks_log(whole):
+    """`module.log` counts steps as our curves do, at log points; what goes past the module is taken as it is."""
+    table = read_table(whole.run_dir)
+    assert table["mine/step"] == [(step, float(step)) for step in (3, 6, 9, 12, 13)]
+    assert table["mine/once"] == [(step, 4.0) for step in (6, 9, 12, 13)]
+    assert table["mine/direct"] == [(5, 2.5), (10, 5.0)]
+    assert table["mine/end"] == [(13, 7.0)]
+    losses = dict(table["val/loss"])  # at 3, 6, 9, 12 and 13
+    assert table["mine/double"] == [(step, pytest.approx(2 * losses[step])) for step in (3, 6, 9, 12, 13)]
+    rates = {tag: points for tag, points in table.items() if tag.startswith("lr-")}
+    assert [[step for step, _ in points] for points in rates.values()] == [[0, 2, 5, 8, 11]] * len(rates)
+    assert len(rates) == 3
+
+
+def test_resumed_run_has_the_same_table(whole, tmp_path, capfd):
+    """Interrupted between two log points and killed later, a run ends with the files of an uninterrupted one."""
+    session = again(whole, tmp_path)
+    with pytest.raises(SystemExit):
+        session.fit([*users(), StopAt(5)])
+    assert "mine/once" not in read_table(session.run_dir)  # logged at step 4, to be written at 6
+    with (session.run_dir / "metrics.csv").open("a") as table:
+        table.write("6,train/loss,7.0\n")  # as if killed later
+    resumed = Session.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit(users())
+    assert differences(session.run_dir, whole.run_dir) == []
+
+
+def test_hparams_tab(whole):
+    """TensorBoard's HPARAMS tab gets every setting, beside the curves that it compares by, without a run of its own."""
+    events = EventAccumulator(str(whole.run_dir))
+    events.Reload()
+    start, experiment = (
+        HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
+        for name in ("session_start_info", "experiment")
+    )
+    hparams = start.session_start_info.hparams
+    assert hparams["optim.lr"].number_value == whole.config.optim.lr
+    assert hparams["optim.betas"].string_value == str(whole.config.optim.betas)
+    assert hparams["horizon"].string_value == "13steps"
+    assert [info.name.tag for info in experiment.experiment.metric_infos][:2] == ["val/loss", "val/bits_per_byte"]
+    assert len(list(whole.run_dir.glob("events.*"))) == 1
+
+
+def test_no_loggers(whole, tmp_path):
+    """With `logger=[]` there are no curves, and a callback that needs a logger says so in one line."""
+    session = again(whole, tmp_path, logger=[], horizon="1steps")
+    session.fit()
+    names = {file.name for file in session.run_dir.iterdir()}
+    assert names == {".lock", "config.yaml", "checkpoints", "metrics.json", "samples.md"}
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger"):
+        again(whole, tmp_path / "other", logger=[], horizon="1steps").fit([LearningRateMonitor()])
+
+
+def test_older_checkpoints_have_no_table(whole, tmp_path, capfd):
+    """A run that an older version began without metrics.csv goes on."""
+    session = again(whole, tmp_path)
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(5)])
+    (session.run_dir / "metrics.csv").unlink()
+    last = session.run_dir / "checkpoints/last.ckpt"
+    payload = checkpoint.load(last)
+    del payload["callbacks"]["Journal"]["table"]
+    for key in ("logger", "patience"):
+        del payload["config"][key]
+    del payload["config"]["trainer"]["keep_every"]
+    checkpoint.save(payload, last)
+    resumed = Session.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit()
+    assert [step for step, _ in read_table(session.run_dir)["train/loss"]][-3:] == [9, 12, 13]
+
+
+@pytest.mark.parametrize("values", [{"mine/step": "7"}, {"mine/step": [7.0]}, [7.0]])
+def test_damaged_values(whole, tmp_path, values):
+    """What callbacks have logged is checked like the rest of a checkpoint."""
+    payload = checkpoint.load(whole.run_dir / "checkpoints/last.ckpt")
+    assert payload["callbacks"]["UserValues"]["values"]["mine/once"] == 4.0
+    payload["callbacks"]["UserValues"]["values"] = values
+    corpora = load_corpora(whole.config)
+    fitting = Fitting(whole.config, make_plan(whole.config, corpora.train_tokens, False), corpora, tmp_path)
+    fresh = fitting._fresh_state(payload)
+    with pytest.raises(UserError, match=r"its callbacks\.UserValues\.values.* is "):
+        require_like(tmp_path / "last.ckpt", payload, fresh)
+
+
+def test_values_that_are_no_numbers():
+    """A NaN that a callback logs stays out of checkpoints, which would be refused with it."""
+    curves = Curves(Path(), Clock(), None)
+    values = UserValues(curves, UserCurves(curves))
+    values.on_train_start(SimpleNamespace(logged_metrics={"a": float("nan"), "b": 2.0}), None)  # type: ignore[arg-type]
+    assert values.state_dict() == {"values": {"b": 2.0}}
+
+
+# --- which loggers ---
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("[csv,comet]", "logger='comet' is not known: choose from tensorboard, csv, wandb, mlflow"),
+        ("[csv,csv]", "logger=['csv', 'csv'] names one of them twice: leave one out"),
+    ],
+)
+def test_unknown_loggers(tmp_path, given, words):
+    """Loggers are a checked list."""
+    with pytest.raises(UserError, match=re.escape(words)):
+        tiny_config(tmp_path, f"logger={given}")
+
+
+def test_a_single_logger(tmp_path):
+    """One word will do for a list of one."""
+    assert tiny_config(tmp_path, "logger=csv").logger == ["csv"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_loggers_that_are_not_installed(whole, tmp_path, name, monkeypatch):
+    """Nothing begins where a package is missing, and nothing goes on."""
+    monkeypatch.setattr("gpt.training.session.find_spec", lambda package: None)
+    needs = f"logger={name} needs a package that is not installed: pip install {name}"
+    with pytest.raises(UserError, match=needs):
+        again(whole, tmp_path, logger=["csv", name])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_foreign_run_names(whole, tmp_path):
+    """The name under which another logger knows the run is checked before it is used."""
+    (tmp_path / "wandb_run.txt").write_text("../../etc")
+    config = dataclasses.replace(whole.config, logger=["wandb"])
+    with pytest.raises(UserError, match=r"wandb_run\.txt: holds no name of a run of wandb: delete it"):
+        open_loggers(config, tmp_path)
+
+
+@pytest.mark.slow
+def test_wandb(whole, tmp_path, monkeypatch, capfd):
+    """wandb gets the run, offline, and after an interruption the same run."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed, so logging to it is NOT tested")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    session = again(whole, tmp_path, logger=["wandb"])
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(5)])
+    assert wandb.run is None
+    name = (session.run_dir / "wandb_run.txt").read_text().strip()
+    resumed = Session.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit(users())
+    assert (session.run_dir / "wandb_run.txt").read_text().strip() == name
+    records = list(session.run_dir.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    assert len(records) == 2
+    tags = (b"val/loss", b"train/loss", b"mine/step", b"trainer/global_step", b"matrix_lr")
+    deadline = time.monotonic() + 30  # wandb's own process may write on for a moment
+    while missing := [tag for tag in tags if not any(tag in file.read_bytes() for file in records)]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # mlflow's own
+def test_mlflow(whole, tmp_path, monkeypatch, capfd):
+    """mlflow gets the run, and after an interruption the same run; one that its store does not know is named."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed, so logging to it is NOT tested")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    session = again(whole, tmp_path, logger=["mlflow"])
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(5)])
+    resumed = Session.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit(users())
+    name = (session.run_dir / "mlflow_run.txt").read_text().strip()
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    run = client.get_run(name)
+    assert run.info.run_name == session.run_dir.name
+    assert run.info.status == "FINISHED"
+    assert float(run.data.params["optim/lr"]) == session.config.optim.lr
+    assert run.data.metrics["val/loss"] == pytest.approx(resumed.metrics["val_loss"])
+    assert sorted({point.step for point in client.get_metric_history(name, "val/loss")}) == [3, 6, 9, 12, 13]
+    assert "mine/step" in run.data.metrics
+    (session.run_dir / "mlflow_run.txt").write_text("0" * 32)
+    with pytest.raises(UserError, match=r"logger=mlflow: cannot be started \(.*not found.*\): check its login"):
+        open_loggers(session.config, session.run_dir)

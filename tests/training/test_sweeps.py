@@ -1,0 +1,148 @@
+"""Sweeps: every job trains with any launcher and sweeper, and one that fails neither stops the others nor is passed
+over in silence.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import ROOT, TINY, train, write_corpus
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a corpus."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    write_corpus(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path, monkeypatch) -> list[str]:
+    """The arguments of short trainings, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    paths = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
+    return [*TINY, *paths, "trainer.device=cpu", "horizon=2steps"]
+
+
+def rates(folder: Path) -> list[float]:
+    """The learning rates of the runs below a folder."""
+    return sorted(yaml.safe_load(file.read_text())["optim"]["lr"] for file in folder.glob("runs/*/config.yaml"))
+
+
+def sweep(*arguments: str) -> subprocess.CompletedProcess:
+    """Run a sweep in a process of its own, whose children find the project too."""
+    command = [sys.executable, str(ROOT / "train.py"), "-m", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+
+
+def test_sweep(settings, tmp_path, monkeypatch):
+    """Each job says what it was given, trains, and returns its validation loss to the sweeper."""
+    returned: list = []
+    note = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
+    monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", note)
+    done = train("-m", *settings, "optim.lr=0.003,0.006")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^job (\d): model.*data=text .* optim.lr=(.*)$", done.stdout, re.M) == [
+        ("0", "0.003"),
+        ("1", "0.006"),
+    ]
+    assert rates(tmp_path) == [0.003, 0.006]
+    losses = [json.loads((run / "metrics.json").read_text())["val_loss"] for run in sorted(tmp_path.glob("runs/*"))]
+    assert returned == [None, None, *losses]  # each job is checked before the first one trains
+
+
+def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
+    """A configuration that is wrong is named before any job trains."""
+    done = train("-m", *settings, "optim.lr=0.006,-1")
+    assert done.returncode == 2
+    assert re.fullmatch(r"train\.py: job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range.*\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failing_jobs_of_a_sweep(settings, tmp_path, folder):
+    """Jobs that fail while they run are named at once, and the first again at the end; the others run."""
+    places = ",".join(f"{tmp_path}/{name}" for name in ("missing", "lost"))
+    done = train("-m", *settings, f"data.path={places},{folder / 'corpus.txt'}")
+    assert done.returncode == 2
+    *named, last = done.stderr.splitlines()
+    assert [re.match(r"train\.py: (job \d) \(.*\): data\.path=.* is not a file", line)[1] for line in named] == [
+        "job 0",
+        "job 1",
+    ]
+    assert last.startswith("train.py: 2 of the sweep's jobs failed; the first was job 0 (")
+    assert "missing' is not a file" in last
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_bug_in_a_job(settings, tmp_path, monkeypatch):
+    """What nobody expected is shown with its traceback, and the sweep goes on."""
+    from gpt.training.session import Session
+
+    fit, calls = Session.fit, []
+
+    def fail_once(self, *given) -> None:
+        calls.append(self)
+        fit(self, *given) if len(calls) > 1 else {}["nothing"]
+
+    monkeypatch.setattr(Session, "fit", fail_once)
+    done = train("-m", *settings, "optim.lr=0.003,0.006")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert len(list(tmp_path.glob("runs/*/metrics.json"))) == 1
+
+
+def test_sweep_without_jobs(settings, tmp_path):
+    """An empty range is a mistake, not a sweep that succeeds."""
+    done = train("-m", *settings, "seed=range(3,3)")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "train.py: the sweep has no jobs: one of its ranges or globs is empty\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_sweep_in_other_processes(settings, tmp_path, folder, launcher):
+    """Jobs that begin together in other processes have a run each; one that fails is named, and the others finish."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
+    done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
+    assert (done.returncode, rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
+    paths = f"data.path={folder / 'corpus.txt'},{tmp_path / 'missing'}"
+    done = sweep(*settings, *parallel, paths)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert last.startswith("train.py: 1 of the sweep's jobs failed; the first was job 1 (")
+    assert "missing' is not a file" in last
+    figures = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/metrics.json")]
+    assert [figure["steps"] for figure in figures] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_search(settings, tmp_path):
+    """Optuna looks for the rates that the example names, and a job that diverges does not end its search."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    done = sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=3", *settings)
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(next(tmp_path.glob("multirun/*/*/optimization_results.yaml")).read_text())
+    losses = [json.loads(file.read_text())["val_loss"] for file in tmp_path.glob("runs/*/metrics.json")]
+    assert len(losses) == 3
+    assert found["best_value"] == min(losses)
+    assert found["best_params"].keys() == {"optim.lr", "optim.matrix_lr"}
+    assert found["best_params"]["optim.lr"] in rates(tmp_path)
+    diverging = ["optim.matrix_weight_decay=1e41,0.1", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=2"]
+    done = sweep("hydra/sweeper=search", *diverging, *settings)
+    assert done.returncode == 2
+    assert re.search(r"^train\.py: job \d \(.*matrix_weight_decay=1e.*\): step \d", done.stderr, re.M)
+    assert len(list(tmp_path.glob("runs/*/config.yaml"))) == 3 + 4

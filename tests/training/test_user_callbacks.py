@@ -1,0 +1,165 @@
+"""Callbacks named on the command line: how they are found, what is refused, and that no run brings its own."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from lightning import Callback
+from lightning.pytorch.callbacks import Timer
+
+from gpt.errors import UserError
+from gpt.exchange import checkpoint
+from gpt.training.callbacks import load_callbacks
+from gpt.training.config import to_plain, validate
+from gpt.training.session import Session
+from harness import TINY, StopAt, tiny_config, train, write_corpus
+
+MODULE = """
+from lightning import Callback
+
+class Counter(Callback):
+    def __init__(self):
+        self.steps = 0
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % module.plan.accumulation == 0:
+            self.steps += 1
+    def on_train_end(self, trainer, module):
+        print("counted", self.steps)
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+def make():
+    return Counter()
+
+made = Counter()
+seven = 7
+
+def fails():
+    raise RuntimeError("no\\nluck")
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The current directory, with a module of callbacks."""
+    (tmp_path / "of_mine.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def (:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield tmp_path
+    for name in ("of_mine", "broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("user")
+    write_corpus(folder)
+    return folder
+
+
+def test_functions_classes_and_callbacks(place):
+    """Each form is taken, from the current directory or from what is installed."""
+    made, of_class, instance = load_callbacks(["of_mine:make", "of_mine:Counter", "of_mine:made"])
+    assert {type(callback).__name__ for callback in (made, of_class, instance)} == {"Counter"}
+    assert instance is sys.modules["of_mine"].made
+    assert isinstance(load_callbacks(["lightning.pytorch.callbacks:Timer"])[0], Timer)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("of_mine", r"'of_mine' is not of the form module:name, as in lightning\.pytorch\.callbacks:Timer"),
+        (":make", r"':make' is not of the form module:name, .*"),
+        ("nowhere:make", r"nowhere:make cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),
+        ("of_mine:missing", r"of_mine:missing cannot be imported \(AttributeError: .* has no attribute 'missing'\)"),
+        ("broken:make", r"broken:make cannot be imported \(SyntaxError: .*\)"),
+        ("of_mine:fails", r"of_mine:fails\(\) fails \(RuntimeError: no luck\)"),
+        ("lightning.pytorch.callbacks:EarlyStopping", r"EarlyStopping\(\) fails \(TypeError: .*'monitor'\)"),
+        ("of_mine:seven", r"of_mine:seven gives a builtins\.int, which is no lightning\.Callback"),
+        ("builtins:dict", r"builtins:dict gives a builtins\.dict, which is no lightning\.Callback"),
+    ],
+)
+def test_what_is_no_callback(place, name, words):
+    """One line says what is wrong with it."""
+    with pytest.raises(UserError, match=f"^callbacks: .*{words}$") as caught:
+        load_callbacks([name])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_comes_first(place, folder):
+    """A callback that cannot be had ends the command before anything is prepared or made."""
+    done = train(*TINY, f"data.path={folder / 'none.txt'}", f"run_dir={place / 'run'}", "callbacks=of_mine:fails")
+    assert (done.returncode, done.stderr) == (2, "train.py: callbacks: of_mine:fails() fails (RuntimeError: no luck)\n")
+    assert not (place / "run").exists()
+    for wrong in ("[7]", "7"):
+        done = train(f"callbacks={wrong}")
+        assert done.returncode == 2
+        words = r"train\.py: callbacks=.* is not a list of names: give callbacks='\[\"module:name\"\]'\n"
+        assert re.fullmatch(words, done.stderr)
+
+
+def test_never_stored_and_allowed_on_resuming(place, folder):
+    """A callback goes on with its state when it is named again; the run itself does not know of it."""
+    run_dir = place / "run"
+    run = [
+        *TINY,
+        f"data.path={folder / 'corpus.txt'}",
+        f"data.cache={folder / 'cache'}",
+        f"run_dir={run_dir}",
+        "logger=[]",
+    ]
+    stop = "harness:STOP_AT_5"
+    sys.modules["harness"].STOP_AT_5 = StopAt(5)  # type: ignore[attr-defined]
+    done = train(*run, "horizon=7steps", f"callbacks=[of_mine:make,{stop}]")
+    assert done.returncode == 143, done.stderr
+    assert "counted 5" in done.stdout
+    assert "of_mine" not in (run_dir / "config.yaml").read_text()
+    payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    assert payload["callbacks"]["Counter"] == {"steps": 5}
+    assert "callbacks" not in payload["config"]
+    done = train(f"resume={run_dir}", "callbacks=of_mine:make")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "counted 7" in done.stdout
+
+
+def test_no_run_brings_callbacks(place, folder):
+    """A crafted checkpoint or config.yaml that names one is refused, and nothing is imported."""
+    (place / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
+    session = Session.begin(tiny_config(folder, "horizon=2steps", f"run_dir={place / 'run'}"))
+    config = session.run_dir / "config.yaml"
+    stored = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump(stored | {"callbacks": ["evil:make"]}))
+    with pytest.raises(UserError, match="there is no key 'callbacks'"):
+        Session.resume(str(session.run_dir))
+    config.write_text(yaml.safe_dump(stored))
+    session.fit()
+    last = session.run_dir / "checkpoints/last.ckpt"
+    payload = checkpoint.load(last)
+    payload["config"]["callbacks"] = ["evil:make"]
+    checkpoint.save(payload, last)
+    with pytest.raises(UserError, match=r"its configuration is invalid.*there is no key 'callbacks'"):
+        Session.resume(str(session.run_dir))
+    with pytest.raises(UserError, match="there is no key 'callbacks'"):
+        validate(to_plain(session.config) | {"callbacks": []})
+    assert not (place / "ran").exists()
+
+
+class Hoards(Callback):
+    """A callback whose state no checkpoint could be read with."""
+
+    def state_dict(self) -> dict:
+        return {"values": [1.0, {"mean": np.float64(2.0)}]}
+
+
+def test_state_that_cannot_be_read_back(folder, tmp_path):
+    """It is named instead of saved: a checkpoint with it would be lost."""
+    session = Session.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    with pytest.raises(UserError, match=r"callback Hoards: its state holds a numpy\.float64, and checkpoints hold"):
+        session.fit([Hoards()])
+    assert not list(session.run_dir.glob("checkpoints/*"))
