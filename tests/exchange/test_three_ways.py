@@ -61,17 +61,17 @@ def trained(folder: Path) -> tuple[GPT, Tokenizer]:
 def test_greedy(tmp_path, name):
     """The same hundred tokens, or as many as the context holds.
 
-    llama.cpp looks GELU up in a table of f16, so its logits differ in the fourth digit. A random model's two likeliest
-    tokens are nearly equal now and then; these seeds keep them further apart than that, as training does.
+    llama.cpp looks GELU up in a table of f16, so its logits differ in the fourth digit. The two likeliest tokens of a
+    random model are nearly equal now and then; these seeds keep them more than twice that apart, as training does.
     """
     if name == "mini":
         model, tokenizer = trained(tmp_path)
     elif name == "odd":
         tokenizer = byte_tokenizer()
-        model = random_model(GPTConfig(97, 60, 3, 5, qkv_bias=False, vocab_size=257), seed=6)
+        model = random_model(GPTConfig(97, 60, 3, 5, qkv_bias=False, vocab_size=257), seed=13)
     else:
         tokenizer = gpt2_tokenizer()
-        model = random_model(GPTConfig(1024, 768, 12, 12), seed=6)
+        model = random_model(GPTConfig(1024, 768, 12, 12), seed=21)
     prompt = tokenizer.encode(PROMPT)
     new = min(NEW, model.config.context_length - len(prompt))
     ours = [int(token) for token in generate(model, torch.tensor([prompt]), new, Sampling(temperature=0.0))]
@@ -101,8 +101,9 @@ def test_greedy(tmp_path, name):
     third.eval(text[:-1])
     apart = np.abs(third.scores[last : len(text) - 1] - logits).max()
     second, first = np.partition(logits, -2)[:, -2:].T
-    print(f", llama.cpp by {apart:.1e}; the two likeliest are {(first - second).min():.1e} apart or more")
-    assert apart < 0.003 * logits.std()
+    gap = (first - second).min()
+    print(f", llama.cpp by {apart:.1e}; the two likeliest are {gap:.1e} apart or more")
+    assert 2 * apart < min(gap, 0.01 * logits.std())
 
 
 def test_types(tmp_path):

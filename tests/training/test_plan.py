@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 
+from gpt.model.transformer import ModelConfig
 from gpt.training.config import Config, TrainerConfig
 from gpt.training.plan import Plan, make_plan
 
-CONFIG = Config(trainer=TrainerConfig(tokens_per_step=7 * 1024, micro_batch_size="1", validate_every=500))
+CONFIG = Config(
+    model=ModelConfig(context_length=1024),
+    trainer=TrainerConfig(tokens_per_step=7 * 1024, micro_batch_size="1", validate_every=500),
+)
 
 
 @pytest.mark.parametrize(
