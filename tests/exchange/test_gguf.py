@@ -146,6 +146,13 @@ def test_no_bias(tmp_path, bpe):
     assert all(np.array_equal(found[f"blk.{i}.attn_qkv.bias"], np.zeros(180, np.float32)) for i in range(3))
 
 
+def test_odd_file_name(tmp_path, bpe):
+    """A file name that is no UTF-8 is no reason to fail."""
+    file = tmp_path / "caf\udce9.gguf"
+    write(GPT(shape(bpe)), bpe, file, "f32")
+    assert GGUFReader(file).fields["general.name"].contents() == "caf\ufffd"
+
+
 def test_impossible_kinds(tmp_path, bpe):
     """An unknown type; rows that q8_0 cannot divide; numbers that f16 cannot hold."""
     model, file = GPT(shape(bpe)), tmp_path / "model.gguf"
