@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from measuring import Worker, finish, machine, parser, read_bandwidth, table
 
+from gpt.exchange import gguf
 from gpt.hardware import choose_device
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
 from gpt.sampling.packed import pack_weights
+from gpt.text.tokenizer import gpt2_tokenizer
 
 PROMPT = 16
 
@@ -62,7 +64,7 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
     ids, threads = prompt(rows)[0].tolist(), torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_gguf(GPT(GPTConfig(1024, 768, 12, 12)), path, kind)
+        gguf.write(GPT(GPTConfig(1024, 768, 12, 12)), gpt2_tokenizer(), path, kind.lower())
         model = Llama(str(path), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def step() -> list[int]:
@@ -77,37 +79,6 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
         return made
 
     return step
-
-
-def write_gguf(model: GPT, path: Path, kind: str) -> None:
-    """Write the weights in llama.cpp's file format, without a tokenizer; `kind` is the matrices' (F32, BF16, Q8_0)."""
-    import gguf
-
-    config, quantization = model.config, gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(str(path), "gpt2")
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.d_model)
-    writer.add_feed_forward_length(4 * config.d_model)
-    writer.add_block_count(config.num_layers)
-    writer.add_head_count(config.num_heads)
-    writer.add_layer_norm_eps(model.final_norm.eps)
-    writer.add_tokenizer_model("none")
-    writer.add_vocab_size(config.vocab_size)
-    names = {"token_embedding": "token_embd", "position_embedding": "position_embd", "final_norm": "output_norm",
-             "blocks": "blk", "norm1": "attn_norm", "attention.W_qkv": "attn_qkv", "attention.out_proj": "attn_output",
-             "norm2": "ffn_norm", "feed_forward.expand": "ffn_up", "feed_forward.contract": "ffn_down"}  # fmt: skip
-    for name, tensor in model.state_dict().items():
-        for part, theirs in names.items():
-            name = name.replace(part, theirs)
-        array = tensor.numpy()
-        if tensor.dim() == 2 and name != "position_embd.weight":
-            writer.add_tensor(name, gguf.quants.quantize(array, quantization), raw_dtype=quantization)
-        else:
-            writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def main() -> None:
