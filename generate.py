@@ -109,7 +109,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     kept = "continue what was said so far; an empty line starts a new document (default: off)"
     add("--keep-context", action="store_true", help=f"with --interactive: {kept}")
     add = parser.add_argument_group("model").add_argument
-    add("--checkpoint", metavar="PATH", help="a run, checkpoint or Hugging Face GPT-2 (default: newest run in runs/)")
+    add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     precision = "auto takes bf16 where it is faster (default: auto)"
     add("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"], help=precision)

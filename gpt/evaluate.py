@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and check whatever can be checked before a model is loaded."""
     parser = Parser("python -m gpt.evaluate", "Measure how well a model predicts a text, or answers multiple choice.")
     add = parser.add_argument
-    add("--checkpoint", metavar="PATH", help="a run, checkpoint or Hugging Face GPT-2 (default: newest run in runs/)")
+    add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
     what = parser.add_mutually_exclusive_group()
     text = "files, folders or quoted globs, as for data.path (default: the validation text of the checkpoint's run)"
     what.add_argument("--text", metavar="PATH", nargs="+", help=text)

@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and check whatever can be checked before a model is loaded."""
     parser = Parser("python -m gpt.export", "Write a model for Hugging Face's transformers, or for llama.cpp.")
     add = parser.add_argument
-    add("--checkpoint", metavar="PATH", help="a run, checkpoint or Hugging Face GPT-2 (default: newest run in runs/)")
+    add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
     add("--to", metavar="PATH", type=Path, required=True, help="a new folder, or a new file that ends in .gguf")
     add("--type", choices=gguf.KINDS, help="how a .gguf file stores the weights (default: f32, which loses nothing)")
     args = parser.parse_args(arguments)

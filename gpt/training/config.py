@@ -67,7 +67,7 @@ class TrainerConfig:
     micro_batch_size: str = "auto"  # windows that go through the model at once; gradients accumulate over the rest
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     log_every: int = 10
-    validate_every: int = 250  # at most: a run validates at least four times
+    validate_every: int = 500  # at most: a run validates at least four times
     checkpoint_every: int = 250
     checkpoint_minutes: float = 10.0  # also save after this many minutes without a checkpoint
     keep_every: int = 0  # also keep a checkpoint of every so many steps, as step-00002000.ckpt; 0 keeps none
@@ -102,7 +102,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    horizon: str = "3000steps"
+    horizon: str = "4000steps"
     earlier_horizons: list[str] = field(default_factory=list)  # of a run that was extended; not to be set
     seed: int = 1
     patience: int = 0  # stop after this many validations in a row without a better one; 0 never does
@@ -110,7 +110,7 @@ class Config:
     run_dir: str | None = None  # where to write; by default runs/<date>_<time>_<data>-<model>
     resume: str | None = None  # a run directory to continue, or auto: the one in run_dir, or begin it there
     rerun: str | None = None  # a run directory whose configuration to start from
-    init_from: str | None = None  # a run, a checkpoint or a Hugging Face GPT-2 directory to start from
+    init_from: str | None = None  # a run, a checkpoint, a Hugging Face GPT-2 folder or a name on the hub
 
     def __post_init__(self) -> None:
         parse_horizon(self.horizon)
