@@ -40,11 +40,11 @@ ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 def train(config: Config, overrides: list[str], model_name: str, names: list[str]) -> float | None:
     """Begin or resume a run, train to the horizon and report; returns the validation loss.
 
-    `names` are of the user's callbacks.
+    `names` lists the user's callbacks as module:name.
     """
     refuse_contradictions(config, overrides)
     callbacks = load_callbacks(names)
-    longer = config.resume != "auto" and any(override.startswith("horizon=") for override in overrides)
+    longer = config.resume != "auto" and any(re.match(r"\+*horizon=", override) for override in overrides)
     if config.resume == "auto":
         config = begin_or_continue(config)
     if config.resume:
@@ -72,8 +72,8 @@ def job(composed: DictConfig) -> float | None:
         config = validate(with_rerun(composed, overrides))
         if overrides and config.resume in (None, "auto"):
             say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
-        model_name = "rerun" if composed.rerun else chosen.runtime.choices["model"]
-        return train(config, overrides, model_name, callbacks_of(composed))
+        model_name = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
+        return train(config, overrides, model_name, callbacks_of(composed, overrides))
     except Exception as error:
         if single:
             raise JobFailed(error) from None

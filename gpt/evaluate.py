@@ -173,7 +173,9 @@ def measure(model: "GPT", texts: list[Text], stride: int) -> dict[str, int | flo
 def require_sane(nats: float) -> None:
     """Raise `UserError` for nats per token that only a broken model needs."""
     if not nats < MOST_NATS:
-        raise UserError(f"the model needs {nats:.4g} nats per token, so it is damaged: use another checkpoint")
+        raise UserError(
+            f"the model needs {nats:.4g} nats per token, so its weights are probably damaged: use another checkpoint"
+        )
 
 
 # --- multiple choice ---

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from gpt.errors import Parser, UserError, command_line, write_line
@@ -59,15 +60,15 @@ def main(arguments: list[str] | None = None) -> None:
     if args.to.suffix == ".gguf":
         gguf.write(model, tokenizer, args.to, args.type or "f32")
         print(f"{path} as {args.type or 'f32'}: {args.to}, {args.to.stat().st_size:,} bytes")
-        print(f"run it:   llama-cli -m {args.to}")
+        print(f"run it:   llama-cli -m {quote(str(args.to))}")
         return
     source, text = real_text(path, tokenizer)
-    # Renamed once it has been found right: until then nothing has the name of the target.
+    # Renamed into place only after every check has passed.
     with tempfile.TemporaryDirectory(prefix=f".{args.to.name}.", dir=args.to.parent) as working:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
-        write_text(folder / "README.md", card(args.to.name, model, tokenizer, record, figures(path)))
+        write_text(folder / "README.md", card(args.to.name, model, tokenizer, record, figures(path) if record else {}))
         compared = [compare_ids(tokenizer, folder, text), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, tokenizer, folder, text))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
@@ -119,7 +120,7 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, text: str) -> str:
     written.encode_special_tokens = True  # as text, which is all they are in ours
     ids = tokenizer.encode(text)
     if written.encode(text).ids != ids or written.get_vocab_size() != tokenizer.vocab_size:
-        raise UserError("the exported tokenizer gives real text other ids than ours, so nothing was written")
+        raise UserError("the exported tokenizer tokenizes real text differently, so nothing was written")
     return f"{len(ids):,} token ids are equal"
 
 

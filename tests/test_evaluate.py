@@ -454,7 +454,9 @@ def test_damaged_model(home, capsys, what):
     file = save(home / "wild.ckpt", None, scale=1e19)
     given = home / "corpus.txt" if what == "--text" else write_questions(home / "questions.jsonl", GOOD)
     line = refusal(capsys, "--checkpoint", file, what, given)
-    assert re.fullmatch(r"the model needs \S+ nats per token, so it is damaged: use another checkpoint", line)
+    assert re.fullmatch(
+        r"the model needs \S+ nats per token, so its weights are probably damaged: use another checkpoint", line
+    )
 
 
 def test_skipped_files_are_named(home, capsys, tmp_path):

@@ -8,6 +8,7 @@ versions of the libraries. It is read with `weights_only=True`, so no file can r
 import errno
 import pickletools
 import shutil
+import sys
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -30,6 +31,7 @@ SCHEMA: dict[str, type] = {"format": int, "state_dict": dict, "config": dict, "t
 # What a checkpoint may be made of. The pickle of GPT-2 XL with its optimizer has about 100,000 operations.
 PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
 GLOBALS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2"}
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 GLOBALS |= {f"torch {kind}Storage" for kind in STORAGES}
 MOST_VALUES, DEEPEST = 1_000_000, 100
@@ -169,6 +171,16 @@ def _require_plain(payload: Any, size: int) -> None:
             raise ValueError(f"Unsupported: {type(value).__name__}")
     if (needs := _size(payload)) > size:
         raise ValueError(f"its tensors have {needs:,} bytes, and the file {size:,}")
+
+
+def require_storable(state: Any) -> None:
+    """Raise `ValueError` if part of a payload is something that `load` would refuse."""
+    for value, _ in _contents(state):
+        if isinstance(value, torch.Tensor):
+            known = value.layout == torch.strided and str(value.dtype).removeprefix("torch.") in DTYPES
+            if not known or value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"Unsupported: a tensor of {value.dtype} that is sparse, expanded or of a rare type")
+    _require_plain(state, sys.maxsize)
 
 
 def _reason(error: Exception) -> str:

@@ -61,10 +61,12 @@ class LanguageModel:
         """Continue a prompt; yield the new text in pieces, which end before the first of the texts in `stop`.
 
         `sampling` takes the fields of `Sampling`: temperature, top_k, top_p, min_p, repetition_penalty. The same seed
-        gives the same text; without one, every text is a new one.
+        gives the same text; without a seed, each call differs.
         """
         generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise UserError("stop='' would end the text before it begins: give at least one character")
         ids, printed = self.tokenizer.encode(prompt), 0
         for (text,) in self.continue_texts([ids], max_new_tokens, Sampling(**sampling), generator, stops=stops):
             if piece := text.text[printed:]:

@@ -38,7 +38,7 @@ def _load(name: str) -> "Callback":
         raise UserError(f"callbacks: {name}() fails ({_reason(error)})") from error
     if not isinstance(callback, Callback):
         kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
-        raise UserError(f"callbacks: {name} gives a {kind}, which is no lightning.Callback")
+        raise UserError(f"callbacks: {name} returns a {kind}, not a lightning.Callback")
     return callback
 
 

@@ -121,7 +121,7 @@ class Config:
         for name in self.logger:
             require_choice("logger", name, LOGGERS)
         if len(set(self.logger)) < len(self.logger):
-            raise ValueError(f"logger={self.logger} names one of them twice: leave one out")
+            raise ValueError(f"logger={self.logger} lists a logger twice")
         for name in ("run_dir", "resume", "rerun", "init_from"):
             if getattr(self, name) == "":
                 raise ValueError(
@@ -188,9 +188,9 @@ def with_rerun(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
     """The configuration of the run `rerun`, if it is given, with the keys and groups that `overrides` name.
 
     Left out is where that run wrote, and how it was resumed or extended. What was `auto` stays as it was decided, for
-    the same bits, unless an override takes the ground from under the decision.
+    the same bits, unless an override invalidates it.
     """
-    if not composed.rerun:
+    if not composed.get("rerun"):
         return composed
     given: Any = OmegaConf.to_container(composed, resolve=True)
     given.pop("callbacks", None)
@@ -205,6 +205,8 @@ def with_rerun(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
         config["trainer"] |= {"precision": "auto", "compile": "auto"}
     if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):
         config["trainer"]["micro_batch_size"] = "auto"
+    if "data.path" in names:
+        config["data"] |= {"revision": None, "prompts": None}  # both were of the other text
     for name in names:
         *groups, key = name.split(".")
         source, target = given, config
@@ -217,12 +219,14 @@ def with_rerun(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
     return config | {"rerun": None}
 
 
-def callbacks_of(composed: DictConfig) -> list[str]:
-    """The `module:name` strings of `callbacks`, in a configuration that Hydra composed.
+def callbacks_of(composed: DictConfig, overrides: list[str]) -> list[str]:
+    """The `module:name` strings of `callbacks`, which only the command line may give.
 
     It is no key of `Config`, so no run stores it, and no stored configuration can have anything imported.
     """
-    given = composed.callbacks or OmegaConf.create([])
+    given = composed.get("callbacks") or OmegaConf.create([])
+    if given and not any(re.match(r"\+*callbacks=", override) for override in overrides):
+        raise UserError(f"callbacks={given} in a configuration file: name callbacks on the command line")
     names = list(given) if isinstance(given, ListConfig) else [given]
     if not all(isinstance(name, str) for name in names):
         raise UserError(f"callbacks={given} is not a list of names: give callbacks='[\"module:name\"]'")

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
@@ -69,18 +70,23 @@ class Fitting:
         last += [self.last, Progress(self.validation, self.curves)]
         self._ours: list[Callback] = [*first, *last]
         self.callbacks: list[Callback] = [*first, *callbacks, *last]
+        states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
+        if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
+            raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
+
+    def require_like(self, file: Path, payload: dict) -> None:
+        """Raise `UserError` unless this run can continue from what was read of a checkpoint."""
+        require_like(file, payload, self._fresh_state(payload))
 
     def run(self, ranks: ClusterEnvironment, files: CheckpointFiles, file: Path | None = None) -> None:
         """Train, from the checkpoint `file` if there is one."""
-        if file is not None and files.loaded is not None:
-            require_like(file, files.loaded, self._fresh_state(files.loaded))
         config = self.module.config
         others = open_loggers(config, self._run_dir) if ranks.local_rank() == 0 else []
         loggers = [self.user_curves, *others] if config.logger else []
-        trainer = build_trainer(self.module, self.callbacks, [files, ranks], loggers)
-        assert trainer.world_size == config.trainer.devices
         self.curves.loggers = others
         try:
+            trainer = build_trainer(self.module, self.callbacks, [files, ranks], loggers)
+            assert trainer.world_size == config.trainer.devices
             trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
         except MisconfigurationException as error:  # such as a callback that needs a logger where there is none
             raise UserError(" ".join(str(error).split())) from error

@@ -61,13 +61,16 @@ _VALUES = {  # of our own keys
 }
 
 
+_WITH_A_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p")  # Hydra's
+
+
 def rewritten(arguments: list[str], unknown: list[str], ours: list[str]) -> list[str]:
     """The command line as Hydra takes it: `--seed 3` as `seed=3`, and overrides last.
 
     Keys of other trainers are written so that Hydra adds them, for `advice` to find: `++batch_size=12`. `unknown` holds
     the words that look like options and are none of Hydra's, and `ours` every key of the configuration.
     """
-    result: list[str] = []
+    result: list[list[str]] = []
     words = list(arguments)
     while words:
         word = words.pop(0)
@@ -82,8 +85,9 @@ def rewritten(arguments: list[str], unknown: list[str], ours: list[str]) -> list
             word = f"++{name}={value}"
         elif value.startswith("~"):  # which no shell expands after a key with a dot
             word = f"{word.removesuffix(value)}{os.path.expanduser(value)}"
-        result.append(word)
-    return sorted(result, key=lambda word: "=" in word and not word.startswith("-"))
+        result.append([word, words.pop(0)] if word in _WITH_A_VALUE and words else [word])
+    result.sort(key=lambda unit: "=" in unit[0] and not unit[0].startswith("-"))
+    return [word for unit in result for word in unit]
 
 
 def quoted(override: str) -> str:

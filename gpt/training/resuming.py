@@ -83,16 +83,20 @@ def extended(
     """
     step, wanted = payload["step"], parse_horizon(horizon)
     if wanted.unit == "seconds":
-        steps = round(step * wanted.amount / max(1e-9, payload["callbacks"]["Clock"]["seconds"]))
+        clock = payload["callbacks"].get("Clock")
+        seconds = clock.get("seconds") if isinstance(clock, dict) else None
+        if not isinstance(seconds, float) or not 0 < seconds < math.inf:
+            raise UserError(
+                f"horizon={horizon}: the checkpoint does not say how fast it was: give the horizon in steps"
+            )
+        steps = round(step * wanted.amount / seconds)
         new = f"{steps}steps"
     else:
         steps, new = steps_of(wanted, config.trainer.tokens_per_step, train_tokens), horizon
     if steps <= step:
         raise UserError(f"horizon={horizon} is {steps} steps, and the run has trained {step}: give a longer horizon")
     factor = lr_factor(step, plan.total_steps, config.optim, plan.extended_at, plan.factor_then)
-    plan = plan.for_steps(steps, config.trainer.validate_every)
-    if factor < lr_factor(step, steps, config.optim, plan.extended_at, plan.factor_then):
-        plan = replace(plan, extended_at=step, factor_then=factor)
+    plan = replace(plan.for_steps(steps, config.trainer.validate_every), extended_at=step, factor_then=factor)
     before = [*config.earlier_horizons, f"{config.horizon} until step {step}"]
     return replace(config, horizon=new, earlier_horizons=before), plan
 

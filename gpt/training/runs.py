@@ -108,7 +108,7 @@ def make_last(run_dir: Path, newest: Path) -> None:
 
 
 def amend(run_dir: Path, payload: dict[str, Any], config_text: str) -> Path:
-    """Save a run's last checkpoint and config.yaml anew, with the same state and another configuration."""
+    """Rewrite last.ckpt and config.yaml with a changed configuration."""
     last = run_dir / "checkpoints/last.ckpt"
     if last.exists():
         link(last, run_dir / "checkpoints/previous.ckpt")

@@ -7,7 +7,7 @@ from lightning import Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from gpt.errors import NonFiniteError, UserError
-from gpt.exchange.checkpoint import PLAIN, load, save
+from gpt.exchange.checkpoint import load, require_storable, save
 from gpt.files import link
 from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
@@ -100,11 +100,12 @@ class CheckpointFiles(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         for name, state in checkpoint.get("callbacks", {}).items():
-            if foreign := _foreign(state):
+            try:
+                require_storable(state)
+            except ValueError as error:
                 raise UserError(
-                    f"callback {name}: its state holds a {foreign}, and checkpoints hold plain types and tensors only: "
-                    "change its state_dict"
-                )
+                    f"callback {name}: its state cannot be stored ({error}): change its state_dict"
+                ) from None
         save(checkpoint, Path(path))
 
     def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
@@ -113,11 +114,3 @@ class CheckpointFiles(CheckpointIO):
 
     def remove_checkpoint(self, path) -> None:
         Path(path).unlink(missing_ok=True)
-
-
-def _foreign(state: object) -> str:
-    """The first type within the state of a callback that no checkpoint is read with; empty if there is none."""
-    if type(state) not in PLAIN:
-        return f"{type(state).__module__}.{type(state).__qualname__}"
-    inner = [*state, *state.values()] if isinstance(state, dict) else state if isinstance(state, list | tuple) else []
-    return next(filter(None, map(_foreign, inner)), "")

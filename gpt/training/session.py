@@ -65,6 +65,7 @@ class Start:
     payload: dict[str, Any] | None = None
     weights: dict[str, torch.Tensor] | None = None
     threads: int | None = None  # with which the run began
+    extended: bool = False  # whether `payload` has another horizon than `file`
 
     def take(self) -> "Start":
         taken = dataclasses.replace(self)
@@ -133,23 +134,22 @@ class Session:
         given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
         corpora = load_corpora(config, given)
         require_same_text(file, payload, corpora)
+        before = None
         if horizon and horizon != config.horizon:
             before, (config, plan) = plan, extended(config, plan, payload, horizon, corpora.train_tokens)
             say(f"extending the run from {before.total_steps} steps to {plan.total_steps}")
             payload |= {"config": to_plain(config), "plan": dataclasses.asdict(plan)}
-            file = runs.amend(run_dir, payload, to_yaml(config))
-        if payload["step"] == plan.total_steps:
+        ended = f"has trained all of its {plan.total_steps} steps" if payload["step"] == plan.total_steps else ""
+        if not ended and _has_stopped_early(config, plan, payload):
+            ended = f"stopped early at step {payload['step']}, by patience={config.patience}"
+        if ended:
             runs.make_last(run_dir, file)
-            done = f"{run_dir} is complete: it has trained all of its {plan.total_steps} steps"
-            say(f"{done}; to train it longer, add horizon=; init_from={run_dir} starts a new run from it")
-            return None
-        if not horizon and _has_stopped_early(config, plan, payload):
-            done = f"{run_dir} is complete: it stopped early at step {payload['step']}, by patience={config.patience}"
-            say(f"{done}; to train it longer, add horizon=; init_from={run_dir} starts a new run from it")
+            longer = f"to train it longer, add horizon=; init_from={run_dir} starts a new run from it"
+            say(f"{run_dir} is complete: it {ended}; {longer}")
             return None
         _warn_of_versions(payload)
         say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
-        start = Start(file, payload, threads=payload["threads"])
+        start = Start(file, payload, threads=payload["threads"], extended=before is not None)
         return cls(config, plan, corpora, given, run_dir, start)
 
     def fit(self, callbacks: Sequence["Callback"] = (), names: Sequence[str] = ()) -> None:
@@ -198,6 +198,10 @@ class Session:
         with together(trainer.devices, job) as ranks:
             files = CheckpointFiles(start.payload)
             fitting = Fitting(self.config, self.plan, self.corpora, self.run_dir, start.weights, callbacks)
+            if start.file and start.payload:
+                fitting.require_like(start.file, start.payload)
+                if start.extended:
+                    start.file = runs.amend(self.run_dir, start.payload, to_yaml(self.config))
             start.payload = start.weights = None
             say(
                 f"{fitting.module.model.num_parameters():,} parameters on {trainer.device} in {trainer.precision}, "
@@ -213,8 +217,8 @@ class Session:
             if fitting.early.by_patience:
                 best = fitting.validation.best_step
                 say(
-                    f"{stopped}: validation has not improved {self.config.patience} times in a row, since step {best}. "
-                    f"The learning rates had not finished falling: a shorter horizon, such as {best}steps, should do "
+                    f"{stopped}: no improvement in the last {self.config.patience} validations (best at step {best}). The "
+                    f"learning rates were still falling: a shorter run, such as horizon={best}steps, will probably do "
                     "better"
                 )
             else:
@@ -364,7 +368,8 @@ def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: ob
 def _has_stopped_early(config: Config, plan: Plan, payload: dict[str, Any]) -> bool:
     from gpt.training.early_stop import out_of_patience
 
-    best_step = (payload["callbacks"].get("Validation") or {}).get("best_step")  # checked as a whole later
+    state = payload["callbacks"].get("Validation")  # checked as a whole later
+    best_step = state.get("best_step") if isinstance(state, dict) else None
     return type(best_step) is int and out_of_patience(config.patience, plan, payload["step"], best_step)
 
 

@@ -26,7 +26,7 @@ def failing_at_the_end() -> Iterator[str]:
 
 
 def note_failure(job: str, error: Exception) -> float:
-    """Report why a job failed; returns the worst loss there is, for the sweeper to go on with."""
+    """Report why a job failed; returns infinity, so that the sweeper can continue."""
     if not isinstance(error, UserError | NonFiniteError | OSError):
         traceback.print_exception(error)
     line = " ".join(f"{job}: {error}".split())
@@ -34,6 +34,6 @@ def note_failure(job: str, error: Exception) -> float:
     try:
         with open(os.environ[NOTES], "a", encoding="utf-8") as file:
             print(line, file=file)
-    except OSError:  # on a machine that does not share the folder; Hydra carries the error back
+    except (OSError, KeyError):  # on a machine that does not share the folder; Hydra carries the error back
         raise UserError(line) from None
     return math.inf

@@ -277,7 +277,7 @@ def test_differences_are_noticed(trained, monkeypatch):
         monkeypatch.setattr(export, "compare_weights", lambda *_: "")  # which would refuse it before
 
     for change, reason in (
-        (swap_two_tokens, "the exported tokenizer gives real text other ids than ours"),
+        (swap_two_tokens, "the exported tokenizer tokenizes real text differently"),
         (change_a_bit, "the exported weights or tokens are not the same when they are read back"),
         (change_the_formula, f"logits at 970 positions in transformers {transformers.__version__} differ by "),
     ):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from gpt.errors import UserError
+from gpt.exchange import checkpoint
 from gpt.training.config import read
 from gpt.training.optim import OptimConfig, lr_factor
+from gpt.training.resuming import extended, read_plan
 from gpt.training.session import Session
 from harness import StopAt, differences, tiny_config, train, write_corpus
 
@@ -47,7 +49,7 @@ def test_before_the_rates_fall(folder, tmp_path):
         Session.begin(config).fit([StopAt(13)])
     Session.begin(tiny_config(folder, STEADY, "horizon=83steps", f"run_dir={whole}")).fit()
     assert train(f"resume={run_dir}", "horizon=83steps").returncode == 0
-    assert [d for d in differences(run_dir, whole) if "earlier_horizons" not in d] == []
+    assert [d for d in differences(run_dir, whole) if "earlier_horizons" not in d and "extended_at" not in d] == []
 
 
 def test_after_the_end(short):
@@ -63,6 +65,47 @@ def test_after_the_end(short):
     assert (config.horizon, config.earlier_horizons) == ("97steps", ["61steps until step 61"])
     done = train(f"resume={short}", "horizon=97steps")
     assert (done.returncode, "is complete: it has trained all of its 97 steps" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda c: c.pop("Clock"), lambda c: c.update(Clock=[]), lambda c: c.update(Clock={})]
+)
+def test_unknown_speed(short, change):
+    """A time cannot be turned into steps without the time so far; nothing is changed."""
+    payload = checkpoint.load(short / "checkpoints/last.ckpt")
+    change(payload["callbacks"])
+    with pytest.raises(UserError, match="does not say how fast it was: give the horizon in steps"):
+        extended(*read_plan(short, payload), payload, "2h", 1000)
+
+
+def test_damaged_state_is_found_before_anything_changes(short):
+    """A checkpoint whose optimizer is damaged stays as it is, and so does config.yaml."""
+    payload = checkpoint.load(short / "checkpoints/last.ckpt")
+    payload["optimizer_states"][0]["state"][0]["exp_avg"].fill_(float("nan"))
+    for name in ("best", "previous"):
+        (short / f"checkpoints/{name}.ckpt").unlink()
+    checkpoint.save(payload, short / "checkpoints/last.ckpt")
+    before = {name: (short / name).read_bytes() for name in ("checkpoints/last.ckpt", "config.yaml")}
+    done = train(f"resume={short}", "horizon=97steps")
+    assert (done.returncode, "exp_avg is not finite" in done.stderr) == (2, True)
+    assert {name: (short / name).read_bytes() for name in before} == before
+
+
+def test_patience_begins_anew(folder, tmp_path):
+    """A run that ran out of patience while its rates were at their peak trains to the new horizon's validations."""
+    run_dir = tmp_path / "run"
+    config = tiny_config(
+        folder, STEADY, "horizon=61steps", f"run_dir={run_dir}", "optim.decay_from=1.0", "optim.lr=5.0"
+    )
+    Session.begin(dataclasses.replace(config, patience=1)).fit()
+    stopped = json.loads((run_dir / "metrics.json").read_text())["steps"]
+    assert stopped < 61
+    session = Session.resume(str(run_dir), "83steps")
+    assert session is not None
+    assert session.plan.extended_at == stopped
+    session.fit()
+    assert json.loads((run_dir / "metrics.json").read_text())["steps"] > stopped + 1
+    assert Session.resume(str(run_dir)) is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -113,9 +156,6 @@ def test_without_a_checkpoint(folder, tmp_path):
 
 def test_older_checkpoints_know_no_extension(short):
     """The plan of a checkpoint that was saved before runs could be extended is read as one that was not."""
-    from gpt.exchange import checkpoint
-    from gpt.training.resuming import read_plan
-
     payload = checkpoint.load(short / "checkpoints/last.ckpt")
     del payload["plan"]["extended_at"], payload["plan"]["factor_then"], payload["config"]["earlier_horizons"]
     _, plan = read_plan(short, payload)

@@ -189,7 +189,7 @@ def test_values_that_are_no_numbers():
     ("given", "words"),
     [
         ("[csv,comet]", "logger='comet' is not known: choose from tensorboard, csv, wandb, mlflow"),
-        ("[csv,csv]", "logger=['csv', 'csv'] names one of them twice: leave one out"),
+        ("[csv,csv]", "logger=['csv', 'csv'] lists a logger twice"),
     ],
 )
 def test_unknown_loggers(tmp_path, given, words):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from lightning import Callback
 from lightning.pytorch.callbacks import Timer
 
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
+from gpt.exchange.checkpoint import require_storable
 from gpt.training.callbacks import load_callbacks
 from gpt.training.config import to_plain, validate
 from gpt.training.session import Session
@@ -81,8 +83,8 @@ def test_functions_classes_and_callbacks(place):
         ("broken:make", r"broken:make cannot be imported \(SyntaxError: .*\)"),
         ("of_mine:fails", r"of_mine:fails\(\) fails \(RuntimeError: no luck\)"),
         ("lightning.pytorch.callbacks:EarlyStopping", r"EarlyStopping\(\) fails \(TypeError: .*'monitor'\)"),
-        ("of_mine:seven", r"of_mine:seven gives a builtins\.int, which is no lightning\.Callback"),
-        ("builtins:dict", r"builtins:dict gives a builtins\.dict, which is no lightning\.Callback"),
+        ("of_mine:seven", r"of_mine:seven returns a builtins\.int, not a lightning\.Callback"),
+        ("builtins:dict", r"builtins:dict returns a builtins\.dict, not a lightning\.Callback"),
     ],
 )
 def test_what_is_no_callback(place, name, words):
@@ -160,6 +162,43 @@ class Hoards(Callback):
 def test_state_that_cannot_be_read_back(folder, tmp_path):
     """It is named instead of saved: a checkpoint with it would be lost."""
     session = Session.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
-    with pytest.raises(UserError, match=r"callback Hoards: its state holds a numpy\.float64, and checkpoints hold"):
+    with pytest.raises(UserError, match=r"callback Hoards: its state cannot be stored \(Unsupported: float64\)"):
         session.fit([Hoards()])
     assert not list(session.run_dir.glob("checkpoints/*"))
+
+
+class Sparse(Callback):
+    """A callback with a state of a kind that `load` refuses."""
+
+    def __init__(self, state: object):
+        self.kept = state
+
+    def state_dict(self) -> dict:
+        return {"kept": self.kept}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{(1, 2): 3}, {0.5: 1}, torch.zeros(3, dtype=torch.complex64), torch.zeros(1).expand(5), torch.eye(3).to_sparse()],
+    ids=["a tuple as a key", "a number as a key", "complex", "expanded", "sparse"],
+)
+def test_states_that_load_would_refuse(state):
+    """What cannot be stored is told when it is to be saved."""
+    with pytest.raises(ValueError, match="Unsupported"):
+        require_storable(Sparse(state).state_dict())
+
+
+def test_the_same_state_twice(folder, tmp_path):
+    """Two callbacks of which a checkpoint could keep one are refused in one line."""
+    names = ["lightning.pytorch.callbacks:Timer"] * 2
+    done = train(*TINY, f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", f"callbacks={names}")
+    assert done.returncode == 2
+    assert "the state of Timer would be stored twice: name it once" in done.stderr.splitlines()[-1]
+
+
+def test_not_from_a_file(tmp_path):
+    """A configuration file cannot name callbacks."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text('# @package _global_\ncallbacks: ["os:getcwd"]\n')
+    done = train("--config-dir", tmp_path, "experiment=mine")
+    assert (done.returncode, "name callbacks on the command line" in done.stderr) == (2, True)
