@@ -217,9 +217,9 @@ class Session:
             if fitting.early.by_patience:
                 best = fitting.validation.best_step
                 say(
-                    f"{stopped}: no improvement in the last {self.config.patience} validations (best at step {best}). The "
-                    f"learning rates were still falling: a shorter run, such as horizon={best}steps, will probably do "
-                    "better"
+                    f"{stopped}: no improvement in the last {self.config.patience} validations (best at step {best}). "
+                    f"The learning rates were still falling: a shorter run, such as horizon={best}steps, will probably "
+                    "do better"
                 )
             else:
                 say(f"{stopped}, as a callback asked; to go on regardless: python train.py resume={self.run_dir}")

@@ -74,8 +74,8 @@ def test_patience_ends_a_run(folder, tmp_path, worse, capfd):
     session.report()
     said = capfd.readouterr().out
     assert (
-        "stopped early at step 12 of 23: validation has not improved 2 times in a row, since step 6. The learning "
-        "rates had not finished falling: a shorter horizon, such as 6steps, should do better\n" in said
+        "stopped early at step 12 of 23: no improvement in the last 2 validations (best at step 6). The learning rates "
+        "were still falling: a shorter run, such as horizon=6steps, will probably do better\n" in said
     )
     assert "trained 12 steps" in said
     assert "validation was best at step 6; best.ckpt is the model of that step" in said
