@@ -191,7 +191,8 @@ def test_states_that_load_would_refuse(state):
 def test_the_same_state_twice(folder, tmp_path):
     """Two callbacks of which a checkpoint could keep one are refused in one line."""
     names = ["lightning.pytorch.callbacks:Timer"] * 2
-    done = train(*TINY, f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", f"callbacks={names}")
+    places = [f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", f"run_dir={tmp_path / 'run'}"]
+    done = train(*TINY, *places, f"callbacks={names}")
     assert done.returncode == 2
     assert "the state of Timer would be stored twice: name it once" in done.stderr.splitlines()[-1]
 
