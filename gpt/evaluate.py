@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gpt.errors import Parser, UserError, command_line, write_line
-from gpt.exchange import huggingface
-from gpt.exchange.opening import find_checkpoint, open_model
+from gpt.exchange.opening import find_checkpoint, open_with_record
 from gpt.text.cache import read_json
 from gpt.text.corpus import Corpus, find_text_files
 from gpt.text.formats import explain_unreadable, read_documents
@@ -38,12 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
         corpus = open_text(args.text, args.text_field) if args.text else None
     path = find_checkpoint(args.checkpoint)
 
-    from gpt.hardware import choose_device
-    from gpt.sampling.scoring import PRECISIONS
+    from gpt.hardware import DTYPES, choose_device
 
     device = choose_device(args.device)
-    model, tokenizer = open_model(path)
-    model.to(device).compute_in(PRECISIONS[args.precision])
+    model, tokenizer, record = open_with_record(path)
+    model.to(device).compute_in(DTYPES[args.precision])
     report: dict[str, Any] = {"checkpoint": str(path), "precision": args.precision}
     if args.choices:
         report |= {"choices": str(args.choices)} | answer(model, tokenizer, args.choices)
@@ -52,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         if stride > context:
             raise UserError(f"--stride={stride} is out of range: it must be at most the model's context, {context}")
         with our_options():
-            texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer)
+            texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
         name = ", ".join(args.text) if args.text else "the run's validation text"
         report |= {"text": name, "context": context, "stride": stride} | measure(model, texts, stride)
     if args.json:
@@ -132,17 +130,15 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
         return Text(np.asarray(np.memmap(stream, width(tokenizer), mode="r")), documents, size)
 
 
-def validation_texts(path: Path, tokenizer: Tokenizer) -> list[Text]:
+def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> list[Text]:
     """Return the validation text of a checkpoint's run, or the several of a mixture, as training prepared it.
 
-    It is found in the cache by the hashes in the checkpoint, which names no path that is opened. `UserError` if it is
-    not there.
+    It is found in the cache by the hashes in the checkpoint, `record`, which names no path that is opened. `UserError`
+    if it is not there.
     """
-    from gpt.exchange import checkpoint
-
-    if huggingface.is_directory(path):
+    if not record:
         raise UserError(f"{path}: belongs to no run whose validation text could be used: give a text with --text")
-    corpus = checkpoint.load(path).get("corpus")
+    corpus = record.get("corpus")
     keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
     wanted = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
     prepared = {}

@@ -62,15 +62,16 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{path} as {args.type or 'f32'}: {args.to}, {args.to.stat().st_size:,} bytes")
         print(f"run it:   llama-cli -m {quote(str(args.to))}")
         return
-    source, text = real_text(path, tokenizer)
+    source, text = real_text(path, tokenizer, record)
+    ids = tokenizer.encode(text)
     # Renamed into place only after every check has passed.
     with tempfile.TemporaryDirectory(prefix=f".{args.to.name}.", dir=args.to.parent) as working:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
         write_text(folder / "README.md", card(args.to.name, model, tokenizer, record, figures(path) if record else {}))
-        compared = [compare_ids(tokenizer, folder, text), compare_weights(model, tokenizer, folder)]
-        compared.append(compare_logits(model, tokenizer, folder, text))
+        compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
+        compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
         for file in folder.iterdir():
             sync(file)
@@ -102,23 +103,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 # --- what was written is what we have ---
 
 
-def real_text(path: Path, tokenizer: Tokenizer) -> tuple[str, str]:
+def real_text(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> tuple[str, str]:
     """Return the run's validation text where it is still prepared, or else Python's documentation, and what it is."""
     try:
-        parts = [text.tokens[:COMPARED_IDS] for text in validation_texts(path, tokenizer)]
+        parts = [text.tokens[:COMPARED_IDS] for text in validation_texts(path, tokenizer, record)]
         text = "".join(tokenizer.decode(ids[ids != tokenizer.end_of_text].tolist()) for ids in parts)
         return "the run's validation text", text
     except UserError:
         return "Python's documentation", "\n".join(builtin_docs())
 
 
-def compare_ids(tokenizer: Tokenizer, folder: Path, text: str) -> str:
+def compare_ids(tokenizer: Tokenizer, folder: Path, text: str, ids: list[int]) -> str:
     """Say for how much text the written tokenizer gives our ids; `UserError` if they differ."""
     from tokenizers import Tokenizer as Written
 
     written = Written.from_file(str(folder / "tokenizer.json"))
     written.encode_special_tokens = True  # as text, which is all they are in ours
-    ids = tokenizer.encode(text)
     if written.encode(text).ids != ids or written.get_vocab_size() != tokenizer.vocab_size:
         raise UserError("the exported tokenizer tokenizes real text differently, so nothing was written")
     return f"{len(ids):,} token ids are equal"
@@ -134,7 +134,7 @@ def compare_weights(model: "GPT", tokenizer: Tokenizer, folder: Path) -> str:
     return "the weights come back bit for bit"
 
 
-def compare_logits(model: "GPT", tokenizer: Tokenizer, folder: Path, text: str) -> str:
+def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
     """Say by how much the logits of `transformers` differ from ours; `UserError` if by more than rounding."""
     try:
         import transformers
@@ -143,7 +143,7 @@ def compare_logits(model: "GPT", tokenizer: Tokenizer, folder: Path, text: str) 
         write_line(f"gpt.export: {note}: pip install -e '.[export]'", sys.stderr)
         return note
     context = model.config.context_length
-    ids = tokenizer.encode(text)[: max(context, COMPARED_LOGITS // context * context)]
+    ids = ids[: max(context, COMPARED_LOGITS // context * context)]
     difference, largest = huggingface.logit_difference(model, folder, ids)
     where = f"{len(ids):,} positions in transformers {transformers.__version__}"
     if not difference <= TOLERANCE * largest:

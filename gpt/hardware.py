@@ -14,6 +14,8 @@ import torch
 
 from gpt.errors import UserError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # in which the blocks of a model multiply
+
 # Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. A name must match in full, apart from the words below:
 # an L40 is no L4, an RTX A1000 no A100, and a laptop's RTX 4090 or a MIG slice of an A100 is slower than the card.
 _PEAK_BF16 = {

@@ -16,7 +16,6 @@ from gpt.model.transformer import GPT
 from gpt.text.batches import Array, validation_batches
 
 TOKENS_AT_ONCE = 4096
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # in which the blocks may multiply, as in training
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.errors import NonFiniteError
 from gpt.exchange.assembly import is_finite
-from gpt.hardware import choose_precision
+from gpt.hardware import DTYPES, choose_precision
 from gpt.model.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.shards import Corpora
@@ -18,7 +18,6 @@ from gpt.training.config import Config
 from gpt.training.optim import build_optimizer, lr_factor, set_lr
 from gpt.training.plan import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REMEDY = "the last checkpoint is intact: start a new run from it with init_from= and lower rates"
 
 

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from gpt.errors import NonFiniteError
 from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import Score, score, sum_of
+from gpt.sampling.scoring import TOKENS_AT_ONCE, Score, score, sum_of
 from gpt.text.batches import validation_batches, windows_given
 from gpt.text.shards import Shards
 from gpt.training.module import REMEDY, GPTModule
 from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
-
-TOKENS_AT_ONCE = 4096
 
 
 class Validation(StepCallback):
