@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import contextlib
 import functools
 import io
 import json
@@ -26,26 +25,17 @@ LONGEST_PROMPT = 32_000_000  # bytes; a model sees some thousand
 ESCAPES = str.maketrans("ntr", "\n\t\r")
 
 
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn running out of memory, and a model that computes no finite numbers, into a `UserError`."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        from gpt.hardware import is_out_of_memory
-
-        if is_out_of_memory(error):
-            remedy = "lower --num-samples, --max-new-tokens or --precision, or close other programs"
-            raise UserError(f"memory has run out: {remedy}") from None
-        if "probability tensor contains" in str(error):
-            raise UserError("the model's logits are not finite, so it is damaged: use another checkpoint") from None
-        raise
-
-
-@explained()
 def main(arguments: list[str] | None = None) -> None:
-    """Load a model, read the prompts, and print how the model continues them."""
+    """Sample as the command line says."""
     args = parse_arguments(arguments)
+    from gpt.hardware import explained
+
+    with explained("lower --num-samples, --max-new-tokens or --precision"):
+        sample(args)
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Load a model, read the prompts, and print how the model continues them."""
     import torch
 
     from gpt.exchange.opening import find_checkpoint, open_model
@@ -66,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
     precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
     if args.compile:
-        require_compilable(precision, rows)
+        require_compilable(rows)
     pack_weights(model, precision, rows, args.compile)
 
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 33  # short enough to type
@@ -113,7 +103,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     precision = "auto takes bf16 where it is faster (default: auto)"
     add("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"], help=precision)
-    compiled = "for one long text in bf16 or int8: takes seconds to start, then faster (default: off)"
+    compiled = "for one long text: takes seconds to start, then faster (default: off)"
     add("--compile", action="store_true", help=compiled)
     add = parser.add_argument_group("text").add_argument
     add("--max-new-tokens", metavar="N", type=int, default=300, help="default: 300")

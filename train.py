@@ -38,7 +38,7 @@ ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
 
 def train(config: Config, overrides: list[str], model_name: str, names: list[str]) -> float | None:
-    """Begin or resume a run, train to the horizon and report; returns the validation loss.
+    """Begin or resume a run, train to the horizon and report; returns the last validation in bits per byte.
 
     `names` lists the user's callbacks as module:name.
     """
@@ -55,7 +55,7 @@ def train(config: Config, overrides: list[str], model_name: str, names: list[str
         return None
     session.fit(callbacks, names)
     session.report()
-    return session.metrics["val_loss"]
+    return session.metrics["val_bits_per_byte"]
 
 
 class JobFailed(BaseException):
@@ -64,7 +64,7 @@ class JobFailed(BaseException):
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Train as one composed configuration says; returns the validation loss, which a sweeper minimises."""
+    """Train as one composed configuration says; returns the bits per byte, which a sweeper minimises."""
     chosen = HydraConfig.get()
     overrides = list(chosen.overrides.task)
     single = chosen.mode != RunMode.MULTIRUN

@@ -37,6 +37,20 @@ def main(arguments: list[str] | None = None) -> None:
         corpus = open_text(args.text, args.text_field) if args.text else None
     path = find_checkpoint(args.checkpoint)
 
+    from gpt.hardware import explained
+
+    with explained("choose a smaller model or another --device"):
+        report = evaluate(args, path, corpus)
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    for key, value in report.items():
+        shown = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+        print(f"{key.replace('_', ' '):<16}{shown}")
+
+
+def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dict[str, Any]:
+    """Load a model, and measure what the command line asks for."""
     from gpt.hardware import DTYPES, choose_device
 
     device = choose_device(args.device)
@@ -44,21 +58,14 @@ def main(arguments: list[str] | None = None) -> None:
     model.to(device).compute_in(DTYPES[args.precision])
     report: dict[str, Any] = {"checkpoint": str(path), "precision": args.precision}
     if args.choices:
-        report |= {"choices": str(args.choices)} | answer(model, tokenizer, args.choices)
-    else:
-        stride, context = args.stride or model.config.context_length, model.config.context_length
-        if stride > context:
-            raise UserError(f"--stride={stride} is out of range: it must be at most the model's context, {context}")
-        with our_options():
-            texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
-        name = ", ".join(args.text) if args.text else "the run's validation text"
-        report |= {"text": name, "context": context, "stride": stride} | measure(model, texts, stride)
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return
-    for key, value in report.items():
-        shown = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
-        print(f"{key.replace('_', ' '):<16}{shown}")
+        return report | {"choices": str(args.choices)} | answer(model, tokenizer, args.choices)
+    stride, context = args.stride or model.config.context_length, model.config.context_length
+    if stride > context:
+        raise UserError(f"--stride={args.stride} is out of range: it must be at most the model's context, {context}")
+    with our_options():
+        texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
+    name = ", ".join(args.text) if args.text else "the run's validation text"
+    return report | {"text": name, "context": context, "stride": stride} | measure(model, texts, stride)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

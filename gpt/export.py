@@ -53,8 +53,16 @@ CARD_ROWS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the model, compare what was written with the original, and print both."""
+    """Export as the command line says."""
     args = parse_arguments(arguments)
+    from gpt.hardware import explained
+
+    with explained("choose a machine with more"):
+        export(args)
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write the model, compare what was written with the original, and print both."""
     path = find_checkpoint(args.checkpoint)
     model, tokenizer, record = open_with_record(path)
     if args.to.suffix == ".gguf":

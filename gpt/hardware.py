@@ -1,5 +1,6 @@
 """What the machine offers, and what follows from it: device, precision, compilation, memory."""
 
+import contextlib
 import ctypes
 import gc
 import platform
@@ -14,6 +15,7 @@ import torch
 
 from gpt.errors import UserError
 
+DAMAGED = "the model's logits are not finite, so it is damaged: use another checkpoint"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # in which the blocks of a model multiply
 
 # Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. A name must match in full, apart from the words below:
@@ -159,6 +161,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
+
+
+@contextlib.contextmanager
+def explained(remedy: str) -> Iterator[None]:
+    """Turn running out of memory, for which `remedy` says what to do, and logits that are not finite into `UserError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise UserError(f"memory has run out: {remedy}, or close other programs") from None
+        if "probability tensor contains" in str(error):
+            raise UserError(DAMAGED) from None
+        raise
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

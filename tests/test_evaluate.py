@@ -258,6 +258,13 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert peak < 10e6
 
 
+def test_out_of_memory(home, capsys, monkeypatch):
+    """If memory runs out, that is said in one line."""
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
+    monkeypatch.setattr(evaluate, "measure", lambda *arguments: (_ for _ in ()).throw(RuntimeError(message)))
+    assert refusal(capsys, "--checkpoint", home / "run").startswith("memory has run out: choose a smaller model")
+
+
 # --- multiple choice ---
 
 

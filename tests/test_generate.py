@@ -403,6 +403,8 @@ def test_weights_that_overflow(tmp_path, capsys):
         model.final_norm.bias.fill_(3e38)
     run = str(write_run(tmp_path / "run", model))
     assert "the model's logits are not finite" in refusal(capsys, "--prompt", "a", "--checkpoint", run)
+    greedy = ["--temperature", "0", "--top-logprobs", "2", "--json"]
+    assert "the model's logits are not finite" in refusal(capsys, "--prompt", "a", "--checkpoint", run, *greedy)
 
 
 @pytest.mark.parametrize(

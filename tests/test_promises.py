@@ -62,6 +62,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "exchange/test_huggingface.py::test_pickled_code",
             "test_promises.py::test_other_weights_are_not_read",
         ],
+        "A run that you resume logs where its configuration says": ["training/test_loggers.py::test_wandb"],
         "Checkpoints are verified by their checksums": [
             f"{FAULTS}::test_damaged_checkpoint",
             "text/test_shards.py::test_damage_is_named",

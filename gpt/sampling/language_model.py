@@ -1,5 +1,6 @@
 """A model with its tokenizer: text in, text out, and how likely each token was."""
 
+import math
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.errors import UserError
-from gpt.hardware import free_memory
+from gpt.hardware import DAMAGED, free_memory
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, TextStream, align, generate
 from gpt.text.tokenizer import Tokenizer
@@ -139,6 +140,8 @@ class LanguageModel:
         logprobs = logits.float().log_softmax(-1)
         values, ids = (found.tolist() for found in logprobs.topk(min(top, logprobs.shape[-1])))  # T lists of `top`
         own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+        if any(map(math.isnan, own)):
+            raise UserError(DAMAGED)
 
         def named(token: int, logprob: float, top: Iterable[TokenLogprob] = ()) -> TokenLogprob:
             return TokenLogprob(self.tokenizer.decode_bytes([token]), logprob, tuple(top))

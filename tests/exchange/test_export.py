@@ -286,6 +286,18 @@ def test_differences_are_noticed(trained, monkeypatch):
         assert listing(trained.parent) == before
 
 
+def test_out_of_memory(trained, tmp_path, monkeypatch):
+    """If memory runs out, that is said in one line, and nothing is left."""
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(export, "compare_logits", fail)
+    line = refusal("--checkpoint", trained, "--to", tmp_path / "out")
+    assert line == "memory has run out: choose a machine with more, or close other programs"
+    assert not [name for name in listing(tmp_path) if "out" in name.split("/")[0]]
+
+
 def test_refusals(trained, monkeypatch):
     """One line each, before a model is loaded; nothing is written and what exists stays."""
     folder = trained.parent

@@ -45,7 +45,7 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_sweep(settings, tmp_path, monkeypatch):
-    """Each job says what it was given, trains, and returns its validation loss to the sweeper."""
+    """Each job says what it was given, trains, and returns its bits per byte to the sweeper."""
     returned: list = []
     note = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
     monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", note)
@@ -56,7 +56,7 @@ def test_sweep(settings, tmp_path, monkeypatch):
         ("1", "0.006"),
     ]
     assert rates(tmp_path) == [0.003, 0.006]
-    losses = [json.loads((run / "metrics.json").read_text())["val_loss"] for run in sorted(tmp_path.glob("runs/*"))]
+    losses = [json.loads((run / "metrics.json").read_text())["val_bits_per_byte"] for run in sorted(tmp_path.glob("runs/*"))]
     assert returned == [None, None, *losses]  # each job is checked before the first one trains
 
 
@@ -136,7 +136,7 @@ def test_search(settings, tmp_path):
     done = sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=3", *settings)
     assert done.returncode == 0, done.stderr
     found = yaml.safe_load(next(tmp_path.glob("multirun/*/*/optimization_results.yaml")).read_text())
-    losses = [json.loads(file.read_text())["val_loss"] for file in tmp_path.glob("runs/*/metrics.json")]
+    losses = [json.loads(file.read_text())["val_bits_per_byte"] for file in tmp_path.glob("runs/*/metrics.json")]
     assert len(losses) == 3
     assert found["best_value"] == min(losses)
     assert found["best_params"].keys() == {"optim.lr", "optim.matrix_lr"}
