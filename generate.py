@@ -4,6 +4,7 @@ import argparse
 import collections
 import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -11,13 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt.errors import Parser, UserError, command_line, write_line
 from gpt.text.pieces import visible, well_formed
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
     from gpt.sampling.language_model import Continuation, LanguageModel, TokenLogprob
+    from gpt.text.shards import Shards
+    from gpt.text.tokenizer import Tokenizer
 
     ContinueTexts = Callable[[list[list[int]]], Iterator[list[Continuation]]]
 
@@ -29,8 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Sample as the command line says."""
     args = parse_arguments(arguments)
     from gpt.hardware import explained
+    from gpt.threads import giving_way
 
-    with explained("lower --num-samples, --max-new-tokens or --precision"):
+    with explained("lower --num-samples, --max-new-tokens or --precision"), giving_way():
         sample(args)
 
 
@@ -38,7 +42,7 @@ def sample(args: argparse.Namespace) -> None:
     """Load a model, read the prompts, and print how the model continues them."""
     import torch
 
-    from gpt.exchange.opening import find_checkpoint, open_model
+    from gpt.exchange.opening import find_checkpoint, open_with_record
     from gpt.hardware import choose_device, choose_precision
     from gpt.sampling.compiled import require_compilable
     from gpt.sampling.generation import Sampling
@@ -51,7 +55,8 @@ def sample(args: argparse.Namespace) -> None:
     rows = len(prompts) or args.num_samples
 
     path = find_checkpoint(args.checkpoint)
-    model, tokenizer = open_model(path)
+    model, tokenizer, record = open_with_record(path)
+    sources = training_text(path, tokenizer, record) if args.check else []
     if args.slide > (context := model.config.context_length):
         raise UserError(f"--slide={args.slide} is out of range: it must be at most the model's context, {context}")
     precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
@@ -81,12 +86,17 @@ def sample(args: argparse.Namespace) -> None:
         print_json(prompts, steps, {"checkpoint": str(path), "seed": seed, "sampling": vars(sampling)})
     elif len(prompts) == 1:
         print(prompts[0], end="", flush=True)
-        for _ in print_growing(steps):
-            pass
+        (text,) = collections.deque(print_growing(steps), maxlen=1)
+        print(copied(text.tokens, sources), end="")
+        if args.insight:
+            ids = encode(prompts[0]) or [tokenizer.end_of_text]
+            facts = {"checkpoint": str(path), "seed": seed} | vars(sampling)
+            write_insight(args.insight, language_model, ids + text.tokens, len(ids), sampling, facts)
     else:
         (texts,) = collections.deque(steps, maxlen=1)
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
             print(f"--- {number} of {len(prompts)} ---\n{prompt}{printable(text)}")
+            print(copied(text.tokens, sources), end="")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -101,8 +111,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("model").add_argument
     add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
-    precision = "auto takes bf16 where it is faster (default: auto)"
-    add("--precision", default="auto", choices=["auto", "fp32", "bf16", "int8"], help=precision)
+    precision = "auto takes bf16 or fp16 where it is faster (default: auto)"
+    add("--precision", default="auto", choices=["auto", "fp32", "bf16", "fp16", "int8"], help=precision)
     compiled = "for one long text: takes seconds to start, then faster (default: off)"
     add("--compile", action="store_true", help=compiled)
     add = parser.add_argument_group("text").add_argument
@@ -113,6 +123,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", metavar="N", type=int, help="the same seed gives the same text (default: a new one each time)")
     add("--slide", metavar="N", type=int, default=1, help="tokens to drop whenever the context is full (default: 1)")
     add("--json", action="store_true", help="print one JSON object instead of the text (default: off)")
+    check = "also show which passages stand verbatim in the training text (default: off)"
+    add("--check", action="store_true", help=check)
+    page = "also write a page that shows why the model chose each token, for a browser (default: off)"
+    add("--insight", metavar="PAGE.html", type=Path, help=page)
     top = "show each new token's probability and the N likeliest; the filters below do not count (default: off)"
     add("--top-logprobs", metavar="N", type=int, help=top)
     add = parser.add_argument_group("sampling").add_argument
@@ -138,6 +152,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         raise UserError("--interactive and --json exclude each other: give one of them")
     if args.keep_context and not (args.interactive and args.num_samples == 1):
         raise UserError("--keep-context is for one text with --interactive: give that option and no --num-samples")
+    if args.check and (args.interactive or args.json):
+        raise UserError("--check goes with neither --interactive nor --json: leave them out")
+    if args.insight and (args.interactive or args.json or args.num_samples > 1 or len(args.prompt or "1") > 1):
+        raise UserError("--insight shows one text: give it one prompt, and no --num-samples, --interactive or --json")
+    if args.insight and (args.insight.is_dir() or not args.insight.parent.is_dir()):
+        raise UserError(f"--insight={args.insight} cannot be written: name a file in a folder that exists")
     return args
 
 
@@ -160,7 +180,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             f"{source}: a prompt has at most {LONGEST_PROMPT:,} bytes, and a model sees only its end: cut it"
         )
     try:
-        return [content.decode("utf-8").removesuffix("\n")]
+        return [re.sub(r"\r?\n\Z", "", content.decode("utf-8"))]
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start})") from None
 
@@ -179,13 +199,13 @@ def encode_prompt(language_model: "LanguageModel", prompt: str) -> list[int]:
     return ids
 
 
-def print_growing(steps: Iterator[list["Continuation"]]) -> Iterator[str]:
-    """Print a single text as it grows, and then a newline; yield the text so far."""
+def print_growing(steps: Iterator[list["Continuation"]]) -> Iterator["Continuation"]:
+    """Print a single text as it grows, and then a newline; yield it after each step."""
     printed = 0
     for (text,) in steps:
         print(printable(text, printed), end="", flush=True)
         printed = len(text.logprobs or text.text)
-        yield text.text
+        yield text
     print(flush=True)
 
 
@@ -210,6 +230,47 @@ def as_json(token: "TokenLogprob") -> dict:
     return own | ({"top_logprobs": [as_json(other) for other in token.top]} if token.top else {})
 
 
+def training_text(path: Path, tokenizer: "Tokenizer", record: dict) -> list["Shards"]:
+    """The prepared text that a model learnt from; `UserError` if it is not here."""
+    from gpt.text import cache
+    from gpt.text.shards import find_shards
+
+    if not (sources := find_shards(record, tokenizer, cache.CACHE)):
+        raise UserError(f"--check: the text that {path} has learnt is not in {cache.CACHE}: leave --check out")
+    return sources
+
+
+def copied(ids: list[int], sources: list["Shards"]) -> str:
+    """A continuation with the passages in brackets that stand in the training text, below how many there are.
+
+    Nothing without `sources`. Passages have at least eight tokens: see gpt/text/overlap.py.
+    """
+    if not sources:
+        return ""
+    import numpy as np
+
+    from gpt.text.overlap import find_overlap
+
+    found = [find_overlap(np.array(ids, dtype=np.int64), source.train) for source in sources]
+    marks = np.logical_or.reduce([one.copied for one in found]).tolist()
+    decode, longest = sources[0].tokenizer.decode, max(found, key=lambda one: one.length)
+    passage = decode(ids[longest.start : longest.start + longest.length])
+    line = f"--- copied: {sum(marks)} of {len(ids)} tokens; the longest passage has {len(passage)} characters ---"
+    parts = itertools.groupby(zip(marks, ids, strict=True), key=lambda pair: pair[0])
+    shown = [(mark, decode([token for _, token in pairs])) for mark, pairs in parts]
+    return f"{line}\n{''.join(f'[[{text}]]' if mark else text for mark, text in shown)}\n"
+
+
+def write_insight(page: Path, language_model: "LanguageModel", ids: list[int], *given: Any) -> None:
+    """Write the page that shows why the model chose the tokens `ids`; see `insight_page` for what else is given."""
+    from gpt.files import replacing
+    from gpt.sampling.insight import insight_page
+
+    with replacing(page) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        stream.writelines(insight_page(language_model.model, language_model.tokenizer, ids, *given))
+    write_line(f"generate.py: wrote {page} ({page.stat().st_size:,} bytes): open it in a browser", sys.stderr)
+
+
 def print_json(prompts: list[str], steps: Iterator[list["Continuation"]], settings: dict) -> None:
     """Print all samples as one JSON object, with the settings that make them again."""
     start = time.perf_counter()
@@ -221,7 +282,8 @@ def print_json(prompts: list[str], steps: Iterator[list["Continuation"]], settin
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     speed = {"tokens_per_second": round(sum(len(text.tokens) for text in texts) / seconds, 1)}
-    print(json.dumps({"samples": samples} | settings | speed, ensure_ascii=False, indent=2))
+    only_ascii = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # as where Windows writes to a file
+    print(json.dumps({"samples": samples} | settings | speed, ensure_ascii=only_ascii, indent=2))
 
 
 def interact(
@@ -245,7 +307,7 @@ def interact(
             if num_samples == 1:
                 before = said
                 for text in print_growing(steps):
-                    said = before + text
+                    said = before + text.text
             else:
                 (texts,) = collections.deque(steps, maxlen=1)
                 print("\n---\n".join(map(printable, texts)))

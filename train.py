@@ -28,7 +28,9 @@ from gpt.training.config import (
     validate,
     with_rerun,
 )
+from gpt.training.following import follow
 from gpt.training.habits import quoted, rewritten
+from gpt.training.processes import lead_or_follow
 from gpt.training.requeue import begin_or_continue
 from gpt.training.runs import text_name
 from gpt.training.session import Session, say
@@ -48,7 +50,8 @@ def train(config: Config, overrides: list[str], model_name: str, names: list[str
     if config.resume == "auto":
         config = begin_or_continue(config)
     if config.resume:
-        session = Session.resume(config.resume, config.horizon if longer else None)
+        trainer = config.trainer
+        session = Session.resume(config.resume, config.horizon if longer else None, trainer.devices, trainer.num_nodes)
     else:
         session = Session.begin(config, f"{text_name(config.data)}-{'tuned' if config.init_from else model_name}")
     if session is None:  # the run to resume is complete
@@ -110,7 +113,8 @@ def main() -> None:
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
     """Raise `UserError` for overrides that conflict or would have no effect."""
-    others = [override for override in overrides if not re.match(r"\+*(resume|horizon|callbacks)=", override)]
+    with_resume = r"\+*(resume|horizon|callbacks|trainer\.devices|trainer\.num_nodes)="
+    others = [override for override in overrides if not re.match(with_resume, override)]
     if config.resume not in (None, "auto") and others:
         raise UserError(
             f"resume continues a run as it was configured, and {others[0]} would change it: "
@@ -189,4 +193,4 @@ def describe(error: Exception) -> str:
 
 if __name__ == "__main__":
     with command_line("train.py"):
-        main()
+        lead_or_follow(main, follow)

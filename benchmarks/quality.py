@@ -87,7 +87,7 @@ def peer(text: str, seed: int) -> dict:
 
 def step_times(text: str) -> tuple[float, float]:
     """Measure a step of the peer and a step of ours in turn, in seconds."""
-    dtype = {"bf16": "bfloat16", "fp32": "float32"}[choose_precision("auto", choose_device())]
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[choose_precision("auto", choose_device())]
     both = [
         Worker("peer", peer_step, text=text),
         Worker("ours", mini_step, preset="mini", dtype=dtype, optim="muon", shape=ON_CPU),

@@ -1,8 +1,11 @@
 """The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
 
+--shape 2 128 takes 2 windows of 128 tokens, and --only NAME ... the variants whose names contain one of these.
+
 Tokens a second, share of the matrix peak measured in the same run, and peak memory. Every variant takes the same steps
 on the same random tokens, forward, backward and update, without a trainer. `naive` is a straightforward implementation
-of the same model: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
+of the same model: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW. On a GPU, which
+may not hold all variants at once, each takes turns with the first alone; what cannot run is reported and left out.
 """
 
 import importlib.util
@@ -19,11 +22,12 @@ from gpt.training.optim import OptimConfig, build_optimizer
 
 PRESETS = {  # (context length, d_model, layers, heads), vocabulary, (B, T) of a step on a CPU and on a GPU
     "mini": ((128, 128, 4, 4), 1536, (8, 128), (64, 128)),
-    "gpt2_small": ((1024, 768, 12, 12), 50257, (4, 256), (32, 1024)),
+    "gpt2_small": ((1024, 768, 12, 12), 50257, (4, 256), (16, 1024)),
 }
+Shape = tuple[int, int] | None  # (B, T) of a step; None is the preset's for the device
 
 
-def tokens(preset: str, device: str, shape: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(preset: str, device: str, shape: Shape = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, each (B, T)."""
     _, vocab_size, on_cpu, on_gpu = PRESETS[preset]
     shape = shape or (on_gpu if device == "cuda" else on_cpu)
@@ -36,15 +40,34 @@ def config_of(preset: str) -> GPTConfig:
     return GPTConfig(*shape, vocab_size=vocab_size)
 
 
+def torch_loss(hidden: torch.Tensor, head_weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own loss (torch 2.13): on a GPU in chunks, which take ten times as long as ours on a CPU."""
+    options = torch.nn.LinearCrossEntropyOptions() if hidden.is_cuda else None
+    return F.linear_cross_entropy(
+        hidden.flatten(0, 1), head_weight.to(hidden.dtype), targets.flatten(), options=options
+    )
+
+
 def ours(
-    preset: str, dtype: str, optim: str, checkpointing: bool = False, shape: tuple[int, int] | None = None
+    preset: str,
+    dtype: str,
+    optim: str,
+    checkpointing: bool = False,
+    shape: Shape = None,
+    compiled: bool = True,
+    loss: Callable = chunked_next_token_loss,
+    matmul: str = "high",
+    waits: bool = False,
 ) -> Callable[[], None]:
+    """Our step. On a GPU it is `compiled`, multiplies fp32 in TF32 (`matmul="high"`) and never `waits` for a norm."""
     keep_freed_memory()
     device = choose_device().type
+    if device == "cuda":
+        torch.set_float32_matmul_precision(matmul)
     torch.manual_seed(0)
     model = GPT(config_of(preset)).compute_in(getattr(torch, dtype)).to(device)
     model.checkpointing = checkpointing
-    if choose_compile("auto", torch.device(device)):
+    if compiled and choose_compile("auto", torch.device(device)):
         for block in model.blocks:
             block.compile()
     weights, heads = dict(model.named_parameters()), model.config.num_heads
@@ -53,8 +76,10 @@ def ours(
     idx, targets = tokens(preset, device, shape)
 
     def step() -> None:
-        chunked_next_token_loss(*model.hidden_and_head(idx), targets).backward()
-        torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite().item()
+        loss(*model.hidden_and_head(idx), targets).backward()
+        finite = torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite()
+        if waits or device != "cuda":
+            finite.item()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -85,45 +110,51 @@ def naive(preset: str) -> Callable[[], None]:
     return step
 
 
-def hugging_face(preset: str, autocast: bool) -> Callable[[], None]:
+def hugging_face(preset: str, autocast: bool, shape: Shape = None) -> Callable[[], None]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     device = choose_device().type
+    torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")
     (context, width, layers, heads), vocab_size, _, _ = PRESETS[preset]
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    shape = {"n_positions": context, "n_embd": width, "n_layer": layers, "n_head": heads}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, use_cache=False, **shape, **none)).to(device).train()
-    if choose_compile("auto", torch.device(device)):
-        model = torch.compile(model)
-    return with_adamw(
-        model.parameters(), preset, autocast, lambda idx, targets: model(idx, labels=idx, shift_labels=targets).loss
-    )
-
-
-def litgpt(preset: str, autocast: bool) -> Callable[[], None]:
-    from litgpt import GPT as LitGPT
-    from litgpt import Config
-
-    device = choose_device().type
-    (context, width, layers, heads), vocab_size, _, _ = PRESETS[preset]
-    shape = {"block_size": context, "n_embd": width, "n_layer": layers, "n_head": heads}
-    model = LitGPT(Config(padded_vocab_size=vocab_size, vocab_size=vocab_size, bias=True, **shape)).to(device)
+    size = {"n_positions": context, "n_embd": width, "n_layer": layers, "n_head": heads}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, use_cache=False, **size, **none)).to(device).train()
     if choose_compile("auto", torch.device(device)):
         model = torch.compile(model)
     return with_adamw(
         model.parameters(),
         preset,
         autocast,
+        shape,
+        lambda idx, targets: model(idx, labels=idx, shift_labels=targets).loss,
+    )
+
+
+def litgpt(preset: str, autocast: bool, shape: Shape = None) -> Callable[[], None]:
+    from litgpt import GPT as LitGPT
+    from litgpt import Config
+
+    device = choose_device().type
+    (context, width, layers, heads), vocab_size, _, _ = PRESETS[preset]
+    size = {"block_size": context, "n_embd": width, "n_layer": layers, "n_head": heads}
+    model = LitGPT(Config(padded_vocab_size=vocab_size, vocab_size=vocab_size, bias=True, **size)).to(device)
+    if choose_compile("auto", torch.device(device)):
+        model = torch.compile(model)
+    return with_adamw(
+        model.parameters(),
+        preset,
+        autocast,
+        shape,
         lambda idx, targets: F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()),
     )
 
 
-def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Callable[[], None]:
+def with_adamw(parameters, preset: str, autocast: bool, shape: Shape, loss: Callable) -> Callable[[], None]:
     """A peer's step as in its own training script: clipped gradient, fused AdamW."""
     device = choose_device().type
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    idx, targets = tokens(preset, device)
+    idx, targets = tokens(preset, device, shape)
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -136,41 +167,75 @@ def with_adamw(parameters, preset: str, autocast: bool, loss: Callable) -> Calla
     return step
 
 
-def measure(preset: str, rounds: int, steps: int) -> dict:
-    """Measure every variant in turn with the matrix peaks, and report."""
+def variants(preset: str) -> list[tuple[str, Callable, dict]]:
+    """The name, the function and the settings of each."""
     bf16 = {"dtype": "bfloat16", "optim": "adamw"}
-    variants: list[tuple[str, Callable, dict]] = [
+    found: list[tuple[str, Callable, dict]] = [
         ("ours, bf16, AdamW", ours, bf16),
+        ("transformers, bf16 autocast", hugging_face, {"autocast": True}),
         ("ours, bf16, AdamW, checkpointing", ours, bf16 | {"checkpointing": True}),
         ("ours, bf16, Muon", ours, bf16 | {"optim": "muon"}),
-        ("transformers, bf16 autocast", hugging_face, {"autocast": True}),
         ("transformers, fp32", hugging_face, {"autocast": False}),
     ]
+    if hasattr(F, "linear_cross_entropy"):
+        found.insert(3, ("ours, bf16, AdamW, torch's loss", ours, bf16 | {"loss": torch_loss}))
     if importlib.util.find_spec("litgpt"):
-        variants.append(("litgpt, bf16 autocast", litgpt, {"autocast": True}))
-    if preset == "mini":  # with the large model, all variants together would take more than 24 GB
-        variants += [("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32"}), ("naive, fp32, Muon", naive, {})]
-    workers = [Worker(name, make, preset=preset, **settings) for name, make, settings in variants]
-    peaks = {dtype: Worker(dtype, matrix_peak, dtype=dtype, n=2048) for dtype in ("bfloat16", "float32")}
+        found.append(("litgpt, bf16 autocast", litgpt, {"autocast": True}))
+    if choose_device().type == "cuda":
+        found[2:2] = [
+            ("ours, bf16, AdamW, not compiled", ours, bf16 | {"compiled": False}),
+            ("ours, bf16, AdamW, waits for the norm", ours, bf16 | {"waits": True}),
+            ("ours, TF32, AdamW", ours, bf16 | {"dtype": "float32"}),
+            ("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32", "matmul": "highest"}),
+        ]
+    elif preset == "mini":  # with the large model, all variants together would take more than 24 GB
+        found += [("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32"}), ("naive, fp32, Muon", naive, {})]
+    return found
+
+
+def measure(preset: str, rounds: int, steps: int, shape: Shape, only: list[str] | None) -> dict:
+    """Measure every variant in turn with the matrix peaks, and report."""
+    wanted = [one for one in variants(preset) if not only or any(words in one[0] for words in only)]
+    groups = [wanted] if choose_device().type == "cpu" else [wanted[:1], *([one] for one in wanted[1:])]
+    seconds = 1.0 if len(groups) == 1 else 0.1
+    peaks = {
+        dtype: Worker(dtype, matrix_peak, dtype=dtype, n=2048, seconds=seconds) for dtype in ("bfloat16", "float32")
+    }
     found: dict[str, list[float]] = {dtype: [] for dtype in peaks}
-    for worker in workers:
-        worker.run(2)
-        worker.times.clear()
-    for _ in range(rounds):
-        for dtype, worker in peaks.items():
-            worker.run(1)
-            found[dtype].append(worker.facts["flops"])
-        for worker in workers:
-            worker.run(steps)
-    for worker in [*workers, *peaks.values()]:
+    workers: list[Worker] = []
+    for group in groups:
+        started = []
+        try:
+            for name, make, settings in group:
+                extra = {} if make is naive else {"shape": shape}
+                started.append(Worker(name, make, preset=preset, **settings, **extra))
+                started[-1].run(2)
+                started[-1].times.clear()
+            for _ in range(rounds):
+                for dtype, worker in peaks.items():
+                    worker.run(1)
+                    found[dtype].append(worker.facts["flops"])
+                for worker in [*workers[:1], *started]:
+                    worker.run(steps)
+        except SystemExit as error:
+            if len(groups) == 1 or not workers:
+                raise
+            print(f"left out: {' '.join(str(error).split())[-300:]}", flush=True)
+            continue
+        workers += started
+        for worker in started:
+            print(f"{worker.name}: {1000 * worker.median:,.1f} ms", flush=True)
+            if workers[0] is not worker:
+                worker.close()
+    for worker in [workers[0], *peaks.values()]:
         worker.close()
-    return report(preset, workers, {dtype: sorted(values)[len(values) // 2] for dtype, values in found.items()})
+    return report(preset, workers, {dtype: sorted(values)[len(values) // 2] for dtype, values in found.items()}, shape)
 
 
-def report(preset: str, workers: list[Worker], peaks: dict[str, float]) -> dict:
+def report(preset: str, workers: list[Worker], peaks: dict[str, float], shape: Shape) -> dict:
     """Print a preset's table; return its figures."""
     device = choose_device().type
-    B, T = tokens(preset, device)[0].shape
+    B, T = tokens(preset, device, shape)[0].shape
     flops = GPT(config_of(preset)).flops_per_token(T) * B * T
     print(f"\n{preset}: {B} x {T} tokens, {flops / 1e9:.1f} GFLOP a step; "
           + ", ".join(f"{dtype} peak {peak / 1e9:,.0f} GFLOP/s" for dtype, peak in peaks.items()))  # fmt: skip
@@ -195,11 +260,14 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
     arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--shape", type=int, nargs=2, metavar=("B", "T"))
+    arguments.add_argument("--only", nargs="+", metavar="NAME")
     args = arguments.parse_args()
     print(machine())
     reports = {}
     for preset in args.preset:
-        reports[preset] = measure(preset, args.rounds, 10 if preset == "mini" else 1)
+        steps = 10 if preset == "mini" or choose_device().type == "cuda" else 1
+        reports[preset] = measure(preset, args.rounds, steps, args.shape and tuple(args.shape), args.only)
     finish(reports, args.json)
 
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import io
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
@@ -28,12 +29,30 @@ def write_line(line: str, stream: TextIO) -> None:
     """Print a line at once; if the reader has gone, drop this and all later lines, and go on."""
     try:
         print(line, file=stream, flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        if not _has_lost_reader(error):
+            raise
         _mute(stream)
+
+
+def _has_lost_reader(error: OSError) -> bool:
+    """Whether an error says that nobody reads our output any more; on Windows it may be any invalid argument."""
+    return isinstance(error, BrokenPipeError) or (
+        error.errno == errno.EINVAL and not error.filename and hasattr(error, "winerror")
+    )
 
 
 def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
+
+
+def quote(word: str) -> str:
+    """Quote a word for this system's shell."""
+    if os.name != "nt":
+        return shlex.quote(word)
+    from subprocess import list2cmdline  # knows the only quotes of Windows
+
+    return list2cmdline([word])
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,14 +96,14 @@ def command_line(program: str) -> Iterator[None]:
         _end(program, str(error), 3)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        _mute(sys.stdout)
-        sys.exit(0)
     except OSError as error:
+        if _has_lost_reader(error):
+            _mute(sys.stdout)
+            sys.exit(0)
         where = f"{error.filename}: " if error.filename else ""
         if is_disk_full(error):
             _end(program, f"{where}the disk is full: free some space and run the command again", 2)
-        if error.errno in _OUTSIDE:
+        if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
             _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
         raise
 
@@ -104,4 +123,4 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115

@@ -13,17 +13,16 @@ import numpy as np
 
 from gpt.errors import Parser, UserError, command_line, write_line
 from gpt.exchange.opening import find_checkpoint, open_with_record
-from gpt.text.cache import read_json
+from gpt.text.cache import CACHE
 from gpt.text.corpus import Corpus, find_text_files
 from gpt.text.formats import explain_unreadable, read_documents
 from gpt.text.progress_bar import progress_bar
-from gpt.text.shards import Tokens, open_shards, width
+from gpt.text.shards import Tokens, find_shards, width
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
     from gpt.model.transformer import GPT
 
-CACHE = Path(__file__).resolve().parents[1] / "data" / "cache"  # where training keeps prepared text
 LINE_BYTES = 1 << 20  # of a question, at most
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
 # What the readers of text call by the keys of a configuration, and the same here.
@@ -38,8 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     path = find_checkpoint(args.checkpoint)
 
     from gpt.hardware import explained
+    from gpt.threads import giving_way
 
-    with explained("choose a smaller model or another --device"):
+    with explained("choose a smaller model or another --device"), giving_way():
         report = evaluate(args, path, corpus)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -80,7 +80,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what.add_argument("--choices", metavar="FILE", type=Path, help=choices)
     add("--text-field", metavar="KEY", default="text", help="holds the text in .jsonl and .parquet (default: text)")
     add("--stride", metavar="N", type=int, help="slide the context by N tokens (default: all of it, without overlap)")
-    add("--precision", default="fp32", choices=["fp32", "bf16"], help="of the products, as in training (default: fp32)")
+    precisions = ["fp32", "bf16", "fp16"]
+    add("--precision", default="fp32", choices=precisions, help="of the products, as in training (default: fp32)")
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(arguments)
@@ -140,27 +141,14 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
 def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> list[Text]:
     """Return the validation text of a checkpoint's run, or the several of a mixture, as training prepared it.
 
-    It is found in the cache by the hashes in the checkpoint, `record`, which names no path that is opened. `UserError`
-    if it is not there.
+    `record` is what the checkpoint says. `UserError` if the text is not in the cache.
     """
     if not record:
         raise UserError(f"{path}: belongs to no run whose validation text could be used: give a text with --text")
-    corpus = record.get("corpus")
-    keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
-    wanted = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
-    prepared = {}
-    for file in CACHE.glob("[!.]*/manifest.json"):
-        with contextlib.suppress(OSError, ValueError):  # damaged, so it is not found
-            manifest = read_json(file)
-            if manifest.get("tokenizer") == tokenizer.sha256:
-                prepared[json.dumps(manifest.get("key"))] = file.parent
-    if not wanted or not prepared.keys() >= set(wanted):
+    if not (sources := find_shards(record, tokenizer, CACHE)):
         raise UserError(f"{path}: the text of its run is not in {CACHE}: give a text with --text")
-    texts = []
-    for shards in (open_shards(prepared[key]) for key in wanted):
-        counts = shards.manifest["splits"]["validation"]
-        texts.append(Text(shards.validation, counts["documents"], counts["bytes"]))
-    return texts
+    counts = [source.manifest["splits"]["validation"] for source in sources]
+    return [Text(source.validation, n["documents"], n["bytes"]) for source, n in zip(sources, counts, strict=True)]
 
 
 def measure(model: "GPT", texts: list[Text], stride: int) -> dict[str, int | float]:

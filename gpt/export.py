@@ -6,14 +6,13 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from gpt.errors import Parser, UserError, command_line, write_line
+from gpt.errors import Parser, UserError, command_line, quote, write_line
 from gpt.evaluate import validation_texts
 from gpt.exchange import gguf, huggingface
 from gpt.exchange.opening import find_checkpoint, open_with_record
-from gpt.files import sync, write_text
+from gpt.files import publish, sync, write_text
 from gpt.text.python_docs import builtin_docs
 from gpt.text.tokenizer import Tokenizer
 
@@ -83,9 +82,7 @@ def export(args: argparse.Namespace) -> None:
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
         for file in folder.iterdir():
             sync(file)
-        sync(folder)
-        os.rename(folder, args.to)
-        sync(args.to.parent)
+        publish(folder, args.to)
     print(f"{path}: written to {args.to}/ ({', '.join(files)}: {sum(files.values()):,} bytes)")
     print(f"compared: {'; '.join(compared)}; on {source}")
     print(f"load it:  AutoModelForCausalLM.from_pretrained({str(args.to)!r})")

@@ -1,29 +1,49 @@
 """Files that are on disk whole or not at all, and locks that end with their process."""
 
 import contextlib
+import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+# How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
+_NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
+PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into every new file
+
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is safe on disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open a folder, and needs no such call
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    """Wait until a file, or a folder's list of files, is safe on disk; folders only where the system can sync them."""
+    is_folder = path.is_dir()
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs only what may be written
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not is_folder or error.errno not in _NOT_FOR_FOLDERS:
+            raise
 
 
 def publish(finished: Path, path: Path) -> None:
-    """Give a finished file its final name in one step, and wait until both are safe on disk."""
+    """Give a finished file or folder its final name in one step, and wait until both are safe on disk.
+
+    A file replaces an older one. Windows refuses while another program has one of them open, so this tries for a while.
+    """
     sync(finished)
-    os.replace(finished, path)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            os.replace(finished, path)
+            break
+        except PermissionError as error:
+            if not hasattr(error, "winerror") or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
     sync(path.parent)
 
 
@@ -45,7 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="\n")  # the same bytes on every system
 
 
 def link(source: Path, target: Path) -> None:

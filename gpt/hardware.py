@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import os
 import platform
 import re
 import shutil
@@ -10,13 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
 from gpt.errors import UserError
 
 DAMAGED = "the model's logits are not finite, so it is damaged: use another checkpoint"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # in which the blocks of a model multiply
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of a model's products
 
 # Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. A name must match in full, apart from the words below:
 # an L40 is no L4, an RTX A1000 no A100, and a laptop's RTX 4090 or a MIG slice of an A100 is slower than the card.
@@ -33,7 +35,8 @@ _PEAK_BF16 = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-_IGNORED_WORDS = re.compile(r"NVIDIA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # which do not change the peak
+_PEAK_FP16 = _PEAK_BF16 | {"T4": 65e12, "V100": 125e12, "V100 PCIE": 112e12}  # the last three have no bf16
+_IGNORED_WORDS = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # which do not change the peak
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch's CPU allocator
@@ -54,6 +57,8 @@ def choose_device(name: str = "auto") -> torch.device:
         raise UserError(f"device {name!r} is not known: choose from auto, {', '.join(available)}")
     if not available[name]:
         raise UserError(f"device {name!r} is not on this machine: choose auto or cpu")
+    if name == "cuda":  # for `arithmetic`: PyTorch looks once, at the first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)
 
 
@@ -65,11 +70,19 @@ def device_count(device: torch.device) -> int | None:
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """Return `fp32` or `bf16`; `auto` takes bf16 where the device multiplies it in hardware, at least twice as fast."""
+    """Return `fp32`, `bf16` or `fp16`; `auto` takes bf16 where the device multiplies it in hardware, twice as fast.
+
+    CUDA cards without bf16 (T4, V100, RTX 20) get fp16. `UserError` if the device cannot multiply in fp16.
+    """
+    if name == "fp16":
+        try:
+            torch.ones(2, 2, dtype=torch.float16, device=device) @ torch.ones(2, 2, dtype=torch.float16, device=device)
+        except (RuntimeError, TypeError):
+            raise UserError(f"trainer.precision=fp16 is not available on {device.type}: choose fp32, or auto") from None
     if name != "auto":
         return name
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "bf16" if device.type == "cpu" and _cpu_multiplies_bf16() else "fp32"
 
 
@@ -80,11 +93,20 @@ def _cpu_multiplies_bf16() -> bool:
 def choose_compile(name: str, device: torch.device) -> bool:
     """Decide whether to compile the model; `auto` compiles on CUDA if Triton finds a C compiler.
 
-    On a CPU, compiling saves about 5% of the mini model's step and costs 13 to 23 s, more than a short run gets back.
+    On a CPU, compiling saves about 8% of the mini model's step and costs 35 s, more than a short run gets back.
+    `UserError` if it is asked for there without a C++ compiler.
     """
+    if name == "true" and device.type == "cpu":
+        require_compiler()
     if name != "auto":
         return name == "true"
     return device.type == "cuda" and shutil.which("cc") is not None
+
+
+def require_compiler() -> None:
+    """Raise `UserError` if there is no C++ compiler, which compiling for a CPU needs."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        raise UserError("compiling needs a C++ compiler, such as g++: install one, or do not compile")
 
 
 def choose_micro_batch(windows: int, context_length: int, d_model: int, num_layers: int, device: torch.device) -> int:
@@ -107,9 +129,11 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     free = 8e9
     try:
-        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text("utf-8").splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         pass
@@ -122,7 +146,7 @@ def _left_by_containers(root: Path) -> Iterator[int]:
     Pages of files that nobody has read lately count as used, but the kernel drops them when memory runs short.
     """
     try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()]
     except OSError:
         return
     for _, controllers, path in groups:
@@ -137,8 +161,8 @@ def _left_by_containers(root: Path) -> Iterator[int]:
         for part in (group, *group.parents):
             folder = root / mount / part
             try:
-                left = int((folder / limit).read_text()) - int((folder / used).read_text())
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                left = int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8"))
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
             except (OSError, ValueError):  # no such group here, or no limit: "max"
                 continue
             yield left + int(stat.get(cached, 0))
@@ -148,12 +172,37 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held at once so far: by tensors on a GPU, else by the whole process; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:  # on Windows
         return 0
-    import resource  # which Windows does not have
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def arithmetic(device: str, deterministic: bool) -> Iterator[None]:
+    """Compute in this block as a training on `device` does; PyTorch's settings are restored afterwards.
+
+    On CUDA, fp32 matrices are multiplied in TF32: factors of ten bits where bf16 has seven, and sums in fp32.
+    `deterministic` chooses kernels that add up in a fixed order (fused attention too, and no autotuning); an operation
+    without one raises `RuntimeError`. On a CPU, neither changes a bit.
+    """
+    precision, fixed = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    filling = memory.fill_uninitialized_memory
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if deterministic != fixed:
+        torch.use_deterministic_algorithms(deterministic)
+    memory.fill_uninitialized_memory = False  # a debugging aid, which would take time
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        if deterministic != fixed:
+            torch.use_deterministic_algorithms(fixed)
+        memory.fill_uninitialized_memory = filling
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -165,7 +214,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(remedy: str) -> Iterator[None]:
-    """Turn running out of memory, for which `remedy` says what to do, and logits that are not finite into `UserError`."""
+    """Turn running out of memory, which `remedy` answers, and logits that are not finite into `UserError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -177,10 +226,11 @@ def explained(remedy: str) -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the peak matrix FLOP/s: a known GPU's data sheet for bf16, a measurement on a CPU, else None."""
+    """Return the peak matrix FLOP/s: a known GPU's data sheet for bf16 and fp16, a measurement on a CPU, else None."""
     if device.type == "cuda":
-        return _data_sheet_peak(torch.cuda.get_device_name(device)) if precision == "bf16" else None
-    if device.type != "cpu":
+        peaks = {"bf16": _PEAK_BF16, "fp16": _PEAK_FP16}.get(precision, {})
+        return peaks.get(_card(torch.cuda.get_device_name(device)))
+    if device.type != "cpu" or precision == "fp16":  # few CPUs multiply fp16 in hardware; others take a minute
         return None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     n = 1024
@@ -194,9 +244,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return 2 * n**3 / min(times)
 
 
-def _data_sheet_peak(name: str) -> float | None:
+def _card(name: str) -> str:
+    """A card's name as in the tables of peaks."""
     words = re.split(r"[\s-]+", name.upper().strip())
-    return _PEAK_BF16.get(" ".join(word for word in words if not _IGNORED_WORDS.fullmatch(word)))
+    return " ".join(word for word in words if not _IGNORED_WORDS.fullmatch(word))
 
 
 def release_memory() -> None:
@@ -204,6 +255,8 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.errors import NonFiniteError, Parser, UserError, command_line, require_choice, write_line
+from gpt.errors import NonFiniteError, Parser, UserError, command_line, quote, require_choice, write_line
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,6 +75,45 @@ def test_parser_complains_in_one_line():
     for arguments in (["--num", "1"], ["--number", "x"], ["--nope"]):
         with pytest.raises(UserError, match="; see prog --help"):
             parser.parse_args(arguments)
+
+
+class WindowsError(OSError):
+    """What Windows raises, with its own number beside that of C."""
+
+    winerror = None
+
+
+def test_reader_gone_on_windows(monkeypatch):
+    """Windows calls a pipe that nobody reads an invalid argument: the command ends as elsewhere."""
+    muted = []
+    monkeypatch.setattr("gpt.errors._mute", muted.append)
+    with pytest.raises(SystemExit) as end, command_line("prog"):
+        raise WindowsError(errno.EINVAL, "Invalid argument")
+    assert end.value.code == 0 and muted == [sys.stdout]
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise WindowsError(errno.EINVAL, "Invalid argument")
+
+    write_line("hello", Closed())
+    assert len(muted) == 2
+    with pytest.raises(OSError), command_line("prog"):  # elsewhere it is a bug
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_name_that_windows_does_not_allow(capsys):
+    """A name with a colon or a question mark is a mistake of the user's, not a reader that has gone."""
+    with pytest.raises(SystemExit) as end, command_line("prog"):
+        raise WindowsError(errno.EINVAL, "Invalid argument", "a?b")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("prog: a?b: cannot be used (Invalid argument): check")
+
+
+def test_quote(monkeypatch):
+    """Commands to type are quoted for the shell of the system: only double quotes mean anything to that of Windows."""
+    assert [quote(word) for word in ("plain", "it's two", "")] == ["plain", "'it'\"'\"'s two'", "''"]
+    monkeypatch.setattr("os.name", "nt")
+    assert [quote(word) for word in (r"runs\a", "it's two", "")] == [r"runs\a", '"it\'s two"', '""']
 
 
 def test_require_choice():

@@ -225,7 +225,7 @@ def test_equals_transformers(theirs, home, capsys, tmp_path, stride, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
     """A finished run's last checkpoint has the validation loss of its metrics.json, in the precision of training."""
     write_corpus(tmp_path)
@@ -238,7 +238,7 @@ def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
     assert found["nats_per_token"] == pytest.approx(metrics["val_loss"], rel=1e-6)
     assert found["nats_per_byte"] == pytest.approx(metrics["val_nats_per_byte"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(metrics["val_bits_per_byte"], rel=1e-6)
-    other = {"fp32": "bf16", "bf16": "fp32"}[precision]
+    other = {"fp32": "bf16", "bf16": "fp32", "fp16": "fp32"}[precision]
     elsewhere = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", other)
     assert 1e-7 < abs(elsewhere["nats_per_token"] / metrics["val_loss"] - 1) < 1e-2
 

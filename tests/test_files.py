@@ -1,12 +1,14 @@
 """Files written whole or not at all, and locks."""
 
+import errno
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
-from gpt.files import HeldError, hold, link, publish, replacing, write_text
+from gpt.files import HeldError, hold, link, publish, replacing, sync, write_text
 
 
 def test_replacing_publishes_the_whole_file(tmp_path):
@@ -37,6 +39,64 @@ def test_write_text_and_publish(tmp_path):
     assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "caf\u00e9"
     publish(tmp_path / "a.txt", tmp_path / "b.txt")
     assert os.listdir(tmp_path) == ["b.txt"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
+def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
+    """Windows cannot open a folder and some file systems cannot sync one, which does not matter; for files it does."""
+
+    def refuse(*arguments) -> int:
+        raise OSError(number, "no")
+
+    (tmp_path / "a.txt").touch()
+    monkeypatch.setattr(os, "open" if number == errno.EACCES else "fsync", refuse)
+    sync(tmp_path)
+    with pytest.raises(OSError):
+        sync(tmp_path / "a.txt")
+
+
+def test_a_disk_that_fails_is_noticed(tmp_path, monkeypatch):
+    """An error of the disk is raised for folders, too."""
+
+    def fail(descriptor) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        sync(tmp_path)
+
+
+@pytest.mark.parametrize(("times", "on_windows"), [(3, True), (3, False), (10**9, True)])
+def test_publish_waits_for_other_programs(tmp_path, monkeypatch, times, on_windows):
+    """Windows refuses to replace a file that another program looks into; elsewhere a refusal is final."""
+    replace, refused, slept = os.replace, [], []
+
+    def refuse(source, target) -> None:
+        if len(refused) == times:
+            return replace(source, target)
+        refused.append(PermissionError(errno.EACCES, "in use"))
+        if on_windows:
+            refused[-1].winerror = 32
+        raise refused[-1]
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    (tmp_path / "new").write_text("new")
+    if times == 3 and on_windows:
+        publish(tmp_path / "new", tmp_path / "old")
+        assert os.listdir(tmp_path) == ["old"]
+    else:
+        with pytest.raises(PermissionError):
+            publish(tmp_path / "new", tmp_path / "old")
+        assert (sum(slept) >= 2) == on_windows
+
+
+def test_publish_a_folder(tmp_path):
+    """A finished folder takes its name, too."""
+    (tmp_path / "working").mkdir()
+    publish(tmp_path / "working", tmp_path / "finished")
+    assert os.listdir(tmp_path) == ["finished"]
 
 
 def test_link_without_hard_links(tmp_path, monkeypatch):

@@ -26,7 +26,9 @@ from gpt.exchange.checkpoint import save
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.generation import Sampling, window_start
 from gpt.sampling.language_model import TokenLogprob
-from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer
+from gpt.text.corpus import DataConfig
+from gpt.text.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
 
 PROGRAM = Path(generate.__file__).resolve()
 CONTEXT = 17
@@ -316,6 +318,24 @@ def test_no_runs(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_prompt_file_of_windows(here, tmp_path, capsys):
+    """The end of the last line is no part of a prompt, whatever the system that wrote it."""
+    file = tmp_path / "prompt.txt"
+    for content, prompt in ((b"ab\r\n", "ab"), (b"ab\n\n", "ab\n"), (b"a\r\nb", "a\r\nb")):
+        file.write_bytes(content)
+        (sample,) = report(capsys, "--max-new-tokens", "1", "--prompt-file", str(file))["samples"]
+        assert sample["prompt"] == prompt
+
+
+def test_json_where_output_is_not_unicode(here, monkeypatch):
+    """JSON keeps every character where Windows would write a file in its own encoding."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252", errors="replace")
+    with contextlib.redirect_stdout(stream):
+        generate.main(["--prompt", "中é", "--max-new-tokens", "1", "--json"])
+    stream.seek(0)
+    assert json.loads(stream.read())["samples"][0]["prompt"] == "中é"
+
+
 def test_bad_prompt_files(here, tmp_path, capsys):
     """A prompt file that is missing, a folder, or not UTF-8: then the first bad byte and its place are named."""
     assert refusal(capsys, "--prompt-file", "none.txt").endswith(
@@ -352,6 +372,51 @@ def test_damaged_checkpoint(here, tmp_path, capsys):
     file = tmp_path / "last.ckpt"
     file.write_bytes((here / "runs/tiny/checkpoints/best.ckpt").read_bytes()[:7919])
     assert f"{file}: not a checkpoint" in refusal(capsys, "--prompt", "a", "--checkpoint", str(file))
+
+
+def test_insight(here, capsys, tmp_path):
+    """The page shows the tokens of the prompt and those that were printed, and another replaces it."""
+    page = tmp_path / "page.html"
+    for prompt in ("ab", ""):
+        generate.main(["--prompt", prompt, "--max-new-tokens", "7", "--seed", "3", "--insight", str(page)])
+        written = f"generate.py: wrote {page} ({page.stat().st_size:,} bytes): open it in a browser"
+        assert capsys.readouterr().err.splitlines()[-1] == written
+        data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text())[0])
+        assert data["given"] == max(1, len(prompt))
+        assert (len(data["tokens"]), data["facts"]["seed"], data["facts"]["top_p"]) == (data["given"] + 7, 3, 0.95)
+    assert list(tmp_path.iterdir()) == [page]
+
+
+@pytest.mark.parametrize("more", [["--json"], ["--num-samples", "2"], ["--prompt", "b"]], ids=" ".join)
+def test_insight_of_several_texts(here, capsys, tmp_path, more):
+    """One page shows one text."""
+    line = refusal(capsys, "--prompt", "a", "--insight", str(tmp_path / "page.html"), *more)
+    assert "--insight shows one text: give it one prompt" in line
+
+
+@pytest.mark.parametrize("place", ["", "no/page.html"])
+def test_insight_that_cannot_be_written(here, capsys, tmp_path, place):
+    """The place is checked before anything is sampled."""
+    assert "cannot be written: name a file" in refusal(capsys, "--prompt", "a", "--insight", str(tmp_path / place))
+
+
+def test_check(here, capsys, tmp_path, monkeypatch):
+    """What a text has in common with the training text is in brackets; several texts, and a text that is not here."""
+    (tmp_path / "text.txt").write_text("we hold these truths to be self-evident, that all men are created equal " * 9)
+    data = DataConfig("text", str(tmp_path / "text.txt"))
+    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None)
+    ids = list(b"all men are fast, to be self-evid, all men are ")
+    shown = "--- copied: 41 of 47 tokens; the longest passage has 16 characters ---\n"
+    shown += "[[all men are ]]fast,[[ to be self-evid]],[[ all men are ]]\n"
+    assert generate.copied(ids, list(corpora.sources)) == shown
+    assert "copied: 0 of 5 tokens; the longest passage has 0 characters ---\ntruth\n" in generate.copied(
+        list(b"truth"), list(corpora.sources)
+    )
+    monkeypatch.setattr("gpt.text.cache.CACHE", tmp_path / "cache")
+    assert "--check: " in refusal(capsys, "--prompt", "a", "--check")
+    for more in ("--json", "--interactive"):
+        line = refusal(capsys, *([] if more == "--interactive" else ["--prompt", "a"]), "--check", more)
+        assert "--check goes with neither --interactive nor --json" in line
 
 
 def test_line_breaks_in_values(here, capsys):
@@ -435,7 +500,7 @@ def test_help(capsys):
         assert option in printed
     *_, options = re.split(r"^options:$", printed, flags=re.M)
     options = re.split(r"^  (?=-)", options, flags=re.M)[2:]  # without --help itself
-    assert len(options) == 20
+    assert len(options) == 22
     assert [option for option in options if "default: " not in " ".join(option.split())] == []
 
 

@@ -1,8 +1,6 @@
 """What the machine offers: GPU names, memory limits of containers, errors, and the choices that follow from them."""
 
 import builtins
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,20 +75,21 @@ def test_device_count(monkeypatch):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA, MPS])
-def test_explicit_choices_are_honoured(device):
+def test_explicit_choices_are_honoured(device, monkeypatch):
     """Only `auto` looks at the machine."""
+    monkeypatch.setattr("shutil.which", lambda name: name)
     assert [choose_precision(name, device) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
     assert [choose_compile(name, device) for name in ("true", "false")] == [True, False]
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_auto_precision(monkeypatch, fast):
-    """`bf16` where CUDA or the CPU has it in hardware, which emulation is not; never on MPS."""
+    """`bf16` where CUDA or the CPU has it in hardware, which emulation is not; else fp16 on CUDA; neither on MPS."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: fast or including_emulation)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    expected = "bf16" if fast else "fp32"
-    assert [choose_precision("auto", device) for device in (CUDA, CPU, MPS)] == [expected, expected, "fp32"]
+    expected = ["bf16", "bf16", "fp32"] if fast else ["fp16", "fp32", "fp32"]
+    assert [choose_precision("auto", device) for device in (CUDA, CPU, MPS)] == expected
 
 
 def test_auto_precision_on_arm(monkeypatch):
@@ -105,6 +104,14 @@ def test_auto_compile(monkeypatch, compiler):
     """Only on CUDA, and only with the C compiler that Triton needs."""
     monkeypatch.setattr("shutil.which", lambda name: compiler if name == "cc" else None)
     assert [choose_compile("auto", device) for device in (CUDA, CPU, MPS)] == [compiler is not None, False, False]
+
+
+def test_compile_without_a_compiler(monkeypatch):
+    """Asked for on a CPU without a C++ compiler, it is refused; Triton compiles for a GPU."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"compiling needs a C\+\+ compiler, such as g\+\+: install one"):
+        choose_compile("true", CPU)
+    assert choose_compile("true", CUDA)
 
 
 # --- peaks ---
@@ -205,7 +212,6 @@ def limit_v1(root: Path, group: str, limit: int, used: int, cached: int = 0) -> 
 def test_memory_without_containers(tmp_path):
     """What the kernel says is available, in kB of 1,024 bytes."""
     assert free_memory(CPU, machine(tmp_path, 24 * GB, "0::/\n")) == 24_000_000 * 1024
-    assert free_memory(MPS, tmp_path) == 24_000_000 * 1024
 
 
 @pytest.mark.parametrize("text", [None, "", "MemTotal: 7 kB\n", "no such thing\n", "MemAvailable: much\n"])
@@ -326,10 +332,21 @@ def test_windows(monkeypatch):
 
     with monkeypatch.context() as windows:
         windows.setattr(builtins, "__import__", without_resource)
-        windows.setattr(sys, "platform", "win32")
-        module = importlib.reload(gpt.hardware)
-        assert module.peak_memory_bytes(CPU) == 0
-    importlib.reload(gpt.hardware)
+        assert peak_memory_bytes(CPU) == 0
+
+
+def test_memory_of_apples_gpus(monkeypatch):
+    """What Metal recommends at most, less what is taken; unused memory is given back."""
+    released = []
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 7919)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 919)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: released.append(True))
+    assert free_memory(MPS) == 7000
+    release_memory()
+    assert not released
+    pretend(monkeypatch, mps=True)
+    release_memory()
+    assert released
 
 
 def test_freed_memory():

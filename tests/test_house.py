@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUND = ("errors", "files", "hardware")
+GROUND = ("errors", "files", "hardware", "threads")
 # Each room may import itself and the rooms of the rows below it; rooms in one row do not know each other.
 FLOORS = (("train",), ("training",), ("generate", "commands"), ("sampling", "exchange"), ("text", "model"), GROUND)
 LIBRARIES = {  # where a library may be imported; everything not named here may be imported anywhere
     "lightning": ("gpt/training/",),
     "hydra": ("train.py",),
     "omegaconf": ("gpt/training/config.py", "train.py"),
-    "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware.py", "gpt/text/batches.py",
-              "gpt/export.py", "generate.py"),
+    "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware.py", "gpt/threads.py",
+              "gpt/text/batches.py", "gpt/export.py", "generate.py"),
 }  # fmt: skip
 FILES = [ROOT / "train.py", ROOT / "generate.py", *sorted((ROOT / "gpt").rglob("*.py"))]
 CORE = (

@@ -29,7 +29,11 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             f"{CATALOGUE}::test_other_environments",
             "faults/test_thousand_kills.py::test_killed_at_random",
         ],
+        "With a time as horizon": ["training/test_deadline.py::test_killed_right_after_a_correction"],
         "Tests show this on CPUs": [f"{FAULTS}::test_killed_before_the_first_checkpoint"],
+        "On CUDA, `trainer.deterministic=true`": ["training/test_gpu.py::test_deterministic_resume_is_exact_on_cuda"],
+        "Without it, a resumed run": [],
+        "Neither has ever been tried": [],
         "A checkpoint is checked as a whole": [f"{CATALOGUE}::test_mangled_checkpoint"],
         "Ctrl-C, SIGTERM and a lost connection": [
             f"{CATALOGUE}::test_signals",
@@ -42,6 +46,10 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "A NaN or infinite gradient": [
             f"{FAULTS}::test_weights_that_are_not_finite",
             f"{TRAIN}::test_weights_that_an_update_has_spoilt",
+            "training/test_fp16.py::test_gradient_that_stays_broken",
+        ],
+        "On CUDA, in bf16 and fp32, the report": [
+            "training/test_gpu.py::test_late_guard_names_the_step_and_saves_nothing_after_it"
         ],
         "A full disk, running out of memory, or a second process": [
             f"{FAULTS}::test_full_disk",

@@ -22,27 +22,39 @@ SLICE = 2048  # tokens of the vocabulary at a time on a CPU
 ALIGNED = 64  # a GPU's matrix units want aligned rows: it takes the largest multiple of this first, then the rest
 
 
-def chunked_next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None = None) -> Tensor:
+def chunked_next_token_loss(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None = None, scale: Tensor | float = 1.0
+) -> Tensor:
     """`next_token_loss`, computed `rows` positions at a time: by default as many as make `CHUNK_BYTES` of logits.
 
-    The result can be differentiated once. `ValueError` also for `rows` below 1.
+    Without gradients those are the logits of one slice of the vocabulary, so that each slice is converted only once.
+    The result can be differentiated once. `scale`, a power of two, is what the caller will multiply it by before that:
+    the gradients of the logits, which fp16 would round to zero, are computed at that scale. `ValueError` also for
+    `rows` below 1.
     """
     require_targets(hidden, head_weight, targets)
     if rows is not None and rows < 1:
         raise ValueError(f"rows={rows} is out of range: it must be at least 1")
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or head_weight.requires_grad)
-    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows, gradients)
+    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), head_weight, targets.flatten(), rows, scale, gradients)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, rows: int | None, wants_gradients: bool
+        ctx,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        rows: int | None,
+        scale: Tensor | float,
+        wants_gradients: bool,
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
         slices = _slices(V, device)
         if rows is None:
-            chunks = math.ceil(N * V * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
+            width = V if wants_gradients else slices[0].stop
+            chunks = math.ceil(N * width * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
             rows = max(1, math.ceil(N / max(1, chunks)))
         # The gradients need a second pass over the slices. Until then the probabilities are kept, or on a CPU the
         # logits if those take half the memory. All chunks share one buffer: many small ones fragment 0.2 GB of memory.
@@ -77,12 +89,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if not wants_gradients:
                 continue
 
-            share = counted[chunk] / count  # of each row in the mean
-            scales = (of_slices - of_all).exp() * share
-            for (part, column, inside, kept), scale in zip(waiting, scales, strict=True):
-                # d loss / d logits = (softmax - one_hot) / count
+            share = counted[chunk] / count * scale  # of each row in the mean
+            factors = (of_slices - of_all).exp() * share
+            for (part, column, inside, kept), factor in zip(waiting, factors, strict=True):
+                # d loss / d logits = (softmax - one_hot) / count, here times the scale
                 probabilities = _softmax(kept.float()) if keeps_logits else kept
-                grad = probabilities.mul_(scale[:, None]).scatter_add_(1, column, -share[:, None] * inside)
+                grad = probabilities.mul_(factor[:, None]).scatter_add_(1, column, -share[:, None] * inside)
                 g = grad.to(h.dtype)
                 hidden_grad[chunk].add_(g @ head_weight[part].to(h.dtype))
                 if start == 0:
@@ -90,6 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 else:
                     weight_grad[part].add_(g.T @ h)  # `+=` would also copy the slice onto itself
 
+        ctx.scale = scale
         ctx.gradients = (hidden_grad.to(hidden.dtype), weight_grad) if wants_gradients else None
         return total / count
 
@@ -100,9 +113,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss went to an earlier backward pass: compute the loss again")
         # Given away, so that a tied embedding can add its gradient to the head's in place.
         (hidden_grad, weight_grad), ctx.gradients = ctx.gradients, None
+        loss_grad = loss_grad / ctx.scale
         if loss_grad.device.type != "cpu" or loss_grad != 1:  # on a GPU, looking costs more than multiplying
             hidden_grad, weight_grad = hidden_grad.mul_(loss_grad), weight_grad.mul_(loss_grad)
-        return hidden_grad, weight_grad, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None
 
 
 def _slices(V: int, device: str) -> list[slice]:

@@ -1,4 +1,4 @@
-"""A linear map that learns in fp32 and multiplies in bfloat16.
+"""A linear map that learns in fp32 and multiplies in bfloat16 or float16.
 
 bfloat16 keeps eight bits of a weight. An update is often smaller than the last of them and would be lost, so the
 weights stay in fp32 and are rounded when they multiply: Micikevicius et al. 2018, "Mixed Precision Training"

@@ -29,31 +29,37 @@ def choose_sampling_precision(name: str, model: GPT, training: str) -> str:
 
 
 def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = False) -> GPT:
-    """Prepare a model, already on its device, to sample `rows` texts at once in fp32, bf16 or int8; return the model.
+    """Prepare a model, already on its device, to sample `rows` texts at once; return the model.
 
-    bf16 and int8 replace the matrices; norms, sums and, on a CPU, attention stay in fp32. `compiled` (one text, bf16 or
-    int8) adds seconds to the first token and makes the others faster: see gpt/sampling/compiled.py.
+    bf16, fp16 and int8 replace the matrices; norms, sums and, on a CPU, attention stay in fp32. `compiled` (for one
+    text) adds seconds to the first token and makes the others faster: see gpt/sampling/compiled.py.
     """
     model.eval().requires_grad_(False)
     if precision == "fp32":
-        return model.float()
+        model.float()
+    else:
+        _replace_matrices(model, precision, rows, compiled)
+    if compiled:
+        model.blocks = nn.ModuleList(CompiledBlock(block) for block in model.blocks)  # type: ignore[arg-type]
+        model.output = CompiledHead(model.output or _head(model))
+    return model
+
+
+def _replace_matrices(model: GPT, precision: str, rows: int, compiled: bool) -> None:
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 
     def convert(linear: nn.Linear) -> nn.Module:
         if precision == "int8":
             return Int8Linear(linear, rows, compiled)
-        return PackedLinear(linear.weight, linear.bias, pack=not compiled)
+        return PackedLinear(linear.weight, linear.bias, not compiled, dtype)
 
     model.output = convert(_head(model))
-    model.token_embedding.to(torch.bfloat16)
+    model.token_embedding.to(dtype)
     for block in model.blocks:
         for parent in (block.attention, block.feed_forward):
             for name, child in list(parent.named_children()):  # type: ignore[union-attr]
                 if isinstance(child, nn.Linear):
                     setattr(parent, name, convert(child))
-    if compiled:
-        model.blocks = nn.ModuleList(CompiledBlock(block) for block in model.blocks)  # type: ignore[arg-type]
-        model.output = CompiledHead(model.output)
-    return model
 
 
 def _head(model: GPT) -> nn.Linear:
@@ -65,21 +71,20 @@ def _head(model: GPT) -> nn.Linear:
 
 
 class PackedLinear(nn.Module):
-    """A linear map in bfloat16, with its weights (out, in) on a CPU in the layout that oneDNN reads fastest."""
+    """A linear map in `dtype`, with bfloat16 weights (out, in) on a CPU in the layout that oneDNN reads fastest."""
 
-    dtype = torch.bfloat16
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool = True):
+    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool = True, dtype: torch.dtype = torch.bfloat16):
         super().__init__()
+        self.dtype = dtype
         self.weight = weight.detach().to(self.dtype)
         self.bias = None if bias is None else bias.detach().to(self.dtype)
         self._packed = pack and self.weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        self._packed = self._packed and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._packed = self._packed and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if self._packed:  # no other operation understands oneDNN's layout
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., in) to (..., out) in bfloat16."""
+        """Map x (..., in) to (..., out)."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
         return F.linear(x.to(self.dtype), self.weight, self.bias)

@@ -18,6 +18,19 @@ from gpt.text.batches import Array, validation_batches
 TOKENS_AT_ONCE = 4096
 
 
+def tokens_at_once(model: GPT, ranks: int = 1) -> int:
+    """How many tokens to score in one pass; on CUDA as many as fit a sixteenth of the memory, divided by `ranks`.
+
+    A pass holds up to 40 C bytes for each token, and more than 65,536 gain nothing. The whole memory counts, not what
+    is free of it, because a resumed run must score the same batches to the bit.
+    """
+    weight = model.token_embedding.weight  # (V, C)
+    if not weight.is_cuda:
+        return TOKENS_AT_ONCE
+    fitting = torch.cuda.get_device_properties(weight.device).total_memory / 16 / (40 * weight.shape[1])
+    return max(TOKENS_AT_ONCE, min(2**16, 2 ** int(math.log2(fitting))) // ranks)
+
+
 @dataclass(frozen=True)
 class Score:
     """The nats of all predicted tokens of a text, summed, with the numbers of tokens and of bytes."""
@@ -61,8 +74,8 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     device = model.token_embedding.weight.device
     nats, tokens = 0.0, 0
     for idx, targets in batches:
-        idx, targets = idx.to(device), targets.to(device)
         counted = int((targets != IGNORE).sum())
+        idx, targets = idx.to(device), targets.to(device)
         mean = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
         nats += mean.item() * counted  # summed in Python: Apple's GPUs have no float64
         tokens += counted
@@ -80,7 +93,7 @@ def strided_score(model: GPT, tokens: Array, num_bytes: int, stride: int) -> Sco
     `context_length - stride` tokens of context. On terminals, a bar shows the progress of a long text.
     """
     T = model.config.context_length
-    B = max(1, TOKENS_AT_ONCE // T)
+    B = max(1, tokens_at_once(model) // T)
     batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE, stride)
     count = -(-len(tokens) // (B * stride))
     bar = tqdm(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())

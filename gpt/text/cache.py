@@ -11,6 +11,7 @@ from pathlib import Path
 from gpt.errors import UserError, is_disk_full
 from gpt.files import HeldError, hold, write_text
 
+CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # where prepared text is kept by default
 ABANDONED = 7 * 24 * 3600  # seconds after which an interrupted preparation is deleted
 PLAN = "plan.json"  # written once split and tokenizer are decided; without it, nothing in a working folder counts
 _WORKING = ".preparing-"

@@ -254,16 +254,21 @@ def _some(files: list[Path], top: Path) -> str:
 
 def _each_once(files: Iterable[Path]) -> tuple[Path, ...]:
     """Return files in their order, each once however many names and links lead to it."""
-    first: dict[tuple[int, int], Path] = {}
+    first: dict[tuple[int, int | str], Path] = {}
     for file in files:
         status = _status(file)
         if not getattr(status, "st_blocks", 0) and str(file.resolve()).startswith(("/proc/", "/sys/")):
             raise UserError(f"{file}: is made up by the kernel as it is read, and may never end: give a file on disk")
-        first.setdefault((status.st_dev, status.st_ino), file)
+        first.setdefault(_identity(file, status), file)
     return tuple(first.values())
 
 
-_Entered = set[tuple[int, int]]  # folders, by device and inode
+def _identity(path: Path, status: os.stat_result) -> tuple[int, int | str]:
+    """What is the same for every name of a file or folder; some network drives of Windows number none."""
+    return status.st_dev, status.st_ino or str(path.resolve())
+
+
+_Entered = set[tuple[int, int | str]]  # folders, by their identity
 
 
 def _walk(top: Path | str, entered: _Entered | None = None) -> Iterator[tuple[str, list[str]]]:
@@ -274,11 +279,11 @@ def _walk(top: Path | str, entered: _Entered | None = None) -> Iterator[tuple[st
     follow = entered is not None
     entered = set() if entered is None else entered
     for folder, inside, names in os.walk(top, onerror=_refuse_folder, followlinks=follow):
-        status = _status(Path(folder))
-        if (status.st_dev, status.st_ino) in entered:
+        identity = _identity(Path(folder), _status(Path(folder)))
+        if identity in entered:
             inside.clear()
             continue
-        entered.add((status.st_dev, status.st_ino))
+        entered.add(identity)
         inside[:] = sorted(name for name in inside if not name.startswith("."))
         yield folder, names
 

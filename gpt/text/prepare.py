@@ -6,13 +6,12 @@ keeps all of it in memory.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from gpt.errors import UserError
-from gpt.files import sync, write_text
+from gpt.files import publish, write_text
 from gpt.text import shards
 from gpt.text.cache import PLAN, delete, explain_unwritable, read_json, working_folder, write_json
 from gpt.text.corpus import DataConfig
@@ -121,8 +120,7 @@ def _make(
             _fill(working, source, key, config, given, context_length, say)
         for file in (PLAN, PROGRESS, ".lock"):  # older versions kept their lock here
             (working / file).unlink(missing_ok=True)
-        os.rename(working, folder)
-        sync(folder.parent)
+        publish(working, folder)
 
 
 def _fill(

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -225,6 +226,25 @@ def open_shards(folder: Path) -> Shards:
     if sum(lengths.values()) * dtype.itemsize <= VERIFY_BYTES:
         verify(folder, manifest)
     return shards
+
+
+def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]:
+    """Open the prepared corpus of a checkpoint's run, or the several of a mixture; none if the cache lacks one.
+
+    They are found by the hashes in the checkpoint, `record`, which names no path that is opened.
+    """
+    corpus = record.get("corpus")
+    keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
+    wanted = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
+    prepared = {}
+    for file in cache.glob("[!.]*/manifest.json"):
+        with contextlib.suppress(OSError, ValueError):  # damaged, so it is not found
+            manifest = read_json(file)
+            if manifest.get("tokenizer") == tokenizer.sha256:
+                prepared[json.dumps(manifest.get("key"))] = file.parent
+    if not wanted or not prepared.keys() >= set(wanted):
+        return []
+    return [open_shards(prepared[key]) for key in wanted]
 
 
 def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:

@@ -59,13 +59,15 @@ class TrainerConfig:
     """Where and how to train. Intervals are in optimizer steps."""
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    devices: int = 1  # how many of them
-    precision: str = "auto"  # auto, fp32 or bf16
-    strategy: str = "auto"  # auto or ddp; auto means ddp with several devices
+    devices: int | None = None  # on each machine; by default 1, or as many as torchrun or srun has started
+    num_nodes: int | None = None  # machines; by default 1, or as many as torchrun or srun has started
+    precision: str = "auto"  # auto, fp32, bf16 or fp16
+    strategy: str = "auto"  # auto, ddp or fsdp; auto means ddp with several devices
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: str = "auto"  # windows that go through the model at once; gradients accumulate over the rest
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
+    deterministic: bool = False  # the same bits every time on a GPU too, where that takes longer
     log_every: int = 10
     validate_every: int = 500  # at most: a run validates at least four times
     checkpoint_every: int = 250
@@ -74,12 +76,12 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
-        require_choice("trainer.precision", self.precision, ("auto", "fp32", "bf16"))
-        require_choice("trainer.strategy", self.strategy, ("auto", "ddp"))
+        require_choice("trainer.precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
+        require_choice("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
         self.compile = self.compile.lower()
         require_choice("trainer.compile", self.compile, ("auto", "true", "false"))
-        for name in ("devices", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
+        for name in ("devices", "num_nodes", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"trainer.{name}={getattr(self, name)} is out of range: it must be at least 1")
         if self.keep_every < 0:
             raise ValueError(f"trainer.keep_every={self.keep_every} is out of range: it must be at least 0 (off)")
@@ -91,6 +93,11 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"
             )
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes, one for each device of each machine."""
+        return (self.devices or 1) * (self.num_nodes or 1)
 
 
 @dataclass
@@ -131,16 +138,32 @@ class Config:
                 setattr(self, name, os.path.expanduser(path))
         if self.resume not in (None, "auto") and self.init_from:
             raise ValueError("resume and init_from exclude each other: continue a run, or start a new one from it")
-        if not self.init_from:  # otherwise the model to start from decides the context length
+        if self.trainer.strategy == "fsdp":
+            if self.optim.name == "muon":
+                raise UserError(
+                    "trainer.strategy=fsdp splits every matrix among the devices, and Muon needs whole ones: "
+                    "add optim=adamw"
+                )
+            if self.trainer.devices == self.trainer.num_nodes == 1:
+                raise UserError(
+                    "trainer.strategy=fsdp splits the model among several devices, and there is 1: leave it out; "
+                    "trainer.activation_checkpointing=true or a smaller trainer.micro_batch_size takes less memory"
+                )
+            if self.trainer.device == "cpu" and self.trainer.compile == "true":
+                raise UserError(
+                    "trainer.compile=true makes one graph of all blocks on a CPU, and trainer.strategy=fsdp gathers "
+                    "them one by one: leave one of the two out"
+                )
+        if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
             self.require_whole_windows()
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
-        step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.devices
+        step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.world_size
         if step % least != 0:
             raise UserError(
                 f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
-                f"times trainer.devices={self.trainer.devices}: try {max(1, step // least) * least}"
+                f"times {self.trainer.world_size} devices: try {max(1, step // least) * least}"
             )
         windows = step // least
         if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:

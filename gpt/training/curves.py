@@ -76,12 +76,15 @@ class Curves(StepCallback):
                 self.writer._get_file_writer().add_summary(summary, 0)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        self._losses = self._losses.to(module.device) + module.step_loss
-        self._num_losses += 1
+        scaling = module.loss_scaling
+        if scaling is None or not scaling.skipped:  # otherwise it may not be finite
+            self._losses = self._losses.to(module.device) + module.step_loss
+            self._num_losses += 1
         if not module.plan.due(step, module.config.trainer.log_every):
             return
-        self.loss = float(trainer.strategy.reduce(self._losses, reduce_op="mean")) / self._num_losses
-        self._losses, self._num_losses = torch.zeros(()), 0
+        total = float(trainer.strategy.reduce(self._losses, reduce_op="mean"))
+        self.loss = total / self._num_losses if self._num_losses else math.nan
+        self._losses, self._num_losses = torch.zeros_like(self._losses), 0  # on its device: moving it would wait
         steps, seconds = step - self._mark[0], self._clock.seconds - self._mark[1]
         self._mark = (step, self._clock.seconds)
         self.tokens_per_second = steps * module.config.trainer.tokens_per_step / seconds
@@ -93,7 +96,9 @@ class Curves(StepCallback):
         if self._peak:
             flops = module.model.flops_per_token(module.config.model.context_length) * self.tokens_per_second
             scalars["perf/mfu"] = flops / (self._peak * trainer.world_size)
-        self.write(scalars, step)
+        if scaling is not None:
+            scalars |= scaling.curves()
+        self.write({tag: value for tag, value in scalars.items() if math.isfinite(value)}, step)
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         self.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)

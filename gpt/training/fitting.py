@@ -10,17 +10,19 @@ from pathlib import Path
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.errors import UserError
-from gpt.hardware import peak_flops
+from gpt.hardware import arithmetic, peak_flops
 from gpt.text.shards import Corpora
+from gpt.threads import giving_way
 from gpt.training.config import Config
 from gpt.training.curves import Curves
+from gpt.training.deadline import Deadline
 from gpt.training.early_stop import EarlyStop
 from gpt.training.journal import Journal
 from gpt.training.loader import GPTData
@@ -28,6 +30,7 @@ from gpt.training.loggers import UserCurves, UserValues, close_loggers, open_log
 from gpt.training.metrics import Metrics
 from gpt.training.module import GPTModule
 from gpt.training.plan import Plan
+from gpt.training.processes import Ranks
 from gpt.training.progress import Progress
 from gpt.training.record import Record
 from gpt.training.resuming import require_like
@@ -35,6 +38,15 @@ from gpt.training.samples import AttentionMaps, Samples
 from gpt.training.saving import BestCheckpoint, CheckpointFiles, LastCheckpoint
 from gpt.training.steps import Clock
 from gpt.training.validation import Validation
+
+
+def module_for(config: Config, plan: Plan, corpora: Corpora) -> GPTModule:
+    """A new model with its training step, for the configured strategy."""
+    if config.trainer.strategy != "fsdp":
+        return GPTModule(config, plan, corpora)
+    from gpt.training.sharding import ShardedModule  # needs a PyTorch with torch.distributed
+
+    return ShardedModule(config, plan, corpora)
 
 
 class Fitting:
@@ -49,7 +61,7 @@ class Fitting:
         weights: dict | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        self.module = GPTModule(config, plan, corpora)
+        self.module = module_for(config, plan, corpora)
         if weights is not None:
             self.module.load_state_dict(weights)
         self._run_dir = run_dir
@@ -64,7 +76,7 @@ class Fitting:
         # Order matters: a checkpoint, of the best score or the last step, is saved when all others are done with the
         # step, and records how long the files are that they have written to. Users' callbacks come before validation,
         # as in Lightning.
-        first = [self.clock, self.curves, Journal(run_dir, self.curves), Record()]
+        first = [self.clock, Deadline(run_dir, self.clock), self.curves, Journal(run_dir, self.curves), Record()]
         last = [self.validation, Samples(run_dir, self.curves), AttentionMaps(self.curves), self.metrics, self.early]
         last += [UserValues(self.curves, self.user_curves), BestCheckpoint(run_dir, self.clock, self.validation)]
         last += [self.last, Progress(self.validation, self.curves)]
@@ -78,16 +90,17 @@ class Fitting:
         """Raise `UserError` unless this run can continue from what was read of a checkpoint."""
         require_like(file, payload, self._fresh_state(payload))
 
-    def run(self, ranks: ClusterEnvironment, files: CheckpointFiles, file: Path | None = None) -> None:
+    def run(self, ranks: Ranks, files: CheckpointFiles, file: Path | None = None) -> None:
         """Train, from the checkpoint `file` if there is one."""
         config = self.module.config
-        others = open_loggers(config, self._run_dir) if ranks.local_rank() == 0 else []
+        others = open_loggers(config, self._run_dir) if ranks.rank == 0 else []
         loggers = [self.user_curves, *others] if config.logger else []
         self.curves.loggers = others
         try:
-            trainer = build_trainer(self.module, self.callbacks, [files, ranks], loggers)
-            assert trainer.world_size == config.trainer.devices
-            trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
+            trainer = build_trainer(self.module, self.callbacks, [files, Environment(ranks)], loggers)
+            assert trainer.world_size == config.trainer.world_size == ranks.world_size
+            with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
+                trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
         except (MisconfigurationException, RuntimeError) as error:
             # A callback that needs a logger where there is none, or a curve that nobody writes.
             if isinstance(error, RuntimeError) and "conditioned on metric" not in str(error):
@@ -105,7 +118,7 @@ class Fitting:
         callbacks = {c.state_key: state for c in self._ours if (state := c.state_dict())}
         stored = payload["callbacks"]
         if isinstance(stored.get("Curves"), dict) and isinstance(stored["Curves"].get("losses"), list):
-            callbacks["Curves"]["losses"] = [0.0] * self.module.config.trainer.devices  # one for each rank
+            callbacks["Curves"]["losses"] = [0.0] * max(1, len(stored["Curves"]["losses"]))  # one for each rank
         if isinstance(stored.get("Journal"), dict) and Journal.describes(stored["Journal"].get("events")):
             callbacks["Journal"] = callbacks["Journal"] | {"events": stored["Journal"]["events"]}
             if "table" not in stored["Journal"]:  # an older version had none
@@ -116,6 +129,28 @@ class Fitting:
             names = stored["UserValues"].get("values") if isinstance(stored["UserValues"], dict) else None
             callbacks["UserValues"] = {"values": dict.fromkeys(names, 0.0) if isinstance(names, dict) else {}}
         return {"state_dict": weights, "optimizer_states": [optimizer.state_dict()], "callbacks": callbacks}
+
+
+class Environment(LightningEnvironment):
+    """Tells Lightning which rank this process is, so that it neither starts processes nor looks for a launcher."""
+
+    def __init__(self, ranks: Ranks):
+        super().__init__()
+        self._ranks = ranks
+        self.set_global_rank(ranks.rank)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def local_rank(self) -> int:
+        return self._ranks.local_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        super().set_global_rank(self._ranks.rank)  # Lightning counts machines as if they were numbered in order
+
+    def teardown(self) -> None:
+        """Leave the variables of the launcher as they are."""
 
 
 def build_trainer(
@@ -129,20 +164,25 @@ def build_trainer(
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
     settings = module.config.trainer
-    strategy: str | DDPStrategy = "auto"
-    if settings.devices > 1 or settings.strategy == "ddp":
+    strategy: str | ParallelStrategy = "auto"
+    if settings.strategy == "fsdp":
+        from gpt.training.sharding import Sharding
+
+        strategy = Sharding(settings.world_size)
+    elif settings.world_size > 1 or settings.strategy == "ddp":
         # The only buffers are the causal masks, which never change: they need not be sent around at every step.
         known = signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
         strategy = DDPStrategy(**{sync: False})  # type: ignore[arg-type]
     return Trainer(
         accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
-        devices=settings.devices,
+        devices=settings.devices or 1,
+        num_nodes=settings.num_nodes or 1,
         strategy=strategy,
         max_steps=module.plan.total_steps,
         accumulate_grad_batches=module.plan.accumulation,
         callbacks=callbacks,
-        plugins=plugins,  # type: ignore[arg-type]
+        plugins=[*plugins, *([module.loss_scaling] if module.loss_scaling else [])],
         logger=loggers,
         log_every_n_steps=min(settings.log_every, module.plan.total_steps),  # it warns of more
         enable_checkpointing=False,

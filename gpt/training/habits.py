@@ -3,8 +3,9 @@
 import math
 import os
 import re
-from shlex import quote
 from typing import Any
+
+from gpt.errors import quote
 
 # What to write here | whose keys it replaces. {n} stands for a whole number of the user's, {v} for any value.
 _TABLE = """
@@ -34,6 +35,7 @@ data.validation_bytes, as each validation reads all of its text | nanoGPT: eval_
 trainer.log_every={n} | nanoGPT: log_interval | Lightning: log_every_n_steps | Hugging Face: logging_steps
 trainer.checkpoint_every={n} | Hugging Face: save_steps
 trainer.precision=bf16 | Hugging Face: bf16
+trainer.precision=fp16 | Hugging Face: fp16
 trainer.precision={v} | nanoGPT: dtype | Lightning: precision
 trainer.device={v} | nanoGPT: device | Lightning: accelerator
 trainer.compile={v} | nanoGPT: compile | Hugging Face: torch_compile
@@ -50,11 +52,14 @@ _THEIRS = {
     for origin, _, names in (column.partition(":") for column in columns)
     for name in names.split()
 }
-_PRECISIONS = {"bf16": "bf16-mixed bf16-true bfloat16", "fp32": "32 32-true float32"}
+_PRECISIONS = {
+    "bf16": "bf16-mixed bf16-true bfloat16",
+    "fp16": "16 16-mixed 16-true float16",
+    "fp32": "32 32-true float32",
+}
 _VALUES = {  # of our own keys
     "trainer.precision": {
-        **{theirs: f"trainer.precision={ours}" for ours, names in _PRECISIONS.items() for theirs in names.split()},
-        **dict.fromkeys(("16", "16-mixed", "16-true", "float16"), "trainer.precision=bf16, as there is no fp16"),
+        theirs: f"trainer.precision={ours}" for ours, names in _PRECISIONS.items() for theirs in names.split()
     },
     "trainer.device": {"gpu": "trainer.device=cuda"},
     "init_from": {"scratch": "leave it out", "resume": "resume=RUN"},

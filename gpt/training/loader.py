@@ -27,16 +27,17 @@ class TrainBatches:
         begin = self._module.global_step * plan.accumulation
         with ThreadPoolExecutor(1) as reader:
             following = reader.submit(self._make, begin)
-            for micro_step in range(begin, len(self)):
-                batch = following.result()
-                if micro_step + 1 < len(self):
-                    following = reader.submit(self._make, micro_step + 1)
+            while begin < len(self):  # which a deadline changes on the way
+                batch, begin = following.result(), begin + 1
+                following = reader.submit(self._make, begin)
                 yield batch
 
     def _make(self, micro_step: int) -> tuple[Tensor, Tensor]:
         """This rank's share of a micro-step."""
         module, size = self._module, self._module.plan.micro_batch_size
-        return make_batch(module, (micro_step * module.trainer.world_size + module.global_rank) * size)
+        idx, targets = make_batch(module, (micro_step * module.trainer.world_size + module.global_rank) * size)
+        # From other memory, a copy to the GPU would wait for all that the GPU has still to do.
+        return (idx.pin_memory(), targets.pin_memory()) if module.device.type == "cuda" else (idx, targets)
 
     def state_dict(self) -> dict:
         """Nothing: the position is the trainer's step. Lightning treats a loader with these methods as resumable."""

@@ -35,6 +35,7 @@ class Progress(StepCallback):
         if self._bar is not None:
             if module.plan.due(step, module.config.trainer.log_every):
                 self._bar.set_description_str(self._facts(), refresh=False)
+                self._bar.total = module.plan.total_steps  # which a deadline changes
             self._bar.update()
         elif module.plan.due(step, module.plan.validate_every):
             write_line(f"step {step}/{module.plan.total_steps}  {self._facts()}", sys.stdout)

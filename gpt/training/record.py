@@ -64,7 +64,7 @@ def git_commit(folder: Path) -> str | None:
     """The commit of the checkout that holds `folder`, or None outside one."""
     try:
         answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, encoding="utf-8", timeout=5, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -7,6 +7,8 @@ from gpt.errors import UserError
 from gpt.training.config import Config, parse_horizon, read, to_plain
 from gpt.training.habits import leaves
 
+UNLIKE = ("run_dir", "resume", "earlier_horizons", "trainer.devices", "trainer.num_nodes")  # which may differ
+
 
 def begin_or_continue(config: Config) -> Config:
     """Decide `resume`: the run in `run_dir`, or None if it is still to begin.
@@ -24,7 +26,7 @@ def begin_or_continue(config: Config) -> Config:
         decided = value == "auto" or (value is None and key in ("data.prompts", "data.revision"))
         decided |= timed and key == "horizon"  # by the run, as it began: the time became steps
         brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
-        if value != stored[key] and not (decided or brought or key in ("run_dir", "resume", "earlier_horizons")):
+        if value != stored[key] and not (decided or brought or key in UNLIKE):
             remedy = "give the same settings as before, or another run_dir"
             if key == "horizon":
                 remedy = f"to train that run longer, use resume={config.run_dir} horizon={value}"

@@ -13,7 +13,6 @@ from gpt.errors import UserError
 from gpt.exchange.assembly import is_finite
 from gpt.text.shards import Corpora
 from gpt.training.config import Config, parse_horizon, validate
-from gpt.training.optim import lr_factor
 from gpt.training.plan import Plan, steps_of
 
 NEEDED: dict[str, type] = {
@@ -44,7 +43,7 @@ def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
     plan = Plan(**stored)
     windows = config.trainer.tokens_per_step // config.model.context_length
     numbers = (plan.total_steps, plan.micro_batch_size, plan.accumulation, plan.validate_every)
-    whole = plan.micro_batch_size * plan.accumulation * config.trainer.devices
+    whole = plan.micro_batch_size * plan.accumulation * config.trainer.world_size
     if min(numbers) < 1 or not plan.windows_per_step == windows == whole:
         raise refuse("its plan does not fit its configuration")
     if not 0 <= payload["step"] <= plan.total_steps:
@@ -55,9 +54,39 @@ def read_plan(file: Path, payload: dict[str, Any]) -> tuple[Config, Plan]:
         raise refuse(f"its number of threads is {payload['threads']}")
     if not all(isinstance(text, str) for pair in payload["versions"].items() for text in pair):
         raise refuse("its versions are not text")
+    if config.trainer.precision == "fp16" and not _scales_loss(payload.get("LossScaling"), payload["step"]):
+        raise refuse("the state of its loss scaling is damaged")
     if not isinstance(payload["corpus"].get("tokenizer"), dict) or "sha256" not in payload["tokenizer"]:
         raise refuse("it does not say which text and which tokens it has learnt")
     return config, plan
+
+
+def _scales_loss(state: Any, step: int) -> bool:
+    """Whether this can be the state of a `LossScaling` after `step` steps."""
+    kinds = {"scale": float, "clean_steps": int, "skipped_steps": int}
+    if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} != kinds:
+        return False
+    within = all(0 <= state[name] <= step for name in ("clean_steps", "skipped_steps"))
+    return within and 1.0 <= state["scale"] < 2.0**128
+
+
+def on_devices(config: Config, plan: Plan, devices: int, num_nodes: int) -> tuple[Config, Plan]:
+    """The configuration and plan of a run that continues on other numbers of devices and machines.
+
+    Each step keeps its windows, in the same order, so the number of processes must divide them.
+    """
+    trainer, world_size = config.trainer, devices * num_nodes
+    if world_size == trainer.world_size and devices == (trainer.devices or 1):
+        return config, plan
+    windows, rest = divmod(plan.windows_per_step, world_size)
+    if rest:
+        raise UserError(
+            f"a step of this run has {plan.windows_per_step} windows, which {world_size} devices cannot share evenly: "
+            "continue on a number that divides them"
+        )
+    size = max(size for size in range(1, min(windows, plan.micro_batch_size) + 1) if windows % size == 0)
+    trainer = replace(trainer, devices=devices, num_nodes=num_nodes, micro_batch_size=str(size))
+    return replace(config, trainer=trainer), replace(plan, micro_batch_size=size, accumulation=windows // size)
 
 
 def require_same_text(file: Path, payload: dict[str, Any], corpora: Corpora) -> None:
@@ -77,9 +106,9 @@ def extended(
 ) -> tuple[Config, Plan]:
     """The configuration and plan of a run that is to train to another horizon than before.
 
-    A horizon in seconds becomes steps at the speed of the run so far. Where the rates have not begun to fall, nothing
-    changes but where they will; otherwise they rise again to the schedule of the new horizon. Raises `UserError` if
-    the run is already there.
+    A horizon in seconds becomes steps at the speed of the run so far; deadline.py corrects them later. Where the rates
+    have not begun to fall, nothing changes but where they will; otherwise they rise again to the schedule of the new
+    horizon. Raises `UserError` if the run is already there.
     """
     step, wanted = payload["step"], parse_horizon(horizon)
     if wanted.unit == "seconds":
@@ -90,15 +119,12 @@ def extended(
                 f"horizon={horizon}: the checkpoint does not say how fast it was: give the horizon in steps"
             )
         steps = round(step * wanted.amount / seconds)
-        new = f"{steps}steps"
     else:
-        steps, new = steps_of(wanted, config.trainer.tokens_per_step, train_tokens), horizon
+        steps = steps_of(wanted, config.trainer.tokens_per_step, train_tokens)
     if steps <= step:
         raise UserError(f"horizon={horizon} is {steps} steps, and the run has trained {step}: give a longer horizon")
-    factor = lr_factor(step, plan.total_steps, config.optim, plan.extended_at, plan.factor_then)
-    plan = replace(plan.for_steps(steps, config.trainer.validate_every), extended_at=step, factor_then=factor)
     before = [*config.earlier_horizons, f"{config.horizon} until step {step}"]
-    return replace(config, horizon=new, earlier_horizons=before), plan
+    return replace(config, horizon=horizon, earlier_horizons=before), plan.from_step(step, steps, config)
 
 
 def require_like(file: Path, payload: dict[str, Any], fresh: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[
             payload = load(file)
         except DamagedError as error:
             problem = problem or str(error)
-            file.rename(file.with_suffix(".ckpt.damaged"))
+            file.replace(file.with_suffix(".ckpt.damaged"))
             continue
         if problem:
             warn(f"{problem}; going on from {file.name} of step {payload.get('step')}")

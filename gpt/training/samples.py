@@ -1,22 +1,31 @@
-"""What a person looks at while a model learns: its text, and where it attends."""
+"""What a person looks at while a model learns: its text, how much of that is copied, and where it attends."""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning import Trainer
 
+from gpt.hardware import arithmetic
 from gpt.sampling.generation import Sampling, TextStream, generate
 from gpt.sampling.scoring import Score
+from gpt.text.overlap import find_overlap
+from gpt.text.pieces import visible
+from gpt.text.shards import Corpora
+from gpt.training.attention_picture import attention_picture
 from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.steps import StepCallback
 
 SAMPLE_TOKENS = 120
-ATTENTION_TOKENS = 64
+ATTENTION_TOKENS = 24  # as many as have room for labels
 
 
 class Samples(StepCallback):
-    """Continues the fixed prompts after each validation, with the same seed, so that only the model differs."""
+    """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
+
+    `samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
+    """
 
     def __init__(self, run_dir: Path, curves: Curves):
         self._file, self._curves = run_dir / "samples.md", curves
@@ -25,16 +34,26 @@ class Samples(StepCallback):
         if not trainer.is_global_zero:
             return
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
-        with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
-            texts = [self._continue(module, prompt, generator) for prompt in module.config.data.prompts or []]
+        stance = torch.compiler.set_stance("force_eager")  # compiling for lengths that vary does not pay
+        with stance, arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
+            prompts = module.config.data.prompts or []
+            streams = [self._continue(module, prompt, generator) for prompt in prompts]
         module.model.train()
+        texts = [
+            f"**{prompt}**{one.text}" if prompt else one.text for prompt, one in zip(prompts, streams, strict=True)
+        ]
         text = "\n\n---\n\n".join(texts)
+        copied = longest_copy([one.tokens for one in streams], module.corpora)
+        if streams:
+            self._curves.write({"samples/longest_copy": len(copied)}, step)
+        if copied:
+            text += f"\n\n---\n\nlongest passage from the training text ({len(copied)} characters): {copied!r}"
         if self._curves.writer is not None:
             self._curves.writer.add_text("samples", text, step)
-        with self._file.open("a", encoding="utf-8") as stream:
+        with self._file.open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
 
-    def _continue(self, module: GPTModule, prompt: str, generator: torch.Generator) -> str:
+    def _continue(self, module: GPTModule, prompt: str, generator: torch.Generator) -> TextStream:
         tokenizer = module.corpora.tokenizer
         ids = (tokenizer.encode(prompt) or [tokenizer.end_of_text])[-module.config.model.context_length :]
         out = TextStream(tokenizer)
@@ -44,11 +63,20 @@ class Samples(StepCallback):
             if out.finish_reason:
                 break
         out.finish()
-        return f"**{prompt}**{out.text}" if prompt else out.text
+        return out
+
+
+def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
+    """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
+    border = corpora.tokenizer.vocab_size  # a token that no corpus has
+    ids = np.array([token for sample in samples for token in (*sample, border)])
+    found = [find_overlap(ids, source.train) for source in corpora.sources]
+    longest = max(found, key=lambda one: one.length)
+    return corpora.tokenizer.decode(ids[longest.start : longest.start + longest.length].tolist())
 
 
 class AttentionMaps(StepCallback):
-    """Draws a picture of each layer after each validation: heads side by side, queries in rows, darker for more."""
+    """Draws each layer's attention after each validation, always on the first tokens of the validation text."""
 
     def __init__(self, curves: Curves):
         self._curves = curves
@@ -56,15 +84,13 @@ class AttentionMaps(StepCallback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if self._curves.writer is None:
             return
-        text = module.corpora.sources[0].validation
-        T = min(ATTENTION_TOKENS, module.config.model.context_length, len(text))
-        idx = torch.from_numpy(text[:T].astype("int64"))[None].to(module.device)
+        tokenizer, text = module.corpora.tokenizer, module.corpora.sources[0].validation
+        ids = text[: min(ATTENTION_TOKENS, module.config.model.context_length, len(text))].tolist()
         model = module.model.eval()
         with torch.compiler.set_stance("force_eager"):
-            maps = model.attention_maps(idx)[0].float().cpu()  # (L, H, T, T)
+            maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()  # (L, H, T, T)
         model.train()
+        labels = [visible(tokenizer.decode_bytes([i])).replace("\n", "") for i in ids]
         for layer, heads in enumerate(maps):
-            framed = torch.nn.functional.pad(heads.sqrt(), (1, 1, 1, 1), value=0.3)  # (H, T + 2, T + 2)
-            picture = 1.0 - torch.cat(list(framed), dim=1)
-            picture = picture.repeat_interleave(3, 0).repeat_interleave(3, 1)
-            self._curves.writer.add_image(f"attention/layer_{layer}", picture, step, dataformats="HW")
+            picture = attention_picture(heads.numpy(), labels)
+            self._curves.writer.add_image(f"attention/layer_{layer + 1}", picture, step, dataformats="HWC")

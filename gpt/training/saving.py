@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 
@@ -51,11 +52,11 @@ class LastCheckpoint(StepCallback):
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         settings = module.config.trainer
-        late = time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes
+        late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
         received = self._signals.received
         if trainer.world_size > 1:  # all ranks must do the same, and agreeing takes time
             asks = module.plan.due(step, settings.log_every)
-            late, received = trainer.strategy.broadcast((late, received)) if asks else (False, 0)
+            late, received = _greatest(late, received) if asks else (0, 0)
         if received and step < module.plan.total_steps:
             self.stopped_by = received
             trainer.should_stop = True
@@ -87,6 +88,13 @@ class LastCheckpoint(StepCallback):
     def close(self) -> None:
         """Restore the signal handlers. Lightning has no hook that always runs at the end."""
         self._signals.restore()
+
+
+def _greatest(*values: int) -> list[int]:
+    """The greatest of each value over all ranks."""
+    tensor = torch.tensor(values)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()
 
 
 class CheckpointFiles(CheckpointIO):

@@ -6,21 +6,21 @@ session.report()
 """
 
 import dataclasses
-import os
+import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpt import hardware
-from gpt.errors import UserError, write_line
+from gpt.errors import UserError, quote, write_line
 from gpt.exchange import checkpoint
 from gpt.exchange.opening import open_model
 from gpt.files import write_text
+from gpt.text.cache import CACHE
 from gpt.text.compressed import xz_bits_per_byte
 from gpt.text.corpus import pinned
 from gpt.text.prepare import TooShortError, prepare
@@ -30,15 +30,14 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
-from gpt.training.resuming import extended, read_plan, require_same_text
+from gpt.training.processes import as_launched, leading, use_threads
+from gpt.training.resuming import extended, on_devices, read_plan, require_same_text
 
 if TYPE_CHECKING:
     from lightning import Callback
 
-# Importing Lightning takes seconds, so fitting.py, probe.py and processes.py wait until the configuration has been
-# found to be right.
+# Importing Lightning takes seconds, so fitting.py and probe.py wait until the configuration has been found to be right.
 
-CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # of prepared text
 MICRO_BATCH = "trainer.micro_batch_size"
 
 Say = Callable[[str], None]
@@ -65,7 +64,7 @@ class Start:
     payload: dict[str, Any] | None = None
     weights: dict[str, torch.Tensor] | None = None
     threads: int | None = None  # with which the run began
-    extended: bool = False  # whether `payload` has another horizon than `file`
+    amended: bool = False  # whether `payload` has another horizon or other devices than `file`
 
     def take(self) -> "Start":
         taken = dataclasses.replace(self)
@@ -89,14 +88,12 @@ class Session:
 
         `run_dir` is the directory of a run that was stopped before its first checkpoint.
         """
-        refuse_launchers()
         require_loggers(config)
         if run_dir is None and config.run_dir:
             runs.require_empty(Path(config.run_dir))
         start, given = Start(), None
         if config.init_from:
             config, start.weights, given = _with_weights(config)
-            config.require_whole_windows()
         automatic = config.trainer.micro_batch_size == "auto"
         config = decide_hardware(config)
         config = dataclasses.replace(config, data=pinned(config.data, _cache(config)))
@@ -105,17 +102,19 @@ class Session:
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=prompts_from(corpora)))
         plan = make_plan(config, corpora.train_tokens, automatic)
         if parse_horizon(config.horizon).unit == "seconds":
-            config, plan = _measured(config, plan, corpora)
+            config, plan = _measured(config, plan, corpora, given)
         run_dir = run_dir or runs.make(config.run_dir, name, to_yaml(config))
         return cls(config, plan, corpora, given, run_dir, start)
 
     @classmethod
-    def resume(cls, path: str, horizon: str | None = None) -> "Session | None":
+    def resume(
+        cls, path: str, horizon: str | None = None, devices: int | None = None, num_nodes: int | None = None
+    ) -> "Session | None":
         """Prepare to continue a run from its newest checkpoint or the named one; None if it is complete.
 
-        With `horizon`, the run trains until then, whether it is complete or not.
+        With `horizon`, the run trains until then, whether it is complete or not. `devices` and `num_nodes`, or what
+        torchrun or srun has started, may differ from before.
         """
-        refuse_launchers()
         run_dir = runs.directory(path)
         runs.lock(run_dir)
         found = runs.load_newest(run_dir, warn)
@@ -124,20 +123,26 @@ class Session:
             config = read(run_dir / "config.yaml")
             if horizon:
                 config = dataclasses.replace(config, horizon=horizon)
-                write_text(run_dir / "config.yaml", to_yaml(config))
+            numbers = as_launched(devices, num_nodes, config.trainer)
+            config, _ = on_devices(config, make_plan(config, 1, False), *numbers)
+            write_text(run_dir / "config.yaml", to_yaml(config))
             return cls.begin(config, run_dir=run_dir)
         file, payload = found
         _refuse_going_back(Path(path), run_dir, file, payload.get("step"))
-        config, plan = read_plan(file, payload)
+        stored, plan = read_plan(file, payload)
+        config, plan = on_devices(stored, plan, *as_launched(devices, num_nodes, stored.trainer))
         require_devices(config)
+        if config != stored:
+            then, now = stored.trainer.world_size, config.trainer.world_size
+            say(f"continuing on {now} devices instead of {then}: the same windows in each step, but not the same bits")
         require_loggers(config)
         given = Tokenizer.from_dict(payload["tokenizer"]) if "given" in payload["corpus"]["tokenizer"] else None
         corpora = load_corpora(config, given)
         require_same_text(file, payload, corpora)
-        before = None
         if horizon and horizon != config.horizon:
             before, (config, plan) = plan, extended(config, plan, payload, horizon, corpora.train_tokens)
             say(f"extending the run from {before.total_steps} steps to {plan.total_steps}")
+        if config != stored:
             payload |= {"config": to_plain(config), "plan": dataclasses.asdict(plan)}
         ended = f"has trained all of its {plan.total_steps} steps" if payload["step"] == plan.total_steps else ""
         if not ended and _has_stopped_early(config, plan, payload):
@@ -149,7 +154,8 @@ class Session:
             return None
         _warn_of_versions(payload)
         say(f"continuing {run_dir} at step {payload['step']} of {plan.total_steps}")
-        start = Start(file, payload, threads=payload["threads"], extended=before is not None)
+        threads = payload["threads"] if config.trainer.world_size == stored.trainer.world_size else None
+        start = Start(file, payload, threads=threads, amended=config != stored)
         return cls(config, plan, corpora, given, run_dir, start)
 
     def fit(self, callbacks: Sequence["Callback"] = (), names: Sequence[str] = ()) -> None:
@@ -158,7 +164,7 @@ class Session:
         `callbacks` are Lightning's, and `names` the `module:name` of each, by which other ranks import them. A stop
         signal ends the training after a step and a checkpoint, with `SystemExit` and the exit code 128 + signal.
         """
-        if callbacks and not names and self.config.trainer.devices > 1:
+        if callbacks and not names and self.config.trainer.world_size > 1:
             raise UserError(
                 f"trainer.devices={self.config.trainer.devices}: callbacks must exist in every process: give `fit` the "
                 "module:name of each as well, or train on one device"
@@ -181,33 +187,30 @@ class Session:
             del newest
 
     def _fit_once(self, callbacks: Sequence["Callback"], names: Sequence[str]) -> None:
-        from gpt.training.fitting import Fitting
-        from gpt.training.processes import together
-        from gpt.training.saving import CheckpointFiles
-
         start, trainer = self._start.take(), self.config.trainer
-        job = {
-            "run_dir": str(self.run_dir),
-            "config": to_plain(self.config),
-            "plan": dataclasses.asdict(self.plan),
-            "checkpoint": start.file and str(start.file),
-            "tokenizer": self._given and self._given.to_dict(),
-            "threads": start.threads,
-            "callbacks": list(names),
-        }
-        with together(trainer.devices, job) as ranks:
+        with leading(trainer.world_size) as leader:
+            from gpt.training.fitting import Fitting
+            from gpt.training.saving import CheckpointFiles
+
+            use_threads(start.threads)
             files = CheckpointFiles(start.payload)
             fitting = Fitting(self.config, self.plan, self.corpora, self.run_dir, start.weights, callbacks)
             if start.file and start.payload:
                 fitting.require_like(start.file, start.payload)
-                if start.extended:
+                if start.amended:
                     start.file = runs.amend(self.run_dir, start.payload, to_yaml(self.config))
             start.payload = start.weights = None
             say(
                 f"{fitting.module.model.num_parameters():,} parameters on {trainer.device} in {trainer.precision}, "
                 f"{self.plan.total_steps} steps of {trainer.tokens_per_step:,} tokens; writing to {self.run_dir}"
             )
-            fitting.run(ranks, files, start.file)
+            try:
+                job = _job(self.config, self.plan, self.corpora, self._given, start.threads)
+                leader.send(job | self._place(start.file) | {"callbacks": list(names)})
+                leader.connect(trainer.device)
+                fitting.run(leader.ranks, files, start.file)
+            finally:  # a deadline may have changed them
+                self.config, self.plan = fitting.module.config, fitting.module.plan
         if fitting.last.stopped_by:
             say(f"stopped at step {fitting.module.global_step}; continue with: python train.py resume={self.run_dir}")
             sys.exit(128 + fitting.last.stopped_by)
@@ -224,15 +227,20 @@ class Session:
             else:
                 say(f"{stopped}, as a callback asked; to go on regardless: python train.py resume={self.run_dir}")
 
+    def _place(self, file: Path | None) -> dict[str, str | None]:
+        """Where the run is, for the other processes."""
+        return {
+            "run_dir": str(self.run_dir.absolute()),
+            "config.yaml": (self.run_dir / "config.yaml").read_text(encoding="utf-8"),
+            "checkpoint": str(file.absolute()) if file else None,
+        }
+
     def _use_less_memory(self) -> None:
         """Take half the micro-batch, or raise `UserError` if that is not ours to decide."""
         size = self.plan.micro_batch_size
-        if size == 1:
-            raise UserError(f"out of memory at {MICRO_BATCH}=1, the least: choose a smaller model") from None
+        if size == 1 or not self.plan.automatic or self.config.trainer.world_size > 1:
+            raise UserError(out_of_memory(self.plan)) from None
         plan = self.plan.with_smaller_micro_batch()
-        if not plan.automatic or self.config.trainer.devices > 1:
-            remedy = f"try {MICRO_BATCH}={plan.micro_batch_size}"
-            raise UserError(f"out of memory at {MICRO_BATCH}={size}: {remedy}") from None
         smaller = f"going on with {plan.micro_batch_size} and as many tokens a step"
         warn(f"out of memory at {MICRO_BATCH}={size}: {smaller}")
         self.plan = plan
@@ -243,11 +251,12 @@ class Session:
         size = sum(source.manifest["splits"]["validation"]["bytes"] for source in self.corpora.sources)
         blocks = (block for source in self.corpora.sources for block in source.validation_bytes())
         packed = xz_bits_per_byte(blocks, size)
+        peak = figures["peak_memory_bytes"] / 2**30
         say(
             f"trained {figures['steps']} steps, {figures['tokens']:,} tokens ({figures['epochs']:.2f} epochs) in "
-            f"{figures['train_seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s, "
-            f"{figures['peak_memory_bytes'] / 2**30:.2f} GiB at peak\n"
-            f"validation on {size:,} bytes: {figures['val_loss']:.4f} nats per token, "
+            f"{figures['train_seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"
+            + (f", {peak:.2f} GiB at peak\n" if peak else "\n")
+            + f"validation on {size:,} bytes: {figures['val_loss']:.4f} nats per token, "
             f"{figures['val_nats_per_byte']:.4f} nats per byte, {figures['val_bits_per_byte']:.4f} bits per byte"
             + (f" (xz -9e: {packed:.4f})" if packed else "")
         )
@@ -264,15 +273,31 @@ class Session:
         )
 
 
-def refuse_launchers() -> None:
-    """Raise `UserError` in a process that torchrun or srun started as one of several."""
-    for launcher, variable in (("torchrun", "WORLD_SIZE"), ("srun", "SLURM_STEP_NUM_TASKS")):
-        count = os.environ.get(variable, "1")
-        if count.isdecimal() and int(count) > 1:
-            raise UserError(
-                f"{variable}={count}: {launcher} has started several processes, which is not supported; "
-                f"start one on this machine, with trainer.devices={count} for as many devices"
-            )
+def _job(
+    config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None, threads: int | None = None
+) -> dict[str, Any]:
+    """What the other processes need to know for training, or for measuring a step: see following.py."""
+    return {
+        "config": to_plain(config),
+        "plan": dataclasses.asdict(plan),
+        "tokenizer": given and given.to_dict(),
+        "text": text_key(corpora),
+        "threads": threads,
+    }
+
+
+def text_key(corpora: Corpora) -> str:
+    """What identifies a text and its tokens."""
+    return json.dumps([corpora.key, corpora.tokenizer.sha256], sort_keys=True)
+
+
+def out_of_memory(plan: Plan) -> str:
+    """A line about a micro-batch that does not fit, and what to do."""
+    size = plan.micro_batch_size
+    if size == 1:
+        return f"out of memory at {MICRO_BATCH}=1, the least: choose a smaller model"
+    smaller = plan.with_smaller_micro_batch().micro_batch_size
+    return f"out of memory at {MICRO_BATCH}={size}: try {MICRO_BATCH}={smaller}"
 
 
 def require_loggers(config: Config) -> None:
@@ -298,8 +323,13 @@ def _cache(config: Config) -> Path:
 
 def decide_hardware(config: Config) -> Config:
     """The configuration with everything that was `auto` decided for this machine."""
+    devices, num_nodes = as_launched(config.trainer.devices, config.trainer.num_nodes)
+    config = dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, devices=devices, num_nodes=num_nodes)
+    )
+    config.require_whole_windows()
     device = require_devices(config)
-    window = config.model.context_length * config.trainer.devices
+    window = config.model.context_length * config.trainer.world_size
     micro_batch = config.trainer.micro_batch_size
     if micro_batch == "auto":
         windows, shape = config.trainer.tokens_per_step // window, config.model
@@ -317,10 +347,14 @@ def decide_hardware(config: Config) -> Config:
 
 def require_devices(config: Config) -> torch.device:
     """The configured device; `UserError` if this machine lacks it or has too few of it."""
-    device, count = hardware.choose_device(config.trainer.device), config.trainer.devices
+    device, count = hardware.choose_device(config.trainer.device), config.trainer.devices or 1
     there = hardware.device_count(device)
     if there is not None and count > there:
         raise UserError(f"trainer.devices={count} is more than this machine has: at most {there} of {device.type}")
+    if (count > 1 or config.trainer.strategy != "auto") and not torch.distributed.is_available():
+        raise UserError("this PyTorch was built without torch.distributed: use one device, and no trainer.strategy")
+    if device.type == "mps" and config.trainer.strategy != "auto":
+        raise UserError(f"trainer.strategy={config.trainer.strategy} is not for mps, a single device: leave it out")
     return device
 
 
@@ -336,12 +370,17 @@ def _with_weights(config: Config) -> tuple[Config, dict[str, torch.Tensor], Toke
     return validate(plain), model.state_dict(), tokenizer
 
 
-def _measured(config: Config, plan: Plan, corpora: Corpora) -> tuple[Config, Plan]:
-    """Turn a horizon in seconds into steps by measuring one; the configuration then says steps."""
-    from gpt.training.probe import measure
-
+def _measured(
+    config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None
+) -> tuple[Config, Plan]:
+    """Plan the steps of a horizon in seconds by measuring one; deadline.py corrects them later."""
     try:
-        plan, seconds = measure(config, plan, corpora)
+        with leading(config.trainer.world_size) as leader:
+            from gpt.training.probe import measure
+
+            leader.send(_job(config, plan, corpora, given))
+            leader.connect(config.trainer.device)
+            plan, seconds = measure(config, plan, corpora, leader.ranks)
     except Exception as error:
         if not hardware.is_out_of_memory(error):
             raise
@@ -351,7 +390,7 @@ def _measured(config: Config, plan: Plan, corpora: Corpora) -> tuple[Config, Pla
     say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
     trainer = dataclasses.replace(config.trainer, micro_batch_size=str(plan.micro_batch_size))
     plan = plan.for_steps(steps, trainer.validate_every)
-    return dataclasses.replace(config, trainer=trainer, horizon=f"{steps}steps"), plan
+    return dataclasses.replace(config, trainer=trainer), plan
 
 
 def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: object) -> None:

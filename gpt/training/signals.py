@@ -3,17 +3,22 @@
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 
-# SIGHUP is what a lost connection sends; Windows has none.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
+TOGETHER = 1.0  # seconds within which its signals count as one: it passes on a Ctrl-C that all processes get anyway
+quiet = False  # whether this is a rank above 0, which says nothing and leaves it to rank 0 to stop at once
+
+# SIGHUP is what a lost connection sends. Windows has SIGBREAK instead, for Ctrl-Break and a console that is closed.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
 
 
 class StopSignals:
     """Takes over the signals between `install` and `restore`; `received` is the first that arrived, or 0."""
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received, self._at = 0, 0.0
         self._handlers: dict[int, object] = {}  # from before
 
     def install(self) -> None:
@@ -29,8 +34,12 @@ class StopSignals:
         self._handlers.clear()
 
     def _on_signal(self, number: int, frame) -> None:
-        if self.received:
+        now, again = time.monotonic(), self.received != 0
+        if not again:
+            self.received, self._at = number, now
+        if quiet or (again and TORCHRUN in os.environ and now - self._at < TOGETHER):
+            return
+        if again:
             sys.exit(128 + number)
-        self.received = number
         with suppress(OSError):  # print is not safe here: the signal may have interrupted a print
             os.write(2, b"\nstopping after this step (once more to stop at once)\n")

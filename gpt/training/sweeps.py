@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gpt.errors import NonFiniteError, UserError, write_line
+from gpt.training.processes import launched
 
 NOTES = "MINI_GPT_FAILED_JOBS"  # the environment variable that names the file in which jobs note why they failed
 
@@ -17,9 +18,14 @@ NOTES = "MINI_GPT_FAILED_JOBS"  # the environment variable that names the file i
 @contextmanager
 def failing_at_the_end() -> Iterator[str]:
     """Yield the override that lets the jobs of a sweep use `note_failure`; `UserError` after the sweep if one did."""
+    if ranks := launched():
+        raise UserError(
+            f"{ranks.launcher} has started {ranks.world_size} processes, and a sweep is one: use python train.py -m, "
+            "with trainer.devices for several devices"
+        )
     with TemporaryDirectory() as folder:
         file = Path(folder) / "failed"
-        yield f"++hydra.job.env_set.{NOTES}={file}"
+        yield f"++hydra.job.env_set.{NOTES}={file.as_posix()}"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     if lines:
         raise UserError(f"{len(lines)} of the sweep's jobs failed; the first was {lines[0]}")

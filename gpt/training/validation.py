@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt.errors import NonFiniteError
 from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import TOKENS_AT_ONCE, Score, score, sum_of
+from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
 from gpt.text.batches import validation_batches, windows_given
 from gpt.text.shards import Shards
 from gpt.training.module import REMEDY, GPTModule
@@ -39,7 +39,7 @@ class Validation(StepCallback):
         """Score the model after `step`, and tell the other callbacks."""
         require_present(self._run_dir)
         module.require_finite_weights()
-        with self._clock.paused():
+        with self._clock.paused(), module.whole_weights():
             self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]
             self.latest, self.latest_step = sum_of(self.by_corpus), step
             if not math.isfinite(self.latest.nats_per_token):
@@ -56,7 +56,8 @@ class Validation(StepCallback):
 
     def _score(self, trainer: Trainer, module: GPTModule, source: Shards) -> Score:
         T = module.config.model.context_length
-        batches = validation_batches(source.validation, max(1, TOKENS_AT_ONCE // T), T, IGNORE)
+        size = max(1, tokens_at_once(module.model, trainer.world_size) // T)
+        batches = validation_batches(source.validation, size, T, IGNORE)
         mine = (batch for i, batch in enumerate(batches) if i % trainer.world_size == trainer.global_rank)
         part = score(module.model, mine, source.manifest["splits"]["validation"]["bytes"])
         if trainer.world_size == 1:

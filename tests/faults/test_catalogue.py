@@ -259,14 +259,14 @@ def test_variables_do_not_make_a_helper(run, monkeypatch):
 def test_helper_without_rank_0(tmp_path):
     """A helper process that is started by hand finds no job and writes nothing."""
     done = subprocess.run(
-        [sys.executable, "-m", "gpt.training.helper"],
+        [sys.executable, "-m", "gpt.training.following"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2
-    assert done.stderr == "gpt.training.helper: not a command: use python train.py\n"
+    assert done.returncode == 1
+    assert done.stderr == "gpt.training.following: not a command: use python train.py\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

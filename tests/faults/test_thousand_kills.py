@@ -57,7 +57,7 @@ class Training:
         """Rank 0, and the helper if there is one."""
         try:
             rank_0 = psutil.Process(self.process.pid)
-            return [rank_0, *(p for p in rank_0.children() if "gpt.training.helper" in p.cmdline())]
+            return [rank_0, *(p for p in rank_0.children() if "gpt.training.following" in p.cmdline())]
         except psutil.NoSuchProcess:
             return []
 
@@ -82,7 +82,7 @@ def kill_at_random(training: Training, run_dir: Path, chance: random.Random, sec
     if code == 0:
         return ""
     assert code in (-signal.SIGKILL, 1), training.output()
-    assert code < 0 or "was killed (Killed); all others were ended" in training.output()
+    assert code < 0 or "died; all others were ended" in training.output()
     return "both" if len(victims) > 1 else "rank 0" if code < 0 else "rank 1"
 
 

@@ -289,6 +289,19 @@ def test_default_rows(monkeypatch, chunk_bytes, rows):
     assert len(recorder.products) == math.ceil(53 / rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scored_slice_by_slice(dtype, monkeypatch):
+    """Without gradients no slice has to wait for the others, so a chunk is one of a slice's logits."""
+    monkeypatch.setattr(module, "SLICE", 128)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", dtype.itemsize * 53 * 128)
+    hidden, weight, targets = make_problem(slice(5), n=53, v=1009)
+    with torch.no_grad(), Recorder() as recorder:
+        loss = chunked_next_token_loss(hidden.to(dtype), weight, targets)
+    assert (len(recorder.products), recorder.largest) == (8, 53 * 128)
+    learning = chunked_next_token_loss(hidden.to(dtype), weight, targets)
+    assert loss.item() == pytest.approx(learning.item(), rel=1e-6)
+
+
 def test_no_rows():
     """Nothing at all is a loss of zero, too, with a gradient of zero for the head."""
     hidden, weight, targets = make_problem(n=0)
@@ -338,3 +351,27 @@ def test_transposed_weight(n, monkeypatch):
     assert torch.equal(*losses)
     gradients = [torch.autograd.grad(loss, w)[0] for loss, w in zip(losses, (weight, across), strict=True)]
     assert torch.equal(*gradients)
+
+
+def test_scale():
+    """In fp16, whose smallest number is 6e-8, the gradients of many logits need the scale of the loss."""
+    hidden, weight, targets = make_problem(n=4001, v=5003)
+    weight = (weight * 0.02).detach().requires_grad_()  # all tokens nearly as likely, as at the start of a training
+    half = hidden.detach().half().requires_grad_()
+    expected = torch.autograd.grad(reference(half.float(), weight, targets), (half, weight))
+    errors = {}
+    for scale in (1.0, 65536.0, torch.tensor(65536.0)):
+        loss = chunked_next_token_loss(half, weight, targets, scale=scale)
+        gradients = torch.autograd.grad(loss * 65536 / 3, (half, weight))  # a third, as if gradients accumulated
+        pairs = zip(gradients, expected, strict=True)
+        errors[scale] = [relative_error(own.float() * 3 / 65536, right.float()) for own, right in pairs]
+    unscaled, scaled, as_tensor = errors.values()
+    assert as_tensor == scaled
+    assert max(scaled) < 0.006 < 0.012 < min(unscaled)
+
+    plain, with_scale = (
+        torch.autograd.grad(chunked_next_token_loss(hidden, weight, targets, scale=scale) * factor, (hidden, weight))
+        for scale, factor in ((1.0, 1.0), (64.0, 64.0))
+    )
+    for own, right in zip(with_scale, plain, strict=True):
+        assert torch.equal(own / 64, right)

@@ -89,7 +89,7 @@ def test_fp32_is_the_model_itself():
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.01), ("int8", 0.02)])
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_near_the_model(precision, bound, rows):
     """Logits and loss are close to fp32, in one pass and token by token with the cache."""
@@ -117,7 +117,7 @@ def test_matrices_are_replaced():
     assert (model.dtype, model.token_embedding.weight.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
 def test_generation(precision):
     """Each token is the likeliest by the packed model's own logits, also past the context length."""
     model = pack_weights(make_model(), precision, rows=2)

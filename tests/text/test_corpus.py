@@ -292,6 +292,21 @@ def test_a_file_of_several_names(tmp_path):
     assert read([f"{tmp_path}/z.txt", f"{tmp_path}/b.txt", str(tmp_path), f"{tmp_path}/near/*"]) == ["c", "b"]
 
 
+def test_files_without_numbers(tmp_path, monkeypatch):
+    """Some network drives of Windows give every file the number 0: each still counts, and links once."""
+    fill(tmp_path, a__txt="a", d_in_b__txt="b", e_in_c__txt="c")
+    (tmp_path / "z.txt").symlink_to("a.txt")
+    stat = Path.stat
+
+    def without_number(self, **options) -> os.stat_result:
+        fields = list(stat(self, **options))
+        fields[1] = 0
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "stat", without_number)
+    assert read(str(tmp_path)) == read(f"{tmp_path}/**/*.txt") == ["a", "b", "c"]
+
+
 def test_globs_follow_links_to_folders(tmp_path):
     """As ever, and folders do not; a hidden folder behind a link that is not hidden counts."""
     fill(tmp_path / "far", a__txt="a", __h_in_b__txt="b")

@@ -1166,7 +1166,7 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
 
 
 @pytest.mark.parametrize("number", ["EDQUOT", "EFBIG", "EIO", "ESTALE"])
-@pytest.mark.parametrize("call", ["fsync", "write", "replace", "rename", "mkdir"])
+@pytest.mark.parametrize("call", ["fsync", "write", "replace", "replace a folder", "mkdir"])
 def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, number, call):
     """At whichever call and of whichever kind: one line names the cache, and the next preparation goes on."""
     cache, error = tmp_path / "cache", getattr(errno, number)
@@ -1177,7 +1177,8 @@ def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, number, call)
             calls = itertools.count(1)
 
             def fail(*arguments, real, calls=calls, at=at, **more):
-                if next(calls) == at:
+                folder = call == "replace a folder"
+                if (at == 1 and os.path.isdir(arguments[0])) if folder else next(calls) == at:
                     raise OSError(error, text)
                 return real(*arguments, **more)
 
@@ -1185,7 +1186,8 @@ def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, number, call)
                 if call == "write":
                     patch.setattr(Path, "open", functools.partialmethod(open_on_a_failing_disk, Path.open, fail))
                 else:
-                    patch.setattr(os, call, functools.partial(fail, real=getattr(os, call)))
+                    name = call.split()[0]
+                    patch.setattr(os, name, functools.partial(fail, real=getattr(os, name)))
                 try:
                     make(many, cache)
                 except UserError as caught:

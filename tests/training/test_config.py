@@ -237,7 +237,7 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"data": {"max_bytes": 0}}, r"data\.max_bytes=0 .*at least 1"),
         ({"data": {"validation_bytes": 0}}, r"data\.validation_bytes=0 .*at least 1"),
         ({"trainer": {"device": "tpu"}}, r"trainer\.device='tpu' .*choose from auto, cpu, cuda, mps"),
-        ({"trainer": {"precision": "fp16"}}, r"trainer\.precision='fp16' .*choose from auto, fp32, bf16"),
+        ({"trainer": {"precision": "fp8"}}, r"trainer\.precision='fp8' .*choose from auto, fp32, bf16, fp16"),
         ({"trainer": {"compile": "maybe"}}, r"trainer\.compile='maybe' .*choose from auto, true, false"),
         ({"trainer": {"devices": 0}}, r"trainer\.devices=0 .*at least 1"),
         ({"trainer": {"log_every": 0}}, r"trainer\.log_every=0 .*at least 1"),
@@ -262,9 +262,9 @@ def test_values_out_of_range(values, message):
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"tokens_per_step": 1000}, r"tokens_per_step=1000 .*context_length=64 times trainer\.devices=1: try 960"),
+        ({"tokens_per_step": 1000}, r"tokens_per_step=1000 .*context_length=64 times 1 devices: try 960"),
         ({"tokens_per_step": 63}, r"tokens_per_step=63 .*try 64"),
-        ({"tokens_per_step": 960, "devices": 2}, r"tokens_per_step=960 .*trainer\.devices=2: try 896"),
+        ({"tokens_per_step": 960, "devices": 2}, r"tokens_per_step=960 .* times 2 devices: try 896"),
         ({"tokens_per_step": 960, "micro_batch_size": 4}, r"micro_batch_size=4 does not divide the 15 windows"),
         ({"tokens_per_step": 896, "devices": 2, "micro_batch_size": 14}, r"micro_batch_size=14 .* the 7 windows"),
     ],

@@ -168,7 +168,7 @@ def test_callbacks_in_one_of_several_processes(folder, tmp_path):
 def test_a_curve_that_nobody_writes(folder, tmp_path):
     """Lightning's complaint about a curve to watch is one line that names those there are."""
     session = begin(folder, tmp_path)
-    with pytest.raises(UserError, match="metric `typo` which is not available.*: `val/loss`$") as caught:
+    with pytest.raises(UserError, match=r"metric `typo` which is not available.*: `val/loss`$") as caught:
         session.fit([EarlyStopping(monitor="typo")])
     assert "\n" not in str(caught.value)
 

@@ -74,7 +74,7 @@ def test_in_a_file(tmp_path):
         ({"trainer": {"max_epochs": 3}}, "there is no key 'trainer.max_epochs' (Lightning): horizon=3epochs"),
         (
             {"trainer": {"precision": "16-mixed"}},
-            "trainer.precision=16-mixed is not known here: trainer.precision=bf16",
+            "trainer.precision=16-mixed is not known here: trainer.precision=fp16",
         ),
         ({"max_epochs": 0.5}, "horizon=0.5epochs"),
         ({"val_check_interval": 0.25}, "trainer.validate_every=N"),
@@ -83,7 +83,7 @@ def test_in_a_file(tmp_path):
         ({"batch_size": 3, "gradient_accumulation_steps": 5}, f"{TOKENS}=1920, which is 3 x 5 sequences x"),
         ({"precision": "bf16-mixed"}, "trainer.precision=bf16"),
         ({"precision": "32-true"}, "trainer.precision=fp32"),
-        ({"dtype": "float16"}, "trainer.precision=bf16, as there is no fp16"),
+        ({"dtype": "float16"}, "trainer.precision=fp16"),
         ({"accelerator": "gpu"}, "trainer.device=cuda"),
         ({"init_from": "scratch"}, "init_from=scratch is not known here: leave it out"),
         ({"ckpt_path": "a/b.ckpt"}, "resume=a/b.ckpt"),

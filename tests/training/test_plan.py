@@ -39,9 +39,11 @@ def test_every_run_validates_four_times(steps, every):
 
 
 def test_due():
-    """At multiples of the interval and at the horizon."""
+    """At multiples of the interval, at the horizon, and where that was changed."""
     plan = Plan(11, 6, 3, 2)
     assert [step for step in range(1, 12) if plan.due(step, 5)] == [5, 10, 11]
+    changed = dataclasses.replace(plan, extended_at=7)
+    assert [step for step in range(1, 12) if changed.due(step, 5)] == [5, 7, 10, 11]
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,18 @@ def test_no_checkpoint_yet(run_dir):
     (run_dir / "checkpoints/.last.ckpt.123").touch()
     assert runs.load_newest(run_dir, pytest.fail) is None
     assert list((run_dir / "checkpoints").iterdir()) == []
+
+
+def test_damaged_again(run_dir, monkeypatch):
+    """A damaged checkpoint takes the place of an earlier damaged one, though Windows never renames onto a file."""
+
+    def rename(source, target) -> None:
+        raise FileExistsError(17, "File exists", str(target))
+
+    monkeypatch.setattr(os, "rename", rename)
+    (run_dir / "checkpoints").mkdir()
+    for text in ("first", "second"):
+        (run_dir / "checkpoints/last.ckpt").write_text(text)
+        with pytest.raises(UserError, match="no other checkpoint of the run can be read"):
+            runs.load_newest(run_dir, pytest.fail)
+    assert (run_dir / "checkpoints/last.ckpt.damaged").read_text() == "second"

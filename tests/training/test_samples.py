@@ -7,6 +7,10 @@ import pytest
 import yaml
 
 import generate
+from gpt.text.corpus import DataConfig
+from gpt.text.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig
+from gpt.training.samples import longest_copy
 from harness import TINY, train, write_corpus
 
 
@@ -25,3 +29,15 @@ def test_prompts(tmp_path, setting, prompt):
     (command,) = re.findall(r"^sample it:  python generate\.py (.*)$", done.stdout, re.M)
     assert generate.parse_arguments(shlex.split(command)).prompt == [prompt]
     assert f"**{stored[-1]}**" in (tmp_path / "run/samples.md").read_text()
+
+
+def test_longest_copy(tmp_path):
+    """The longest passage of the samples that the training text holds is found over the borders of neither."""
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("we hold these truths to be self-evident, that all men are created equal " * 9)
+    data = DataConfig("text", str(corpus))
+    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None)
+    tokens = lambda text: list(text.encode())  # noqa: E731
+    samples = [tokens("we hold fast; truths to be self-evid"), tokens("ent, that all ships are"), []]
+    assert longest_copy(samples, corpora) == " truths to be self-evid"
+    assert longest_copy([tokens("ships are not equa")], corpora) == ""

@@ -56,7 +56,9 @@ def test_sweep(settings, tmp_path, monkeypatch):
         ("1", "0.006"),
     ]
     assert rates(tmp_path) == [0.003, 0.006]
-    losses = [json.loads((run / "metrics.json").read_text())["val_bits_per_byte"] for run in sorted(tmp_path.glob("runs/*"))]
+    losses = [
+        json.loads((run / "metrics.json").read_text())["val_bits_per_byte"] for run in sorted(tmp_path.glob("runs/*"))
+    ]
     assert returned == [None, None, *losses]  # each job is checked before the first one trains
 
 

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
+from gpt.training.attention_picture import CELL
 from gpt.training.config import validate
 from harness import ROOT, TINY, Done, differences, read_curves, train, write_corpus
 
@@ -26,6 +27,7 @@ SCALARS = {
     "train/grad_norm",
     "val/loss",
     "val/bits_per_byte",
+    "samples/longest_copy",
     "perf/tokens_per_second",
     "perf/mfu",
 }
@@ -107,9 +109,9 @@ def test_tensorboard_tags(run):
     tags = events.Tags()
     assert set(tags["scalars"]) == SCALARS
     assert tags["tensors"] == ["samples/text_summary"]
-    assert tags["images"] == ["attention/layer_0", "attention/layer_1"]
-    image = events.Images("attention/layer_0")[0]
-    assert (image.width, image.height) == (3 * (16 + 2) * 3, (16 + 2) * 3)
+    assert tags["images"] == ["attention/layer_1", "attention/layer_2"]
+    image = events.Images("attention/layer_1")[0]  # three heads of 16 x 16 weights, two in a row
+    assert image.width > 2 * 16 * CELL and image.height > 2 * 16 * CELL
 
 
 def test_config_is_resolved(run):
@@ -165,7 +167,7 @@ def test_tensorboard_serves_the_run(run):
             time.sleep(0.3)
         assert len(get("scalars/scalars?run=run&tag=val/loss")) == 4
         assert get("text/tags") == {"run": ["samples/text_summary"]}
-        assert set(get("images/tags")["run"]) == {"attention/layer_0", "attention/layer_1"}
+        assert set(get("images/tags")["run"]) == {"attention/layer_1", "attention/layer_2"}
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -195,12 +197,12 @@ def test_accumulation_equals_the_whole_batch(settings, tmp_path):
 
 @pytest.mark.slow
 def test_time_as_horizon(settings, tmp_path):
-    """A time becomes steps once, is announced and stored, and is roughly kept."""
+    """A time becomes steps, which are announced, corrected and stored."""
     done = train(*settings, "horizon=2s", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
-    steps = int(re.search(r"horizon=2s: (\d+) steps, at ", done.stdout)[1])
+    assert re.search(r"horizon=2s: (\d+) steps, at ", done.stdout)
+    steps = json.loads((tmp_path / "run/metrics.json").read_text())["steps"]
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["horizon"] == f"{steps}steps"
-    assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == steps
 
 
 def test_without_prompts(settings, tmp_path):
@@ -239,22 +241,21 @@ def test_start_from_hugging_face(settings, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "micro_batch", "tolerance"), [("fp32", 3, 2e-3), ("bf16", 1, 0.02)])
-def test_two_processes(settings, tmp_path, precision, micro_batch, tolerance):
-    """With two CPU devices each step has the same windows, so the curve is the same to rounding; in bf16 it is, too,
-    where gradients are collected over several micro-batches before the devices exchange them.
+def test_two_processes_in_bf16(settings, tmp_path):
+    """Two devices learn as one does in bf16, too, where gradients are collected over several micro-batches before the
+    devices exchange them.
     """
     curves = []
     for devices in (1, 2):
         run_dir = tmp_path / str(devices)
-        exact = ["model.dropout=0", "trainer.device=cpu", f"trainer.precision={precision}", "horizon=9steps"]
-        exact.append(f"trainer.micro_batch_size={micro_batch}")
-        done = train(*settings, *exact, f"trainer.devices={devices}", f"run_dir={run_dir}")
+        exact = ["model.dropout=0", "trainer.device=cpu", "trainer.precision=bf16", "horizon=9steps"]
+        exact += ["trainer.micro_batch_size=1", f"trainer.devices={devices}"]
+        done = train(*settings, *exact, f"run_dir={run_dir}")
         assert done.returncode == 0, done.stderr
         curves.append(read_curves(run_dir))
     for tag in ("train/loss", "val/loss"):
         a, b = (torch.tensor([value for _, value in curve[tag]]) for curve in curves)
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=0.0)
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.0)
 
 
 # --- mistakes ---
@@ -366,17 +367,6 @@ def test_settings_of_the_other_optimizer(refuse, setting):
     """What only Muon reads is refused for AdamW, rather than ignored."""
     line = refuse("optim=adamw", setting)
     assert f"{setting} has no effect with optim=adamw: it is a setting of optim=muon" in line
-
-
-@pytest.mark.parametrize(
-    ("variables", "launcher"),
-    [({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "torchrun"), ({"SLURM_STEP_NUM_TASKS": "4"}, "srun")],
-)
-def test_launchers_of_several_processes(refuse, monkeypatch, variables, launcher):
-    """Every process that torchrun or srun started as one of several refuses to train."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert f"{launcher} has started several processes, which is not supported" in refuse()
 
 
 @pytest.mark.parametrize("variables", [{"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash_1"}])

@@ -1,0 +1,124 @@
+"""The insight page: one HTML file that shows why a model continued a text as it did.
+
+It holds what the model expected at each token, what each layer would have said, and the queries, keys and values of
+every head, from which the page computes the attention that somebody looks at. The page itself is gpt/assets/insight.*.
+
+Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_model.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt.model.transformer import GPT
+from gpt.sampling.generation import Sampling, filter_logits
+from gpt.text.pieces import visible
+from gpt.text.tokenizer import Tokenizer
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ALTERNATIVES = 8  # likeliest tokens shown in place of each
+LAYER_GUESSES = 3  # likeliest tokens shown of each layer
+AT_ONCE = 64  # positions whose logits are in memory together
+
+
+@torch.inference_mode()
+def insight_page(
+    model: GPT, tokenizer: Tokenizer, ids: list[int], prompt: int, sampling: Sampling, facts: dict[str, Any]
+) -> Iterator[str]:
+    """Yield the page in parts, for the last tokens of `ids` that the model sees at once, of which `prompt` were given.
+
+    `facts` are shown below the text.
+    """
+    given = max(0, prompt - max(0, len(ids) - model.config.context_length))
+    ids = ids[-model.config.context_length :]
+    states, projections = _trace(model, torch.tensor([ids], device=model.token_embedding.weight.device))
+    data: dict[str, Any] = {
+        "tokens": ids,
+        "given": given,
+        "heads": model.config.num_heads,
+        "width": model.config.d_model // model.config.num_heads,
+        "facts": facts,
+        "expected": list(_expected(model, states[-1], ids, given, sampling)),
+        "layers": [list(_guesses(model, state)) for state in states],
+    }
+    shown = set(ids) | {one[0] for row in data["expected"] for one in row["likeliest"]}
+    shown |= {guess[0] for layer in data["layers"] for row in layer for guess in row}
+    data["vocabulary"] = {i: visible(tokenizer.decode_bytes([i])).replace("\n", "") for i in sorted(shown)}
+    page = (ASSETS / "insight.html").read_text(encoding="utf-8")
+    page = page.replace("/* style */", (ASSETS / "insight.css").read_text(encoding="utf-8"))
+    page = page.replace("/* script */", (ASSETS / "insight.js").read_text(encoding="utf-8"))
+    # A script element ends at the first "</", whatever it is in.
+    before, after = page.split("<!-- data -->")
+    yield before
+    yield f'<script type="application/json" id="data">{_script(json.dumps(data, ensure_ascii=False))}</script>\n'
+    for number, layer in enumerate(projections):
+        numbers = base64.b64encode(layer.half().cpu().numpy().astype("<f2").tobytes()).decode("ascii")
+        yield f'<script type="text/plain" id="layer{number}">{numbers}</script>\n'
+    yield after
+
+
+def _trace(model: GPT, idx: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The residual stream (T, C) before and after each block; the queries, keys and values (3, H, T, D) of each."""
+    states: list[Tensor] = []
+    projections: list[Tensor] = []
+
+    def before_block(block: Any, arguments: tuple) -> None:
+        states.append(arguments[0][0])
+
+    def before_attention(attention: Any, arguments: tuple) -> None:
+        projections.append(torch.stack(attention._project(arguments[0]))[:, 0])
+
+    hooks = [block.register_forward_pre_hook(before_block) for block in model.blocks]
+    hooks += [block.attention.register_forward_pre_hook(before_attention) for block in model.blocks]  # type: ignore[union-attr]
+    hooks.append(model.final_norm.register_forward_pre_hook(before_block))
+    try:
+        model.eval().hidden(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return states, projections
+
+
+def _logits(model: GPT, state: Tensor) -> Iterator[Tensor]:
+    """The logits (V,) at each position of a residual stream (T, C), as if its layer were the last."""
+    for part in state.split(AT_ONCE):
+        yield from model.head(model.final_norm(part).to(model.dtype)).float()
+
+
+def _expected(model: GPT, state: Tensor, ids: list[int], given: int, sampling: Sampling) -> Iterator[dict]:
+    """For each token after the first: its surprise in bits, its probability, and the likeliest tokens in its place.
+
+    Each of those has its probability and, in the continuation, the one that temperature and filters left it.
+    """
+    yield {"bits": None, "likeliest": []}  # nothing comes before the first token
+    for place, (logits, token) in enumerate(zip(_logits(model, state), ids[1:], strict=False), start=1):
+        logprobs = logits.log_softmax(-1)
+        likeliest: list[int] = logprobs.topk(min(ALTERNATIVES, len(logprobs))).indices.tolist()
+        shown = likeliest if token in likeliest else [*likeliest[:-1], token]
+        row: list[list] = [[i, round(math.exp(logprobs[i]), 5)] for i in shown]
+        if place >= given and sampling.temperature > 0:
+            previous = torch.tensor([ids[:place]], device=logits.device)
+            left = filter_logits(logits[None], previous, sampling)[0].softmax(-1)
+            row = [[*one, round(float(left[one[0]]), 5)] for one in row]
+        yield {"bits": round(-float(logprobs[token]) / math.log(2), 3), "likeliest": row}
+
+
+def _guesses(model: GPT, state: Tensor) -> Iterator[list]:
+    """What a layer would have said at each position: its likeliest next tokens with their probabilities.
+
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
+    """
+    for logits in _logits(model, state):
+        values, order = logits.softmax(-1).topk(min(LAYER_GUESSES, len(logits)))
+        yield [[i, round(p, 4)] for i, p in zip(order.tolist(), values.tolist(), strict=True)]
+
+
+def _script(text: str) -> str:
+    """JSON that may stand in a script element."""
+    return text.replace("<", "\\u003c")

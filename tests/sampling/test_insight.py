@@ -1,0 +1,165 @@
+"""The insight page: its numbers are the model's, and a real browser shows them."""
+
+import base64
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.sampling.generation import Sampling, filter_logits
+from gpt.sampling.insight import insight_page
+from gpt.text.tokenizer import byte_tokenizer
+
+PROMPT = "a</script><b>\n"
+SAMPLING = Sampling(temperature=0.7, top_p=0.6, repetition_penalty=1.3)
+L, H, D = 2, 3, 5
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    torch.manual_seed(7)
+    model = GPT(GPTConfig(vocab_size=257, context_length=29, d_model=H * D, num_layers=L, num_heads=H))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(7)  # predictions that differ
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return [*PROMPT.encode(), *np.random.default_rng(3).integers(32, 127, 9).tolist()]
+
+
+@pytest.fixture(scope="module")
+def page(model, ids) -> str:
+    return "".join(insight_page(model, byte_tokenizer(), ids, len(PROMPT), SAMPLING, {"seed": 11}))
+
+
+def data_of(page: str) -> dict:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return json.loads(found)
+
+
+def projections(page: str, layer: int, T: int) -> torch.Tensor:
+    """The queries, keys and values (3, H, T, D) that a page holds."""
+    (found,) = re.findall(rf'id="layer{layer}">(.*?)</script>', page)
+    return torch.from_numpy(np.frombuffer(base64.b64decode(found), "<f2").astype(np.float32)).view(3, H, T, D)
+
+
+def test_expectations(model, ids, page):
+    """Surprise, probabilities and what the filters left are those of the model."""
+    data, logits = data_of(page), model(torch.tensor([ids]))[0]
+    assert (data["tokens"], data["given"], data["heads"], data["width"]) == (ids, len(PROMPT), H, D)
+    assert data["expected"][0] == {"bits": None, "likeliest": []}
+    for i in range(1, len(ids)):
+        p = logits[i - 1].softmax(-1)
+        shown = data["expected"][i]
+        assert shown["bits"] == pytest.approx(-math.log2(p[ids[i]]), abs=1e-3)
+        tokens = [one[0] for one in shown["likeliest"]]
+        assert len(tokens) == 8 and ids[i] in tokens and tokens[:7] == p.topk(7).indices.tolist()
+        assert [one[1] for one in shown["likeliest"]] == pytest.approx(p[tokens].tolist(), abs=1e-5)
+        assert {len(one) for one in shown["likeliest"]} == {2 if i < len(PROMPT) else 3}
+        if i >= len(PROMPT):
+            left = filter_logits(logits[i - 1 : i], torch.tensor([ids[:i]]), SAMPLING)[0].softmax(-1)
+            assert [one[2] for one in shown["likeliest"]] == pytest.approx(left[tokens].tolist(), abs=1e-5)
+            assert 0.0 in [one[2] for one in shown["likeliest"]]
+
+
+def test_layers(model, ids, page):
+    """The last layer's guesses are the model's, and the first says what the embedding alone would."""
+    layers = data_of(page)["layers"]
+    assert (len(layers), len(layers[0]), len(layers[0][0])) == (L + 1, len(ids), 3)
+    x = model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
+    for layer, logits in ((0, model.head(model.final_norm(x))), (L, model(torch.tensor([ids]))[0])):
+        best = logits.softmax(-1).topk(3)
+        assert [[i for i, _ in row] for row in layers[layer]] == best.indices.tolist()
+        assert torch.tensor([[p for _, p in row] for row in layers[layer]]).allclose(best.values, atol=1e-4)
+
+
+def test_attention(model, ids, page):
+    """The queries and keys give the attention weights of every head."""
+    maps = model.attention_maps(torch.tensor([ids]))[0]
+    T = len(ids)
+    for layer in range(L):
+        queries, keys, _ = projections(page, layer, T)
+        scores = (queries @ keys.transpose(1, 2) / math.sqrt(D)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        torch.testing.assert_close(scores.softmax(-1), maps[layer], atol=2e-2, rtol=0)
+
+
+def test_only_what_the_model_sees(model):
+    """Of a text longer than the context, the end is shown, and what is left of the prompt."""
+    long = list(range(40, 40 + 35))
+    data = data_of("".join(insight_page(model, byte_tokenizer(), long, 8, SAMPLING, {})))
+    assert (data["tokens"], data["given"]) == (long[6:], 2)
+    greedy = data_of("".join(insight_page(model, byte_tokenizer(), long[:9], 8, Sampling(temperature=0), {})))
+    assert {len(one) for one in greedy["expected"][8]["likeliest"]} == {2}
+
+
+def test_self_contained(page):
+    """Nothing is loaded from elsewhere, and no text can become part of the page's code."""
+    assert not re.search(r"https?:|@import|url\(|src=|href=|fetch\(", page)
+    assert page.count("</script>") == page.count("<script") == 2 + L
+    assert not re.search(r"/\* (style|script) \*/|<!-- data -->", page)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="NO BROWSER TEST: pip install playwright")
+    if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("NO BROWSER TEST: there is no chromium on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_browser(model, ids, page, browser, tmp_path: Path, width, scheme):
+    """Clicks, keys and the mouse choose tokens, layers and heads; nothing is wider than a phone."""
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    errors: list[str] = []
+    tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    tab.goto(f"file://{tmp_path}/page.html")
+    chosen = lambda: tab.locator("#chosen").inner_text()  # noqa: E731
+    count = len(ids)
+    assert chosen().startswith(f"token {len(PROMPT) + 1} of {count}: ")
+    tab.locator("#token3").click()
+    assert chosen().startswith(f"token 4 of {count}: \u201cs\u201d, probability ")
+    tab.locator("#text").focus()
+    for key, token in (("ArrowRight", 5), ("ArrowLeft", 4), ("ArrowDown", 14), ("End", count), ("Home", 1)):
+        tab.keyboard.press(key)
+        assert chosen().startswith(f"token {token} of {count}: ")
+    assert "nothing was expected" in chosen()
+    tab.keyboard.press("End")
+    bits = data_of(page)["expected"][-1]["bits"]
+    assert f"surprise {bits:.2f} bits" in chosen()
+    assert tab.locator("#expected tr").count() == 8
+    assert tab.locator("#layers tr").count() == L + 1
+
+    tab.get_by_role("radio", name="attention").click()
+    tab.locator("#layer-buttons button").nth(0).click()
+    tab.locator("#layer-buttons button").nth(0).press("ArrowRight")
+    tab.locator("#head-buttons button").nth(0).click()
+    tab.keyboard.press("ArrowRight")
+    weights = model.attention_maps(torch.tensor([ids]))[0, 1, 1]
+    strengths = lambda: tab.eval_on_selector_all(  # noqa: E731
+        ".token", "all => all.map(span => Number(span.style.getPropertyValue('--strength')))"
+    )
+    assert strengths() == pytest.approx((0.85 * weights[-1] / weights[-1].max()).tolist(), abs=0.02)
+    tab.locator("#token6").hover()
+    assert strengths() == pytest.approx((0.85 * weights[6] / weights[6].max()).tolist(), abs=0.02)
+    assert "Head 2 of layer 2 looks from" in tab.locator("#head-how").inner_text()
+    assert tab.locator("#steps h3").count() == 5
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert errors == []
+    tab.close()

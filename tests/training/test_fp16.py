@@ -1,0 +1,220 @@
+"""Training in fp16: overflows skip steps and nothing else, and a run goes on after them bit for bit."""
+
+import csv
+import functools
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Callback
+
+from gpt.errors import NonFiniteError, UserError
+from gpt.exchange import checkpoint
+from gpt.training.module import GPTModule
+from gpt.training.resuming import read_plan
+from gpt.training.session import Session
+from harness import StopAt, differences, tiny_config, train, write_corpus
+
+FP16 = "trainer.precision=fp16"
+FIRST_SCALE = 2.0**22  # of which every gradient here overflows
+GROWTH = 3  # steps without an overflow, after which the scale doubles
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a corpus, and a run in fp16 of 17 steps (`reference`) whose gradients overflow again and again."""
+    folder = tmp_path_factory.mktemp("fp16")
+    write_corpus(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        overflow_often(patch)
+        Session.begin(tiny_config(folder, FP16, "horizon=17steps", f"run_dir={folder / 'reference'}")).fit()
+    return folder
+
+
+@pytest.fixture
+def overflowing(monkeypatch) -> None:
+    overflow_often(monkeypatch)
+
+
+def overflow_often(patch: pytest.MonkeyPatch) -> None:
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=FIRST_SCALE, growth_interval=GROWTH)
+    patch.setattr(torch.amp, "GradScaler", scaler)
+
+
+def curve(run_dir: Path, tag: str) -> dict[int, float]:
+    """The points of a curve, by step."""
+    with (run_dir / "metrics.csv").open() as table:
+        return {int(row["step"]): float(row["value"]) for row in csv.DictReader(table) if row["tag"] == tag}
+
+
+class Watch(Callback):
+    """Keeps what each step of a run did: the windows it saw, whether it was skipped, and what it left behind."""
+
+    def __init__(self):
+        self.windows, self.skipped, self.states, self.scales = [], [], [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
+        self.windows.append(batch[0].clone())
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % module.plan.accumulation:
+            return
+        (optimizer,) = trainer.optimizers
+        tensors = [*module.model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+        counts = [group.get("step", 0) for group in optimizer.param_groups]
+        self.states.append([t.detach().clone() for t in tensors] + [torch.tensor(counts)])
+        self.skipped.append(module.loss_scaling is not None and module.loss_scaling.skipped)
+        self.scales.append(1.0 if module.loss_scaling is None else module.loss_scaling.scale(module.device).item())
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+def test_overflow_skips_the_step(folder, tmp_path, overflowing):
+    """Weights, moments and counts stay, the scale halves; windows, rates and steps are those of a run in fp32."""
+    half, full = Watch(), Watch()
+    settings = ["horizon=13steps", "trainer.log_every=1"]
+    for watch, precision in (half, "fp16"), (full, "fp32"):
+        run_dir = f"run_dir={tmp_path / precision}"
+        Session.begin(tiny_config(folder, *settings, f"trainer.precision={precision}", run_dir)).fit([watch])
+
+    assert half.skipped[0]
+    assert {True, False} == set(half.skipped[1:])
+    clean = 0
+    for step in range(1, 13):
+        clean = 0 if half.skipped[step] else clean + 1
+        assert same(half.states[step], half.states[step - 1]) == half.skipped[step]
+        change = 0.5 if half.skipped[step] else 2.0 if clean % GROWTH == 0 else 1.0
+        assert half.scales[step] == half.scales[step - 1] * change
+    assert same(half.windows, full.windows)
+    assert len(half.windows) == 13 * 2
+    for tag in ("train/lr", "train/matrix_lr"):
+        assert curve(tmp_path / "fp16", tag) == curve(tmp_path / "fp32", tag)
+    assert json.loads((tmp_path / "fp16/metrics.json").read_text())["steps"] == 13
+
+    totals = [sum(half.skipped[: step + 1]) for step in range(13)]
+    assert curve(tmp_path / "fp16", "train/skipped_steps") == dict(enumerate(totals, 1))
+    assert curve(tmp_path / "fp16", "train/loss_scale") == dict(enumerate(half.scales, 1))
+    made = [step + 1 for step in range(13) if not half.skipped[step]]
+    assert list(curve(tmp_path / "fp16", "train/loss")) == made  # no loss of a step that was skipped
+    assert "train/loss_scale" not in (tmp_path / "fp32/metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_learns_as_well(folder, tmp_path):
+    """Without overflows, the losses are those of fp32 to a thousandth, closer than bf16's."""
+    losses = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        run_dir = tmp_path / precision
+        settings = ("horizon=41steps", "optim=adamw", f"trainer.precision={precision}", f"run_dir={run_dir}")
+        Session.begin(tiny_config(folder, *settings)).fit()
+        losses[precision] = torch.tensor(list(curve(run_dir, "train/loss").values()))
+    assert curve(tmp_path / "fp16", "train/skipped_steps")[41] == 0
+    worst = {name: (loss / losses["fp32"] - 1).abs().max() for name, loss in losses.items()}
+    assert 0 < worst["fp16"] < 1e-3
+    assert worst["fp16"] < worst["bf16"]
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
+def test_resuming(folder, tmp_path, overflowing, step):
+    """A run that is stopped among skipped steps continues bit for bit: weights, scale, curves and samples."""
+    config = tiny_config(folder, FP16, "horizon=17steps", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(SystemExit):
+        Session.begin(config).fit([StopAt(step)])
+    assert train(f"resume={tmp_path / 'run'}").returncode == 0
+    assert differences(tmp_path / "run", folder / "reference") == []
+    state = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["LossScaling"]
+    assert 1 < state["scale"] < FIRST_SCALE
+    assert state["skipped_steps"] > 5
+
+
+def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
+    """It ends the run once the scale has fallen to 1, and the checkpoint of the last good step is as it was."""
+    loss = GPTModule.loss
+
+    def broken(self, idx, targets):
+        return loss(self, idx, targets) * (1.0 if self.global_step < 12 else math.nan)
+
+    monkeypatch.setattr(GPTModule, "loss", broken)
+    config = tiny_config(folder, FP16, "horizon=61steps", f"run_dir={tmp_path / 'run'}")
+    last_words = r"step 29: the gradient is not finite.*\n.*\n  at a loss scale of 1, with 16 steps skipped so far"
+    with pytest.raises(NonFiniteError, match=last_words):
+        Session.begin(config).fit()
+    payload = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
+    assert (payload["step"], payload["LossScaling"]["scale"]) == (22, 2.0**6)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {"scale": 4.0, "clean_steps": 2},
+        {"scale": 4, "clean_steps": 2, "skipped_steps": 3},
+        {"scale": 4.0, "clean_steps": True, "skipped_steps": 3},
+        {"scale": 0.5, "clean_steps": 2, "skipped_steps": 3},
+        {"scale": math.nan, "clean_steps": 2, "skipped_steps": 3},
+        {"scale": math.inf, "clean_steps": 2, "skipped_steps": 3},
+        {"scale": 4.0, "clean_steps": -1, "skipped_steps": 3},
+        {"scale": 4.0, "clean_steps": 2, "skipped_steps": 18},
+    ],
+)
+def test_damaged_state(folder, state):
+    """A checkpoint whose scaling no run can have is refused before anything else is read."""
+    payload = checkpoint.load(folder / "reference/checkpoints/last.ckpt")
+    read_plan(Path("last.ckpt"), payload)
+    payload["LossScaling"] = state
+    with pytest.raises(UserError, match=r"last\.ckpt: cannot be continued: the state of its loss scaling is damaged; "):
+        read_plan(Path("last.ckpt"), payload)
+
+
+def test_extending(folder, tmp_path, overflowing):
+    """A longer horizon goes on with the scale as it was."""
+    run_dir = shutil.copytree(folder / "reference", tmp_path / "run")
+    before = checkpoint.load(run_dir / "checkpoints/last.ckpt")["LossScaling"]
+    assert train(f"resume={run_dir}", "horizon=18steps").returncode == 0
+    after = checkpoint.load(run_dir / "checkpoints/last.ckpt")["LossScaling"]
+    assert after["skipped_steps"] - before["skipped_steps"] in (0, 1)
+    assert after["scale"] / before["scale"] in (0.5, 1.0, 2.0)
+
+
+@pytest.mark.slow
+def test_activation_checkpointing(folder, tmp_path):
+    """From the weights of another run, it changes no bit of an update; the run's checkpoint holds fp32 weights."""
+    weights = {}
+    for setting in ("true", "false"):
+        settings = [f"init_from={folder / 'reference'}", FP16, f"trainer.activation_checkpointing={setting}"]
+        Session.begin(tiny_config(folder, *settings, "horizon=2steps", f"run_dir={tmp_path / setting}")).fit()
+        weights[setting] = list(checkpoint.load(tmp_path / setting / "checkpoints/last.ckpt")["state_dict"].values())
+    assert same(*weights.values())
+    assert {weight.dtype for weight in weights["true"]} == {torch.float32}
+
+
+def test_device_without_fp16(folder, tmp_path, monkeypatch):
+    """One line, exit code 2, and no run directory."""
+
+    def lacks(a, b):
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lacks)
+    done = train("data=text", f"data.path={folder / 'corpus.txt'}", FP16, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stderr == "train.py: trainer.precision=fp16 is not available on cpu: choose fp32, or auto\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_several_processes(folder, tmp_path):
+    """Every rank skips the same steps: two processes make the run of one."""
+    settings = [FP16, "horizon=17steps", "model.context_length=3", "trainer.tokens_per_step=6"]
+    settings += ["trainer.micro_batch_size=1", "model.dropout=0", "optim=adamw", "trainer.log_every=1"]
+    for devices in (1, 2):
+        run_dir = f"run_dir={tmp_path / str(devices)}"
+        Session.begin(tiny_config(folder, *settings, f"trainer.devices={devices}", run_dir)).fit()
+    one, two = ([curve(tmp_path / name, tag) for tag in ("train/skipped_steps", "train/loss")] for name in "12")
+    assert one[0] == two[0]
+    assert 0 < one[0][17] < 15
+    assert two[1] == pytest.approx(one[1], rel=1e-3)
