@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from any_machine import ENDED
 
+from any_machine import ENDED
 from gpt.errors import UserError
 from gpt.training.session import require_devices
 from harness import ROOT, TINY, tiny_config

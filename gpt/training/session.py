@@ -370,9 +370,7 @@ def _with_weights(config: Config) -> tuple[Config, dict[str, torch.Tensor], Toke
     return validate(plain), model.state_dict(), tokenizer
 
 
-def _measured(
-    config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None
-) -> tuple[Config, Plan]:
+def _measured(config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None) -> tuple[Config, Plan]:
     """Plan the steps of a horizon in seconds by measuring one; deadline.py corrects them later."""
     try:
         with leading(config.trainer.world_size) as leader:
