@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-CELL, BESIDE, ABOVE, GAP = 16, 76, 66, 14  # pixels: of a weight, for labels, between heads
+CELL, BESIDE, ABOVE, GAP = 12, 64, 58, 10  # pixels: of a weight, for labels, between heads
 LETTERS = 10  # of a label
-FONT_SIZE = 11
+FONT_SIZE = 10
 # From nothing to all of the attention, dark to light, which also reads in grey (five points of viridis).
 COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=float)
 

@@ -57,7 +57,7 @@ def take_part(rank_0: Follower, config: Config, plan: Plan, job: dict[str, Any])
     from gpt.training.saving import CheckpointFiles
 
     run_dir, file = Path(job["run_dir"]), Path(job["run_dir"]) / "config.yaml"
-    if not file.is_file() or file.read_text(encoding="utf-8") != job["config.yaml"]:
+    if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != job["config.yaml"]:
         raise UserError(f"{run_dir}: on {gethostname()} this run is not there: all machines must share the folder")
     fitting = Fitting(config, plan, corpora, run_dir, callbacks=load_callbacks(job["callbacks"]))
     rank_0.connect(config.trainer.device)

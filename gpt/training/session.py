@@ -231,7 +231,7 @@ class Session:
         """Where the run is, for the other processes."""
         return {
             "run_dir": str(self.run_dir.absolute()),
-            "config.yaml": (self.run_dir / "config.yaml").read_text(encoding="utf-8"),
+            "config.yaml": (self.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace"),
             "checkpoint": str(file.absolute()) if file else None,
         }
 
