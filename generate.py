@@ -247,14 +247,9 @@ def copied(ids: list[int], sources: list["Shards"]) -> str:
     """
     if not sources:
         return ""
-    import numpy as np
+    from gpt.text.overlap import find_copies
 
-    from gpt.text.overlap import find_overlap
-
-    found = [find_overlap(np.array(ids, dtype=np.int64), source.train) for source in sources]
-    marks = np.logical_or.reduce([one.copied for one in found]).tolist()
-    decode, longest = sources[0].tokenizer.decode, max(found, key=lambda one: one.length)
-    passage = decode(ids[longest.start : longest.start + longest.length])
+    (marks, passage), decode = find_copies(ids, sources), sources[0].tokenizer.decode
     line = f"--- copied: {sum(marks)} of {len(ids)} tokens; the longest passage has {len(passage)} characters ---"
     parts = itertools.groupby(zip(marks, ids, strict=True), key=lambda pair: pair[0])
     shown = [(mark, decode([token for _, token in pairs])) for mark, pairs in parts]

@@ -1,10 +1,11 @@
 """How much of a text stands verbatim in the training text, in tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from gpt.text.shards import Tokens
+from gpt.text.shards import Shards, Tokens
 
 LEAST = 8  # tokens: shorter passages are common phrases
 SEARCHED = 1 << 26  # tokens of a corpus, at most: it takes seconds
@@ -42,6 +43,14 @@ def find_overlap(text: np.ndarray, corpus: np.ndarray | Tokens) -> Overlap:
         else:
             most = middle - 1
     return Overlap(copied, start, least)
+
+
+def find_copies(ids: list[int], sources: Sequence[Shards]) -> tuple[list[bool], str]:
+    """For each token of a text, whether it stands in a passage of the training text; and the longest such passage."""
+    found = [find_overlap(np.array(ids, dtype=np.int64), source.train) for source in sources]
+    longest = max(found, key=lambda one: one.length)
+    passage = sources[0].tokenizer.decode(ids[longest.start : longest.start + longest.length])
+    return np.logical_or.reduce([one.copied for one in found]).tolist(), passage
 
 
 def _contained(text: np.ndarray, corpus: np.ndarray | Tokens, n: int) -> np.ndarray:

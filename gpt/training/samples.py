@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from lightning import Trainer
 
 from gpt.hardware import arithmetic
 from gpt.sampling.generation import Sampling, TextStream, generate
 from gpt.sampling.scoring import Score
-from gpt.text.overlap import find_overlap
+from gpt.text.overlap import find_copies
 from gpt.text.pieces import visible
 from gpt.text.shards import Corpora
 from gpt.training.attention_picture import attention_picture
@@ -69,10 +68,7 @@ class Samples(StepCallback):
 def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
     """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
     border = corpora.tokenizer.vocab_size  # a token that no corpus has
-    ids = np.array([token for sample in samples for token in (*sample, border)])
-    found = [find_overlap(ids, source.train) for source in corpora.sources]
-    longest = max(found, key=lambda one: one.length)
-    return corpora.tokenizer.decode(ids[longest.start : longest.start + longest.length].tolist())
+    return find_copies([token for sample in samples for token in (*sample, border)], corpora.sources)[1]
 
 
 class AttentionMaps(StepCallback):
