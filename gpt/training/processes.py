@@ -1,4 +1,4 @@
-"""The processes of one training: who they are, and a connection between rank 0 and each other one.
+"""The processes of one training, and a connection between rank 0 and each other one.
 
 torchrun or srun starts all of them; otherwise rank 0 starts the others. Either way rank 0 alone reads the command line,
 prepares the text and reports, and the others follow: see following.py. The connections carry what rank 0 asks of the
@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +26,8 @@ import torch
 from torch import distributed
 
 from gpt.errors import NonFiniteError, UserError, command_line, write_line
+from gpt.training import ranks as numbered
+from gpt.training.ranks import SHARED, Ranks, launched
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # which not every build has
@@ -34,76 +35,6 @@ if TYPE_CHECKING:
 GRACE = 5.0  # seconds in which a process may end by itself, when all end
 JOIN_SECONDS = "MINI_GPT_JOIN_SECONDS"  # the environment variable for how long the processes wait for one another
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine that falls silent is lost after 20 s
-SHARED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what torchrun sets
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands among those of a training."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0  # on this machine
-    devices: int = 1  # processes on each machine
-    launcher: str = ""
-
-    @property
-    def num_nodes(self) -> int:
-        return self.world_size // self.devices
-
-
-def launched() -> Ranks | None:
-    """This process as torchrun or srun has numbered it; None if it was started alone."""
-    given: dict[str, str] = {}
-    for launcher, names in {
-        "torchrun": SHARED,
-        "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
-    }.items():
-        given = {name: os.environ[name] for name in names if os.environ.get(name)}
-        count = given.get(names[1], "1")
-        if count == "1":
-            continue
-        given.setdefault(names[3], count if launcher == "torchrun" else "1")
-        numbers = [int(given[name]) if given.get(name, "").isdecimal() else -1 for name in names]
-        rank, world_size, local_rank, devices = numbers
-        if launcher == "srun" and devices > 0:
-            devices = world_size // devices
-        if 0 <= rank < world_size and 0 <= local_rank < devices and world_size % devices == 0:
-            return Ranks(rank, world_size, local_rank, devices, launcher)
-        shown = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)
-        raise UserError(
-            f"{shown}: not what {launcher} sets, with as many processes on every machine; start all of them with "
-            f"{launcher}, or unset {names[1]}"
-        )
-    return None
-
-
-def as_launched(devices: int | None, num_nodes: int | None, default: Any = None) -> tuple[int, int]:
-    """The devices of each machine and the machines for which torchrun or srun has started processes.
-
-    Without a launcher, they are as given, or else as in `default`. Raises `UserError` if both say something else.
-    """
-    ranks = launched()
-    if ranks is not None and _LAUNCHED is None:
-        raise UserError(
-            f"{ranks.launcher} has started {ranks.world_size} processes of a program that trains in one: have it start "
-            "train.py, or use trainer.devices"
-        )
-    if ranks is None:
-        devices, num_nodes = devices or (default and default.devices), num_nodes or (default and default.num_nodes)
-        if num_nodes and num_nodes > 1:
-            raise UserError(
-                f"trainer.num_nodes={num_nodes}: start train.py with torchrun or srun on each of the machines, or give "
-                "trainer.num_nodes=1"
-            )
-        return devices or 1, 1
-    for name, given, there in (("devices", devices, ranks.devices), ("num_nodes", num_nodes, ranks.num_nodes)):
-        if given not in (None, there):
-            raise UserError(
-                f"trainer.{name}={given}, but {ranks.launcher} has started {ranks.world_size} processes on "
-                f"{ranks.num_nodes} machines: start as many as configured, or leave trainer.{name} out"
-            )
-    return ranks.devices, ranks.num_nodes
 
 
 def identity() -> list[str]:
@@ -324,6 +255,7 @@ def lead_or_follow(main: Callable[[], None], follow: Callable[[Follower], int]) 
     if ranks.rank:
         sys.exit(follow(Follower(ranks, store)))
     _LAUNCHED, code = Leader(ranks, store), 1
+    numbered.joined = True
     try:
         with command_line("train.py"):
             _LAUNCHED.gather()

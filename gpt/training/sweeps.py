@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gpt.errors import NonFiniteError, UserError, write_line
-from gpt.training.processes import launched
+from gpt.training.ranks import launched
 
 NOTES = "MINI_GPT_FAILED_JOBS"  # the environment variable that names the file in which jobs note why they failed
 

@@ -26,7 +26,8 @@ from gpt.training import following, processes, signals
 from gpt.training.config import read, validate
 from gpt.training.fitting import Environment
 from gpt.training.plan import Plan
-from gpt.training.processes import JOIN_SECONDS, Follower, Leader, Ranks, as_launched, launched, lead_or_follow
+from gpt.training.processes import JOIN_SECONDS, Follower, Leader, lead_or_follow
+from gpt.training.ranks import Ranks, as_launched, launched
 from gpt.training.requeue import begin_or_continue
 from gpt.training.resuming import on_devices
 from gpt.training.session import Session, _job
@@ -143,7 +144,7 @@ def test_configured_and_started_processes(variables, monkeypatch):
     variables(TORCHRUN)
     with pytest.raises(UserError, match=r"torchrun has started 6 processes of a program .*: have it start train\.py"):
         as_launched(None, None)
-    monkeypatch.setattr(processes, "_LAUNCHED", Leader(Ranks()))
+    monkeypatch.setattr("gpt.training.ranks.joined", True)
     assert as_launched(None, None) == as_launched(2, 3) == (2, 3)
     with pytest.raises(UserError, match=r"trainer\.devices=4, but torchrun has started 6 processes on 3 machines"):
         as_launched(4, None)
