@@ -38,6 +38,7 @@ TINY = [
     "trainer.checkpoint_every=11",
     "tokenizer=byte",
     "data=text",
+    "data.prompts=[alpha]",  # sampling is half of such a run
 ]
 TIMES = ("train_seconds", "tokens_per_second", "peak_memory_bytes")
 
@@ -189,11 +190,14 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
                 found.append(f"{name}.ckpt{key}: {a} and {b}")
     mine, theirs = read_curves(run_dir), read_curves(reference)
     found += [f"curve {tag}" for tag in sorted(mine.keys() | theirs.keys()) if mine.get(tag) != theirs.get(tag)]
-    if (run_dir / "samples.md").read_bytes() != (reference / "samples.md").read_bytes():
-        found.append("samples.md")
+    for name in ("samples.md", "projector_config.pbtxt", "embeddings/tokens.tsv", "embeddings/tokens.bytes"):
+        contents = [(run / name).read_bytes() if (run / name).exists() else None for run in (run_dir, reference)]
+        if contents[0] != contents[1]:
+            found.append(name)
     tables = [(run / "metrics.csv").read_text().splitlines() for run in (run_dir, reference)]
     if [row for row in tables[0] if ",perf/" not in row] != [row for row in tables[1] if ",perf/" not in row]:
         found.append("metrics.csv")
     metrics = [json.loads((run / "metrics.json").read_text()) for run in (run_dir, reference)]
-    found += [f"metrics.json {key}" for key in metrics[0] if key not in TIMES and metrics[0][key] != metrics[1][key]]
+    keys = [key for key in metrics[0] | metrics[1] if key not in TIMES]
+    found += [f"metrics.json {key}" for key in keys if metrics[0].get(key) != metrics[1].get(key)]
     return found

@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def arguments(folder: Path) -> list[str]:
-    return [*TINY, f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", "horizon=401steps"]
+    return [*TINY, f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", "horizon=151steps"]
 
 
 def environment(library: Path, call: str, number: int, path: str, when: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from harness import TINY, differences, tiny_config, train, write_corpus
 def arguments(tmp_path):
     """A command for a job queue."""
     places = [f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
-    return [*TINY, *places, "resume=auto", "horizon=5steps", "trainer.checkpoint_every=2"]
+    return [*TINY, "data.prompts=null", *places, "resume=auto", "horizon=5steps", "trainer.checkpoint_every=2"]
 
 
 def test_begun_continued_and_complete(arguments, tmp_path):
@@ -61,7 +61,7 @@ def test_other_settings(tmp_path, change, line):
     write_corpus(tmp_path)
     config = tiny_config(tmp_path, "horizon=5steps", "data.prompts=['',beta]")
     runs.make(str(tmp_path / "run"), "run", to_yaml(config))
-    asked = ["resume=auto", f"run_dir={tmp_path / 'run'}", "horizon=5steps"]
+    asked = ["data.prompts=null", "resume=auto", f"run_dir={tmp_path / 'run'}", "horizon=5steps"]
     with pytest.raises(UserError, match=re.escape(line)) as caught:
         begin_or_continue(tiny_config(tmp_path, *asked, change))
     assert "resume=" in str(caught.value)

@@ -15,7 +15,7 @@ from harness import TINY, train, write_corpus
 
 
 @pytest.mark.parametrize(
-    ("setting", "prompt"), [([], "one of a kind"), (["data.prompts=['once','-x\ny']", "logger=[]"], "-x")]
+    ("setting", "prompt"), [(["data.prompts=null"], "one of a kind"), (["data.prompts=['once','-x\ny']", "logger=[]"], "-x")]
 )
 def test_prompts(tmp_path, setting, prompt):
     """The prompts are stored, so that a resumed run has the same; the last one is offered, as one line."""
@@ -25,8 +25,8 @@ def test_prompts(tmp_path, setting, prompt):
     done = train(*TINY, *places, "horizon=3steps", *setting)
     assert done.returncode == 0, done.stderr
     stored = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["data"]["prompts"]
-    assert stored == (["once", "-x\ny"] if setting else ["", prompt])
-    (command,) = re.findall(r"^sample it:  python generate\.py (.*)$", done.stdout, re.M)
+    assert stored == (["once", "-x\ny"] if len(setting) > 1 else ["", prompt])
+    (command,) = re.findall(r"^sample it: +python generate\.py (.*)$", done.stdout, re.M)
     assert generate.parse_arguments(shlex.split(command)).prompt == [prompt]
     assert f"**{stored[-1]}**" in (tmp_path / "run/samples.md").read_text()
 
