@@ -1,6 +1,7 @@
 """Sample text from a trained model: python generate.py --prompt "..." """
 
 import argparse
+import codecs
 import collections
 import functools
 import io
@@ -241,19 +242,24 @@ def training_text(path: Path, tokenizer: "Tokenizer", record: dict) -> list["Sha
 
 
 def copied(ids: list[int], sources: list["Shards"]) -> str:
-    """A continuation with the passages in brackets that stand in the training text, below how many there are.
+    """How much of a continuation stands in the training text, and the continuation with those passages in brackets.
 
-    Nothing without `sources`. Passages have at least eight tokens: see gpt/text/overlap.py.
+    Nothing without `sources`.
     """
     if not sources:
         return ""
-    from gpt.text.overlap import find_copies
+    from gpt.text.overlap import LEAST, find_copies
 
-    (marks, passage), decode = find_copies(ids, sources), sources[0].tokenizer.decode
-    line = f"--- copied: {sum(marks)} of {len(ids)} tokens; the longest passage has {len(passage)} characters ---"
+    marks, passage = find_copies(ids, sources)
+    if not passage:
+        return f"--- copied from the training text: nothing of {LEAST} tokens or more ---\n"
+    line = f"{sum(marks)} of {len(ids)} tokens, in [[brackets]]; the longest passage has {len(passage)} characters"
     parts = itertools.groupby(zip(marks, ids, strict=True), key=lambda pair: pair[0])
-    shown = [(mark, decode([token for _, token in pairs])) for mark, pairs in parts]
-    return f"{line}\n{''.join(f'[[{text}]]' if mark else text for mark, text in shown)}\n"
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a bracket inside a character goes before it
+    tokenizer = sources[0].tokenizer
+    shown = [(mark, decode(tokenizer.decode_bytes([token for _, token in pairs]))) for mark, pairs in parts]
+    marked = "".join(f"[[{text}]]" if mark else text for mark, text in shown)
+    return f"--- copied from the training text: {line} ---\n{marked}\n"
 
 
 def write_insight(page: Path, language_model: "LanguageModel", ids: list[int], *given: Any) -> None:

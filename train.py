@@ -29,6 +29,7 @@ from gpt.training.config import (
     with_rerun,
 )
 from gpt.training.following import follow
+from gpt.training.forecast import plan_of, print_plan
 from gpt.training.habits import quoted, rewritten
 from gpt.training.processes import lead_or_follow
 from gpt.training.requeue import begin_or_continue
@@ -44,7 +45,6 @@ def train(config: Config, overrides: list[str], model_name: str, names: list[str
 
     `names` lists the user's callbacks as module:name.
     """
-    refuse_contradictions(config, overrides)
     callbacks = load_callbacks(names)
     longer = config.resume != "auto" and any(re.match(r"\+*horizon=", override) for override in overrides)
     if config.resume == "auto":
@@ -69,10 +69,13 @@ class JobFailed(BaseException):
 def job(composed: DictConfig) -> float | None:
     """Train as one composed configuration says; returns the bits per byte, which a sweeper minimises."""
     chosen = HydraConfig.get()
-    overrides = list(chosen.overrides.task)
-    single = chosen.mode != RunMode.MULTIRUN
+    overrides, single = list(chosen.overrides.task), chosen.mode != RunMode.MULTIRUN
     try:
         config = validate(with_rerun(composed, overrides))
+        refuse_contradictions(config, overrides)
+        if asked := plan_of(composed, overrides, single):
+            print_plan(config, asked)
+            return None
         if overrides and config.resume in (None, "auto"):
             say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
         model_name = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
@@ -113,7 +116,7 @@ def main() -> None:
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
     """Raise `UserError` for overrides that conflict or would have no effect."""
-    with_resume = r"\+*(resume|horizon|callbacks|trainer\.devices|trainer\.num_nodes)="
+    with_resume = r"\+*(resume|horizon|callbacks|plan|trainer\.devices|trainer\.num_nodes)="
     others = [override for override in overrides if not re.match(with_resume, override)]
     if config.resume not in (None, "auto") and others:
         raise UserError(
@@ -150,6 +153,7 @@ def check_jobs() -> None:
         overrides = list(chosen.overrides.task)
         try:
             jobs.append(overrides)
+            plan_of(composed, overrides, single=False)
             refuse_contradictions(validate(with_rerun(composed, overrides)), overrides)
         except UserError as error:
             problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")

@@ -402,16 +402,20 @@ def test_insight_that_cannot_be_written(here, capsys, tmp_path, place):
 
 def test_check(here, capsys, tmp_path, monkeypatch):
     """What a text has in common with the training text is in brackets; several texts, and a text that is not here."""
-    (tmp_path / "text.txt").write_text("we hold these truths to be self-evident, that all men are created equal " * 9)
+    (tmp_path / "text.txt").write_text(
+        "we hold these truths to be self-evident, that all men are created equal \u00a3" * 9, encoding="utf-8"
+    )
     data = DataConfig("text", str(tmp_path / "text.txt"))
     corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None)
     ids = list(b"all men are fast, to be self-evid, all men are ")
-    shown = "--- copied: 41 of 47 tokens; the longest passage has 16 characters ---\n"
+    counts = "41 of 47 tokens, in [[brackets]]; the longest passage has 16 characters"
+    shown = f"--- copied from the training text: {counts} ---\n"
     shown += "[[all men are ]]fast,[[ to be self-evid]],[[ all men are ]]\n"
     assert generate.copied(ids, list(corpora.sources)) == shown
-    assert "copied: 0 of 5 tokens; the longest passage has 0 characters ---\ntruth\n" in generate.copied(
-        list(b"truth"), list(corpora.sources)
-    )
+    yen = generate.copied(list("created equal \u00a5".encode()), list(corpora.sources))  # its first byte is a pound's
+    assert "15 of 16 tokens" in yen and yen.endswith("[[created equal ]]\u00a5\n")
+    nothing = "--- copied from the training text: nothing of 8 tokens or more ---\n"
+    assert generate.copied(list(b"truth"), list(corpora.sources)) == nothing
     monkeypatch.setattr("gpt.text.cache.CACHE", tmp_path / "cache")
     assert "--check: " in refusal(capsys, "--prompt", "a", "--check")
     for more in ("--json", "--interactive"):

@@ -93,4 +93,4 @@ def test_recipe_trains(house, command):
         cwd=house, env=os.environ | {"HOME": str(house)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "trained 2 steps" in done.stdout
+    assert re.search(r"^trained +2  steps: ", done.stdout, re.M)

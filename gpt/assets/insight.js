@@ -1,7 +1,7 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const count = data.tokens.length, depth = data.layers.length - 1, heads = data.heads, width = data.width;
-const BITS = 12, NUMBERS = 8, ROWS = 8;  // the most surprise in the colours; columns and rows of the tables
+const BITS = 12, ROWS = 8, LATER = 2;  // the most surprise in the colours; tokens in the tables, masked ones among them
 const $ = (id) => document.getElementById(id);
 const text = (i) => data.vocabulary[data.tokens[i]];
 const state = { token: Math.min(data.given, count - 1), mode: "surprise", layer: depth - 1, head: 0 };
@@ -12,148 +12,138 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
-// --- queries, keys and values, decoded for a layer when it is first looked at ---
+// --- queries, keys and values ---
 
-const floats = (() => {  // half precision to numbers
-  let table = null;
-  return (bits) => {
-    if (!table) {
-      table = new Float32Array(65536);
-      for (let i = 0; i < 65536; i++) {
-        const exponent = (i >> 10) & 31, fraction = i & 1023;
-        const size = exponent ? (exponent === 31 ? Infinity : 2 ** (exponent - 15) * (1 + fraction / 1024)) : fraction * 2 ** -24;
-        table[i] = i >> 15 ? -size : size;
-      }
-    }
-    return table[bits];
-  };
-})();
-const layers = new Map();
+const layers = [];  // the numbers of each layer, unpacked when it is first looked at
 
-function part(layer, kind, head, token) {  // kind: 0 query, 1 key, 2 value
-  if (!layers.has(layer)) {
-    const bytes = Uint8Array.from(atob($(`layer${layer}`).textContent), (c) => c.charCodeAt(0));
-    layers.set(layer, new Uint16Array(bytes.buffer));
-  }
-  const start = ((kind * heads + head) * count + token) * width;
-  return Array.from(layers.get(layer).subarray(start, start + width), floats);
+async function unpack(layer) {  // see `_packed` in gpt/sampling/insight.py
+  const packed = atob($(`layer${layer}`).textContent), bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const halves = new Uint8Array(await new Response(stream).arrayBuffer()), size = halves.length / 2;
+  const bits = new Uint32Array(size);
+  for (let i = 0; i < size; i++) bits[i] = (halves[i] << 16) | (halves[size + i] << 24);
+  layers[layer] = new Float32Array(bits.buffer);
 }
 
-function attend(layer, head, token) {  // the scores and weights of one query
-  const query = part(layer, 0, head, token), scores = [];
-  for (let i = 0; i <= token; i++) {
-    const key = part(layer, 1, head, i);
-    scores.push(query.reduce((sum, q, d) => sum + q * key[d], 0) / Math.sqrt(width));
-  }
-  const most = Math.max(...scores), powers = scores.map((score) => Math.exp(score - most));
+function vector(kind, head, token) {  // of the chosen layer; kind: 0 query, 1 key, 2 the first numbers of the value
+  const size = kind === 2 ? data.numbers : width, start = kind * heads * count * width + (head * count + token) * size;
+  return layers[state.layer].subarray(start, start + size);
+}
+
+function score(query, head, token) {
+  const key = vector(1, head, token);
+  return query.reduce((sum, q, d) => sum + q * key[d], 0) / Math.sqrt(width);
+}
+
+function attentionWeights(head, token) {
+  const query = vector(0, head, token), scores = range(token + 1).map((i) => score(query, head, i));
+  const most = Math.max(...scores), powers = scores.map((one) => Math.exp(one - most));
   const sum = powers.reduce((a, b) => a + b, 0);
-  return { scores, weights: powers.map((power) => power / sum) };
+  return powers.map((power) => power / sum);
 }
 
 // --- the text ---
 
-const spans = data.tokens.map((id, i) => {
-  const shown = data.vocabulary[id], span = element("span", { className: "token", textContent: shown, id: `token${i}` });
-  if (i >= data.given) span.classList.add("new");
+const range = (n, start = 0) => Array.from({ length: n }, (_, i) => start + i);
+const spans = range(count).map((i) => {
+  const span = element("span", { className: i < data.given ? "token" : "token new", textContent: text(i), id: `token${i}` });
   span.setAttribute("role", "option");
   span.addEventListener("click", () => choose({ token: i }));
   span.addEventListener("mouseenter", () => show(i));
   span.addEventListener("mouseleave", () => show(state.token));
-  $("text").append(span, "\n".repeat(shown.split("\u23ce").length - 1));
+  $("text").append(span, "\n".repeat(text(i).split("\u23ce").length - 1));
   return span;
 });
 
-function show(i) {  // a token that the mouse is over, or the chosen one
+function show(i) {  // colours and words for a token that the mouse is over, or for the chosen one
+  if (!layers[state.layer]) return;
   const bits = data.expected[i].bits;
   const surprise = bits === null ? "the first token: nothing was expected" : `probability ${percent(2 ** -bits)}, surprise ${bits.toFixed(2)} bits`;
   $("chosen").textContent = `token ${i + 1} of ${count}: \u201c${text(i)}\u201d, ${surprise}`;
-  const weights = state.mode === "attention" ? attend(state.layer, state.head, i).weights : null;
+  const weights = state.mode === "attention" ? attentionWeights(state.head, i) : null;
   const most = weights && Math.max(...weights);
-  $("text").className = state.mode;
-  $("legend-bar").parentElement.className = `legend ${state.mode}`;
   $("legend-low").textContent = weights ? "0%" : "0 bits";
   $("legend-high").textContent = weights ? percent(most) : `${BITS} bits`;
   spans.forEach((span, j) => {
     const share = weights ? (weights[j] ?? 0) / most : Math.min(1, (data.expected[j].bits ?? 0) / BITS);
-    span.style.setProperty("--strength", (0.85 * share).toFixed(3));
-    span.setAttribute("aria-selected", j === state.token);
+    const strength = (0.85 * share).toFixed(2);
+    if (span.strength !== strength) span.style.setProperty("--strength", (span.strength = strength));  // styling is slow
   });
-  $("text").setAttribute("aria-activedescendant", `token${state.token}`);
 }
 
 // --- the panels ---
 
 const percent = (p) => (p >= 0.1 ? `${(100 * p).toFixed(0)}%` : p >= 0.001 ? `${(100 * p).toFixed(1)}%` : "<0.1%");
-const bar = (p) => element("span", { className: "bar", style: `width:${(8 * p).toFixed(2)}rem` });
+const bar = (p) => element("td", { className: "bar" }, element("span", { style: `width:${(100 * p).toFixed(1)}%` }));
 const row = (...cells) => element("tr", {}, ...cells);
 const cell = (content, className = "") => element("td", { className }, content);
-const name = (content) => element("th", { scope: "row", textContent: content });
+const label = (textContent, scope = "row") => element("th", { scope, textContent });
 const table = (...rows) => element("div", { className: "scroll" }, element("table", {}, ...rows));
 
-function number(value, most) {
-  const made = cell(value === null ? "\u2212\u221e" : value.toFixed(2), `number ${value < 0 ? "minus" : "plus"}`);
-  made.style.setProperty("--strength", value === null ? 0 : (0.6 * Math.abs(value) / most).toFixed(3));
-  return made;
+function numbers(name, values, most = Math.max(...values.map(Math.abs)), digits = 2) {  // a row, coloured by size
+  return row(label(name), ...Array.from(values, (value) => {
+    const made = cell(value === -Infinity ? "\u2212\u221e" : value.toFixed(digits), `number ${value < 0 ? "minus" : "plus"}`);
+    made.style.setProperty("--strength", (value === -Infinity ? 0 : (0.6 * Math.abs(value)) / most).toFixed(3));
+    return made;
+  }));
 }
 
 function showExpected() {
-  const { likeliest } = data.expected[state.token];
-  const filtered = likeliest.some((one) => one.length > 2);
+  const { likeliest } = data.expected[state.token], drawn = likeliest.some((one) => one.length > 2);
   $("expected-how").textContent = likeliest.length === 0 ? "Nothing comes before the first token."
-    : filtered ? "The likeliest tokens, the model's own probability, and what temperature and filters left of it; what they cut is struck out. The drawn token is bold."
-    : "The likeliest tokens in this place with the model's probability. The token that stands here is bold.";
-  $("expected").replaceChildren(table(...likeliest.map(([id, p, left]) => {
-    const own = id === data.tokens[state.token] ? "own" : "", cut = left === 0 ? "cut" : "";
-    const cells = [cell(data.vocabulary[id], `${own} ${cut}`), cell(percent(p), "number"), cell(bar(p))];
-    return row(...cells, ...(filtered ? [cell(left === 0 ? "cut" : percent(left), "number"), cell(bar(left))] : []));
+    : drawn ? "The likeliest tokens, and what temperature and filters left of their probability. The token that was drawn is bold."
+    : "The likeliest tokens in this place. The one in the text is bold.";
+  const titles = likeliest.length ? ["", "model", "", ...(drawn ? ["drawn from", ""] : [])] : [];
+  $("expected").replaceChildren(table(row(...titles.map((title) => label(title, "col"))), ...likeliest.map(([id, p, left]) => {
+    const own = id === data.tokens[state.token] ? "own" : "", cells = [cell(data.vocabulary[id], left === 0 ? "cut" : own)];
+    return row(...cells, cell(percent(p), "number"), bar(p), ...(drawn ? [cell(left === 0 ? "cut" : percent(left), "number"), bar(left)] : []));
   })));
 }
 
 function showLayers() {
   const place = state.token - 1;
   $("layers").replaceChildren(place < 0 ? "Nothing comes before the first token." : table(...data.layers.map((layer, i) => row(
-    name(i ? `after block ${i}` : "embedding"),
+    label(i ? `after block ${i}` : "embedding"),
     ...layer[place].map(([id, p]) => cell(`${data.vocabulary[id]} ${percent(p)}`, id === data.tokens[state.token] ? "own" : "")),
   ))));
 }
 
-function showSteps() {
-  const { layer, head, token } = state, { scores, weights } = attend(layer, head, token);
+function showSteps() {  // the words are those of docs/attention.md
+  const { layer, head, token } = state, weights = attentionWeights(head, token);
   const attended = [...weights.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, ROWS);
-  const shown = [...new Set([...attended, token])].sort((a, b) => a - b);
-  const later = token + 1 < count ? [token + 1] : [];
-  const share = shown.reduce((sum, i) => sum + weights[i], 0);
-  $("head-how").textContent = `Head ${head + 1} of layer ${layer + 1} looks from \u201c${text(token)}\u201d, in the order of docs/attention.md. Shown are the tokens that it attends to most, which have ${percent(share)} of the weight${width > NUMBERS ? `, and the first ${NUMBERS} of ${width} numbers of each vector` : ""}.`;
-  const vectors = (title, kind, tokens) => {
-    const numbers = tokens.map((i) => part(layer, kind, head, i).slice(0, NUMBERS));
-    const most = Math.max(...numbers.flat().map(Math.abs));
-    return [element("h3", { textContent: title }), table(...tokens.map((i, r) => row(name(`${i + 1} ${text(i)}`), ...numbers[r].map((n) => number(n, most)))))];
+  const seen = [...new Set([...attended, token])].sort((a, b) => a - b), share = seen.reduce((sum, i) => sum + weights[i], 0);
+  const all = [...seen, ...range(Math.min(LATER, count - token - 1), token + 1)];
+  const scores = all.map((i) => score(vector(0, head, token), head, i)), most = Math.max(...scores.map(Math.abs));
+  const context = range(data.numbers).map((d) => weights.reduce((sum, weight, i) => sum + weight * vector(2, head, i)[d], 0));
+  const vectors = (kind, tokens) => {
+    const first = tokens.map((i) => Array.from(vector(kind, head, i).subarray(0, data.numbers)));
+    const largest = Math.max(...first.flat().map(Math.abs));
+    return table(...tokens.map((i, r) => numbers(`${i + 1} ${text(i)}`, first[r], largest)));
   };
-  const all = [...shown, ...later], across = (label, values, most) => row(name(label), ...values.map((value) => number(value, most)));
-  const largest = Math.max(...shown.map((i) => Math.abs(scores[i])));
-  const context = new Float64Array(width);
-  weights.forEach((weight, i) => part(layer, 2, head, i).forEach((value, d) => { context[d] += weight * value; }));
-  const first = Array.from(context).slice(0, NUMBERS);
+  const title = (textContent) => element("h3", { textContent }), how = (textContent) => element("p", { className: "how", textContent });
+  $("head-how").textContent = `How head ${head + 1} of layer ${layer + 1} looks back from \u201c${text(token)}\u201d: the tokens that it attends to most, with ${percent(share)} of the weight`
+    + `${width > data.numbers ? `, and the first ${data.numbers} of ${width} numbers of each vector` : ""}.`;
   $("steps").replaceChildren(
-    ...vectors("1. The query: what this token looks for", 0, [token]),
-    ...vectors("2. The keys: what each token offers to be found by", 1, shown),
-    element("h3", { textContent: `3. Scores: query times key, divided by the square root of ${width}; later tokens are masked; softmax makes weights` }),
-    table(row(name(""), ...all.map((i) => cell(text(i)))),
-      across("score", all.map((i) => (i > token ? null : scores[i])), largest),
-      across("weight", all.map((i) => weights[i] ?? 0), 1)),
-    ...vectors("4. The values: what each token passes on", 2, shown),
-    element("h3", { textContent: "5. The context vector: the average of all values with these weights" }),
-    table(row(name("context"), ...first.map((n) => number(n, Math.max(...first.map(Math.abs)))))),
+    title("1. Query: what this token looks for"), vectors(0, [token]),
+    title("2. Keys: what each token offers to be found by"), vectors(1, all),
+    title("3. Attention scores, causal mask, attention weights"),
+    how(`A score is the query times a key, divided by the square root of ${width}. The mask sets the scores of later tokens to minus infinity; softmax turns each score into a weight, and all weights sum to one.`),
+    table(row(label(""), ...all.map((i) => label(`${i + 1} ${text(i)}`, "col"))),
+      numbers("scores", scores, most),
+      numbers("masked", all.map((i, r) => (i > token ? -Infinity : scores[r])), most),
+      numbers("weights", all.map((i) => weights[i] ?? 0), 1, 4)),
+    title("4. Values: what each token passes on"), vectors(2, seen),
+    title("5. Context vector: the average of all values with these weights"), table(numbers("context", context)),
   );
 }
 
 // --- choosing ---
 
-function radios(group, key, values, label) {
+function radios(group, key, values, name) {
   const buttons = values.map((value, i) => {
-    const button = element("button", { type: "button", textContent: label(value) });
+    const button = element("button", { type: "button", textContent: name(value) });
     button.setAttribute("role", "radio");
-    button.dataset.value = value;
     button.addEventListener("click", () => choose({ [key]: value }));
     button.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
@@ -172,25 +162,28 @@ function radios(group, key, values, label) {
   });
 }
 
-const range = (n) => Array.from({ length: n }, (_, i) => i);
-const modes = [...document.querySelectorAll("[data-mode]")];
-modes.forEach((button) => button.addEventListener("click", () => choose({ mode: button.dataset.mode })));
 const checks = [
+  radios($("mode-buttons"), "mode", ["surprise", "attention"], (mode) => (mode === "surprise" ? mode : "attention from the chosen token")),
   radios($("layer-buttons"), "layer", range(depth), (i) => String(i + 1)),
   radios($("head-buttons"), "head", range(heads), (i) => String(i + 1)),
-  () => modes.forEach((button) => button.setAttribute("aria-checked", button.dataset.mode === state.mode)),
 ];
 
-function choose(change) {
+async function choose(change) {
+  spans[state.token].setAttribute("aria-selected", false);
   Object.assign(state, change);
+  spans[state.token].setAttribute("aria-selected", true);
+  $("text").setAttribute("aria-activedescendant", `token${state.token}`);
+  document.body.dataset.mode = state.mode;
   checks.forEach((check) => check());
-  show(state.token);
+  showExpected();
+  showLayers();
   if ("token" in change) {
-    showExpected();
-    showLayers();
     const span = spans[state.token], box = $("text");
     if (span.offsetTop < box.scrollTop || span.offsetTop > box.scrollTop + box.clientHeight - 32) box.scrollTop = span.offsetTop - 64;
   }
+  if (!layers[state.layer]) await unpack(state.layer);
+  if (!layers[state.layer]) return;  // another one was chosen meanwhile, which will be shown
+  show(state.token);
   showSteps();
 }
 
@@ -200,5 +193,5 @@ $("text").addEventListener("keydown", (event) => {
   event.preventDefault();
   choose({ token: Math.max(0, Math.min(count - 1, state.token + step)) });
 });
-$("facts").textContent = Object.entries(data.facts).map(([key, value]) => `${key} ${value}`).join(" \u00b7 ");
+$("facts").textContent = Object.entries(data.facts).map(([key, value]) => `${key.replaceAll("_", "-")} ${value}`).join(" \u00b7 ");
 choose({ token: state.token });

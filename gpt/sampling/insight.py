@@ -9,6 +9,7 @@ Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_mo
 import base64
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gpt.text.tokenizer import Tokenizer
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 ALTERNATIVES = 8  # likeliest tokens shown in place of each
 LAYER_GUESSES = 3  # likeliest tokens shown of each layer
+NUMBERS = 6  # shown of each vector
 AT_ONCE = 64  # positions whose logits are in memory together
 
 
@@ -33,16 +35,17 @@ def insight_page(
 ) -> Iterator[str]:
     """Yield the page in parts, for the last tokens of `ids` that the model sees at once, of which `prompt` were given.
 
-    `facts` are shown below the text.
+    `facts` stand below the title.
     """
     given = max(0, prompt - max(0, len(ids) - model.config.context_length))
     ids = ids[-model.config.context_length :]
-    states, projections = _trace(model, torch.tensor([ids], device=model.token_embedding.weight.device))
+    states, layers = _trace(model, torch.tensor([ids], device=model.token_embedding.weight.device))
     data: dict[str, Any] = {
         "tokens": ids,
         "given": given,
         "heads": model.config.num_heads,
         "width": model.config.d_model // model.config.num_heads,
+        "numbers": min(NUMBERS, model.config.d_model // model.config.num_heads),
         "facts": facts,
         "expected": list(_expected(model, states[-1], ids, given, sampling)),
         "layers": [list(_guesses(model, state)) for state in states],
@@ -53,36 +56,45 @@ def insight_page(
     page = (ASSETS / "insight.html").read_text(encoding="utf-8")
     page = page.replace("/* style */", (ASSETS / "insight.css").read_text(encoding="utf-8"))
     page = page.replace("/* script */", (ASSETS / "insight.js").read_text(encoding="utf-8"))
-    # A script element ends at the first "</", whatever it is in.
     before, after = page.split("<!-- data -->")
     yield before
-    yield f'<script type="application/json" id="data">{_script(json.dumps(data, ensure_ascii=False))}</script>\n'
-    for number, layer in enumerate(projections):
-        numbers = base64.b64encode(layer.half().cpu().numpy().astype("<f2").tobytes()).decode("ascii")
-        yield f'<script type="text/plain" id="layer{number}">{numbers}</script>\n'
+    yield f'<script type="application/json" id="data">{_script(data)}</script>\n'
+    for number, packed in enumerate(layers):
+        yield f'<script type="text/plain" id="layer{number}">{packed}</script>\n'
     yield after
 
 
-def _trace(model: GPT, idx: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The residual stream (T, C) before and after each block; the queries, keys and values (3, H, T, D) of each."""
+def _trace(model: GPT, idx: Tensor) -> tuple[list[Tensor], list[str]]:
+    """The residual stream (T, C) before and after each block; the queries, keys and values of each, packed."""
     states: list[Tensor] = []
-    projections: list[Tensor] = []
+    layers: list[str] = []
 
     def before_block(block: Any, arguments: tuple) -> None:
         states.append(arguments[0][0])
 
     def before_attention(attention: Any, arguments: tuple) -> None:
-        projections.append(torch.stack(attention._project(arguments[0]))[:, 0])
+        layers.append(_packed(*attention._project(arguments[0])))
 
-    hooks = [block.register_forward_pre_hook(before_block) for block in model.blocks]
+    hooks = [block.register_forward_pre_hook(before_block) for block in (*model.blocks, model.final_norm)]
     hooks += [block.attention.register_forward_pre_hook(before_attention) for block in model.blocks]  # type: ignore[union-attr]
-    hooks.append(model.final_norm.register_forward_pre_hook(before_block))
     try:
         model.eval().hidden(idx)
     finally:
         for hook in hooks:
             hook.remove()
-    return states, projections
+    return states, layers
+
+
+def _packed(queries: Tensor, keys: Tensor, values: Tensor) -> str:
+    """What the page computes attention from: queries and keys (1, H, T, D), and the first numbers of each value.
+
+    They are in bf16, which loses nothing if the model computes in it, and else leaves three digits. All low bytes come
+    before the high ones, whose few signs and exponents a Huffman code then stores in a third of the room.
+    """
+    numbers = torch.cat([queries.flatten(), keys.flatten(), values[..., :NUMBERS].flatten()]).bfloat16().cpu()
+    halves = numbers.view(torch.uint8).view(-1, 2).T.numpy().tobytes()
+    deflate = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)  # nothing repeats: searching for it costs time and bytes
+    return base64.b64encode(deflate.compress(halves) + deflate.flush()).decode("ascii")
 
 
 def _logits(model: GPT, state: Tensor) -> Iterator[Tensor]:
@@ -119,6 +131,6 @@ def _guesses(model: GPT, state: Tensor) -> Iterator[list]:
         yield [[i, round(p, 4)] for i, p in zip(order.tolist(), values.tolist(), strict=True)]
 
 
-def _script(text: str) -> str:
-    """JSON that may stand in a script element."""
-    return text.replace("<", "\\u003c")
+def _script(data: Any) -> str:
+    """JSON that may stand in a script element, which would end at the first "</script", whatever it is in."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

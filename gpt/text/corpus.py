@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from gpt.errors import UserError, require_choice
 from gpt.text import python_docs
-from gpt.text.formats import explain_unreadable, looks_like_text, read_documents
+from gpt.text.formats import explain_unreadable, looks_like_text, read_documents, tables_among
 from gpt.text.hashes import HashMemory
 from gpt.text.hub_datasets import Dataset, fetch_dataset, find_revision
 from gpt.text.pieces import cut
@@ -191,6 +191,10 @@ def open_corpus(config: DataConfig, cache: Path, say: Callable[[str], None] = pr
             else:
                 found += find_text_files(path, cache, say)
         files = _each_once(found)
+        if tables := tables_among(files):
+            others = f" and {len(tables) - 1:,} more are tables" if len(tables) > 1 else " is a table"
+            remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
+            say(f"{tables[0].name}{others}, taken as raw text, commas and quotes included: {remedy}")
 
     def read(file: Path) -> Iterator[Iterable[str]]:
         return read_documents(file, "text" if config.name == "huggingface" else config.text_field, config.errors)

@@ -24,6 +24,7 @@ from gpt.text.pieces import NotUTF8Error, decoded, well_formed
 BLOCK = 1 << 20  # bytes to read at once
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson")
+_TABLES = (".csv", ".tsv")
 UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 500  # a file may unpack to this many bytes and this many times its own size
 LINE_BYTES = 1 << 26  # of JSON, at most, since a line is held in memory several times over
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
@@ -65,6 +66,11 @@ def looks_like_text(file: Path) -> bool:
     except UserError:  # report it later rather than skip it
         return True
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_NOT_TEXT)
+
+
+def tables_among(files: Iterable[Path]) -> list[Path]:
+    """Return the files that hold a table, as CSV or as a JSON array, and that `read_documents` takes for plain text."""
+    return [file for file in files if kind_of(file) in _TABLES or (kind_of(file) == ".json" and _is_array(file))]
 
 
 @contextlib.contextmanager
@@ -260,6 +266,10 @@ def _decode(encoded: bytes, place: str, errors: str) -> str:
 
 
 # --- JSON lines ---
+
+
+def _is_array(file: Path) -> bool:
+    return next(_unpacked(file, 4096), b"").lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"[")
 
 
 def _is_object(line: bytes) -> bool:

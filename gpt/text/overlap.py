@@ -1,6 +1,6 @@
 """How much of a text stands verbatim in the training text, in tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,25 +24,25 @@ class Overlap(NamedTuple):
 def find_overlap(text: np.ndarray, corpus: np.ndarray | Tokens) -> Overlap:
     """Find what a text (N,) has in common with a corpus of token ids.
 
-    Every pass over the corpus asks which runs of n tokens it contains, so its memory does not grow with the corpus. The
-    greatest n is found by bisection, since whoever contains a run contains its parts. Of a large corpus the first
-    `SEARCHED` tokens count.
+    Every pass over the corpus asks which runs of n tokens it contains, block by block, so its memory does not grow with
+    the corpus. The greatest n is found by bisection, since whoever contains a run contains its parts; for the same
+    reason only the first pass reads all blocks. Of a large corpus the first `SEARCHED` tokens count.
     """
-    found: list[int] = np.flatnonzero(_contained(text, corpus, LEAST)).tolist()
+    found, blocks = _contained(text, corpus, LEAST, range(0, min(SEARCHED, len(corpus)), AT_ONCE))
     copied = np.zeros(len(text), bool)
     for start in found:
         copied[start : start + LEAST] = True
     if not found:
         return Overlap(copied, 0, 0)
-    least, most, start = LEAST, _longest_run(copied), found[0]
+    least, most = LEAST, _longest_run(copied)
     while least < most:
         middle = (least + most + 1) // 2
-        places: list[int] = np.flatnonzero(_contained(text, corpus, middle)).tolist()
+        places, within = _contained(text, corpus, middle, blocks)
         if places:
-            least, start = middle, places[0]
+            least, found, blocks = middle, places, within
         else:
             most = middle - 1
-    return Overlap(copied, start, least)
+    return Overlap(copied, found[0], least)
 
 
 def find_copies(ids: list[int], sources: Sequence[Shards]) -> tuple[list[bool], str]:
@@ -53,19 +53,25 @@ def find_copies(ids: list[int], sources: Sequence[Shards]) -> tuple[list[bool], 
     return np.logical_or.reduce([one.copied for one in found]).tolist(), passage
 
 
-def _contained(text: np.ndarray, corpus: np.ndarray | Tokens, n: int) -> np.ndarray:
-    """For each run of n tokens of a text, whether the corpus has it. Two runs are equal if their 64-bit hashes are."""
+def _contained(
+    text: np.ndarray, corpus: np.ndarray | Tokens, n: int, blocks: Iterable[int]
+) -> tuple[list[int], list[int]]:
+    """The starts of those runs of n tokens of a text that begin in some blocks of a corpus; and in which of the blocks.
+
+    Two runs are equal if their 64-bit hashes are.
+    """
     wanted = _hashes(text, n)
     contained = np.zeros(len(wanted), bool)
     few = np.zeros(1 << 16, bool)  # most runs of the corpus are ruled out by 16 bits of their hash
     few[wanted >> np.uint64(48)] = True
-    end = min(SEARCHED, len(corpus))
-    for start in range(0, end - n + 1, AT_ONCE):
+    end, within = min(SEARCHED, len(corpus)), []
+    for start in blocks:
         hashes = _hashes(np.asarray(corpus[start : min(end, start + AT_ONCE + n - 1)]), n)
-        likely = hashes[few[hashes >> np.uint64(48)]]
-        if len(likely):
-            contained |= np.isin(wanted, likely)
-    return contained
+        equal = np.isin(wanted, hashes[few[hashes >> np.uint64(48)]])
+        if equal.any():
+            contained |= equal
+            within.append(start)
+    return np.flatnonzero(contained).tolist(), within
 
 
 def _hashes(tokens: np.ndarray, n: int) -> np.ndarray:

@@ -186,6 +186,7 @@ def validate(composed: DictConfig | dict) -> Config:
             raise UserError(f"the configuration is of type {type(plain).__name__}, not a dictionary")
         if hydra:
             plain.pop("callbacks", None)  # see callbacks_of
+            plain.pop("plan", None)  # see forecast.py
         plain = _literal(plain)
         if isinstance(plain.get("experiment"), dict):
             raise UserError("an experiment file must begin with the line: # @package _global_")
@@ -217,6 +218,7 @@ def with_rerun(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
         return composed
     given: Any = OmegaConf.to_container(composed, resolve=True)
     given.pop("callbacks", None)
+    given.pop("plan", None)
     if given["resume"]:
         raise UserError("resume and rerun exclude each other: continue a run, or start the same one again")
     config = to_plain(read(runs.directory(str(given["rerun"])) / "config.yaml"))

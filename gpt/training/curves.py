@@ -12,8 +12,9 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.loggers import Logger
 
+from gpt.hardware import peak_memory_bytes
 from gpt.sampling.scoring import Score
-from gpt.training.config import Config, to_plain
+from gpt.training.config import Config
 from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
 from gpt.training.steps import Clock, StepCallback
@@ -63,17 +64,13 @@ class Curves(StepCallback):
         if "tensorboard" not in self._names:
             return
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
+
+        from gpt.training.board import opening
 
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
-        if step == 0:  # the HPARAMS tab: every setting of the run, beside the last points of these curves
-            settings = {}
-            for group, values in to_plain(config).items():
-                for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-                    settings[f"{group}.{key}".rstrip(".")] = str(value) if isinstance(value, list) else value
-            for summary in hparams(settings, dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))):
-                self.writer._get_file_writer().add_summary(summary, 0)
+        for summary in opening(config) if step == 0 else ():
+            self.writer._get_file_writer().add_summary(summary, 0)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         scaling = module.loss_scaling
@@ -83,19 +80,22 @@ class Curves(StepCallback):
         if not module.plan.due(step, module.config.trainer.log_every):
             return
         total = float(trainer.strategy.reduce(self._losses, reduce_op="mean"))
-        self.loss = total / self._num_losses if self._num_losses else math.nan
+        loss = total / self._num_losses if self._num_losses else math.nan
+        self.loss = loss if math.isfinite(loss) else self.loss
         self._losses, self._num_losses = torch.zeros_like(self._losses), 0  # on its device: moving it would wait
         steps, seconds = step - self._mark[0], self._clock.seconds - self._mark[1]
         self._mark = (step, self._clock.seconds)
         self.tokens_per_second = steps * module.config.trainer.tokens_per_step / seconds
         rates = {group["algorithm"]: group["lr"] for group in trainer.optimizers[0].param_groups}
-        scalars = {"train/loss": self.loss, "train/lr": rates["adamw"]}
+        scalars = {"train/loss": loss, "train/lr": rates["adamw"]}
         if "muon" in rates:
             scalars["train/matrix_lr"] = rates["muon"]
         scalars |= {"train/grad_norm": float(module.grad_norm), "perf/tokens_per_second": self.tokens_per_second}
         if self._peak:
             flops = module.model.flops_per_token(module.config.model.context_length) * self.tokens_per_second
             scalars["perf/mfu"] = flops / (self._peak * trainer.world_size)
+        if memory := peak_memory_bytes(module.device):
+            scalars["perf/peak_memory_gib"] = memory / 2**30
         if scaling is not None:
             scalars |= scaling.curves()
         self.write({tag: value for tag, value in scalars.items() if math.isfinite(value)}, step)
@@ -115,6 +115,14 @@ class Curves(StepCallback):
         for logger in self.loggers if everywhere else ():
             logger.log_metrics(scalars, step)
 
+    def write_picture(self, tag: str, size: tuple[int, int], png: bytes, step: int) -> None:
+        """Add a PNG of this width and height to TensorBoard, as it is: its own `add_image` takes ten times as long."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        assert self.writer is not None
+        image = Summary.Image(width=size[0], height=size[1], colorspace=3, encoded_image_string=png)
+        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
     def close(self) -> None:
         """Write what is still buffered. Lightning has no hook that always runs at the end."""
         if self._table is not None:
@@ -131,13 +139,15 @@ class Curves(StepCallback):
 
     def state_dict(self) -> dict:
         # Called on every rank, but only rank 0 saves: it needs the sums of all.
+        last = {} if math.isnan(self.loss) else {"loss": self.loss}  # a checkpoint with a NaN is refused
         if self._trainer is not None and self._trainer.world_size > 1:
             mine = self._losses.to(self._trainer.strategy.root_device)
             sums = [torch.zeros_like(mine) for _ in range(self._trainer.world_size)]
             torch.distributed.all_gather(sums, mine)
-            return {"losses": [float(loss) for loss in sums], "num_losses": self._num_losses}
-        return {"losses": float(self._losses), "num_losses": self._num_losses}
+            return {"losses": [float(loss) for loss in sums], "num_losses": self._num_losses} | last
+        return {"losses": float(self._losses), "num_losses": self._num_losses} | last
 
     def load_state_dict(self, state: dict) -> None:
         losses = state["losses"]
         self._restored, self._num_losses = losses if isinstance(losses, list) else [losses], state["num_losses"]
+        self.loss = state.get("loss", math.nan)

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning import Trainer
-from tqdm import tqdm
 
-from gpt.errors import write_line
 from gpt.files import write_text
+from gpt.text.progress_bar import write_above
 from gpt.training.config import parse_horizon, to_yaml
 from gpt.training.module import GPTModule
 from gpt.training.steps import Clock, StepCallback
@@ -78,6 +77,5 @@ class Deadline(StepCallback):
         if trainer.is_global_zero:
             write_text(self._run_dir / "config.yaml", to_yaml(module.config))
         if trainer.is_global_zero and total != before:
-            with tqdm.external_write_mode(sys.stdout):  # above the progress bar
-                changed = f"{total} steps instead of {before}, at {per_step * 1000:.1f} ms each so far"
-                write_line(f"horizon={horizon}: {changed}", sys.stdout)
+            changed = f"{total} steps instead of {before}, at {per_step * 1000:.1f} ms each so far"
+            write_above(f"horizon={horizon}: {changed}", sys.stdout)

@@ -24,19 +24,22 @@ from gpt.training.config import Config
 from gpt.training.curves import Curves
 from gpt.training.deadline import Deadline
 from gpt.training.early_stop import EarlyStop
+from gpt.training.embeddings import Embeddings
 from gpt.training.journal import Journal
 from gpt.training.loader import GPTData
 from gpt.training.loggers import UserCurves, UserValues, close_loggers, open_loggers
-from gpt.training.metrics import Metrics
+from gpt.training.metrics import Metrics, References
 from gpt.training.module import GPTModule
 from gpt.training.plan import Plan
-from gpt.training.processes import Ranks
 from gpt.training.progress import Progress
+from gpt.training.ranks import Ranks
 from gpt.training.record import Record
 from gpt.training.resuming import require_like
 from gpt.training.samples import AttentionMaps, Samples
 from gpt.training.saving import BestCheckpoint, CheckpointFiles, LastCheckpoint
 from gpt.training.steps import Clock
+from gpt.training.turning import Turning
+from gpt.training.updates import UpdateRatios
 from gpt.training.validation import Validation
 
 
@@ -70,16 +73,20 @@ class Fitting:
         self.curves = Curves(run_dir, self.clock, peak, config.logger)
         self.user_curves = UserCurves(self.curves)
         self.validation = Validation(run_dir, self.clock)
-        self.metrics = Metrics(run_dir, self.clock, self.validation, self.curves)
+        self.samples = Samples(run_dir, self.curves)
+        references = References(self.curves)
+        self.metrics = Metrics(run_dir, self.clock, self.validation, self.curves, references)
         self.early = EarlyStop(self.validation, together=bool(callbacks))
         self.last = LastCheckpoint(run_dir, self.clock, self.validation)
         # Order matters: a checkpoint, of the best score or the last step, is saved when all others are done with the
         # step, and records how long the files are that they have written to. Users' callbacks come before validation,
         # as in Lightning.
-        first = [self.clock, Deadline(run_dir, self.clock), self.curves, Journal(run_dir, self.curves), Record()]
-        last = [self.validation, Samples(run_dir, self.curves), AttentionMaps(self.curves), self.metrics, self.early]
+        first = [self.clock, Deadline(run_dir, self.clock), self.curves, UpdateRatios(self.curves)]
+        first += [Journal(run_dir, self.curves), Record()]
+        last = [self.validation, Turning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
+        last += [Embeddings(run_dir, self.curves), references, self.metrics, self.early]
         last += [UserValues(self.curves, self.user_curves), BestCheckpoint(run_dir, self.clock, self.validation)]
-        last += [self.last, Progress(self.validation, self.curves)]
+        last += [self.last, Progress(self.validation, self.curves, self.samples)]
         self._ours: list[Callback] = [*first, *last]
         self.callbacks: list[Callback] = [*first, *callbacks, *last]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
@@ -125,6 +132,14 @@ class Fitting:
                 del callbacks["Journal"]["table"]
         else:
             callbacks["Journal"] = callbacks["Journal"] | {"events": {"names": "sizes"}}  # like nothing that is stored
+        if isinstance(stored.get("Curves"), dict) and "loss" in stored["Curves"]:
+            callbacks["Curves"]["loss"] = 0.0
+        if "Turning" not in stored:  # an older version had none
+            del callbacks["Turning"]
+        if "References" not in stored:  # an older version had none
+            del callbacks["References"]
+        elif isinstance(stored["References"], dict) and isinstance(stored["References"].get("passed_at"), dict):
+            callbacks["References"] = {"passed_at": dict.fromkeys(stored["References"]["passed_at"], 0)}
         if "UserValues" in stored:
             names = stored["UserValues"].get("values") if isinstance(stored["UserValues"], dict) else None
             callbacks["UserValues"] = {"values": dict.fromkeys(names, 0.0) if isinstance(names, dict) else {}}

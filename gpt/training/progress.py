@@ -1,54 +1,96 @@
-"""Progress output: a bar on a terminal, elsewhere a line per validation."""
+"""What a run shows while it trains: a bar and samples on a terminal, elsewhere two lines for each validation."""
 
 import math
+import shutil
 import sys
+from collections.abc import Sequence
 
 from lightning import Trainer
 from tqdm import tqdm
 
-from gpt.errors import write_line
+from gpt.sampling.scoring import Score
+from gpt.text.progress_bar import write_above
 from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
+from gpt.training.report import duration, one_line
+from gpt.training.samples import Samples
 from gpt.training.steps import StepCallback
 from gpt.training.validation import Validation
 
+BAR = 30  # columns at most; with fewer than BAR // 5 left, it has none
+
+
+class Line(tqdm):
+    """A line no wider than the terminal: step, share, time left and `facts`, of which the last are left out first."""
+
+    facts: Sequence[str] = ()
+
+    @property
+    def format_dict(self) -> dict:
+        values = super().format_dict
+        step, total, width = values["n"], values["total"], values["ncols"] or 80
+        rate = values["rate"] or (step - values["initial"]) / max(1e-9, values["elapsed"])
+        left = duration((total - step) / rate) if rate else "?"
+        parts = [f"{step:>{len(str(total))}}/{total} {min(99, 100 * step // total):2}%", f"{left:>6} left", *self.facts]
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        room = min(BAR, width - len("  ".join(parts)) - 2)
+        if room >= BAR // 5:
+            parts.insert(1, f"{{bar:{room}}}")
+        return values | {"bar_format": "  ".join(parts)}
+
 
 class Progress(StepCallback):
-    """Shows step, training and validation loss (nats per token), bits per byte and speed."""
+    """Shows step, training and validation loss (nats per token), bits per byte and speed, and a sample of the model."""
 
-    def __init__(self, validation: Validation, curves: Curves):
-        self._validation, self._curves = validation, curves
-        self._bar: tqdm | None = None
+    def __init__(self, validation: Validation, curves: Curves, samples: Samples):
+        self._validation, self._curves, self._samples = validation, curves, samples
+        self._line: Line | None = None
 
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
         if trainer.is_global_zero and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=module.plan.total_steps,
-                initial=trainer.global_step,
-                bar_format="{percentage:3.0f}% {bar:20} step {n_fmt}/{total_fmt}  {elapsed} < {remaining}  {desc}",
-                mininterval=0.5,
-            )
+            steps = {"total": module.plan.total_steps, "initial": trainer.global_step}
+            # The time left follows the speed of about the last minute, so it is calm.
+            self._line = Line(**steps, dynamic_ncols=True, mininterval=0.5, smoothing=0.01, leave=False)
+            self._line.facts = self._facts()
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if self._line is not None:
+            if module.plan.due(step, module.config.trainer.log_every):
+                self._line.facts = self._facts()
+                self._line.total = module.plan.total_steps  # which a deadline changes
+            self._line.update()
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if not trainer.is_global_zero:
             return
-        if self._bar is not None:
-            if module.plan.due(step, module.config.trainer.log_every):
-                self._bar.set_description_str(self._facts(), refresh=False)
-                self._bar.total = module.plan.total_steps  # which a deadline changes
-            self._bar.update()
-        elif module.plan.due(step, module.plan.validate_every):
-            write_line(f"step {step}/{module.plan.total_steps}  {self._facts()}", sys.stdout)
+        total, sample, width = (
+            module.plan.total_steps,
+            "".join(self._samples.latest[-1:]),
+            shutil.get_terminal_size().columns,
+        )
+        if self._line is None or not sys.stdout.isatty():
+            facts = f"step {step}/{total}  {'  '.join(self._facts())}"
+            write_above(facts + (f"\n    {one_line(sample, width - 4)}" if sample else ""), sys.stdout)
+        elif sample:
+            start = f"step {step:>{len(str(total))}}  val {score.nats_per_token:.3f}  "
+            write_above(start + one_line(sample, width - len(start)), sys.stdout)
 
-    def _facts(self) -> str:
-        known = not math.isnan(self._curves.loss)  # from the first point of the curve on
-        facts = [f"loss {self._curves.loss:.3f}"] if known else []
-        if latest := self._validation.latest:
-            facts.append(f"val {latest.nats_per_token:.3f} ({latest.bits_per_byte:.3f} bits/byte)")
-        if known:
-            facts.append(f"{self._curves.tokens_per_second:,.0f} tokens/s")
-        return "  ".join(facts)
+    def _facts(self) -> list[str]:
+        curves, latest = self._curves, self._validation.latest
+        trained = "-" if math.isnan(curves.loss) else _short(curves.loss)  # until the first point of the curve
+        losses = f"train {trained:>5} val {_short(latest.nats_per_token) if latest else '-':>5}"
+        bits = f"{_short(latest.bits_per_byte) if latest else '-':>5} bits/byte"
+        speed = tqdm.format_sizeof(curves.tokens_per_second) if curves.tokens_per_second else "-"
+        return [losses, bits, f"{speed:>5} tok/s"]
 
     def teardown(self, trainer: Trainer, module, stage: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._line is not None:
+            self._line.close()
+
+    def on_exception(self, trainer: Trainer, module, exception: BaseException) -> None:
+        self.teardown(trainer, module, "fit")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}"[:5]

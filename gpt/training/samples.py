@@ -11,7 +11,7 @@ from gpt.sampling.scoring import Score
 from gpt.text.overlap import find_copies
 from gpt.text.pieces import visible
 from gpt.text.shards import Corpora
-from gpt.training.attention_picture import attention_picture
+from gpt.training.attention_picture import attention_picture, to_png
 from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.steps import StepCallback
@@ -28,6 +28,7 @@ class Samples(StepCallback):
 
     def __init__(self, run_dir: Path, curves: Curves):
         self._file, self._curves = run_dir / "samples.md", curves
+        self.latest: list[str] = []  # of the last validation, each with its prompt in brackets
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if not trainer.is_global_zero:
@@ -38,10 +39,9 @@ class Samples(StepCallback):
             prompts = module.config.data.prompts or []
             streams = [self._continue(module, prompt, generator) for prompt in prompts]
         module.model.train()
-        texts = [
-            f"**{prompt}**{one.text}" if prompt else one.text for prompt, one in zip(prompts, streams, strict=True)
-        ]
-        text = "\n\n---\n\n".join(texts)
+        continued = [(prompt, one.text) for prompt, one in zip(prompts, streams, strict=True)]
+        self.latest = [f"[{prompt}]{text}" if prompt else text for prompt, text in continued]
+        text = "\n\n---\n\n".join(f"**{prompt}**{text}" if prompt else text for prompt, text in continued)
         copied = longest_copy([one.tokens for one in streams], module.corpora)
         if streams:
             self._curves.write({"samples/longest_copy": len(copied)}, step)
@@ -87,6 +87,6 @@ class AttentionMaps(StepCallback):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()  # (L, H, T, T)
         model.train()
         labels = [visible(tokenizer.decode_bytes([i])).replace("\n", "") for i in ids]
-        for layer, heads in enumerate(maps):
+        for layer, heads in enumerate(maps, start=1):
             picture = attention_picture(heads.numpy(), labels)
-            self._curves.writer.add_image(f"attention/layer_{layer + 1}", picture, step, dataformats="HWC")
+            self._curves.write_picture(f"weights/attention/layer_{layer}", picture.size, to_png(picture), step)

@@ -16,21 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt import hardware
-from gpt.errors import UserError, quote, write_line
+from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.exchange.opening import open_model
 from gpt.files import write_text
 from gpt.text.cache import CACHE
-from gpt.text.compressed import xz_bits_per_byte
 from gpt.text.corpus import pinned
 from gpt.text.prepare import TooShortError, prepare
+from gpt.text.progress_bar import write_above
 from gpt.text.prompts import prompts_from
 from gpt.text.shards import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
+from gpt.training.concerns import concerns
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
-from gpt.training.processes import as_launched, leading, use_threads
+from gpt.training.processes import leading, use_threads
+from gpt.training.ranks import as_launched
+from gpt.training.report import closing_lines
 from gpt.training.resuming import extended, on_devices, read_plan, require_same_text
 
 if TYPE_CHECKING:
@@ -45,12 +48,12 @@ Say = Callable[[str], None]
 
 def say(line: str) -> None:
     """Print a line; training goes on even if nobody reads it any more."""
-    write_line(line, sys.stdout)
+    write_above(line, sys.stdout)
 
 
 def warn(line: str) -> None:
     """Print a warning."""
-    write_line(f"train.py: {line}", sys.stderr)
+    write_above(f"train.py: {line}", sys.stderr)
 
 
 @dataclasses.dataclass
@@ -81,6 +84,7 @@ class Session:
         self.config, self.plan, self.corpora, self.run_dir = config, plan, corpora, run_dir
         self._given, self._start = given, start
         self.metrics: dict[str, Any] = {}  # of the last validation: see the README for each key
+        self._samples: list[str] = []  # of the last validation
 
     @classmethod
     def begin(cls, config: Config, name: str = "run", run_dir: Path | None = None) -> "Session":
@@ -91,18 +95,14 @@ class Session:
         require_loggers(config)
         if run_dir is None and config.run_dir:
             runs.require_empty(Path(config.run_dir))
-        start, given = Start(), None
-        if config.init_from:
-            config, start.weights, given = _with_weights(config)
-        automatic = config.trainer.micro_batch_size == "auto"
-        config = decide_hardware(config)
-        config = dataclasses.replace(config, data=pinned(config.data, _cache(config)))
-        corpora = load_corpora(config, given)
-        if config.data.prompts is None:
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=prompts_from(corpora)))
-        plan = make_plan(config, corpora.train_tokens, automatic)
+        config, plan, corpora, given, start = prepared(config)
         if parse_horizon(config.horizon).unit == "seconds":
-            config, plan = _measured(config, plan, corpora, given)
+            plan, seconds = measured(config, plan, corpora, given)
+            config, plan = for_seconds(config, plan, seconds)
+            each = f"at {seconds * 1000:.1f} ms each as measured just now"
+            say(f"horizon={config.horizon}: {plan.total_steps} steps, {each}")
+        for line in concerns(config, plan, corpora):
+            warn(line)
         run_dir = run_dir or runs.make(config.run_dir, name, to_yaml(config))
         return cls(config, plan, corpora, given, run_dir, start)
 
@@ -214,7 +214,7 @@ class Session:
         if fitting.last.stopped_by:
             say(f"stopped at step {fitting.module.global_step}; continue with: python train.py resume={self.run_dir}")
             sys.exit(128 + fitting.last.stopped_by)
-        self.metrics = fitting.metrics.latest
+        self.metrics, self._samples = fitting.metrics.latest, fitting.samples.latest
         if step := fitting.early.step:
             stopped = f"stopped early at step {step} of {self.plan.total_steps}"
             if fitting.early.by_patience:
@@ -246,31 +246,10 @@ class Session:
         self.plan = plan
 
     def report(self) -> None:
-        """Print the final figures, where the run is, and what to do with it."""
-        figures = self.metrics
-        size = sum(source.manifest["splits"]["validation"]["bytes"] for source in self.corpora.sources)
-        blocks = (block for source in self.corpora.sources for block in source.validation_bytes())
-        packed = xz_bits_per_byte(blocks, size)
-        peak = figures["peak_memory_bytes"] / 2**30
-        say(
-            f"trained {figures['steps']} steps, {figures['tokens']:,} tokens ({figures['epochs']:.2f} epochs) in "
-            f"{figures['train_seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"
-            + (f", {peak:.2f} GiB at peak\n" if peak else "\n")
-            + f"validation on {size:,} bytes: {figures['val_loss']:.4f} nats per token, "
-            f"{figures['val_nats_per_byte']:.4f} nats per byte, {figures['val_bits_per_byte']:.4f} bits per byte"
-            + (f" (xz -9e: {packed:.4f})" if packed else "")
-        )
-        for name, part in figures.get("mix", {}).items():
-            say(f"of it {name}: {part['epochs']:.2f} epochs, {part['val_bits_per_byte']:.4f} bits per byte")
-        if figures["best_step"] != figures["steps"]:
-            say(f"validation was best at step {figures['best_step']}; best.ckpt is the model of that step")
+        """Print the final figures, samples, and commands to try next."""
         prompt = ((self.config.data.prompts or [""])[-1].splitlines() or [""])[0]
-        option = f"--prompt{'=' if prompt.startswith('-') else ' '}{quote(prompt)}"
-        say(
-            f"\nthe run:    {self.run_dir}\n"
-            f"sample it:  python generate.py --checkpoint {quote(str(self.run_dir))} {option}\n"
-            f"its curves: tensorboard --logdir {quote(str(self.run_dir.parent))}"
-        )
+        for line in closing_lines(self.metrics, self._samples, prompt, self.plan.total_steps, self.run_dir):
+            say(line)
 
 
 def _job(
@@ -370,25 +349,42 @@ def _with_weights(config: Config) -> tuple[Config, dict[str, torch.Tensor], Toke
     return validate(plain), model.state_dict(), tokenizer
 
 
-def _measured(config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None) -> tuple[Config, Plan]:
-    """Plan the steps of a horizon in seconds by measuring one; deadline.py corrects them later."""
+def prepared(config: Config) -> tuple[Config, Plan, Corpora, Tokenizer | None, Start]:
+    """Decide everything that was left open, and prepare the text; the plan of a time is still to be measured."""
+    start, given = Start(), None
+    if config.init_from:
+        config, start.weights, given = _with_weights(config)
+    automatic = config.trainer.micro_batch_size == "auto"
+    config = decide_hardware(config)
+    config = dataclasses.replace(config, data=pinned(config.data, _cache(config)))
+    corpora = load_corpora(config, given)
+    if config.data.prompts is None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=prompts_from(corpora)))
+    return config, make_plan(config, corpora.train_tokens, automatic), corpora, given, start
+
+
+def measured(config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | None) -> tuple[Plan, float]:
+    """The seconds that a step takes, and the plan with a micro-batch that fits into memory."""
+    hardware.keep_freed_memory()  # as `fit` does
     try:
         with leading(config.trainer.world_size) as leader:
             from gpt.training.probe import measure
 
             leader.send(_job(config, plan, corpora, given))
             leader.connect(config.trainer.device)
-            plan, seconds = measure(config, plan, corpora, leader.ranks)
+            return measure(config, plan, corpora, leader.ranks)
     except Exception as error:
         if not hardware.is_out_of_memory(error):
             raise
         remedy = f"choose less than {MICRO_BATCH}={plan.micro_batch_size}, or a smaller model"
         raise UserError(f"out of memory while a step was measured for horizon={config.horizon}: {remedy}") from None
+
+
+def for_seconds(config: Config, plan: Plan, seconds: float) -> tuple[Config, Plan]:
+    """Plan the steps of a horizon in seconds, of `seconds` each; deadline.py corrects them later."""
     steps = max(1, round(parse_horizon(config.horizon).amount / seconds))
-    say(f"horizon={config.horizon}: {steps} steps, at {seconds * 1000:.1f} ms each as measured just now")
     trainer = dataclasses.replace(config.trainer, micro_batch_size=str(plan.micro_batch_size))
-    plan = plan.for_steps(steps, trainer.validate_every)
-    return dataclasses.replace(config, trainer=trainer), plan
+    return dataclasses.replace(config, trainer=trainer), plan.for_steps(steps, trainer.validate_every)
 
 
 def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: object) -> None:

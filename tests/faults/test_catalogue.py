@@ -39,7 +39,7 @@ from harness import (
     write_corpus,
 )
 
-STOP = 37
+STOP = 31
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with a corpus, a whole run of it (`reference`), and one that was stopped half-way (`stopped`)."""
     folder = tmp_path_factory.mktemp("catalogue")
     write_corpus(folder)
-    settings = tiny_config(folder, "horizon=61steps")
+    settings = tiny_config(folder, "horizon=41steps")
     Session.begin(dataclasses.replace(settings, run_dir=str(folder / "reference"))).fit()
     with pytest.raises(SystemExit):
         Session.begin(dataclasses.replace(settings, run_dir=str(folder / "stopped"))).fit([StopAt(STOP)])
@@ -78,14 +78,14 @@ def contents(run: Path) -> dict[str, bytes]:
 MANGLED: dict[str, tuple[Callable[[dict], object], str]] = {
     "no plan": (lambda p: p.pop("plan"), "it has no 'plan'"),
     "plan is a list": (lambda p: p.update(plan=[1, 2]), "its 'plan' is of type list, not dict"),
-    "plan with text": (lambda p: p["plan"].update(total_steps="61"), "its plan is damaged"),
+    "plan with text": (lambda p: p["plan"].update(total_steps="41"), "its plan is damaged"),
     "plan with true": (lambda p: p["plan"].update(total_steps=True), "its plan is damaged"),
     "plan with another key": (lambda p: p["plan"].update(more=1), "its plan is damaged"),
     "plan without a key": (lambda p: p["plan"].pop("accumulation"), "its plan is damaged"),
     "plan of zero windows": (lambda p: p["plan"].update(micro_batch_size=0), "its plan does not fit its configuration"),
     "plan of other windows": (lambda p: p["plan"].update(windows_per_step=7), "its plan does not fit"),
-    "negative step": (lambda p: p.update(step=-1), "its step is -1 of 61"),
-    "step beyond the end": (lambda p: p.update(step=62), "its step is 62 of 61"),
+    "negative step": (lambda p: p.update(step=-1), "its step is -1 of 41"),
+    "step beyond the end": (lambda p: p.update(step=42), "its step is 42 of 41"),
     "step as text": (lambda p: p.update(step="37"), "its 'step' is of type str, not int"),
     "step as a truth value": (lambda p: p.update(step=True), "its 'step' is of type bool, not int"),
     "no threads": (lambda p: p.update(threads=0), "its number of threads is 0"),
@@ -182,7 +182,10 @@ FILES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "event file deleted": (lambda run: [file.unlink() for file in run.glob("events.*")], False),
     "the user's own event file": (lambda run: (run / "events.out.tfevents.backup").write_text("mine"), True),
     "the user's own notes": (lambda run: (run / "notes.txt").write_text("mine"), True),
-    "metrics.json deleted": (lambda run: (run / "metrics.json").unlink(), True),
+    "metrics.json and embeddings deleted": (
+        lambda run: ((run / "metrics.json").unlink(), shutil.rmtree(run / "embeddings")),
+        True,
+    ),
     "lock file deleted": (lambda run: (run / ".lock").unlink(), True),
     "half a checkpoint of a kill": (lambda run: (run / "checkpoints/.last.ckpt.77").write_bytes(b"PK"), True),
     "a folder among the checkpoints": (lambda run: (run / "checkpoints/mine").mkdir(), True),
@@ -235,7 +238,7 @@ def test_killed_between_the_best_and_the_last(folder, tmp_path):
     """Where the last step was also the best, a kill before last.ckpt follows best.ckpt leaves a complete run."""
     run = Path(shutil.copytree(folder / "reference", tmp_path / "run"))
     best, last, previous = (run / f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous"))
-    assert checkpoint.load(best)["step"] == 61
+    assert checkpoint.load(best)["step"] == 41
     last.unlink()
     previous.rename(last)
     os.utime(last, ns=(0, best.stat().st_mtime_ns - 10**9))
@@ -274,7 +277,7 @@ def test_signals(folder, tmp_path, number):
     """Each saves after the step and ends with 128 + its number: also SIGHUP, which a lost connection sends."""
     run_dir = tmp_path / "run"
     with pytest.raises(SystemExit) as end:
-        Session.begin(tiny_config(folder, "horizon=61steps", f"run_dir={run_dir}")).fit([StopAt(STOP, number)])
+        Session.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}")).fit([StopAt(STOP, number)])
     assert end.value.code == 128 + number
     assert train(f"resume={run_dir}").returncode == 0
     assert differences(run_dir, folder / "reference") == []
@@ -295,7 +298,7 @@ class Sabotage(Callback):
 def test_run_directory_deleted_while_training(folder, tmp_path):
     """It is not made again without its configuration and lock: one line says that nothing can be saved."""
     run_dir = tmp_path / "run"
-    session = Session.begin(tiny_config(folder, "horizon=61steps", f"run_dir={run_dir}"))
+    session = Session.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}"))
     with pytest.raises(UserError, match="was deleted while its run was training, so nothing can be saved"):
         session.fit([Sabotage(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
@@ -310,7 +313,7 @@ def test_samples_file_becomes_a_folder(folder, tmp_path):
         (run_dir / "samples.md").mkdir()
 
     with pytest.raises(IsADirectoryError) as error:
-        Session.begin(tiny_config(folder, "horizon=61steps", f"run_dir={run_dir}")).fit([Sabotage(20, act)])
+        Session.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}")).fit([Sabotage(20, act)])
     assert str(error.value.filename).endswith("samples.md")
     (run_dir / "samples.md").rmdir()
     assert train(f"resume={run_dir}").returncode == 0
@@ -345,10 +348,10 @@ def test_failing_disk(folder, tmp_path, monkeypatch, number, call):
         fails[0] = True
 
     if call == "link":  # a file system without hard links: checkpoints are copied, and nothing is wrong
-        Session.begin(tiny_config(folder, "horizon=61steps", f"run_dir={run_dir}")).fit([Sabotage(20, act)])
+        Session.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}")).fit([Sabotage(20, act)])
     else:
         with pytest.raises((OSError, UserError)):
-            Session.begin(tiny_config(folder, "horizon=61steps", f"run_dir={run_dir}")).fit([Sabotage(20, act)])
+            Session.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}")).fit([Sabotage(20, act)])
         fails[0] = False
         assert train(f"resume={run_dir}").returncode == 0
     assert differences(run_dir, folder / "reference") == []
@@ -358,7 +361,7 @@ def test_clock_that_jumps(folder, tmp_path, monkeypatch):
     """The clock of the day may jump by years while training: curves and bits stay the same."""
     run_dir, real, chance = tmp_path / "run", time.time, random.Random(3)
     monkeypatch.setattr(time, "time", lambda: real() + chance.choice([-1e8, 0.0, 1e8]))
-    Session.begin(tiny_config(folder, "horizon=61steps", f"run_dir={run_dir}")).fit()
+    Session.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}")).fit()
     monkeypatch.undo()
     assert differences(run_dir, folder / "reference") == []
 
@@ -407,7 +410,7 @@ def test_alias_bomb_in_a_config_dir(tmp_path):
 
 @pytest.fixture
 def settings(folder) -> list[str]:
-    return [*TINY, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "horizon=61steps"]
+    return [*TINY, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "horizon=41steps"]
 
 
 @pytest.mark.slow

@@ -100,11 +100,18 @@ def test_what_a_folder_passes_over_is_said(tmp_path):
 
 
 def test_a_folder_of_every_format(tmp_path):
-    """Each file as its name says, in one order."""
+    """Each file as its name says, in one order; tables that are no format of ours are named, as they are raw text."""
     fill(tmp_path, a__txt="one", b__jsonl='{"text": "two"}\n{"text": "three"}', d__json="[4]")
     pq.write_table(pa.table({"text": ["five", None, "six"]}), tmp_path / "c.parquet")
     (tmp_path / "e.ndjson.gz").write_bytes(gzip.compress(b'{"text": "seven"}'))
-    assert read(tmp_path) == ["one", "two", "three", "five", "six", "[4]", "seven"]
+    said: list[str] = []
+    data = DataConfig("text", str(tmp_path))
+    documents = ["one", "two", "three", "five", "six", "[4]", "seven"]
+    assert list(open_corpus(data, NOWHERE, said.append).documents()) == documents
+    fill(tmp_path, g__csv="eight,nine")
+    assert list(open_corpus(data, NOWHERE, said.append).documents()) == [*documents, "eight,nine"]
+    remedy = "commas and quotes included: convert to .jsonl or .parquet and set data.text_field=COLUMN"
+    assert said == [f"d.json {what}, taken as raw text, {remedy}" for what in ("is a table", "and 1 more are tables")]
 
 
 def test_a_folder_with_the_name_of_a_file(tmp_path):
@@ -899,7 +906,7 @@ PEAK = """if True:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) << 10
 
-    corpus = open_corpus(DataConfig("text", sys.argv[1]), Path("cache"))
+    corpus = open_corpus(DataConfig("text", sys.argv[1]), Path("cache"), lambda line: None)
     before = peak()
     characters = sum(len(piece.text) for _, _, piece in corpus.pieces())
     print(characters, peak() - before)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import gpt.text.formats
 from gpt.errors import UserError
-from gpt.text.formats import PACKED, kind_of, looks_like_text, read_documents
+from gpt.text.formats import PACKED, kind_of, looks_like_text, read_documents, tables_among
 
 ROOT = Path(__file__).parents[2]
 TEXT = "Naïve text: 10 € for a café, 中文 and 😀.\r\n\tIts lines\nstay as they are. \n"
@@ -101,6 +101,16 @@ def test_a_file_is_one_document(tmp_path, suffix, block):
 def test_whatever_has_no_other_format_is_text(tmp_path, name):
     """The last suffix says how a file is read."""
     assert read(write(tmp_path / name, LINES)) == [LINES]
+
+
+def test_tables_among(tmp_path):
+    """CSV by its name, a JSON array by its first character, packed or not; no lines, no object."""
+    contents = {"a.csv": "x,y\n", "a.CSV": "x", "a.tsv.gz": "x\ty", "a.json": "[1]", "b.json": "\ufeff \r\n\t[\n{}]"}
+    contents |= {"c.json": " " * 70 + "[", "d.json.gz": "[1]"}
+    others = {"a.jsonl": LINES, "e.json": LINES, "f.json": "{\n}", "a.txt": "[1]", "a.csv.txt": "x,y", "g.json": ""}
+    files = {name: write(tmp_path / name, text) for name, text in (contents | others).items() if ".gz" not in name}
+    files |= {n: write(tmp_path / n, gzip.compress(contents[n].encode())) for n in contents if n.endswith(".gz")}
+    assert set(tables_among(files.values())) == {files[name] for name in contents}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,22 @@
 """Pictures of attention: their size, colours and labels."""
 
-import numpy as np
+import io
 
-from gpt.training.attention_picture import ABOVE, BESIDE, CELL, COLOURS, GAP, attention_picture
+import numpy as np
+from PIL import Image
+
+from gpt.training.attention_picture import ABOVE, BESIDE, CELL, COLOURS, GAP, attention_picture, to_png
 
 T = 5
 WEIGHTS = np.zeros((3, T, T), np.float32)
 WEIGHTS[:, :, 0] = 1.0
 WEIGHTS[1] = np.eye(T)
 WEIGHTS[2, 3] = [0.25, 0.25, 0.25, 0.25, 0.0]
+
+
+def drawn(tokens: list[str]) -> np.ndarray:
+    """The picture as a viewer of the file gets it: (height, width, 3)."""
+    return np.asarray(Image.open(io.BytesIO(to_png(attention_picture(WEIGHTS, tokens)))).convert("RGB"))
 
 
 def cell(picture: np.ndarray, head: int, row: int, column: int) -> list[int]:
@@ -20,7 +28,7 @@ def cell(picture: np.ndarray, head: int, row: int, column: int) -> list[int]:
 
 def test_colours():
     """All of the attention is yellow, none violet, a quarter (half by its root) between, and blocked cells white."""
-    picture = attention_picture(WEIGHTS, ["a", "b", "c", "d", "e"])
+    picture = drawn(["a", "b", "c", "d", "e"])
     dark, middle, light = (COLOURS[i].astype(int).tolist() for i in (0, 2, 4))
     assert picture.dtype == np.uint8 and picture.shape[2] == 3
     assert cell(picture, 0, 4, 0) == light and cell(picture, 0, 4, 1) == dark
@@ -31,8 +39,8 @@ def test_colours():
 
 def test_labels():
     """Each token labels its row and its column: another token changes the picture there, and not elsewhere."""
-    picture = attention_picture(WEIGHTS, ["a", "b", "c", "d", "e"])
-    changed = np.argwhere((picture != attention_picture(WEIGHTS, ["a", "b", "MW", "d", "e"])).any(axis=2))
+    picture = drawn(["a", "b", "c", "d", "e"])
+    changed = np.argwhere((picture != drawn(["a", "b", "MW", "d", "e"])).any(axis=2))
     first = changed[(changed[:, 0] < ABOVE + T * CELL) & (changed[:, 1] < BESIDE + T * CELL)]
     row = first[first[:, 1] < BESIDE]
     column = first[first[:, 0] < ABOVE]

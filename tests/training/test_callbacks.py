@@ -21,7 +21,6 @@ from gpt.sampling.scoring import Score
 from gpt.training import runs
 from gpt.training.curves import Curves
 from gpt.training.journal import Journal
-from gpt.training.progress import Progress
 from gpt.training.record import git_commit, versions
 from gpt.training.saving import CheckpointFiles
 from gpt.training.session import Session
@@ -335,21 +334,6 @@ def test_event_files_of_other_programs(tmp_path):
     kept.on_fit_start(RANK_0, None)  # type: ignore[arg-type]
     assert theirs.read_bytes() == b"0123456789"
     assert ours.read_bytes() == b"0123"
-
-
-# --- progress ---
-
-
-def test_progress_gives_both_losses_in_one_unit(tmp_path):
-    """Training and validation loss are in nats per token; the validation follows in bits per byte."""
-    curves, validation = Curves(tmp_path, Clock(), None), Validation(tmp_path, Clock())
-    progress = Progress(validation, curves)
-    assert progress._facts() == ""
-    curves.loss, curves.tokens_per_second = 2.5, 12345.6
-    assert progress._facts() == "loss 2.500  12,346 tokens/s"
-    validation.latest = Score(nats=30.0, tokens=10, bytes=20)
-    bits = 1.5 / math.log(2)
-    assert progress._facts() == f"loss 2.500  val 3.000 ({bits:.3f} bits/byte)  12,346 tokens/s"
 
 
 # --- record ---

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,9 @@ def test_patience_ends_a_run(folder, tmp_path, worse, capfd):
         "stopped early at step 12 of 23: no improvement in the last 2 validations (best at step 6). The learning rates "
         "were still falling: a shorter run, such as horizon=6steps, will probably do better\n" in said
     )
-    assert "trained 12 steps" in said
-    assert "validation was best at step 6; best.ckpt is the model of that step" in said
+    assert re.search(r"^trained +12  steps: 1,152 tokens, ", said, re.M)
+    assert re.search(r"^at its best +\d\.\d{4}  nats per token, at step 6, which best.ckpt keeps$", said, re.M)
+    assert f"\nrun shorter:  python train.py rerun={session.run_dir} horizon=6steps\n" in said
     stored = json.loads((session.run_dir / "metrics.json").read_text())
     assert (stored["steps"], stored["best_step"]) == (12, 6)
     files = {name: checkpoint.load(session.run_dir / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt.exchange import checkpoint
 from gpt.training.attention_picture import CELL
 from gpt.training.config import validate
-from harness import ROOT, TINY, Done, differences, read_curves, train, write_corpus
+from harness import CONCERNS, ROOT, TINY, Done, differences, read_curves, train, write_corpus
 
 SCALARS = {
     "train/loss",
@@ -71,18 +71,20 @@ def run(settings, tmp_path_factory) -> tuple[Path, Done]:
 
 
 def test_what_is_printed(run):
-    """The run's figures, where it is, and the next two commands; nothing on stderr."""
+    """The run's figures, where it is, and the next commands; nothing on stderr but how little text there is."""
     run_dir, done = run
-    assert done.stderr == ""
+    assert re.fullmatch(r"(train\.py: the validation text .*\n)?", done.stderr)
     assert done.stdout.startswith("settings: model.context_length=16 model.d_model=24 ")
     assert re.search(
         r"^prepared 4,\d{3} bytes as 70\d tokens \(5.72 bytes per token, vocabulary 285\)", done.stdout, re.M
     )
-    assert len(re.findall(r"^step \d\d/40  train \d\.\d{3} val \d\.\d{3}  \d\.\d{3} bits/byte +\S+ tok/s$", done.stdout, re.M)) == 4
+    line = r"^step \d\d/40  train \d\.\d{3} val \d\.\d{3}  \d\.\d{3} bits/byte +\S+ tok/s\n    \[alpha\]"
+    assert len(re.findall(line, done.stdout, re.M)) == 4
     assert re.search(r"^trained +40  steps: 3,840 tokens, \d\.\d\d epochs$", done.stdout, re.M)
     metrics = json.loads((run_dir / "metrics.json").read_text())
     bits = metrics["references"]["unigram"]["bits_per_byte"]  # the text is too short for compressors
-    assert f"\nvalidation text  {metrics['val_bits_per_byte']:.4f}  bits per byte\n  unigram        {bits:.4f}  " in done.stdout
+    scored = f"validation text  {metrics['val_bits_per_byte']:.4f}  bits per byte"
+    assert f"\n{scored}\n  unigram        {bits:.4f}  " in done.stdout
     assert f"\nthe run:      {run_dir}\n" in done.stdout
     assert f"its curves:   tensorboard --logdir {run_dir.parent}\n" in done.stdout
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)  # a log, in which no terminal acts
@@ -154,7 +156,7 @@ def test_checkpoint_stands_alone(run):
 
 @pytest.mark.slow
 def test_tensorboard_serves_the_run(run):
-    """`tensorboard --logdir` shows curves, text and images over HTTP."""
+    """`tensorboard --logdir` shows curves, text, images, the layout of charts and embeddings over HTTP."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -164,8 +166,11 @@ def test_tensorboard_serves_the_run(run):
     )
 
     def get(path: str):
+        return json.loads(fetch(path))
+
+    def fetch(path: str) -> bytes:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/{path}", timeout=10) as answer:
-            return json.load(answer)
+            return answer.read()
 
     try:
         deadline = time.monotonic() + 60
@@ -178,8 +183,19 @@ def test_tensorboard_serves_the_run(run):
             assert time.monotonic() < deadline, "TensorBoard does not show the run's scalars"
             time.sleep(0.3)
         assert len(get("scalars/scalars?run=run&tag=val/loss")) == 4
-        assert get("text/tags") == {"run": ["samples/text_summary"]}
-        assert set(get("images/tags")["run"]) == {"attention/layer_1", "attention/layer_2"}
+        assert set(get("text/tags")["run"]) == {"samples/text_summary", "references/text_summary"}
+        assert set(get("images/tags")["run"]) == {"weights/attention/layer_1", "weights/attention/layer_2"}
+        assert get("custom_scalars/layout")["category"][0]["title"] == "Loss"
+        points = get("custom_scalars/scalars?run=run&tag=reference/")["tag_to_events"]
+        assert {tag: len(events) for tag, events in points.items()} == {"reference/unigram": 4, "reference/bigram": 4}
+        assert get("projector/runs") == ["run"]
+        (embeddings,) = get("projector/info?run=run")["embeddings"]
+        assert embeddings["tensorShape"] == [285, 24]
+        about = f"run=run&name={embeddings['tensorName']}"
+        stored = checkpoint.load(run[0] / "checkpoints/last.ckpt")["state_dict"]["token_embedding.weight"]
+        rows = torch.frombuffer(bytearray(fetch(f"projector/tensor?{about}")), dtype=torch.float32).view(285, 24)
+        tokens = fetch(f"projector/metadata?{about}").decode().splitlines()
+        assert torch.equal(rows[tokens.index("z")], stored[ord("z")])
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -454,7 +470,7 @@ def test_training_outlives_its_reader(settings, tmp_path):
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, executable="/bin/bash",
     )  # fmt: skip
     assert done.stdout.endswith("0\n")
-    assert done.stderr == ""
+    assert CONCERNS.sub("", done.stderr) == ""
     assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == 9
 
 

@@ -1,0 +1,73 @@
+"""What simple predictors make of a validation text, in bits per byte: marks for a model to pass."""
+
+import gzip
+import lzma
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gpt.text.shards import Shards, Tokens
+
+LEAST_BYTES = 10_000  # below, a compressor has too little to learn from, which flatters any model
+MOST_BYTES = 10_000_000  # above, xz takes minutes
+COUNTED = 1 << 22  # training tokens that the counts are of, which take a quarter of a second
+ROW = 1 << 12  # tokens in a row, of those
+AT_ONCE = 1 << 20  # validation tokens
+
+
+def references(sources: Sequence[Shards]) -> dict[str, float]:
+    """Return the bits per byte of the validation texts together: two models of token counts, and two compressors.
+
+    The counts are of training text. A bigram that it lacks falls back on the unigram (Witten and Bell 1991). The
+    compressors see the validation text alone; they are left out where that is very short or very long.
+    """
+    size = sum(source.manifest["splits"]["validation"]["bytes"] for source in sources)
+    found = {name: bits / size for name, bits in zip(("unigram", "bigram"), _count_models(sources), strict=True)}
+    if LEAST_BYTES <= size <= MOST_BYTES:
+        text = b"".join(block for source in sources for block in source.validation_bytes())
+        # As xz itself does: a dictionary no larger than the text, which saves 700 MB of memory.
+        method = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}
+        found["gzip -9"] = 8 * len(gzip.compress(text, 9, mtime=0)) / size
+        found["xz -9e"] = 8 * len(lzma.compress(text, filters=[method])) / size
+    return found
+
+
+def sample(tokens: Tokens, size: int) -> np.ndarray:
+    """Return about `size` tokens in rows that are evenly spaced over a text, or all of a shorter one in a single row.
+
+    The result is (rows, tokens in a row), of int64.
+    """
+    if len(tokens) <= size:
+        return tokens[: len(tokens)].astype(np.int64)[None]
+    starts = np.linspace(0, len(tokens) - ROW, max(1, size // ROW)).astype(np.int64)
+    return tokens[starts[:, None] + np.arange(ROW)].astype(np.int64)
+
+
+def _count_models(sources: Sequence[Shards]) -> tuple[float, float]:
+    """The bits that a unigram and a bigram model need for all validation tokens but each text's first."""
+    V = sources[0].tokenizer.vocab_size
+    texts = [sample(source.train, COUNTED // len(sources)) for source in sources]
+    tokens = np.concatenate([text.ravel() for text in texts])
+    unigram = (np.bincount(tokens, minlength=V) + 1) / (len(tokens) + V)  # (V,)
+    pairs, counts = np.unique(
+        np.concatenate([(text[:, :-1] * V + text[:, 1:]).ravel() for text in texts]), return_counts=True
+    )
+    kinds = np.bincount(pairs // V, minlength=V)  # of tokens that follow each token
+    follow = np.bincount(pairs // V, weights=counts, minlength=V)  # how many follow it
+    bits = np.zeros(2)
+    for before, targets in _validation_pairs(sources):
+        wanted = before * V + targets
+        places = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+        together = np.where(pairs[places] == wanted, counts[places], 0)
+        fallback = np.maximum(kinds[before], 1)
+        bigram = (together + fallback * unigram[targets]) / (follow[before] + fallback)
+        bits -= np.log2(unigram[targets]).sum(), np.log2(bigram).sum()
+    return float(bits[0]), float(bits[1])
+
+
+def _validation_pairs(sources: Sequence[Shards]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each validation token but a text's first, in blocks, with the token before it."""
+    for source in sources:
+        for start in range(0, len(source.validation) - 1, AT_ONCE):
+            ids = source.validation[start : start + AT_ONCE + 1].astype(np.int64)
+            yield ids[:-1], ids[1:]

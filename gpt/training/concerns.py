@@ -1,0 +1,125 @@
+"""What a new run is told before its first step: the settings that do not suit its text, and those that would."""
+
+import numpy as np
+
+from gpt.text.shards import SHARES, Corpora
+from gpt.text.tokenizer import train_bpe
+from gpt.training.config import Config
+from gpt.training.plan import Plan
+
+# benchmarks/LOG.md says how these were measured.
+MOST_EPOCHS = 50  # after which a text is only learnt by heart
+EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
+TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
+VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
+DOCUMENTS, NEARLY_ALL = 100, 0.95  # enough to judge a context by; a share of the text
+VALIDATION_TOKENS, UNCERTAINTY = 4000, 0.07  # the loss on so many varies by so much from one part of a text to another
+NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up: Chinese has 1.0 and 1.5, English 0, 4
+STRETCH, STRETCHES = 1 << 17, 8  # tokens to look at together, and about how many times in a corpus
+
+
+def concerns(config: Config, plan: Plan, corpora: Corpora) -> list[str]:
+    """Return a line for each setting that does not suit the text, with the value, the limit, and what to set instead.
+
+    It reads about a million tokens of each corpus at most.
+    """
+    vocabulary = "" if config.init_from else _cut_up(corpora) or _vocabulary(corpora)  # otherwise the weights bring it
+    checks = [_repeats(config, plan, corpora), vocabulary, _context(config, corpora), _validation(config, corpora)]
+    return [line for line in checks if line]
+
+
+def _repeats(config: Config, plan: Plan, corpora: Corpora) -> str:
+    tokens = plan.total_steps * config.trainer.tokens_per_step / SHARES
+    epochs = [tokens * share / len(source.train) for source, share in zip(corpora.sources, corpora.shares, strict=True)]
+    if (most := max(epochs)) <= MOST_EPOCHS:
+        return ""
+    what, remedy = "the text", f"horizon={suitable_steps(config, corpora)}steps"
+    if len(epochs) > 1:
+        i = epochs.index(most)
+        what, share = corpora.names[i], max(2.0, corpora.shares[i] * EPOCHS / most)
+        others = sum(config.data.weights) - config.data.weights[i]
+        weights = [*config.data.weights[:i], others * share / (SHARES - share), *config.data.weights[i + 1 :]]
+        remedy = f"data.weights='[{','.join(f'{weight:.2g}' for weight in weights)}]'"
+    return (
+        f"{plan.total_steps:,} steps see {what} {most:,.0f} times, and beyond {MOST_EPOCHS} a model only learns it by "
+        f"heart: try {remedy}"
+    )
+
+
+def suitable_steps(config: Config, corpora: Corpora) -> int:
+    """Return the number of steps after which validation on a small text is about at its best."""
+    return max(STEPS, EPOCHS * corpora.train_tokens // config.trainer.tokens_per_step)
+
+
+def _vocabulary(corpora: Corpora) -> str:
+    size, tokens, fitting = corpora.tokenizer.vocab_size, corpora.train_tokens, _suitable_size(corpora)
+    if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
+        return ""
+    return (
+        f"a vocabulary of {size:,} is large for {tokens:,} tokens of text: each is seen {tokens / size:.1f} times, "
+        f"under {TOKENS_PER_ENTRY}: try tokenizer=bpe tokenizer.vocab_size={fitting}"
+    )
+
+
+def _suitable_size(corpora: Corpora) -> int:
+    """The vocabulary that suits the size of the text."""
+    most = 6.5 * _bytes(corpora, "train") ** 0.5
+    return max(size for size in VOCABULARIES if size <= max(most, VOCABULARIES[0]))
+
+
+def _context(config: Config, corpora: Corpora) -> str:
+    context, end_of_text = config.model.context_length, corpora.tokenizer.end_of_text
+    ends = [(np.flatnonzero(ids == end_of_text), len(ids)) for ids in _stretches(corpora)]
+    lengths = np.sort(np.concatenate([np.diff(places, prepend=0, append=length) for places, length in ends]))
+    shared = np.cumsum(lengths) / lengths.sum()
+    most = int(lengths[np.searchsorted(shared, NEARLY_ALL)])
+    enough = [length for length in range(most, context // 2 + 1) if context % length == 0]  # so that steps stay as long
+    if len(lengths) < DOCUMENTS or not enough:
+        return ""
+    return (
+        f"{NEARLY_ALL:.0%} of the text is in documents of at most {most:,} tokens, so the {context:,} of a window hold "
+        f"several that are unrelated: try model.context_length={enough[0]}"
+    )
+
+
+def _validation(config: Config, corpora: Corpora) -> str:
+    tokens = sum(len(source.validation) for source in corpora.sources)
+    if tokens >= VALIDATION_TOKENS:
+        return ""
+    size, training = (_bytes(corpora, split) for split in ("validation", "train"))
+    larger = 10 * config.data.validation_bytes < size + training
+    return (
+        f"the validation text has {tokens:,} tokens ({size:,} bytes), under {VALIDATION_TOKENS:,}: another one of that "
+        f"size may differ by {UNCERTAINTY * (VALIDATION_TOKENS / tokens) ** 0.25:.0%} in loss; "
+        + ("try data.validation_bytes=1000000" if larger else "only more text helps")
+    )
+
+
+def _cut_up(corpora: Corpora) -> str:
+    tokenizer = corpora.tokenizer
+    if tokenizer.name != "gpt2":
+        return ""
+    ids = np.concatenate([part[: STRETCH // STRETCHES] for part in _stretches(corpora)])
+    text = tokenizer.decode_bytes(ids[ids != tokenizer.end_of_text].tolist())
+    each = len(text) / len(ids)
+    if each > BYTES_PER_TOKEN or (np.frombuffer(text, np.uint8) > 127).mean() < NOT_ASCII:
+        return ""
+    readable, vocab_size = text.decode("utf-8", "ignore"), _suitable_size(corpora)
+    own = len(text) / len(train_bpe([readable], vocab_size).encode(readable))
+    return (
+        f"GPT-2's tokenizer cuts this text into {each:.1f} bytes a token, and English into 4: "
+        f"tokenizer=bpe tokenizer.vocab_size={vocab_size} gives about {own:.1f}"
+    )
+
+
+def _bytes(corpora: Corpora, split: str) -> int:
+    return sum(source.manifest["splits"][split]["bytes"] for source in corpora.sources)
+
+
+def _stretches(corpora: Corpora) -> list[np.ndarray]:
+    """Return stretches of training tokens, evenly spaced in each corpus; all of it if it is small."""
+    found = []
+    for source in corpora.sources:
+        every = max(STRETCH, len(source.train) // STRETCHES)
+        found += [source.train[start : start + STRETCH] for start in range(0, len(source.train), every)]
+    return found
