@@ -55,7 +55,7 @@ def _frame(heads: int, tokens: tuple[str, ...]) -> np.ndarray:
     picture = Image.new("L", (right + 60, bottom), 255)
     draw, font = ImageDraw.Draw(picture), ImageFont.load_default(FONT_SIZE)
     beside, above = Image.new("L", (BESIDE, side), 255), Image.new("L", (ABOVE - 18, side), 255)
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(map(_escaped, tokens)):
         middle = (i + 0.5) * CELL
         ImageDraw.Draw(beside).text((BESIDE - 6, middle), token[:LETTERS], 0, font, anchor="rm")
         ImageDraw.Draw(above).text((2, middle), token[: LETTERS - 2], 0, font, anchor="lm")
@@ -69,6 +69,11 @@ def _frame(heads: int, tokens: tuple[str, ...]) -> np.ndarray:
     pixels = SHADES + np.round(np.asarray(picture) / 255 * (WHITE - SHADES)).astype(np.uint8)
     pixels[ABOVE : ABOVE + length, right + 10 : right + 22] = _shade(np.linspace(1.0, 0.0, length) ** 2)[:, None]
     return pixels
+
+
+def _escaped(token: str) -> str:
+    """The token in characters that the font has: ASCII, and the sign for a space."""
+    return "".join(c if c.isascii() or c == "·" else "\\n" if c == "⏎" else ascii(c)[1:-1] for c in token)
 
 
 def _shade(weights: np.ndarray) -> np.ndarray:

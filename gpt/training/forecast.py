@@ -12,9 +12,10 @@ import os
 import re
 import sys
 from bisect import bisect
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -31,9 +32,6 @@ from gpt.training.concerns import concerns
 from gpt.training.config import Config, parse_horizon
 from gpt.training.session import for_seconds, measured, prepared, require_loggers, say
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 PRESETS = Path(__file__).resolve().parents[2] / "configs/model"
 CARDS = (16, 24, 80)  # GB of memory on common GPUs, of which CUDA's own code and fragments take one
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
@@ -41,7 +39,7 @@ CHECKPOINTS = 3  # best, last and previous
 CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times steps: curves, pictures, Lightning's loop
 
 
-def plan_of(composed: "DictConfig", overrides: list[str], single: bool) -> str:
+def plan_of(composed: Mapping, overrides: list[str], single: bool) -> str:
     """Return `true` or `json` if the command line asks for a plan, else an empty string.
 
     It is no key of `Config`, so no run stores it. Raises `UserError` for another value, in a sweep and with `resume`.
@@ -160,7 +158,7 @@ def memory(shape: GPTConfig, config: Config, device: str, B: int, accumulates: b
     update = 0.0
     if config.optim.name == "muon":  # the directions of all matrices, of which those of one shape are orthogonalised
         fast = 4 if on_cpu and hardware.choose_precision("auto", torch.device("cpu")) == "fp32" else 2
-        update = 12 * L * C * C * (4 + fast + (8 + fast) * 2 / 3)
+        update = 12 * L * C * C * (4 * on_cpu + fast + (8 + fast) * 2 / 3)
     # A CPU's allocator rarely finds room for an update where activations were; a GPU's peak is counted without gaps.
     if on_cpu:
         most = gradients + activations + logits + update
@@ -203,31 +201,30 @@ def _largest(shape: GPTConfig, config: Config, device: str, room: float) -> int:
 
 def describe(f: dict[str, Any]) -> str:
     """The figures of `forecast` as text."""
-    trainer, held, several = f["trainer"], f["memory"], len(f["epochs"]) > 1
-    seen = [f"{times:,.3g} times{f' in {name}' if several else ''}" for name, times in f["epochs"].items()]
+    trainer, text, held, models = f["trainer"], f["text"], f["memory"], f["models"]
+    several, share = trainer["devices"] > 1, f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
+    where = f"{trainer['devices']} x {trainer['device']}" if several else trainer["device"]
+    each = [f"{times:,.3g} times{f' in {name}' if len(f['epochs']) > 1 else ''}" for name, times in f["epochs"].items()]
+    ratio = f"{f['tokens_per_parameter']:.3g} per parameter (compute-optimal: {COMPUTE_OPTIMAL})"
     rows = [
-        (
-            "model",
-            f"{f['parameters']:,} parameters, in {trainer['precision']} on {trainer['devices']} {trainer['device']}",
-        ),
-        ("text", f"{f['text']['train_tokens']:,} tokens, and {f['text']['validation_bytes']:,} bytes for validation"),
-        ("training", f"{f['steps']:,} steps of {trainer['tokens_per_step']:,} tokens see each byte {', '.join(seen)}"),
-        (
-            "",
-            f"{f['tokens']:,} tokens, {f['tokens_per_parameter']:.3g} a parameter; compute-optimal: {COMPUTE_OPTIMAL}",
-        ),
+        ("model", f"{f['parameters']:,} parameters, in {trainer['precision']} on {where}"),
+        ("text", f"{text['train_tokens']:,} tokens, and {text['validation_bytes']:,} bytes for validation"),
+        ("training", f"{f['steps']:,} steps of {trainer['tokens_per_step']:,} tokens see each byte {', '.join(each)}"),
+        ("", f"{f['tokens']:,} tokens, {ratio}"),
         ("time", f"{_time(f['train_seconds'])} at {f['seconds_per_step'] * 1000:,.1f} ms a step"),
-        ("", f"{_time(f['validation_seconds'])} more for {f['validations']} validations with samples"),
+        ("", f"{_time(f['validation_seconds'])} more ({share:.0%}) for {f['validations']} validations with samples"),
         ("disk", f"{_size(f['checkpoints'] * f['checkpoint_bytes'])} for {f['checkpoints']} checkpoints"),
-        ("memory", f"{_size(held['peak'])} at peak on each, of {_size(f['free_memory'])} free, by part:"),
+        (
+            "memory",
+            f"{_size(held['peak'])} at peak{' on each' * several}, of {_size(f['free_memory'])} free; its parts:",
+        ),
         *(("", f"{_size(size):>9}  {name.replace('_', ' ')}") for name, size in held.items() if name != "peak"),
     ]
-    lines = [f"{name:10}{text}" for name, text in rows]
-    if f["models"]:
-        columns = list(next(iter(f["models"].values())))
-        lines += ["", "windows that fit at once, with other models", _row("", columns)]
+    lines = [f"{name:10}{line}" for name, line in rows]
+    if models:
+        lines += ["", "windows that fit at once, with other models", _row("", list(next(iter(models.values()))))]
         lines += [
-            _row(name, [f"{count:,}" if count else "-" for count in row.values()]) for name, row in f["models"].items()
+            _row(name, [f"{count:,}" if count else "-" for count in row.values()]) for name, row in models.items()
         ]
     return "\n".join([*lines, *([""] if f["concerns"] else []), *f["concerns"]])
 
@@ -237,10 +234,9 @@ def _row(name: str, cells: list[str]) -> str:
 
 
 def _time(seconds: float) -> str:
-    amount, unit = (
-        (seconds, "s") if seconds < 100 else (seconds / 60, "min") if seconds < 6000 else (seconds / 3600, "h")
-    )
-    return f"{amount:,.3g} {unit}" if amount < 1000 else f"{amount:,.0f} {unit}"
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:,.3g} h"
 
 
 def _size(size: float) -> str:

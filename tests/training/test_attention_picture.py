@@ -47,3 +47,9 @@ def test_labels():
     assert len(row) and set((row[:, 0] - ABOVE) // CELL) == {2}
     assert len(column) and set((column[:, 1] - BESIDE) // CELL) == {2}
     assert len(row) + len(column) == len(first)
+
+
+def test_letters_that_the_font_lacks():
+    """They are escaped, where the font would draw the same box for each."""
+    assert (drawn(["é", "b", "c", "d", "e"]) != drawn(["ß", "b", "c", "d", "e"])).any()
+    assert (drawn(["⏎", "b", "c", "d", "e"]) == drawn(["\\n", "b", "c", "d", "e"])).all()

@@ -94,9 +94,9 @@ def test_shipped_config(choice):
 
 
 def test_defaults_hold_every_key():
-    """So that each key can be set without a plus, and none is there that the dataclasses lack, but for `callbacks`."""
+    """So that each key can be set without a plus, and none is there that the dataclasses lack, but for two."""
     plain = OmegaConf.to_container(composed())
-    assert leaves(plain).keys() == leaves(to_plain(Config())).keys() | {"callbacks"}
+    assert leaves(plain).keys() == leaves(to_plain(Config())).keys() | {"callbacks", "plan"}
 
 
 def test_experiments_choose_their_groups():
