@@ -278,6 +278,7 @@ def test_flipped_bit_in_every_record(tmp_path, written):
             assert "damaged" in refusal(path), (name, place)
 
 
+@pytest.mark.slow
 def test_flipped_bit_in_the_directory(tmp_path, written):
     """Every bit of a record's entry in the archive's list, and of its end: refused, or the very same as before."""
     path, payload = tmp_path / "last.ckpt", make_payload()

@@ -777,6 +777,7 @@ def test_interrupted_and_small(tmp_path, many, undisturbed):
     assert content(folder_of(cache)) == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("third", [1, 2, 3])
 def test_killed_at_every_step(tmp_path, workshop, many, undisturbed, third):
     """Wherever the file system is touched, a kill there changes nothing of what the next one makes."""
@@ -874,6 +875,7 @@ def test_remains_of_an_older_version(tmp_path, many, undisturbed):
         assert len(make(many, cache).train) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [1, 2])
 def test_ctrl_c_at_every_step(tmp_path, workshop, many, undisturbed, half):
     """It ends at once with 130 and without a word more, and the next one goes on."""

@@ -154,6 +154,7 @@ def test_portions_do_not_matter(tmp_path_factory, per_file, length, portions, ki
     assert writer.hashes == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
+@pytest.mark.slow
 @settings(EXAMPLES, max_examples=40)
 @given(st.integers(1, 23), st.integers(0, 101), st.integers(0, 101), st.booleans())
 def test_going_on(tmp_path_factory, per_file, length, more, torn):

@@ -26,7 +26,6 @@ from gpt.training.saving import CheckpointFiles
 from gpt.training.session import Session
 from gpt.training.signals import StopSignals
 from gpt.training.steps import Clock, StepCallback
-from gpt.training.validation import Validation
 from harness import read_curves, tiny_config, write_corpus
 
 

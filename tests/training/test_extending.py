@@ -108,6 +108,7 @@ def test_patience_begins_anew(folder, tmp_path):
     assert Session.resume(str(run_dir)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_extension(short, tmp_path, number):
     """A run that is stopped or killed while it is extended ends with the same bits, and needs no second horizon."""

@@ -15,7 +15,8 @@ from harness import TINY, train, write_corpus
 
 
 @pytest.mark.parametrize(
-    ("setting", "prompt"), [(["data.prompts=null"], "one of a kind"), (["data.prompts=['once','-x\ny']", "logger=[]"], "-x")]
+    ("setting", "prompt"),
+    [(["data.prompts=null"], "one of a kind"), (["data.prompts=['once','-x\ny']", "logger=[]"], "-x")],
 )
 def test_prompts(tmp_path, setting, prompt):
     """The prompts are stored, so that a resumed run has the same; the last one is offered, as one line."""

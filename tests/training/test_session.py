@@ -166,6 +166,7 @@ def run_out_of_memory(monkeypatch, above: int) -> list[int]:
     return tried
 
 
+@pytest.mark.slow
 def test_micro_batch_shrinks(folder, tmp_path, monkeypatch, capsys):
     """An automatic micro-batch is halved until it fits; the weights that the run started from are not lost."""
     tried = run_out_of_memory(monkeypatch, above=2)

@@ -70,6 +70,7 @@ def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_failing_jobs_of_a_sweep(settings, tmp_path, folder):
     """Jobs that fail while they run are named at once, and the first again at the end; the others run."""
     places = ",".join(f"{tmp_path}/{name}" for name in ("missing", "lost"))

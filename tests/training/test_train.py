@@ -210,6 +210,7 @@ def test_same_seed_same_run(run, settings, tmp_path):
     assert read_curves(tmp_path / "other")["train/loss"] != read_curves(run[0])["train/loss"]
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_whole_batch(settings, tmp_path):
     """Micro-batches of one window or all six at once give the same curve, to rounding."""
     curves = []
@@ -252,6 +253,7 @@ def test_start_from_a_run(run, settings, tmp_path):
     assert json.loads((run_dir / "metrics.json").read_text())["val_loss"] == pytest.approx(before, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_start_from_hugging_face(settings, tmp_path):
     """A GPT-2 directory gives its weights and shape; the tokenizer is GPT-2's."""
     torch.manual_seed(29)

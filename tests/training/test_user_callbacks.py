@@ -106,6 +106,7 @@ def test_a_mistake_comes_first(place, folder):
         assert re.fullmatch(words, done.stderr)
 
 
+@pytest.mark.slow
 def test_never_stored_and_allowed_on_resuming(place, folder):
     """A callback goes on with its state when it is named again; the run itself does not know of it."""
     run_dir = place / "run"
