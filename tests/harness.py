@@ -134,7 +134,7 @@ class Process:
     def end(self) -> int:
         """Read the rest; returns the exit code."""
         rest, _ = self.process.communicate(timeout=300)
-        self.output += rest
+        self.output = CONCERNS.sub("", self.output + rest)
         return self.process.returncode
 
 

@@ -322,7 +322,7 @@ def test_peak_memory_of_a_gpu(monkeypatch):
 
 
 def test_windows(monkeypatch):
-    """Windows has no module `resource`: the peak is unknown there, and nothing breaks."""
+    """Windows has neither /proc nor `resource`: the peak is unknown there, and nothing breaks."""
     original = builtins.__import__
 
     def without_resource(name, *arguments, **options):
@@ -332,6 +332,7 @@ def test_windows(monkeypatch):
 
     with monkeypatch.context() as windows:
         windows.setattr(builtins, "__import__", without_resource)
+        windows.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError))  # of /proc
         assert peak_memory_bytes(CPU) == 0
 
 

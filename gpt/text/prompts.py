@@ -1,5 +1,8 @@
 """Sample prompts taken from the validation text: the first words of its documents or lines."""
 
+from collections.abc import Iterator
+from itertools import islice
+
 import numpy as np
 
 from gpt.text.shards import Corpora, Shards
@@ -9,22 +12,35 @@ WORDS, CHARACTERS = 4, 40  # in a prompt, at most
 
 
 def prompts_from(corpora: Corpora) -> list[str]:
-    """Return the empty prompt, which starts a document, and one from each corpus with words to begin with."""
-    return ["", *filter(None, map(_first_words, corpora.sources[:3]))]  # as each takes time to continue
+    """Return the empty prompt, which starts a document, and the words that begin one in each of up to three corpora.
+
+    From a single corpus there are two, of which the first is the last.
+    """
+    if len(corpora.sources) == 1:
+        return ["", *[*islice(_beginnings(corpora.sources[0]), 2)][::-1]]
+    return ["", *(words for source in corpora.sources[:3] for words in islice(_beginnings(source), 1))]
 
 
-def _first_words(source: Shards) -> str:
-    """The first words of a line, on one printable line; "" if there are none.
+def _beginnings(source: Shards) -> Iterator[str]:
+    """Yield the first words of documents and paragraphs, no two alike; if there are none, those of a line or word.
 
-    The first document is the last choice, since it may be the end of one that begins in the training text.
+    The beginning of the first document is the last choice, since it may be the end of one in the training text.
     """
     ids = source.validation[:TOKENS]
     starts = np.flatnonzero(ids == source.tokenizer.end_of_text)
     texts = [source.tokenizer.decode_bytes(part[1:].tolist()) for part in np.split(ids, starts)[1:]]
     first, *others = (text.decode("utf-8", "ignore") for text in texts)
-    for text in [*others, *(first.partition(gap)[2] for gap in ("\n\n", "\n", " ")), first]:
-        for line in text.splitlines():
-            words = " ".join(line.split()[:WORDS])[:CHARACTERS].rstrip()
-            if words.isprintable() and any(map(str.isalnum, words)) and "'" not in words:  # easy to quote
-                return words
+    found = dict.fromkeys(map(_first_words, [*others, *first.split("\n\n")[1:]]))
+    yield from filter(None, found)
+    if not any(found):
+        rests = (first.partition("\n")[2], first.partition(" ")[2], first)
+        yield from islice(filter(None, map(_first_words, rests)), 1)
+
+
+def _first_words(text: str) -> str:
+    """The first words of a line, on one printable line; "" if there are none."""
+    for line in text.splitlines():
+        words = " ".join(line.split()[:WORDS])[:CHARACTERS].rstrip()
+        if words.isprintable() and any(map(str.isalnum, words)) and "'" not in words:  # easy to quote
+            return words
     return ""

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import math
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -40,6 +41,7 @@ class Curves(StepCallback):
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
         self._restored: list[float] = []  # the sum of each rank, from a checkpoint
         self._trainer: Trainer | None = None
+        self._excepthook = threading.excepthook
         self.writer: SummaryWriter | None = None  # TensorBoard's, on rank 0 while training
         self.loss = math.nan  # the last point of train/loss
         self.tokens_per_second = 0.0
@@ -67,10 +69,16 @@ class Curves(StepCallback):
 
         from gpt.training.board import opening
 
+        threading.excepthook = self._on_thread_error
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
             self.writer._get_file_writer().add_summary(summary, 0)
+
+    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """Leave it to the next call of TensorBoard's writer to raise what its thread could not write."""
+        if not isinstance(error.exc_value, OSError):
+            self._excepthook(error)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         scaling = module.loss_scaling
@@ -133,7 +141,10 @@ class Curves(StepCallback):
         deleted = not self._run_dir.is_dir()
         if deleted:  # closing writes to the file once more
             self._run_dir.mkdir(parents=True)
-        self.writer.close()
+        try:
+            self.writer.close()
+        finally:
+            threading.excepthook = self._excepthook
         if deleted:
             shutil.rmtree(self._run_dir)
 

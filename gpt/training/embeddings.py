@@ -35,7 +35,7 @@ class Embeddings(StepCallback):
         first = not len(self._ids)
         if first:
             self._ids = frequent(module.corpora, MOST_TOKENS)
-        rows = module.model.token_embedding.weight.detach()[torch.from_numpy(self._ids)]
+        rows = module.model.token_embedding.weight.detach()[torch.from_numpy(self._ids).to(module.device)]
         with replacing(self._folder / "tokens.bytes") as file:
             rows.float().cpu().numpy().tofile(file)
         if first:

@@ -16,7 +16,7 @@ from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.steps import StepCallback
 
-SAMPLE_TOKENS = 120
+SAMPLE_TOKENS = 80
 ATTENTION_TOKENS = 24  # as many as have room for labels
 
 

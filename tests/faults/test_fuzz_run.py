@@ -15,7 +15,7 @@ from gpt.training import runs
 from gpt.training.session import Session
 from harness import tiny_config, train, write_corpus
 
-MUTATIONS = 160
+MUTATIONS = 80
 
 
 @pytest.fixture(scope="module")

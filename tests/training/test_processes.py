@@ -31,7 +31,7 @@ from gpt.training.ranks import Ranks, as_launched, launched
 from gpt.training.requeue import begin_or_continue
 from gpt.training.resuming import on_devices
 from gpt.training.session import Session, _job
-from harness import ROOT, TINY, command, read_curves, tiny_config, train, wait_for_file, write_corpus
+from harness import CONCERNS, ROOT, TINY, command, read_curves, tiny_config, train, wait_for_file, write_corpus
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 ENDED: list[threading.Thread] = []  # those that would have ended their process
@@ -539,7 +539,7 @@ class Group:
             time.sleep(0.01)
 
     def outputs(self) -> list[str]:
-        return [process.communicate(timeout=120)[0] for process in self.processes]
+        return [CONCERNS.sub("", process.communicate(timeout=120)[0]) for process in self.processes]
 
 
 @pytest.mark.slow
