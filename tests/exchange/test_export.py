@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
 ODD = ModelConfig(context_length=97, d_model=60, num_layers=3, num_heads=5)
 MINI = ModelConfig(context_length=128, d_model=128, num_layers=4, num_heads=4)
-GPT2 = ModelConfig(context_length=1024, d_model=768, num_layers=12, num_heads=12)
 BPE = train_bpe([TEXT * 3], 307)
 GREEDY = Sampling(temperature=0.0)
 
