@@ -25,8 +25,8 @@ def find_overlap(text: np.ndarray, corpus: np.ndarray | Tokens) -> Overlap:
     """Find what a text (N,) has in common with a corpus of token ids.
 
     Every pass over the corpus asks which runs of n tokens it contains, block by block, so its memory does not grow with
-    the corpus. The greatest n is found by bisection, since whoever contains a run contains its parts; for the same
-    reason only the first pass reads all blocks. Of a large corpus the first `SEARCHED` tokens count.
+    the corpus. The greatest n is found by bisection, since a corpus that contains a run contains its parts, so only
+    the first pass reads all blocks. Of a large corpus the first `SEARCHED` tokens count.
     """
     found, blocks = _contained(text, corpus, LEAST, range(0, min(SEARCHED, len(corpus)), AT_ONCE))
     copied = np.zeros(len(text), bool)

@@ -14,7 +14,7 @@ WORDS, CHARACTERS = 4, 40  # in a prompt, at most
 def prompts_from(corpora: Corpora) -> list[str]:
     """Return the empty prompt, which starts a document, and the words that begin one in each of up to three corpora.
 
-    From a single corpus there are two, of which the first is the last.
+    A single corpus gives two, the better one last, since the closing commands use the last prompt.
     """
     if len(corpora.sources) == 1:
         return ["", *[*islice(_beginnings(corpora.sources[0]), 2)][::-1]]

@@ -1,4 +1,4 @@
-"""What simple predictors make of a validation text, in bits per byte: marks for a model to pass."""
+"""Bits per byte of simple predictors on the validation text, for a model to beat."""
 
 import gzip
 import lzma

@@ -8,6 +8,7 @@ from gpt.training.config import Config
 from gpt.training.plan import Plan
 
 # benchmarks/LOG.md says how these were measured.
+TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
 MOST_EPOCHS = 50  # after which a text is only learnt by heart
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
@@ -23,27 +24,37 @@ def concerns(config: Config, plan: Plan, corpora: Corpora) -> list[str]:
 
     It reads about a million tokens of each corpus at most.
     """
-    vocabulary = "" if config.init_from else _cut_up(corpora) or _vocabulary(corpora)  # otherwise the weights bring it
-    checks = [_repeats(config, plan, corpora), vocabulary, _context(config, corpora), _validation(config, corpora)]
+    checks = [_repeats(config, plan, corpora)]
+    if not config.init_from:  # which brings its own vocabulary and context
+        checks += [_cut_up(corpora) or _vocabulary(corpora), _context(config, corpora)]
+    checks.append(_validation(config, corpora))
     return [line for line in checks if line]
 
 
 def _repeats(config: Config, plan: Plan, corpora: Corpora) -> str:
-    tokens = plan.total_steps * config.trainer.tokens_per_step / SHARES
-    epochs = [tokens * share / len(source.train) for source, share in zip(corpora.sources, corpora.shares, strict=True)]
-    if (most := max(epochs)) <= MOST_EPOCHS:
+    tokens = plan.total_steps * config.trainer.tokens_per_step
+    each = epochs(tokens, corpora)
+    if (most := max(each)) <= MOST_EPOCHS:
         return ""
-    what, remedy = "the text", f"horizon={suitable_steps(config, corpora)}steps"
-    if len(epochs) > 1:
-        i = epochs.index(most)
-        what, share = corpora.names[i], max(2.0, corpora.shares[i] * EPOCHS / most)
+    i = each.index(most)
+    what, remedy = corpora.names[i], f"horizon={suitable_steps(config, corpora)}steps"
+    if len(each) == 1:
+        what = "the text"
+    elif tokens / corpora.train_tokens <= MOST_EPOCHS:  # other weights would help
+        share = max(2.0, corpora.shares[i] * EPOCHS / most)
         others = sum(config.data.weights) - config.data.weights[i]
         weights = [*config.data.weights[:i], others * share / (SHARES - share), *config.data.weights[i + 1 :]]
         remedy = f"data.weights='[{','.join(f'{weight:.2g}' for weight in weights)}]'"
     return (
-        f"{plan.total_steps:,} steps see {what} {most:,.0f} times, and beyond {MOST_EPOCHS} a model only learns it by "
-        f"heart: try {remedy}"
+        f"{plan.total_steps:,} steps would read {what} {most:,.0f} times; beyond about {MOST_EPOCHS} a model only "
+        f"memorises it: try {remedy}"
     )
+
+
+def epochs(tokens: int, corpora: Corpora) -> list[float]:
+    """Return how often each corpus is seen in so many tokens of training."""
+    pairs = zip(corpora.sources, corpora.shares, strict=True)
+    return [tokens * share / SHARES / len(source.train) for source, share in pairs]
 
 
 def suitable_steps(config: Config, corpora: Corpora) -> int:
@@ -56,8 +67,8 @@ def _vocabulary(corpora: Corpora) -> str:
     if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
         return ""
     return (
-        f"a vocabulary of {size:,} is large for {tokens:,} tokens of text: each is seen {tokens / size:.1f} times, "
-        f"under {TOKENS_PER_ENTRY}: try tokenizer=bpe tokenizer.vocab_size={fitting}"
+        f"a vocabulary of {size:,} is large for {tokens:,} tokens of text: each entry occurs {tokens / size:.1f} times "
+        f"on average, fewer than {TOKENS_PER_ENTRY}: try tokenizer=bpe tokenizer.vocab_size={fitting}"
     )
 
 
@@ -77,8 +88,8 @@ def _context(config: Config, corpora: Corpora) -> str:
     if len(lengths) < DOCUMENTS or not enough:
         return ""
     return (
-        f"{NEARLY_ALL:.0%} of the text is in documents of at most {most:,} tokens, so the {context:,} of a window hold "
-        f"several that are unrelated: try model.context_length={enough[0]}"
+        f"{NEARLY_ALL:.0%} of the text is in documents of at most {most:,} tokens, so a window of {context:,} mixes "
+        f"several unrelated documents: try model.context_length={enough[0]}"
     )
 
 
@@ -89,8 +100,8 @@ def _validation(config: Config, corpora: Corpora) -> str:
     size, training = (_bytes(corpora, split) for split in ("validation", "train"))
     larger = 10 * config.data.validation_bytes < size + training
     return (
-        f"the validation text has {tokens:,} tokens ({size:,} bytes), under {VALIDATION_TOKENS:,}: another one of that "
-        f"size may differ by {UNCERTAINTY * (VALIDATION_TOKENS / tokens) ** 0.25:.0%} in loss; "
+        f"the validation text has {tokens:,} tokens ({size:,} bytes), under {VALIDATION_TOKENS:,}: on another text "
+        f"of that size the loss could differ by {UNCERTAINTY * (VALIDATION_TOKENS / tokens) ** 0.25:.0%}; "
         + ("try data.validation_bytes=1000000" if larger else "only more text helps")
     )
 

@@ -134,11 +134,9 @@ class Fitting:
             callbacks["Journal"] = callbacks["Journal"] | {"events": {"names": "sizes"}}  # like nothing that is stored
         if isinstance(stored.get("Curves"), dict) and "loss" in stored["Curves"]:
             callbacks["Curves"]["loss"] = 0.0
-        if "Turning" not in stored:  # an older version had none
-            del callbacks["Turning"]
-        if "References" not in stored:  # an older version had none
-            del callbacks["References"]
-        elif isinstance(stored["References"], dict) and isinstance(stored["References"].get("passed_at"), dict):
+        for name in {"Turning", "References"} - set(stored):  # an older version had none
+            del callbacks[name]
+        if isinstance(stored.get("References"), dict) and isinstance(stored["References"].get("passed_at"), dict):
             callbacks["References"] = {"passed_at": dict.fromkeys(stored["References"]["passed_at"], 0)}
         if "UserValues" in stored:
             names = stored["UserValues"].get("values") if isinstance(stored["UserValues"], dict) else None

@@ -26,14 +26,13 @@ from gpt.model.chunked_loss import CHUNK_BYTES, SLICE
 from gpt.model.fast_attention import prefers_fused_kernel
 from gpt.model.linear import ROUND_AGAIN_FROM
 from gpt.model.transformer import GPTConfig
-from gpt.text.shards import SHARES
 from gpt.training import runs
-from gpt.training.concerns import concerns
+from gpt.training.concerns import concerns, epochs
 from gpt.training.config import Config, parse_horizon
 from gpt.training.session import for_seconds, measured, prepared, require_loggers, say
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs/model"
-CARDS = (16, 24, 80)  # GB of memory on common GPUs, of which CUDA's own code and fragments take one
+CARDS = (16, 24, 80)  # GB on common GPUs; one goes to the CUDA context and fragmentation
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
 CHECKPOINTS = 3  # best, last and previous
 CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times steps: curves, pictures, Lightning's loop
@@ -75,7 +74,7 @@ def forecast(config: Config) -> dict[str, Any]:
 
     device = torch.device(config.trainer.device)
     free, process = hardware.free_memory(device), _held(device)
-    say("timing a few steps and a part of a validation")
+    say("timing a few steps and part of a validation")
     plan, seconds = measured(config, plan, corpora, given)
     if parse_horizon(config.horizon).unit == "seconds":
         config, plan = for_seconds(config, plan, seconds)
@@ -87,10 +86,7 @@ def forecast(config: Config) -> dict[str, Any]:
     peak = extra + (_held(device) or parts["peak"])
     settings, steps, N = config.trainer, plan.total_steps, parameters(shape)
     tokens = steps * settings.tokens_per_step
-    seen = {
-        name: tokens * share / SHARES / len(source.train)
-        for name, share, source in zip(corpora.names, corpora.shares, corpora.sources, strict=True)
-    }
+    seen = dict(zip(corpora.names, epochs(tokens, corpora), strict=True))
     return {
         "parameters": N,
         "tokenizer": {"name": corpora.tokenizer.name, "vocab_size": shape.vocab_size},
@@ -186,7 +182,10 @@ def presets(config: Config, vocab_size: int, free: float) -> dict[str, dict[str,
     found = {}
     on_card = replace(config, trainer=replace(config.trainer, precision="bf16"))
     for file in PRESETS.glob("*.yaml"):
-        shape = GPTConfig(vocab_size=vocab_size, **yaml.safe_load(file.read_text(encoding="utf-8")))
+        try:
+            shape = GPTConfig(vocab_size=vocab_size, **yaml.safe_load(file.read_text(encoding="utf-8")))
+        except (TypeError, ValueError, yaml.YAMLError):  # it needs Hydra to be understood
+            continue
         if asdict(shape) | {"dropout": 0} != asdict(config.model) | {"dropout": 0, "vocab_size": vocab_size}:
             fitting = {"here": _largest(shape, config, config.trainer.device, free)}
             fitting |= {f"{size} GB": _largest(shape, on_card, "cuda", (size - 1) << 30) for size in CARDS}

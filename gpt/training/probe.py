@@ -78,19 +78,23 @@ def seconds_per_step(config: Config, plan: Plan, corpora: Corpora, at_most: floa
 def seconds_validating(config: Config, plan: Plan, corpora: Corpora) -> float:
     """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
     module = GPTModule(config, plan, corpora).to(config.trainer.device)
-    optimizer = module.configure_optimizers()  # for its memory, which a run holds meanwhile
+    alone = config.trainer.strategy != "fsdp"
+    optimizer = module.configure_optimizers() if alone else None  # for its memory, which a run holds meanwhile
     model, T, sources = module.model, config.model.context_length, corpora.sources
     size = max(1, tokens_at_once(model, config.trainer.world_size) // T)
     batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
 
-    def sample() -> None:
+    def sample() -> list[int]:
         generator = torch.Generator(module.device).manual_seed(config.seed)
         idx = batches[0][0][:1, :1].to(module.device)
-        longest_copy([[int(token) for token in generate(model, idx, SAMPLE_TOKENS, Sampling(), generator)]], corpora)
+        with torch.compiler.set_stance("force_eager"):  # as in a run
+            return [int(token) for token in generate(model, idx, SAMPLE_TOKENS, Sampling(), generator)]
 
     with arithmetic(config.trainer.device, deterministic=False), giving_way():
         _, scoring = (_seconds(partial(score, model, [batch], 1)) for batch in (batches[0], batches[-1]))
         sampling = _seconds(sample) * len(config.data.prompts or [])
+        if config.data.prompts:
+            sampling += _seconds(lambda: longest_copy([sample()], corpora)) - sampling / len(config.data.prompts)
     del optimizer
     windows = sum(len(source.validation) for source in sources) / T
     scoring *= windows / len(batches[-1][0]) / config.trainer.world_size

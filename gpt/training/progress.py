@@ -50,7 +50,7 @@ class Progress(StepCallback):
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
         if trainer.is_global_zero and sys.stderr.isatty():
             steps = {"total": module.plan.total_steps, "initial": trainer.global_step}
-            # The time left follows the speed of about the last minute, so it is calm.
+            # The time left follows the speed of about the last hundred updates, so it is calm.
             self._line = Line(**steps, dynamic_ncols=True, mininterval=0.5, smoothing=0.01, leave=False)
             self._line.facts = self._facts()
 
@@ -93,4 +93,4 @@ class Progress(StepCallback):
 
 
 def _short(value: float) -> str:
-    return f"{value:.3f}"[:5]
+    return f"{value:.3f}" if value < 9.9995 else f"{value:.4g}"

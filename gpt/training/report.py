@@ -11,16 +11,18 @@ from tqdm.utils import disp_len, disp_trim
 
 from gpt.errors import quote
 from gpt.text.pieces import visible
+from gpt.training.concerns import TURNED
 
 MOST_SAMPLES = 3
 
 
 def closing_lines(
-    figures: dict[str, Any], samples: Sequence[str], prompt: str, total_steps: int, run_dir: Path
+    figures: dict[str, Any], samples: Sequence[str], prompt: str, total_steps: int, shorter: int, run_dir: Path
 ) -> Iterator[str]:
     """What to print at the end: `figures` as in metrics.json, `samples` of the last validation, and what to do next.
 
-    `prompt` is for the commands, and `total_steps` tells whether the run has stopped before its horizon.
+    `prompt` is for the commands, `total_steps` tells whether the run has stopped before its horizon, and `shorter` is
+    the horizon in steps to suggest if validation has turned.
     """
     yield ""
     rows = list(_figures(figures))
@@ -31,7 +33,7 @@ def closing_lines(
         for sample in samples[-MOST_SAMPLES:]:
             yield from _item(sample, shutil.get_terminal_size().columns)
     yield ""
-    yield from (f"{what + ':':13} {command}" for what, command in _next(figures, prompt, total_steps, run_dir))
+    yield from (f"{what + ':':13} {command}" for what, command in _next(figures, prompt, total_steps, shorter, run_dir))
 
 
 def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -40,32 +42,34 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     seconds, memory = figures["train_seconds"], f", {peak:.2f} GiB at peak" if peak else ""
     speed = f"{figures['tokens_per_second']:,.0f} tokens/s{memory}"
     yield "trained", f"{steps}", f"steps: {figures['tokens']:,} tokens, {figures['epochs']:.2f} epochs"
-    yield "in", f"{seconds:.1f}", f"seconds{f' ({duration(seconds)})' if seconds >= 60 else ''}: {speed}"
+    yield "time", f"{seconds:.1f}", f"seconds{f' ({duration(seconds)})' if seconds >= 60 else ''}: {speed}"
     if "train_loss" in figures:
         yield "training loss", f"{figures['train_loss']:.4f}", "nats per token"
     yield "validation loss", f"{figures['val_loss']:.4f}", "nats per token"
     since = "the last" if best == steps else "which best.ckpt keeps"
-    yield "at its best", f"{figures['best_val_loss']:.4f}", f"nats per token, at step {best}, {since}"
-    yield "validation text", f"{figures['val_bits_per_byte']:.4f}", "bits per byte"
+    yield "best validation", f"{figures['best_val_loss']:.4f}", f"nats per token, at step {best}, {since}"
+    yield "validation", f"{figures['val_bits_per_byte']:.4f}", "bits per byte"
     for name, part in figures.get("mix", {}).items():
-        yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"of it, after {part['epochs']:.2f} epochs"
+        yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"bits per byte, after {part['epochs']:.2f} epochs"
     for name, reference in figures["references"].items():
         step = reference["passed_at"]
         passed = "not passed" if step is None else f"passed at step {step}"
         yield f"  {name}", f"{reference['bits_per_byte']:.4f}", passed
 
 
-def _next(figures: dict[str, Any], prompt: str, total_steps: int, run_dir: Path) -> Iterator[tuple[str, str]]:
+def _next(
+    figures: dict[str, Any], prompt: str, total_steps: int, shorter: int, run_dir: Path
+) -> Iterator[tuple[str, str]]:
     """Commands to try, the last of which fits how the run has ended."""
-    steps, best, run = figures["steps"], figures["best_step"], str(run_dir)
+    steps, run = figures["steps"], str(run_dir)
     sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
     sample += quote(prompt)
     yield "the run", run
     yield "sample it", sample
     yield "see why", f"{sample} --insight page.html"
     yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
-    if best < steps:  # validation has turned
-        yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={best}steps"
+    if figures["val_loss"] > TURNED * figures["best_val_loss"]:
+        yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={shorter}steps"
     elif steps < total_steps:
         yield "go on", f"python train.py {quote(f'resume={run}')}"
     else:
@@ -76,7 +80,8 @@ def _next(figures: dict[str, Any], prompt: str, total_steps: int, run_dir: Path)
 
 
 def one_line(text: str, width: int) -> str:
-    """Put text on a line of at most `width` columns, with signs for line ends and control characters."""
+    """Put text on a line of at most `width` columns, but 8, with signs for line ends and control characters."""
+    width = max(8, width)
     text = re.sub(r"\s*\n\s*", " ⏎ ", text.strip()[: 4 * width])
     line = " ".join(visible(word.encode()) for word in text.split(" "))  # it has a sign for spaces, too
     return line if disp_len(line) <= width else disp_trim(line, width - 1) + "…"

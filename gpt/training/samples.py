@@ -42,7 +42,7 @@ class Samples(StepCallback):
         continued = [(prompt, one.text) for prompt, one in zip(prompts, streams, strict=True)]
         self.latest = [f"[{prompt}]{text}" if prompt else text for prompt, text in continued]
         text = "\n\n---\n\n".join(f"**{prompt}**{text}" if prompt else text for prompt, text in continued)
-        copied = longest_copy([one.tokens for one in streams], module.corpora)
+        copied = longest_copy([one.tokens for one in streams], module.corpora) if streams else ""
         if streams:
             self._curves.write({"samples/longest_copy": len(copied)}, step)
         if copied:

@@ -28,7 +28,7 @@ from gpt.text.prompts import prompts_from
 from gpt.text.shards import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
-from gpt.training.concerns import concerns
+from gpt.training.concerns import concerns, suitable_steps
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
 from gpt.training.processes import leading, use_threads
@@ -219,10 +219,10 @@ class Session:
             stopped = f"stopped early at step {step} of {self.plan.total_steps}"
             if fitting.early.by_patience:
                 best = fitting.validation.best_step
+                shorter = f"horizon={min(best, suitable_steps(self.config, self.corpora))}steps"
                 say(
                     f"{stopped}: no improvement in the last {self.config.patience} validations (best at step {best}). "
-                    f"The learning rates were still falling: a shorter run, such as horizon={best}steps, will probably "
-                    "do better"
+                    f"The learning rates were still falling: a shorter run, such as {shorter}, will probably do better"
                 )
             else:
                 say(f"{stopped}, as a callback asked; to go on regardless: python train.py resume={self.run_dir}")
@@ -248,7 +248,8 @@ class Session:
     def report(self) -> None:
         """Print the final figures, samples, and commands to try next."""
         prompt = ((self.config.data.prompts or [""])[-1].splitlines() or [""])[0]
-        for line in closing_lines(self.metrics, self._samples, prompt, self.plan.total_steps, self.run_dir):
+        shorter = min(self.metrics["best_step"], suitable_steps(self.config, self.corpora))
+        for line in closing_lines(self.metrics, self._samples, prompt, self.plan.total_steps, shorter, self.run_dir):
             say(line)
 
 
@@ -377,7 +378,7 @@ def measured(config: Config, plan: Plan, corpora: Corpora, given: Tokenizer | No
         if not hardware.is_out_of_memory(error):
             raise
         remedy = f"choose less than {MICRO_BATCH}={plan.micro_batch_size}, or a smaller model"
-        raise UserError(f"out of memory while a step was measured for horizon={config.horizon}: {remedy}") from None
+        raise UserError(f"out of memory while timing a step: {remedy}") from None
 
 
 def for_seconds(config: Config, plan: Plan, seconds: float) -> tuple[Config, Plan]:

@@ -7,13 +7,12 @@ from lightning import Trainer
 
 from gpt.sampling.scoring import Score
 from gpt.text.progress_bar import write_above
-from gpt.training.concerns import suitable_steps
+from gpt.training.concerns import TURNED, suitable_steps
 from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.steps import StepCallback
 from gpt.training.validation import Validation
 
-MARGIN = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5% (benchmarks/LOG.md)
 VALIDATIONS = 2  # in a row that must be so
 
 
@@ -30,14 +29,16 @@ class Turning(StepCallback):
         if self._worse == VALIDATIONS:
             return
         if best_step == step:
-            self._train_loss = -math.inf if math.isnan(self._curves.loss) else self._curves.loss
-        turned = score.nats_per_token > MARGIN * best and MARGIN * self._curves.loss < self._train_loss
+            self._train_loss = -math.inf
+        if self._train_loss == -math.inf and not math.isnan(self._curves.loss):  # its first point may come later
+            self._train_loss = self._curves.loss
+        turned = score.nats_per_token > TURNED * best and TURNED * self._curves.loss < self._train_loss
         self._worse = self._worse + 1 if turned else 0
         if self._worse == VALIDATIONS and trainer.is_global_zero:
             steps = min(best_step, suitable_steps(module.config, module.corpora))
             write_above(
-                f"train.py: validation was best at step {best_step} and has risen since, while training falls: the "
-                f"model memorises. best.ckpt keeps step {best_step}; try horizon={steps}steps",
+                f"train.py: validation loss was lowest at step {best_step} and has risen since, while training loss "
+                f"keeps falling: the model is memorising. best.ckpt holds step {best_step}; try horizon={steps}steps",
                 sys.stderr,
             )
 

@@ -312,7 +312,7 @@ def test_mixture_continues(settings, tmp_path):
     assert differences(hurt, tmp_path / "whole") == []
     mixture = json.loads((hurt / "metrics.json").read_text())["mix"]
     assert list(mixture) == ["corpus", "more"]
-    shown = re.findall(r"^  (\w+) +(\d\.\d{4})  of it, after (\d+\.\d\d) epochs$", done.stdout, re.M)
+    shown = re.findall(r"^  (\w+) +(\d\.\d{4})  bits per byte, after (\d+\.\d\d) epochs$", done.stdout, re.M)
     assert [name for name, _, _ in shown] == list(mixture)
     for name, bits, epochs in shown:
         assert (epochs, bits) == (f"{mixture[name]['epochs']:.2f}", f"{mixture[name]['val_bits_per_byte']:.4f}")

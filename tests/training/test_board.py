@@ -254,7 +254,9 @@ def test_update_ratios(run, events):
 def test_steps_without_update_ratios(run, strategy, skipped, expected):
     """Steps that fp16 skips have no point, and weights that are split among devices have none at all."""
     written: dict[int, dict] = {}
-    ratios = UpdateRatios(SimpleNamespace(writing=True, write=lambda scalars, step: written.update({step: scalars})))  # type: ignore[arg-type]
+    ratios = UpdateRatios(
+        SimpleNamespace(writing=True, wanted=True, write=lambda scalars, step: written.update({step: scalars}))
+    )  # type: ignore[arg-type]
     model = torch.nn.Linear(7, 3)
     module = SimpleNamespace(
         plan=run[0].plan,

@@ -79,7 +79,7 @@ def test_patience_ends_a_run(folder, tmp_path, worse, capfd):
         "were still falling: a shorter run, such as horizon=6steps, will probably do better\n" in said
     )
     assert re.search(r"^trained +12  steps: 1,152 tokens, ", said, re.M)
-    assert re.search(r"^at its best +\d\.\d{4}  nats per token, at step 6, which best.ckpt keeps$", said, re.M)
+    assert re.search(r"^best validation +\d\.\d{4}  nats per token, at step 6, which best.ckpt keeps$", said, re.M)
     assert f"\nrun shorter:  python train.py rerun={session.run_dir} horizon=6steps\n" in said
     stored = json.loads((session.run_dir / "metrics.json").read_text())
     assert (stored["steps"], stored["best_step"]) == (12, 6)

@@ -70,7 +70,7 @@ def test_both_losses_in_one_unit(tmp_path):
     validation.latest = Score(nats=30.0, tokens=10, bytes=20)
     assert shown._facts() == FACTS
     curves.loss = 10.8254
-    assert shown._facts()[0] == "train 10.82 val 3.000"
+    assert shown._facts()[0] == "train 10.83 val 3.000"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -83,7 +83,7 @@ def test_what_is_printed(run):
     assert re.search(r"^trained +40  steps: 3,840 tokens, \d\.\d\d epochs$", done.stdout, re.M)
     metrics = json.loads((run_dir / "metrics.json").read_text())
     bits = metrics["references"]["unigram"]["bits_per_byte"]  # the text is too short for compressors
-    scored = f"validation text  {metrics['val_bits_per_byte']:.4f}  bits per byte"
+    scored = f"validation       {metrics['val_bits_per_byte']:.4f}  bits per byte"
     assert f"\n{scored}\n  unigram        {bits:.4f}  " in done.stdout
     assert f"\nthe run:      {run_dir}\n" in done.stdout
     assert f"its curves:   tensorboard --logdir {run_dir.parent}\n" in done.stdout
