@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from gpt.errors import Parser, UserError, command_line
 from gpt.exchange.opening import open_tokenizer
-from gpt.text.pieces import NotUTF8Error, cut, decoded, visible, well_formed
+from gpt.text.pieces import NotUTF8Error, cut, decoded, label, visible, well_formed
 from gpt.text.tokenizer import Tokenizer
 
 SHORT = 40  # up to this many tokens are also listed one by one
@@ -112,7 +112,7 @@ def show(tokenizer: Tokenizer, pieces: Iterable[str], table: bool, colors: tuple
 def describe(tokenizer: Tokenizer, token: int, color: int | None) -> str:
     """Format one line about a token: its id, its bytes, itself, and the pair it was merged from."""
     data, parts = tokenizer.decode_bytes([token]), tokenizer.merged_from(token)
-    shown, *merged = (visible(part).replace("\n", "") for part in (data, *parts))
+    shown, *merged = (label(part) for part in (data, *parts))
     merge = f" = {' + '.join(merged)}" if len(merged) > 1 else ""
     return f"{token:>6}  {data.hex(' '):<23}  {paint(shown, color)}{merge}\n"
 

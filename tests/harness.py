@@ -1,6 +1,7 @@
 """Real trainings, in this process or in one of their own, and what it means that two runs are equal."""
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -169,6 +170,15 @@ def flatten(value, name: str = "") -> dict:
     else:
         return {name: value}
     return {key: leaf for inner_name, inner in pairs for key, leaf in flatten(inner, inner_name).items()}
+
+
+def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves in metrics.csv: tag to (step, value) pairs."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    with (run_dir / "metrics.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
+    return curves
 
 
 def read_curves(run_dir: Path) -> dict:

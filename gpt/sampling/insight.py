@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
-from gpt.text.pieces import visible
+from gpt.text.pieces import label
 from gpt.text.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -52,7 +52,7 @@ def insight_page(
     }
     shown = set(ids) | {one[0] for row in data["expected"] for one in row["likeliest"]}
     shown |= {guess[0] for layer in data["layers"] for row in layer for guess in row}
-    data["vocabulary"] = {i: visible(tokenizer.decode_bytes([i])).replace("\n", "") for i in sorted(shown)}
+    data["vocabulary"] = {i: label(tokenizer.decode_bytes([i])) for i in sorted(shown)}
     page = (ASSETS / "insight.html").read_text(encoding="utf-8")
     page = page.replace("/* style */", (ASSETS / "insight.css").read_text(encoding="utf-8"))
     page = page.replace("/* script */", (ASSETS / "insight.js").read_text(encoding="utf-8"))

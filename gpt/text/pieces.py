@@ -72,3 +72,8 @@ def visible(token: bytes) -> str:
         _SIGNS.get(c) or (c if c.isprintable() else "".join(f"<{byte:02x}>" for byte in c.encode(*_RAW)))
         for c in token.decode(*_RAW)
     )
+
+
+def label(token: bytes) -> str:
+    """Make a token visible on one line."""
+    return visible(token).replace("\n", "")

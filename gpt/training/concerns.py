@@ -62,6 +62,11 @@ def suitable_steps(config: Config, corpora: Corpora) -> int:
     return max(STEPS, EPOCHS * corpora.train_tokens // config.trainer.tokens_per_step)
 
 
+def shorter_steps(config: Config, corpora: Corpora, best_step: int) -> int:
+    """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
+    return min(best_step, suitable_steps(config, corpora))
+
+
 def _vocabulary(corpora: Corpora) -> str:
     size, tokens, fitting = corpora.tokenizer.vocab_size, corpora.train_tokens, _suitable_size(corpora)
     if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:

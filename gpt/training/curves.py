@@ -38,7 +38,6 @@ class Curves(StepCallback):
         self.loggers: list[Logger] = []  # beside TensorBoard and metrics.csv, on rank 0
         self._table: IO[str] | None = None  # metrics.csv, on rank 0 while training
         self.writing = False  # whether this is rank 0 and it trains
-        self.wanted = bool(names)  # whether anybody writes curves
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
         self._restored: list[float] = []  # the sum of each rank, from a checkpoint
         self._trainer: Trainer | None = None

@@ -8,7 +8,7 @@ from lightning import Trainer
 
 from gpt.files import replacing
 from gpt.sampling.scoring import Score
-from gpt.text.pieces import visible
+from gpt.text.pieces import label
 from gpt.text.references import sample
 from gpt.text.shards import Corpora
 from gpt.training.curves import Curves
@@ -44,7 +44,7 @@ class Embeddings(StepCallback):
     def _describe(self, module: GPTModule) -> None:
         """Say what the rows are, which never changes in a run. TensorBoard looks for the rows once it is said."""
         tokenizer = module.corpora.tokenizer
-        labels = [visible(tokenizer.decode_bytes([i])).replace("\n", "") for i in self._ids.tolist()]
+        labels = [label(tokenizer.decode_bytes([i])) for i in self._ids.tolist()]
         (self._folder / "tokens.tsv").write_text("\n".join(labels) + "\n", encoding="utf-8", newline="\n")
         shape = f"tensor_shape: {len(self._ids)} tensor_shape: {module.config.model.d_model}"
         paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'

@@ -79,7 +79,8 @@ def forecast(config: Config) -> dict[str, Any]:
     if parse_horizon(config.horizon).unit == "seconds":
         config, plan = for_seconds(config, plan, seconds)
     gc.collect()
-    validating = seconds_validating(config, plan, corpora)
+    with hardware.explained("choose a smaller model"):
+        validating = seconds_validating(config, plan, corpora)
     shape = GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model))
     parts = memory(shape, config, device.type, plan.micro_batch_size, plan.accumulation > 1)
     extra = CALLBACKS if device.type != "cuda" else 0

@@ -92,9 +92,11 @@ def seconds_validating(config: Config, plan: Plan, corpora: Corpora) -> float:
 
     with arithmetic(config.trainer.device, deterministic=False), giving_way():
         _, scoring = (_seconds(partial(score, model, [batch], 1)) for batch in (batches[0], batches[-1]))
-        sampling = _seconds(sample) * len(config.data.prompts or [])
-        if config.data.prompts:
-            sampling += _seconds(lambda: longest_copy([sample()], corpora)) - sampling / len(config.data.prompts)
+        sampled: list[list[int]] = []
+        sampling = 0.0
+        if prompts := config.data.prompts:
+            sampling = len(prompts) * _seconds(lambda: sampled.append(sample()))
+            sampling += _seconds(lambda: longest_copy(sampled, corpora))
     del optimizer
     windows = sum(len(source.validation) for source in sources) / T
     scoring *= windows / len(batches[-1][0]) / config.trainer.world_size

@@ -64,11 +64,8 @@ class Progress(StepCallback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if not trainer.is_global_zero:
             return
-        total, sample, width = (
-            module.plan.total_steps,
-            "".join(self._samples.latest[-1:]),
-            shutil.get_terminal_size().columns,
-        )
+        total, width = module.plan.total_steps, shutil.get_terminal_size().columns
+        sample = "".join(self._samples.latest[-1:])
         if self._line is None or not sys.stdout.isatty():
             facts = f"step {step}/{total}  {'  '.join(self._facts())}"
             write_above(facts + (f"\n    {one_line(sample, width - 4)}" if sample else ""), sys.stdout)

@@ -9,7 +9,7 @@ from gpt.hardware import arithmetic
 from gpt.sampling.generation import Sampling, TextStream, generate
 from gpt.sampling.scoring import Score
 from gpt.text.overlap import find_copies
-from gpt.text.pieces import visible
+from gpt.text.pieces import label
 from gpt.text.shards import Corpora
 from gpt.training.attention_picture import attention_picture, to_png
 from gpt.training.curves import Curves
@@ -86,7 +86,7 @@ class AttentionMaps(StepCallback):
         with torch.compiler.set_stance("force_eager"):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()  # (L, H, T, T)
         model.train()
-        labels = [visible(tokenizer.decode_bytes([i])).replace("\n", "") for i in ids]
+        labels = [label(tokenizer.decode_bytes([i])) for i in ids]
         for layer, heads in enumerate(maps, start=1):
             picture = attention_picture(heads.numpy(), labels)
             self._curves.write_picture(f"weights/attention/layer_{layer}", picture.size, to_png(picture), step)

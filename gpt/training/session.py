@@ -28,7 +28,7 @@ from gpt.text.prompts import prompts_from
 from gpt.text.shards import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
-from gpt.training.concerns import concerns, suitable_steps
+from gpt.training.concerns import concerns, shorter_steps
 from gpt.training.config import Config, parse_horizon, read, to_plain, to_yaml, validate
 from gpt.training.plan import Plan, make_plan
 from gpt.training.processes import leading, use_threads
@@ -219,7 +219,7 @@ class Session:
             stopped = f"stopped early at step {step} of {self.plan.total_steps}"
             if fitting.early.by_patience:
                 best = fitting.validation.best_step
-                shorter = f"horizon={min(best, suitable_steps(self.config, self.corpora))}steps"
+                shorter = f"horizon={shorter_steps(self.config, self.corpora, best)}steps"
                 say(
                     f"{stopped}: no improvement in the last {self.config.patience} validations (best at step {best}). "
                     f"The learning rates were still falling: a shorter run, such as {shorter}, will probably do better"
@@ -248,7 +248,7 @@ class Session:
     def report(self) -> None:
         """Print the final figures, samples, and commands to try next."""
         prompt = ((self.config.data.prompts or [""])[-1].splitlines() or [""])[0]
-        shorter = min(self.metrics["best_step"], suitable_steps(self.config, self.corpora))
+        shorter = shorter_steps(self.config, self.corpora, self.metrics["best_step"])
         for line in closing_lines(self.metrics, self._samples, prompt, self.plan.total_steps, shorter, self.run_dir):
             say(line)
 

@@ -7,7 +7,7 @@ from lightning import Trainer
 
 from gpt.sampling.scoring import Score
 from gpt.text.progress_bar import write_above
-from gpt.training.concerns import TURNED, suitable_steps
+from gpt.training.concerns import TURNED, shorter_steps
 from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.steps import StepCallback
@@ -35,7 +35,7 @@ class Turning(StepCallback):
         turned = score.nats_per_token > TURNED * best and TURNED * self._curves.loss < self._train_loss
         self._worse = self._worse + 1 if turned else 0
         if self._worse == VALIDATIONS and trainer.is_global_zero:
-            steps = min(best_step, suitable_steps(module.config, module.corpora))
+            steps = shorter_steps(module.config, module.corpora, best_step)
             write_above(
                 f"train.py: validation loss was lowest at step {best_step} and has risen since, while training loss "
                 f"keeps falling: the model is memorising. best.ckpt holds step {best_step}; try horizon={steps}steps",

@@ -24,7 +24,7 @@ class UpdateRatios(StepCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: GPTModule, optimizer) -> None:  # type: ignore[override]
         due = module.plan.due(trainer.global_step + 1, module.config.trainer.log_every)
-        if due and self._curves.writing and self._curves.wanted and module.config.trainer.strategy != "fsdp":
+        if due and self._curves.writing and module.config.logger and module.config.trainer.strategy != "fsdp":
             self._before = _rows(module)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:

@@ -1,6 +1,5 @@
 """What a run shows in TensorBoard beside its curves' points: charts, references, updates of weights, embeddings."""
 
-import csv
 import json
 import re
 import shutil
@@ -26,7 +25,7 @@ from gpt.training.embeddings import frequent
 from gpt.training.metrics import References
 from gpt.training.session import Session
 from gpt.training.updates import ROWS, UpdateRatios
-from harness import StopAt, differences, tiny_config, write_corpus
+from harness import StopAt, differences, read_table, tiny_config, write_corpus
 
 EXPERIMENT = ["horizon=43steps", "trainer.validate_every=7", "trainer.precision=fp32", "model.d_model=36"]
 
@@ -63,14 +62,6 @@ def events(run) -> EventAccumulator:
     events = EventAccumulator(str(run[0].run_dir), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     return events
-
-
-def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    with (run_dir / "metrics.csv").open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
-    return curves
 
 
 # --- all that a run says of itself ---
@@ -254,13 +245,11 @@ def test_update_ratios(run, events):
 def test_steps_without_update_ratios(run, strategy, skipped, expected):
     """Steps that fp16 skips have no point, and weights that are split among devices have none at all."""
     written: dict[int, dict] = {}
-    ratios = UpdateRatios(
-        SimpleNamespace(writing=True, wanted=True, write=lambda scalars, step: written.update({step: scalars}))
-    )  # type: ignore[arg-type]
+    ratios = UpdateRatios(SimpleNamespace(writing=True, write=lambda scalars, step: written.update({step: scalars})))  # type: ignore[arg-type]
     model = torch.nn.Linear(7, 3)
     module = SimpleNamespace(
         plan=run[0].plan,
-        config=SimpleNamespace(trainer=SimpleNamespace(log_every=5, strategy=strategy)),
+        config=SimpleNamespace(trainer=SimpleNamespace(log_every=5, strategy=strategy), logger=["csv"]),
         model=SimpleNamespace(blocks=[model]),
         loss_scaling=None if skipped is None else SimpleNamespace(skipped=skipped),
     )

@@ -191,21 +191,8 @@ def test_turning(capsys, validation, training, expected):
     assert all(f"lowest at step {best_then} " in line and f"horizon={best_then}steps" in line for _, line in said)
 
 
-@pytest.fixture
-def turn(monkeypatch) -> None:
-    """Validation losses that fall until the second and then rise, as functions of the weights, so that they repeat."""
-    steps: dict[bytes, int] = {}
-
-    def score(model, batches, size: int) -> Score:
-        weights = model.token_embedding.weight.detach().clone().numpy().tobytes()
-        step = steps.setdefault(weights, len(steps) + 1)
-        return Score(nats=10.0 + abs(step - 2), tokens=10, bytes=20)
-
-    monkeypatch.setattr("gpt.training.validation.score", score)
-
-
 @pytest.mark.slow
-def test_said_once_across_resumes(tmp_path, turn, capsys):
+def test_said_once_across_resumes(tmp_path, worse, capsys):
     """Stopped before and after the line, a run says it once, and equals one that was never stopped.
 
     An older checkpoint does not know the training loss at its best: the next one known counts.

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
-from gpt.sampling.scoring import Score
 from gpt.training.early_stop import out_of_patience
 from gpt.training.plan import Plan
 from gpt.training.session import Session
@@ -30,19 +29,6 @@ def begin(folder: Path, tmp_path: Path, *changes: str) -> Session:
     """A run of 23 steps of two micro-batches, which validates after every third."""
     run = ["horizon=23steps", "trainer.validate_every=3", "data.prompts=[]", f"run_dir={tmp_path / 'run'}", *changes]
     return Session.begin(tiny_config(folder, *run))
-
-
-@pytest.fixture
-def worse(monkeypatch) -> None:
-    """Validation losses that fall until step 6 and then rise, as functions of the weights, so that they repeat."""
-    steps: dict[bytes, int] = {}
-
-    def score(model, batches, size: int) -> Score:
-        weights = model.token_embedding.weight.detach().clone().numpy().tobytes()
-        step = steps.setdefault(weights, len(steps) + 1)
-        return Score(nats=10.0 + abs(step - 2), tokens=10, bytes=20)
-
-    monkeypatch.setattr("gpt.training.validation.score", score)
 
 
 # --- patience ---

@@ -1,6 +1,5 @@
 """Where a run logs: metrics.csv, TensorBoard's HPARAMS tab, wandb, mlflow, and Lightning's own logging."""
 
-import csv
 import dataclasses
 import re
 import time
@@ -22,7 +21,7 @@ from gpt.training.plan import make_plan
 from gpt.training.resuming import require_like
 from gpt.training.session import Session, load_corpora
 from gpt.training.steps import Clock
-from harness import StopAt, differences, read_curves, tiny_config, write_corpus
+from harness import StopAt, differences, read_curves, read_table, tiny_config, write_corpus
 
 
 class Logging(Callback):
@@ -60,15 +59,6 @@ def whole(tmp_path_factory) -> Session:
 def again(session: Session, folder: Path, **changes) -> Session:
     """Begin the same run in another folder, with changes to its configuration."""
     return Session.begin(dataclasses.replace(session.config, run_dir=str(folder / "run"), **changes))
-
-
-def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """The curves in metrics.csv: tag to (step, value) pairs."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    with (run_dir / "metrics.csv").open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
-    return curves
 
 
 # --- metrics.csv and TensorBoard ---
