@@ -1,7 +1,8 @@
 """Beside a busy program: python benchmarks/busy.py [--only training sampling] [--rounds 3] [--json FILE].
 
 Tokens a second of training the mini model and of sampling from it and from GPT-2 124M, on a quiet machine and beside a
-process that keeps one core busy, in turn. `spinning` is OpenMP as it comes, `giving way` is gpt.threads. The others are
+process that keeps one core busy, in turn. `spinning` is OpenMP as it comes, `giving way` is gpt.hardware.threads.
+The others are
 what a user can choose before the start: OMP_WAIT_POLICY=passive, or one thread.
 """
 
@@ -18,10 +19,10 @@ import torch
 from measuring import Worker, finish, machine, parser, table
 from train_step import PRESETS, config_of, ours
 
+from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, generate
 from gpt.sampling.packed import pack_weights
-from gpt.threads import giving_way
 
 VARIANTS = ("spinning", "giving way", "passive", "one thread")
 TASKS = {  # a preset, whether it trains, and its tokens each time

@@ -19,7 +19,7 @@ import torch
 from measuring import Worker, finish, machine, parser, read_bandwidth, table
 
 from gpt.exchange import gguf
-from gpt.hardware import choose_device
+from gpt.hardware.device import choose_device
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
 from gpt.sampling.packed import pack_weights

@@ -30,12 +30,12 @@ train() { # part, name of the run, overrides
     { row "$part" "$name" "train.py failed with exit code $?" && return 1; }
 }
 
-figures() { # name of a run, format: its metrics.json, with memory in GiB and the median of perf/mfu
+figures() { # name of a run, format: its metrics.json, with memory in GiB and the median of work/mfu
   "$PYTHON" - "$OUT/runs/$1" "$2" <<'PY'
 import csv, json, pathlib, statistics, sys
 
 run = pathlib.Path(sys.argv[1])
-shares = [float(value) for _, tag, value in csv.reader((run / "metrics.csv").open()) if tag == "perf/mfu"]
+shares = [float(value) for _, tag, value in csv.reader((run / "metrics.csv").open()) if tag == "work/mfu"]
 figures = json.loads((run / "metrics.json").read_text())
 figures |= {"mfu": statistics.median(shares or [float("nan")]), "gib": figures["peak_memory_bytes"] / 2**30}
 print(sys.argv[2].format(**figures))
@@ -118,7 +118,7 @@ import os, sys, time
 
 sys.path.insert(0, ".")
 import numpy as np, torch
-from gpt.hardware import choose_device
+from gpt.hardware.device import choose_device
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.scoring import score, tokens_at_once
 from gpt.text.batches import validation_batches
@@ -170,7 +170,7 @@ if [ -z "$CPU" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.i
   echo "gpu.sh: $PYTHON finds no CUDA GPU, or no PyTorch: run this where it does, or test the script with --cpu" >&2
   exit 2
 fi
-TRAINING=(torch lightning hydra omegaconf tensorboard tiktoken tokenizers safetensors filelock tqdm requests zstandard)
+TRAINING=(torch lightning hydra omegaconf tensorboard tiktoken tokenizers safetensors filelock tqdm fsspec zstandard)
 row machine "$(date -u +%F)" "$(cd benchmarks && "$PYTHON" -c 'import measuring; print(measuring.machine())')"
 run tests 240 "${TRAINING[@]}" pytest
 run step 420 torch

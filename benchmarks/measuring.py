@@ -1,4 +1,4 @@
-"""What the benchmarks share: variants measured in turn, the machine's own limits, and tables.
+"""What the benchmarks share: variants measured in turn, trainings, the machine's own limits, and tables.
 
 A machine's speed changes from minute to minute, so only figures measured side by side can be compared. Each variant
 runs in its own process, with its own memory and allocator, a few steps at a time.
@@ -9,19 +9,28 @@ import json
 import multiprocessing
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from gpt.hardware import choose_device, peak_memory_bytes  # noqa: E402
+from gpt.hardware.device import choose_device  # noqa: E402
+from gpt.hardware.memory import peak_memory_bytes  # noqa: E402
+
+if TYPE_CHECKING:  # a benchmark that does not train measures memory without them
+    from lightning import Trainer
+
+    from gpt.training.config.schema import Config
+    from gpt.training.session import Session
 
 
 class Worker:
@@ -124,6 +133,46 @@ def read_bandwidth(size: int = 2**30, seconds: float = 1.0) -> Callable[[], dict
         return {"bytes_per_second": a.nbytes / best}
 
     return step
+
+
+def configure(*overrides: str) -> "Config":
+    """Compose the configuration of `python train.py GROUP=NAME ... KEY=VALUE ...` (no experiments) without Hydra."""
+    from omegaconf import DictConfig, OmegaConf
+
+    from gpt.training.config.loading import validate
+
+    root = OmegaConf.load(ROOT / "configs/train.yaml")
+    choices = OmegaConf.merge(*(entry for entry in root.pop("defaults") if isinstance(entry, DictConfig)))
+    groups = {name: choice for name, choice in choices.items() if choice and (ROOT / f"configs/{name}").is_dir()}
+    pairs = [override.partition("=")[::2] for override in overrides]
+    groups |= {key: value for key, value in pairs if key in groups}
+    values = [f"{key}={value}" for key, value in pairs if key not in groups]
+    del root["hydra"]
+    files = {group: OmegaConf.load(ROOT / f"configs/{group}/{name}.yaml") for group, name in groups.items()}
+    return validate(OmegaConf.merge(root, files, OmegaConf.from_dotlist(values)))
+
+
+def begin(run_dir: Path, *overrides: str) -> "Session":
+    """Begin a run as train.py would, in an empty directory."""
+    from gpt.training import decide
+
+    return decide.begin(configure(f"run_dir={run_dir}", *overrides))
+
+
+def skip_validation(trainer: "Trainer") -> None:
+    """Train without validation, since a run's training time does not include it."""
+    from gpt.training.callbacks.validation import Validation
+
+    validation = next(callback for callback in trainer.callbacks if isinstance(callback, Validation))
+    validation.on_step_end = lambda *_: None
+
+
+def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:
+    """Run train.py as a user would; return the run's directory, made below `folder`, and its metrics.json."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    command = [sys.executable, "train.py", *overrides, f"run_dir={run_dir}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return run_dir, json.loads((run_dir / "metrics.json").read_text())
 
 
 def machine() -> dict:

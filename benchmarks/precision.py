@@ -10,23 +10,22 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import finish, machine, parser, table
-from training import train_as_user
+from measuring import finish, machine, parser, table, train_as_user
 
-from gpt.exchange.opening import open_model
+from gpt.exchange.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
 from gpt.text.batches import validation_batches
-from gpt.training.config import read
-from gpt.training.session import load_corpora
+from gpt.training.config.loading import read
+from gpt.training.decide import load_corpora
 
 
 @torch.no_grad()
 def score(run_dir: Path, precision: str) -> float:
     """Bits per byte of the validation text under the run's best model, packed as for sampling."""
     config = read(run_dir / "config.yaml")
-    corpora = load_corpora(config, say=lambda line: None)
+    corpora = load_corpora(config, quiet=True)
     model, tokenizer = open_model(run_dir)
     assert tokenizer.sha256 == corpora.tokenizer.sha256
     pack_weights(model, precision, rows=2)

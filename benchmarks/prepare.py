@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from measuring import Worker, finish, machine, parser, table
-from training import configure
+from measuring import Worker, configure, finish, machine, parser, table
 
-from gpt.text import python_docs, shards
-from gpt.text.batches import corpus_batch
-from gpt.text.corpus import DataConfig
-from gpt.text.prepare import prepare
+from gpt.text import shards
+from gpt.text.batches import training_batch
+from gpt.text.cache import write_json
+from gpt.text.corpus import python_docs
+from gpt.text.corpus.config import DataConfig
+from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
-from gpt.training.session import load_corpora
+from gpt.training.decide import load_corpora
 
 ROUNDS = 3
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -45,11 +46,11 @@ def prepare_file(path: Path, **settings) -> shards.Shards:
     """Prepare a text in a new cache beside it."""
     cache = tempfile.mkdtemp(dir=path.parent)
     data = DataConfig("text", str(path), **settings)
-    return prepare(data, TokenizerConfig("gpt2"), 128, Path(cache), say=lambda line: None).sources[0]
+    return prepare(data, TokenizerConfig("gpt2"), 128, Path(cache), quiet=True).sources[0]
 
 
 def hugging_face(texts: list[str]) -> Callable[[], object]:
-    """`datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory."""
+    """`datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory: pip install datasets."""
     import datasets
     from transformers import PreTrainedTokenizerFast
 
@@ -114,7 +115,7 @@ def preparation(overrides: list[str]) -> Callable[[], dict]:
     def step() -> dict:
         before = peak_memory()
         start = time.perf_counter()
-        load_corpora(configure(*overrides), say=lambda line: None)
+        load_corpora(configure(*overrides), quiet=True)
         return {"seconds": time.perf_counter() - start, "before": before, "peak": peak_memory()}
 
     return step
@@ -157,7 +158,7 @@ def sparse(folder: Path, tokens: int) -> Path:
                 stream.truncate(min(shards.SHARD_BYTES, size - number * shards.SHARD_BYTES))
         splits[split] = {"tokens": length, "bytes": length, "documents": 1, "sha256": ["0" * 64] * len(files)}
     manifest = {"key": {}, "corpus": "zeros", "tokenizer": tokenizer.sha256, "dtype": "uint16", "splits": splits}
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"shard_bytes": shards.SHARD_BYTES}))
+    write_json(folder / "manifest.json", manifest | {"shard_bytes": shards.SHARD_BYTES})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 
@@ -174,7 +175,7 @@ def opening(folder: Path) -> dict[str, float]:
     opened = time.perf_counter() - start
     train = shards.open_shards(billion).train
     start = time.perf_counter()
-    idx, _ = corpus_batch(train, 1, 0, 8, 128)
+    idx, _ = training_batch([train], (shards.MIXTURE_WINDOWS,), 1, 0, 8, 128)
     first = time.perf_counter() - start
     assert idx.shape == (8, 128) and len(train) // 128 == 10**9
     return {"open 10 GB": opened, "first batch of 10^9 windows": first}

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import Worker, finish, machine, parser, table
+from measuring import Worker, finish, machine, parser, table, train_as_user
 from torch import Tensor
 from train_step import PRESETS
 from train_step import ours as mini_step
-from training import train_as_user
 
-from gpt.hardware import choose_device, choose_precision
+from gpt.hardware.device import choose_device, choose_precision
 from gpt.model.transformer import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12

@@ -13,9 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import ROOT, finish, machine, parser, table
+from measuring import ROOT, finish, machine, parser, table, train_as_user
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import train_as_user
 
 SHORT = ["horizon=2steps", "trainer.log_every=1"]
 LARGE = ["model=gpt2_small", "tokenizer=gpt2", "model.context_length=128", "data.validation_bytes=20000"]

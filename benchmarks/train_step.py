@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from measuring import Worker, finish, machine, matrix_peak, parser, table
 
-from gpt.hardware import choose_compile, choose_device, keep_freed_memory
-from gpt.model.chunked_loss import chunked_next_token_loss
+from gpt.hardware.device import choose_compile, choose_device
+from gpt.hardware.memory import keep_freed_memory
+from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.optim import OptimConfig, build_optimizer
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from gpt.errors import Parser, UserError, command_line, write_line
+from gpt.console import Parser, command_line, say
+from gpt.errors import UserError
+from gpt.files import flatten, read_text, read_yaml
 
 RUNS = Path("runs")
-LOSS, SPEED = "val/bits_per_byte", "perf/tokens_per_second"
-FIGURES = ("val_loss", "val_bits_per_byte", "steps", "train_seconds", "tokens_per_second")
+LOSS, SPEED = "val/bits_per_byte", "work/tokens_per_second"
+FIGURES = ("val_loss", "val_bits_per_byte", "best_val_loss", "steps", "train_seconds", "tokens_per_second")
 NOT_LEARNT = {"run_dir", "resume", "rerun", "logger", "data.cache", "data.prompts"}  # keys with no effect on the model
 COLUMNS = {  # of the table: the heading, and how to write the figure
     "best": ("best", ".4f"), "at_equal_tokens": ("tokens", ".4f"), "at_equal_seconds": ("time", ".4f"),
@@ -34,20 +35,17 @@ class Run:
     """What the directory of a run says about it."""
 
     folder: Path
-    config: dict[str, str]  # the value of each dotted key, as JSON
+    config: dict[str, Any]  # by dotted keys
     figures: dict[str, float]  # metrics.json; empty before the first validation
 
     @cached_property
     def curve(self) -> np.ndarray:
         """Tokens, seconds of training and bits per byte at each validation: (3, validations).
 
-        The seconds add up from the throughput, which is logged with the training loss.
+        The seconds add up from the throughput, which is logged with the training loss. Without metrics.csv there is
+        one validation, the last.
         """
-        points, end, tokens = (
-            read_curves(self.folder),
-            self.figures["steps"],
-            int(self.config["trainer.tokens_per_step"]),
-        )
+        points, end, tokens = read_curves(self.folder), self.figures["steps"], self.config["trainer.tokens_per_step"]
         steps, bits = np.array(points[LOSS] or [(end, self.figures["val_bits_per_byte"])]).T
         logged, speeds = np.array(points[SPEED] or [(end, self.figures["tokens_per_second"])]).T
         clock = np.cumsum(np.diff(logged, prepend=0) * tokens / speeds)
@@ -80,9 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
         row["best"] = run.best if run.figures else None
         row |= {f"at_equal_{what}": run.bits_at(i, end) for i, (what, end) in enumerate(equal.items())}
         row |= {key: run.figures.get(key) for key in ("steps", "train_seconds")}
-        rows.append(row | {"differs": {key: json.loads(run.config[key]) for key in keys}})
+        rows.append(row | {"differs": {key: run.config[key] for key in keys}})
     if args.json:
-        print(json.dumps({"runs": rows, "equal": equal}, indent=2))
+        print(json.dumps({"runs": rows, "equal": equal}, indent=2, default=str))
     else:
         print_table(rows, equal)
 
@@ -105,63 +103,48 @@ def all_runs() -> Iterator[Run]:
         try:
             yield read_run(folder)
         except UserError as error:
-            write_line(f"gpt.compare: {error}", sys.stderr)
+            say(f"gpt.compare: {error}", sys.stderr)
 
 
 def read_run(folder: Path) -> Run:
     """Read a run's configuration and figures; `UserError` if it is no run, or damaged."""
-    file = folder / "config.yaml"
-    if not file.is_file():
+    if not (file := folder / "config.yaml").is_file():
         raise UserError(f"{folder}: not a run directory (it has no config.yaml); give one of those in {RUNS}/")
     try:
-        text = file.read_text(encoding="utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ValueError("it has aliases, which no run writes")  # they could expand to any size
-        run = Run(folder, dict(flatten(yaml.safe_load(text))), {})
-        int(run.config["trainer.tokens_per_step"])
-        if (file := folder / "metrics.json").exists():
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            run.figures = {key: stored[key] for key in (*FIGURES, "best_val_loss") if key in (*FIGURES, *stored)}
-            if not all(0 < value < math.inf for value in run.figures.values()):
-                raise ValueError("a figure is not above 0 and finite")
-            if "best_val_loss" not in stored:  # by an older version
-                best = float(run.curve[2].min())
-                run.figures["best_val_loss"] = best * run.figures["val_loss"] / run.figures["val_bits_per_byte"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        run = Run(folder, flatten(read_yaml(file)), {})
+        require_figures(run.config["trainer.tokens_per_step"])
+        if (file := folder / "metrics.json").is_file():
+            stored = json.loads(read_text(file))
+            run.figures = {key: stored[key] for key in FIGURES}
+            require_figures(*run.figures.values())
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(file, error) from None
     return run
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of nested dictionaries with its value as JSON."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)
-
-
 def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """The (step, value) points of the two curves that are compared, from metrics.csv or else TensorBoard's files."""
+    """The (step, value) points of the two curves that are compared, from metrics.csv; none without that file."""
     points: dict[str, list[tuple[float, float]]] = {LOSS: [], SPEED: []}
-    file = folder / "metrics.csv"
+    if not (file := folder / "metrics.csv").is_file():
+        return points
     try:
-        if file.exists():
-            with file.open(encoding="utf-8", newline="") as stream:
-                for row in csv.DictReader(stream):
-                    if row["tag"] in points:
-                        points[row["tag"]].append((int(row["step"]), float(row["value"])))
-        elif events_files := list(folder.glob("events.out.tfevents.*")):
-            file = events_files[0]
-            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-            events = EventAccumulator(str(folder), {"scalars": 0, "images": 1, "tensors": 1})
-            events.Reload()
-            for tag in points.keys() & set(events.Tags()["scalars"]):
-                points[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+        with file.open(encoding="utf-8", newline="") as stream:
+            for row in csv.DictReader(stream):
+                if row["tag"] in points:
+                    point = float(row["step"]), float(row["value"])
+                    require_figures(1 + point[0], point[1])
+                    points[row["tag"]].append(point)
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise damaged(file, error) from None
     return points
+
+
+def require_figures(*values: float) -> None:
+    """Raise `ValueError` unless all values are numbers that can be compared."""
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError("a figure is not above 0 and finite")
 
 
 def damaged(file: Path, error: Exception) -> UserError:
@@ -171,12 +154,15 @@ def damaged(file: Path, error: Exception) -> UserError:
 
 def differences(runs: list[Run], most: int) -> list[list[str]]:
     """The keys to show of each run: those that differ between runs which have them, if `most` runs share its value."""
+    configs = [
+        {key: json.dumps(value, default=str) for key, value in run.config.items() if key not in NOT_LEARNT}
+        for run in runs
+    ]
     counts: dict[str, Counter] = {}
-    for run in runs:
-        for key, value in run.config.items():
+    for config in configs:
+        for key, value in config.items():
             counts.setdefault(key, Counter())[value] += 1
-    keys = [key for key, values in counts.items() if len(values) > 1 and key not in NOT_LEARNT]
-    return [[key for key in keys if key in run.config and counts[key][run.config[key]] <= most] for run in runs]
+    return [[key for key in config if len(counts[key]) > 1 and counts[key][config[key]] <= most] for config in configs]
 
 
 def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:
@@ -200,7 +186,7 @@ def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:
 
 def shorten(value: Any) -> str:
     """A value of a configuration in at most 40 characters."""
-    text = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
+    text = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str).strip('"')
     return text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"
 
 

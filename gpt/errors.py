@@ -1,14 +1,9 @@
-"""Errors that the user can fix, and how commands end on them."""
+"""Errors that the user can fix, and the checks that raise them."""
 
-import argparse
-import contextlib
 import errno
-import io
-import os
-import shlex
-import sys
-from collections.abc import Iterator
-from typing import NoReturn, TextIO
+import math
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class UserError(ValueError):
@@ -20,107 +15,32 @@ class NonFiniteError(ArithmeticError):
 
 
 def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise `ValueError` unless the value is one of `choices`."""
+    """Raise `UserError` unless the value is one of `choices`."""
     if value not in choices:
-        raise ValueError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
+        raise UserError(f"{key}={value!r} is not known: choose from {', '.join(choices)}")
 
 
-def write_line(line: str, stream: TextIO) -> None:
-    """Print a line at once; if the reader has gone, drop this and all later lines, and go on."""
-    try:
-        print(line, file=stream, flush=True)
-    except OSError as error:
-        if not _has_lost_reader(error):
-            raise
-        _mute(stream)
+def require_range(
+    key: str,
+    value: float,
+    low: float,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+    note: str = "",
+) -> None:
+    """Raise `UserError` unless low <= value <= high; `above` and `below` exclude the limits themselves.
 
-
-def _has_lost_reader(error: OSError) -> bool:
-    """Whether an error says that nobody reads our output any more; on Windows it may be any invalid argument."""
-    return isinstance(error, BrokenPipeError) or (
-        error.errno == errno.EINVAL and not error.filename and hasattr(error, "winerror")
-    )
-
-
-def _mute(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
-
-
-def quote(word: str) -> str:
-    """Quote a word for this system's shell."""
-    if os.name != "nt":
-        return shlex.quote(word)
-    from subprocess import list2cmdline  # knows the only quotes of Windows
-
-    return list2cmdline([word])
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are a `UserError`, and which takes no abbreviated options."""
-
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
-# What the surroundings do to a program, as opposed to a bug in it: full disks, wrong names, missing permissions.
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-_OUTSIDE |= {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENXIO}
+    `note` follows the limits in the message, such as "(0 is off)".
+    """
+    if not low <= value <= high or (above and value == low) or (below and value == high):
+        limits = f"{'above' if above else 'at least'} {low}"
+        if high < math.inf:
+            limits += f" and {'below' if below else 'at most'} {high}"
+        raise UserError(f"{key}={value} is out of range: it must be {limits}{' ' * bool(note)}{note}")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that a disk, a quota or the greatest size of a file is exhausted."""
+    """Tell whether an error says that a disk, a quota or the greatest size of a file is exhausted."""
     return isinstance(error, OSError) and error.errno in _FULL
-
-
-@contextlib.contextmanager
-def command_line(program: str) -> Iterator[None]:
-    """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
-
-    2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
-    finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
-    """
-    _open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
-    try:
-        yield
-        sys.stdout.flush()
-    except UserError as error:
-        _end(program, str(error).replace("\n", "\\n"), 2)
-    except NonFiniteError as error:
-        _end(program, str(error), 3)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:
-        if _has_lost_reader(error):
-            _mute(sys.stdout)
-            sys.exit(0)
-        where = f"{error.filename}: " if error.filename else ""
-        if is_disk_full(error):
-            _end(program, f"{where}the disk is full: free some space and run the command again", 2)
-        if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
-            _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
-        raise
-
-
-def _end(program: str, line: str, code: int) -> None:
-    write_line(f"{program}: {line}", sys.stderr)
-    sys.exit(code)
-
-
-def _open_standard_streams() -> None:
-    """Give a program that was started with closed streams some that lead nowhere.
-
-    Otherwise the next file that it opens would become its standard error, and messages would go into that file.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpt.errors import Parser, UserError, command_line, write_line
-from gpt.exchange.opening import find_checkpoint, open_with_record
+from gpt.console import Parser, command_line, progress_bar, say
+from gpt.errors import UserError, require_range
+from gpt.exchange.loading import find_checkpoint, open_with_record
 from gpt.text.cache import CACHE
-from gpt.text.corpus import Corpus, find_text_files
-from gpt.text.formats import explain_unreadable, read_documents
-from gpt.text.progress_bar import progress_bar
+from gpt.text.corpus.corpus import Corpus
+from gpt.text.corpus.files import find_text_files
+from gpt.text.corpus.formats import explain_unreadable, read_documents
 from gpt.text.shards import Tokens, find_shards, width
 from gpt.text.tokenizer import Tokenizer
 
@@ -24,20 +25,33 @@ if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the a
     from gpt.model.transformer import GPT
 
 LINE_BYTES = 1 << 20  # of a question, at most
+FORM = '{"ctx": TEXT, "endings": [TEXT, TEXT, ...], "label": NUMBER OF THE RIGHT ONE, FROM 0}'  # HellaSwag's
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
 # What the readers of text call by the keys of a configuration, and the same here.
 OPTIONS = {"data.path=": "--text=", "data.text_field=": "--text-field=", ", or set data.errors=replace": ""}
 
 
+@contextlib.contextmanager
+def our_options() -> Iterator[None]:
+    """Let the readers of text name the options of this command in their messages."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        for key, option in OPTIONS.items():
+            message = message.replace(key, option)
+        raise UserError(message) from None
+
+
+@our_options()
 def main(arguments: list[str] | None = None) -> None:
     """Print the model's figures as a table, or as JSON."""
     args = parse_arguments(arguments)
-    with our_options():
-        corpus = open_text(args.text, args.text_field) if args.text else None
+    corpus = open_text(args.text, args.text_field) if args.text else None
     path = find_checkpoint(args.checkpoint)
 
-    from gpt.hardware import explained
-    from gpt.threads import giving_way
+    from gpt.hardware.memory import explained
+    from gpt.hardware.threads import giving_way
 
     with explained("choose a smaller model or another --device"), giving_way():
         report = evaluate(args, path, corpus)
@@ -51,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dict[str, Any]:
     """Load a model, and measure what the command line asks for."""
-    from gpt.hardware import DTYPES, choose_device
+    from gpt.hardware.device import DTYPES, choose_device
 
     device = choose_device(args.device)
     model, tokenizer, record = open_with_record(path)
@@ -59,11 +73,10 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     report: dict[str, Any] = {"checkpoint": str(path), "precision": args.precision}
     if args.choices:
         return report | {"choices": str(args.choices)} | answer(model, tokenizer, args.choices)
-    stride, context = args.stride or model.config.context_length, model.config.context_length
-    if stride > context:
-        raise UserError(f"--stride={args.stride} is out of range: it must be at most the model's context, {context}")
-    with our_options():
-        texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
+    context = model.config.context_length
+    stride = context if args.stride is None else args.stride
+    require_range("--stride", stride, 1, context, note="(the model's context)")
+    texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
     name = ", ".join(args.text) if args.text else "the run's validation text"
     return report | {"text": name, "context": context, "stride": stride} | measure(model, texts, stride)
 
@@ -76,8 +89,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     text = "files, folders or quoted globs, as for data.path (default: the validation text of the checkpoint's run)"
     what.add_argument("--text", metavar="PATH", nargs="+", help=text)
-    choices = 'a .jsonl of multiple choice in HellaSwag\'s form: {"ctx": TEXT, "endings": [TEXT, ...], "label": NUMBER}'
-    what.add_argument("--choices", metavar="FILE", type=Path, help=choices)
+    what.add_argument("--choices", metavar="FILE", type=Path, help=f"a .jsonl of multiple choice: {FORM}")
     add("--text-field", metavar="KEY", default="text", help="holds the text in .jsonl and .parquet (default: text)")
     add("--stride", metavar="N", type=int, help="slide the context by N tokens (default: all of it, without overlap)")
     precisions = ["fp32", "bf16", "fp16"]
@@ -85,8 +97,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(arguments)
-    if args.stride is not None and args.stride < 1:
-        raise UserError(f"--stride={args.stride} is out of range: it must be at least 1")
     if args.stride is not None and args.choices:
         raise UserError("--stride and --choices exclude each other: give one of them")
     return args
@@ -103,21 +113,9 @@ class Text(NamedTuple):
     bytes: int
 
 
-@contextlib.contextmanager
-def our_options() -> Iterator[None]:
-    """Let the readers of text name the options of this command in their messages."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error)
-        for key, option in OPTIONS.items():
-            message = message.replace(key, option)
-        raise UserError(message) from None
-
-
 def open_text(paths: list[str], text_field: str) -> Corpus:
     """Find the files of a text; `UserError` if a path leads to none."""
-    files = [file for path in paths for file in find_text_files(path, CACHE, lambda line: write_line(line, sys.stderr))]
+    files = [file for path in paths for file in find_text_files(path, CACHE, lambda line: say(line, sys.stderr))]
     return Corpus("text", tuple(dict.fromkeys(files)), lambda file: read_documents(file, text_field))
 
 
@@ -131,9 +129,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
                 ids = np.concatenate([[tokenizer.end_of_text], ids])
             stream.write(ids.astype(width(tokenizer)).data)
             documents, size = documents + piece.begins, size + len(piece.text.encode("utf-8"))
-        if not documents:
-            files = ", ".join(map(str, corpus.files[:3])) + ", ..." * (len(corpus.files) > 3)
-            raise UserError(f"{files}: every document is empty; give a text, or its key with --text-field=")
+        corpus.require_text(size)
         stream.flush()
         return Text(np.asarray(np.memmap(stream, width(tokenizer), mode="r")), documents, size)
 
@@ -172,82 +168,62 @@ def require_sane(nats: float) -> None:
 # --- multiple choice ---
 
 
-class Question(NamedTuple):
-    """A context, its possible endings, the number of the right one, and the file and line that all this is from."""
-
-    context: str
-    endings: list[str]
-    label: int
-    place: str
-
-
 def answer(model: "GPT", tokenizer: Tokenizer, file: Path) -> dict[str, int | float]:
     """Answer the questions of a file with the likeliest endings, and return the shares of right answers.
 
-    `acc` compares log-likelihoods, `acc_norm` log-likelihoods divided by the number of characters in the ending. Both
-    are what lm_eval 0.4.13 calls by these names; its figure by bytes is `acc_bytes`.
+    As in lm_eval, `acc` compares log-likelihoods, and `acc_norm` divides them by the characters of the ending.
     """
     from gpt.sampling.scoring import continuation_nats
 
     count = right = right_norm = 0
-    for question in read_questions(file):
-        rows = [encode_ending(tokenizer, question, ending, model.config.context_length) for ending in question.endings]
+    for place, context, endings, label in read_questions(file):
+        limit = model.config.context_length
+        rows = [encode_ending(tokenizer, context, ending, limit) for ending in endings]
+        if (longest := max(tokens for _, tokens in rows)) > limit:
+            too_long = f"an ending of {longest} tokens does not fit into the model's context of {limit}"
+            raise UserError(f"{place}: {too_long}: leave the question out")
         nats = np.array(continuation_nats(model, rows))
-        require_sane(float(nats.max()) / max(tokens for _, tokens in rows))
+        require_sane(float(nats.max()) / longest)
         count += 1
-        right += int(nats.argmin() == question.label)
-        right_norm += int((nats / [len(ending) for ending in question.endings]).argmin() == question.label)
+        right += int(nats.argmin() == label)
+        right_norm += int((nats / [len(ending) for ending in endings]).argmin() == label)
     if not count:
         raise UserError(f"{file}: holds no questions; give a .jsonl file with one on each line")
     return {"questions": count, "acc": right / count, "acc_norm": right_norm / count}
 
 
-def encode_ending(tokenizer: Tokenizer, question: Question, ending: str, context_length: int) -> tuple[list[int], int]:
+def encode_ending(tokenizer: Tokenizer, context: str, ending: str, limit: int) -> tuple[list[int], int]:
     """Return the ids of a context, a space and an ending, and how many of them count as the ending.
 
     As in lm_eval, white space at the end of the context counts as the ending's, since tokens begin with it; an empty
     context is an end-of-text; and of a context that is too long for the model, the end stays.
     """
-    ids = tokenizer.encode(f"{question.context} {ending}")
-    before = len(tokenizer.encode(question.context.rstrip()))
-    if (count := len(ids) - before) > context_length:
-        too_long = f"an ending of {count} tokens does not fit into the model's context of {context_length}"
-        raise UserError(f"{question.place}: {too_long}: leave the question out")
-    return (ids if before else [tokenizer.end_of_text, *ids])[-context_length - 1 :], count
+    ids, before = tokenizer.encode(f"{context} {ending}"), len(tokenizer.encode(context.rstrip()))
+    return (ids if before else [tokenizer.end_of_text, *ids])[-limit - 1 :], len(ids) - before
 
 
-def read_questions(file: Path) -> Iterator[Question]:
-    """Yield the questions of a .jsonl file; `UserError` names the first line that is none."""
+def read_questions(file: Path) -> Iterator[tuple[str, str, list[str], int]]:
+    """Yield the place, context, endings and label of each question; `UserError` names the first line that is none."""
     with explain_unreadable(file), file.open("rb") as stream, progress_bar(file.stat().st_size, delay=1) as bar:
         for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES), b""), start=1):
             if line.strip():
-                yield parse_question(line, f"{file}: line {number}")
+                place = f"{file}: line {number}"
+                yield place, *parse_question(line, place)
             bar.update(len(line))
 
 
-def parse_question(line: bytes, place: str) -> Question:
-    """Parse HellaSwag's form: `ctx`, or `ctx_a` and `ctx_b`; `endings`; and `label`, the number of the right one."""
+def parse_question(line: bytes, place: str) -> tuple[str, list[str], int]:
+    """Parse HellaSwag's form; a label may also be a string."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        raise UserError(f"{place} is not JSON: every line must be one JSON object of at most {LINE_BYTES:,} bytes")
-    context, endings, label = (record.get(key) for key in ("ctx", "endings", "label"))
-    if context is None:
-        halves = [record.get("ctx_a"), record.get("ctx_b") or ""]
-        context = " ".join(filter(None, halves)) if all(isinstance(half, str) for half in halves) else None
-    if not isinstance(context, str):
-        raise UserError(f"{place} has no context: give a text as 'ctx', or two as 'ctx_a' and 'ctx_b'")
-    if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(text, str) and text for text in endings):
-        raise UserError(
-            f"{place} has no 'endings' to choose from: give a list of two or more texts, none of them empty"
-        )
-    if str(label) not in (labels := [str(i) for i in range(len(endings))]):
-        raise UserError(
-            f"{place} has the label {str(label)[:60]!r}: give the number of the right ending, 0 to {labels[-1]}"
-        )
-    return Question(context, endings, labels.index(str(label)), place)
+        context, endings = record["ctx"], record["endings"]
+        label = [str(i) for i in range(len(endings))].index(str(record["label"]))
+        texts = [context, *endings] if isinstance(endings, list) and all(endings) else []
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        texts = []
+    if len(texts) < 3 or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{place} is not a question: give {FORM}, in at most {LINE_BYTES:,} bytes")
+    return context, endings, label
 
 
 if __name__ == "__main__":

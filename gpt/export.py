@@ -1,19 +1,19 @@
 """The command `python -m gpt.export`: write a model for `transformers`, or for llama.cpp and Ollama."""
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.errors import Parser, UserError, command_line, quote, write_line
+from gpt.console import Parser, command_line, quote, say
+from gpt.errors import UserError
 from gpt.evaluate import validation_texts
 from gpt.exchange import gguf, huggingface
-from gpt.exchange.opening import find_checkpoint, open_with_record
+from gpt.exchange.loading import find_checkpoint, open_with_record
 from gpt.files import publish, sync, write_text
-from gpt.text.python_docs import builtin_docs
+from gpt.text.corpus.python_docs import builtin_docs
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
@@ -34,7 +34,7 @@ tags: [gpt2]
 ---
 # {name}
 
-A GPT-2 with {parameters:,} parameters, trained with mini-gpt.
+A GPT-2 with {parameters:,} parameters, trained with mini-gpt{steps}.
 
 | | |
 | --- | --- |
@@ -43,18 +43,11 @@ A GPT-2 with {parameters:,} parameters, trained with mini-gpt.
 Trained on: (describe the text here: where it is from, its language and its licence)
 """
 
-CARD_ROWS = {
-    "step": "optimizer steps",
-    "tokens": "tokens trained on",
-    "val_loss": "validation loss, nats per token",
-    "val_bits_per_byte": "validation loss, bits per byte",
-}
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Export as the command line says."""
     args = parse_arguments(arguments)
-    from gpt.hardware import explained
+    from gpt.hardware.memory import explained
 
     with explained("choose a machine with more"):
         export(args)
@@ -76,7 +69,7 @@ def export(args: argparse.Namespace) -> None:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
-        write_text(folder / "README.md", card(args.to.name, model, tokenizer, record, figures(path) if record else {}))
+        write_text(folder / "README.md", card(args.to.name, model, tokenizer, record))
         compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
@@ -145,11 +138,21 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
         import transformers
     except ImportError:
         note = "WITHOUT transformers, so no logits were compared"
-        write_line(f"gpt.export: {note}: pip install -e '.[export]'", sys.stderr)
+        say(f"gpt.export: {note}: pip install -e '.[export]'", sys.stderr)
         return note
-    context = model.config.context_length
+    import torch
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True).eval()
+    context, apart, sizes = model.config.context_length, [], []
     ids = ids[: max(context, COMPARED_LOGITS // context * context)]
-    difference, largest = huggingface.logit_difference(model, folder, ids)
+    with torch.no_grad():
+        for window in torch.tensor([ids]).split(context, dim=1):
+            ours = model(window)
+            apart.append((ours - theirs(window).logits).abs().max())
+            sizes.append(ours.abs().max())
+    difference, largest = float(torch.stack(apart).max()), float(torch.stack(sizes).max())
     where = f"{len(ids):,} positions in transformers {transformers.__version__}"
     if not difference <= TOLERANCE * largest:
         raise UserError(f"logits at {where} differ by {difference:.2g} of {largest:.2g}, so nothing was written")
@@ -159,32 +162,16 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
 # --- the model card ---
 
 
-def figures(path: Path) -> dict[str, Any]:
-    """Read the metrics.json of a checkpoint's run; without one, there are none."""
-    try:
-        found = json.loads((path.parent.parent / "metrics.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def card(name: str, model: "GPT", tokenizer: Tokenizer, record: dict[str, Any], metrics: dict[str, Any]) -> str:
-    """Write the model card with what a checkpoint and the metrics of its run say about this very model."""
-    config = model.config
+def card(name: str, model: "GPT", tokenizer: Tokenizer, record: dict[str, Any]) -> str:
+    """Write the model card, which the user is to complete."""
+    config, steps = model.config, f", {record['step']:,} steps" if "step" in record else ""
     rows = {
         "layers, heads, width": f"{config.num_layers}, {config.num_heads}, {config.d_model}",
         "context": f"{config.context_length:,} tokens",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens",
     }
-    known = {"step": record.get("step")} | (metrics if metrics.get("steps") == record.get("step") else {})
-    for key, label in CARD_ROWS.items():
-        if isinstance(value := known.get(key), int | float):
-            rows[label] = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-    return CARD.format(
-        name=name,
-        parameters=model.num_parameters(),
-        rows="\n".join(f"| {label} | {shown} |" for label, shown in rows.items()),
-    )
+    table = "\n".join(f"| {label} | {shown} |" for label, shown in rows.items())
+    return CARD.format(name=name, parameters=model.config.num_parameters, steps=steps, rows=table)
 
 
 if __name__ == "__main__":

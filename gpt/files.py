@@ -1,18 +1,25 @@
-"""Files that are on disk whole or not at all, and locks that end with their process."""
+"""Files that are on disk whole or not at all, small files read with one-line errors, and locks."""
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
+
+from gpt.errors import UserError
 
 # How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
+CACHE_TAG, CACHE_SIGNATURE = "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55"
 PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into every new file
+ABANDONED = 3600  # seconds after which nobody writes to an unfinished file any more
 
 
 def sync(path: Path) -> None:
@@ -51,8 +58,17 @@ def publish(finished: Path, path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path` to write to; the file takes the place of `path` when the block succeeds.
 
-    After an error nothing is left of it, and `path` is what it was.
+    After an error nothing is left of it, and `path` is what it was. What a kill leaves behind is removed by a later
+    call. A device or a pipe is never replaced: its own name is yielded, to be written to as a stream.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    for old in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):  # somebody else may have removed it
+            if old.suffix[1:].isdigit() and time.time() - old.stat().st_mtime > ABANDONED:
+                old.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -66,6 +82,55 @@ def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")  # the same bytes on every system
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file; `UserError` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+
+
+class _NoAliases(yaml.SafeLoader):
+    """YAML without aliases, which could expand to any size."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases (*name), which no run writes")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file of plain values; `UserError` if it cannot be read or has aliases."""
+    text = read_text(path)
+    try:
+        return yaml.load(text, _NoAliases)  # a safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dictionaries to one with dotted keys: {"optim": {"lr": 1}} becomes {"optim.lr": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def mark_as_cache(folder: Path) -> None:
+    """Put a CACHEDIR.TAG into a folder that can be made again, so that it is not read as text, and backups skip it."""
+    if not (tag := folder / CACHE_TAG).exists():
+        write_text(tag, f"{CACHE_SIGNATURE}\n# Written by mini-gpt: see https://bford.info/cachedir/\n")
+
+
+def is_output(folder: Path) -> bool:
+    """Tell whether a folder holds what programs have made: a run, or anything with a CACHEDIR.TAG."""
+    if (folder / ".lock").exists() and (folder / "config.yaml").exists():
+        return True  # a run, which has no such tag, because backups should keep its models
+    with contextlib.suppress(OSError):
+        return (folder / CACHE_TAG).read_bytes().startswith(CACHE_SIGNATURE.encode())
+    return False
 
 
 def link(source: Path, target: Path) -> None:

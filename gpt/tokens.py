@@ -7,13 +7,14 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.errors import Parser, UserError, command_line
-from gpt.exchange.opening import open_tokenizer
-from gpt.text.pieces import NotUTF8Error, cut, decoded, label, visible, well_formed
+from gpt.console import Parser, command_line
+from gpt.errors import UserError
+from gpt.exchange.loading import open_tokenizer
+from gpt.text.pieces import cut, decoded, label, visible, well_formed
 from gpt.text.tokenizer import Tokenizer
 
 SHORT = 40  # up to this many tokens are also listed one by one
@@ -24,16 +25,14 @@ BORDER = "│"  # between tokens when there are no colours
 def main(arguments: list[str] | None = None) -> None:
     """Print how the given text splits, for people or as JSON."""
     args = parse_arguments(arguments)
-    color = args.color == "always"
-    if args.color == "auto" and sys.stdout.isatty():
-        color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     with open_text(args) as stream:
         tokenizer = open_tokenizer(args.tokenizer)
-        pieces = cut(read_blocks(stream, str(args.file or "standard input")))
+        pieces = cut(decoded(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input")))
         if args.json:
             print(json.dumps(report(tokenizer, pieces)))
         else:
-            show(tokenizer, pieces, args.table, PASTELS if color else ())
+            show(tokenizer, pieces, PASTELS if color else ())
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -43,13 +42,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
     text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file to split")
-    form = parser.add_mutually_exclusive_group()
-    table = f"print one line per token instead of the text (up to {SHORT} tokens, both are printed by default)"
-    form.add_argument("--table", action="store_true", help=table)
-    form.add_argument(
-        "--json", action="store_true", help="print one JSON object, with each token's bytes in hexadecimal"
-    )
-    parser.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="auto: on a terminal")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with the bytes in hexadecimal")
     return parser.parse_args(arguments)
 
 
@@ -67,19 +60,8 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         raise UserError(f"{args.file}: cannot be read ({error.strerror})") from None
 
 
-def read_blocks(stream: BinaryIO, source: str) -> Iterator[str]:
-    """Yield a stream's text block by block; `UserError` names the first byte that is not UTF-8."""
-    try:
-        yield from decoded(iter(lambda: stream.read(1 << 16), b""))
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
-    except NotUTF8Error as error:
-        raise UserError(f"{source}: not UTF-8 ({error})") from None
-
-
-def show(tokenizer: Tokenizer, pieces: Iterable[str], table: bool, colors: tuple[int, ...]) -> None:
+def show(tokenizer: Tokenizer, pieces: Iterable[str], colors: tuple[int, ...]) -> None:
     """Print how a text splits while it is being read, then the counts; tokens take turns with the colours, if any."""
-    row = functools.cache(lambda token, color: describe(tokenizer, token, color))
     look = functools.cache(lambda token: visible(tokenizer.decode_bytes([token])))
     turns = itertools.cycle(colors or (None,))
     beginning: list[tuple[int, int | None]] = []
@@ -91,19 +73,16 @@ def show(tokenizer: Tokenizer, pieces: Iterable[str], table: bool, colors: tuple
         for token, color in zip(ids, turns, strict=False):
             if len(beginning) < SHORT:
                 beginning.append((token, color))
-            if table:
-                out.append(row(token, color))
-            else:
-                shown = look(token)
-                body = shown.removesuffix("\n")
-                out.append(gap + paint(body, color))
-                gap = ("" if colors else BORDER) + shown[len(body) :]
+            shown = look(token)
+            body = shown.removesuffix("\n")
+            out.append(gap + paint(body, color))
+            gap = ("" if colors else BORDER) + shown[len(body) :]
         print("".join(out), end="")
         tokens, size, characters = tokens + len(ids), size + len(piece.encode("utf-8")), characters + len(piece)
-    if tokens and not table:
+    if tokens:
         print("\n")
-        if tokens <= SHORT:
-            print("".join(row(*one) for one in beginning))
+    if 0 < tokens <= SHORT:
+        print("".join(describe(tokenizer, *one) for one in beginning))
     counts = f"{_count(tokens, 'token')}, {_count(size, 'byte')}, {_count(characters, 'character')}"
     ratio = f": {size / tokens:.2f} bytes per token" if tokens else ""
     print(f"{counts}{ratio}; vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}...")

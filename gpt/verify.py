@@ -1,12 +1,10 @@
 """The command `python -m gpt.verify`: check the hash of every file of prepared corpora."""
 
 import os
-import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
-from gpt.errors import Parser, UserError, command_line, write_line
+from gpt.console import Parser, command_line, progress_bar, say
+from gpt.errors import UserError
 from gpt.text.shards import open_shards, verify, width
 
 
@@ -25,10 +23,10 @@ def main(arguments: list[str] | None = None) -> None:
         shards = open_shards(folder)
         tokens = len(shards.train) + len(shards.validation)
         total = tokens * width(shards.tokenizer).itemsize
-        with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+        with progress_bar(total) as bar:
             verify(folder, shards.manifest, bar.update)
         vocabulary = f"vocabulary {shards.tokenizer.vocab_size:,}"
-        write_line(f"{folder}: {tokens:,} tokens, {vocabulary}, every hash matches", sys.stdout)
+        say(f"{folder}: {tokens:,} tokens, {vocabulary}, every hash matches")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from lightning import Callback
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gpt.errors import UserError
 from gpt.exchange import checkpoint
-from gpt.training.config import Config, validate
+from gpt.training.config.loading import validate
+from gpt.training.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 # A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
@@ -56,6 +60,14 @@ def write_corpus(folder: Path) -> Path:
     file = folder / "corpus.txt"
     file.write_text(" ".join(chooser.choice(words) for _ in range(700)), encoding="utf-8")
     return file
+
+
+def refusal(call: Callable, *arguments, **options) -> str:
+    """The one line of the `UserError` that a call raises."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 @dataclass
@@ -192,7 +204,7 @@ def read_curves(run_dir: Path) -> dict:
         curves[tag] = [(event.step, event.tensor_proto.SerializeToString()) for event in events.Tensors(tag)]
     for tag in events.Tags()["images"]:
         curves[tag] = [(event.step, event.encoded_image_string) for event in events.Images(tag)]
-    return {tag: points for tag, points in curves.items() if not tag.startswith("perf/")}
+    return {tag: points for tag, points in curves.items() if not tag.startswith("work/")}
 
 
 def differences(run_dir: Path, reference: Path) -> list[str]:
@@ -212,7 +224,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
         if contents[0] != contents[1]:
             found.append(name)
     tables = [(run / "metrics.csv").read_text().splitlines() for run in (run_dir, reference)]
-    if [row for row in tables[0] if ",perf/" not in row] != [row for row in tables[1] if ",perf/" not in row]:
+    if [row for row in tables[0] if ",work/" not in row] != [row for row in tables[1] if ",work/" not in row]:
         found.append("metrics.csv")
     metrics = [json.loads((run / "metrics.json").read_text()) for run in (run_dir, reference)]
     keys = [key for key in metrics[0] | metrics[1] if key not in TIMES]

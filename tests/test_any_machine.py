@@ -11,7 +11,7 @@ import torch
 
 from any_machine import ENDED
 from gpt.errors import UserError
-from gpt.training.session import require_devices
+from gpt.training.decide import require_devices
 from harness import ROOT, TINY, tiny_config
 
 TEXT = "naïve “αβγ” → ∀x 中文 "  # of which a console in western Europe lacks most
@@ -90,7 +90,7 @@ MUTATIONS = {  # what is replaced, by what, and what must be said of it
         "expected all tensors to be on the same device",
     ),
     "a module that Windows lacks": (
-        "gpt.training.session.make_plan",
+        "gpt.training.decide.make_schedule",
         "lambda *given: __import__('resource')",
         "No module named 'resource'",
     ),

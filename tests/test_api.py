@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_generate import CONTEXT, EOT, make_model, write_run
 
 import generate
 import gpt
 from gpt.errors import UserError
 from gpt.sampling.language_model import LanguageModel, TokenLogprob
+from small_models import CONTEXT, EOT, make_writer, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load"}
@@ -25,7 +25,7 @@ TEXT = "2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59"  # longer than two conte
 def folder(tmp_path_factory) -> Path:
     """A folder whose runs/ holds the tiny model."""
     folder = tmp_path_factory.mktemp("project")
-    write_run(folder / "runs" / "tiny", make_model())
+    write_run(folder / "runs" / "tiny", make_writer())
     return folder
 
 
@@ -41,7 +41,7 @@ def test_names():
     names: dict = {}
     exec("from gpt import *", names)
     assert names.keys() - {"__builtins__"} == set(dir(gpt)) == NAMES
-    assert names["GPT"](names["GPTConfig"](5, 6, 1, 2, vocab_size=7)).num_parameters() > 0
+    assert names["GPT"](names["GPTConfig"](5, 6, 1, 2, vocab_size=7)).config.num_parameters > 0
     for name in NAMES - {"load"}:
         assert names[name].__module__.startswith("gpt.")
         assert names[name].__name__ == name
@@ -63,7 +63,7 @@ def test_imports_are_few():
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "from gpt import *\n"
-        "import gpt.exchange.opening, gpt.sampling.language_model\n"
+        "import gpt.exchange.loading, gpt.sampling.language_model\n"
         "print('\\n'.join(set(sys.modules) - before))"
     )
     packages = {name.split(".")[0] for name in run(code).split()}
@@ -161,20 +161,6 @@ def test_all_logprobs(language_model):
     assert language_model.logprobs("2") == [TokenLogprob(b"2", token.logprob)]
 
 
-def test_continued_texts_say_how_likely_they_were(language_model):
-    """Several prompts at once, with the log-probabilities of their new tokens, which are those of the whole text."""
-    from gpt.sampling.generation import Sampling
-
-    prompts = [[EOT, *b"2 3"], [EOT, *b"7"]]
-    generator = torch.Generator().manual_seed(3)
-    *_, texts = language_model.continue_texts(prompts, 7, Sampling(), generator, top_logprobs=0)
-    for prompt, text in zip(prompts, texts, strict=True):
-        with torch.no_grad():
-            logits = language_model.model(torch.tensor([[*prompt, *text.tokens]]))[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)[range(7), text.tokens].tolist()
-        assert [token.logprob for token in text.logprobs] == pytest.approx(expected, abs=1e-4)
-
-
 def test_mistakes(language_model, tmp_path):
     """Each is a `UserError`, which is a `ValueError`, that names the value, the limit or the remedy."""
     with pytest.raises(UserError, match="max_new_tokens=0 is out of range: it must be at least 1"):
@@ -185,10 +171,21 @@ def test_mistakes(language_model, tmp_path):
         language_model.generate("a", temprature=1.0)
     with pytest.raises(UserError, match="ask for fewer texts or fewer new tokens"):
         language_model.generate("a", max_new_tokens=10**15)
+    with pytest.raises(UserError, match="the prompt is of type list: give one text, and call again for another"):
+        language_model.generate(["a", "b"])
+    with pytest.raises(UserError, match="stop='' would end the text before it begins"):
+        language_model.generate("a", stop=["b", ""])
     with pytest.raises(UserError, match="device 'abacus' is not known"):
         gpt.load(device="abacus")
     with pytest.raises(ValueError, match=r"a folder without checkpoints/best\.ckpt"):
         gpt.load(tmp_path)
+
+
+def test_repr(language_model):
+    """A language model introduces itself in one line."""
+    count = language_model.model.config.num_parameters
+    size = f"{count:,} parameters, a context of 17 tokens"
+    assert repr(language_model) == f"LanguageModel({size}, tokenizer byte, on cpu)"
 
 
 def test_the_model_is_an_ordinary_module(language_model):

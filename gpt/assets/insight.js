@@ -1,10 +1,11 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const count = data.tokens.length, depth = data.layers.length - 1, heads = data.heads, width = data.width;
+const seen = count - 1;  // the model has seen all tokens but the last, and predicted each from the position before it
 const BITS = 12, ROWS = 8, LATER = 2;  // the most surprise in the colours; tokens in the tables, masked ones among them
 const $ = (id) => document.getElementById(id);
 const text = (i) => data.vocabulary[data.tokens[i]];
-const state = { token: Math.min(data.given, count - 1), mode: "surprise", layer: depth - 1, head: 0 };
+const state = { token: data.given, mode: "surprise", layer: depth - 1, head: 0 };
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -27,7 +28,7 @@ async function unpack(layer) {  // see `_packed` in gpt/sampling/insight.py
 }
 
 function vector(kind, head, token) {  // of the chosen layer; kind: 0 query, 1 key, 2 the first numbers of the value
-  const size = kind === 2 ? data.numbers : width, start = kind * heads * count * width + (head * count + token) * size;
+  const size = kind === 2 ? data.numbers : width, start = kind * heads * seen * width + (head * seen + token) * size;
   return layers[state.layer].subarray(start, start + size);
 }
 
@@ -61,8 +62,8 @@ function show(i) {  // colours and words for a token that the mouse is over, or 
   const bits = data.expected[i].bits;
   const surprise = bits === null ? "the first token: nothing was expected" : `probability ${percent(2 ** -bits)}, surprise ${bits.toFixed(2)} bits`;
   $("chosen").textContent = `token ${i + 1} of ${count}: \u201c${text(i)}\u201d, ${surprise}`;
-  const weights = state.mode === "attention" ? attentionWeights(state.head, i) : null;
-  const most = weights && Math.max(...weights);
+  const weights = state.mode === "attention" ? attentionWeights(state.head, i - 1) : null;  // nothing comes before the first token
+  const most = weights && (i ? Math.max(...weights) : 1);
   $("legend-low").textContent = weights ? "0%" : "0 bits";
   $("legend-high").textContent = weights ? percent(most) : `${BITS} bits`;
   spans.forEach((span, j) => {
@@ -110,10 +111,14 @@ function showLayers() {
 }
 
 function showSteps() {  // the words are those of docs/attention.md
-  const { layer, head, token } = state, weights = attentionWeights(head, token);
-  const attended = [...weights.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, ROWS);
-  const seen = [...new Set([...attended, token])].sort((a, b) => a - b), share = seen.reduce((sum, i) => sum + weights[i], 0);
-  const all = [...seen, ...range(Math.min(LATER, count - token - 1), token + 1)];
+  const { layer, head } = state, token = state.token - 1;  // the position that predicted the chosen token
+  if (token < 0) {
+    $("head-how").textContent = "Nothing comes before the first token.";
+    return $("steps").replaceChildren();
+  }
+  const weights = attentionWeights(head, token), attended = [...weights.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, ROWS);
+  const shown = [...new Set([...attended, token])].sort((a, b) => a - b), share = shown.reduce((sum, i) => sum + weights[i], 0);
+  const all = [...shown, ...range(Math.min(LATER, seen - token - 1), token + 1)];
   const scores = all.map((i) => score(vector(0, head, token), head, i)), most = Math.max(...scores.map(Math.abs));
   const context = range(data.numbers).map((d) => weights.reduce((sum, weight, i) => sum + weight * vector(2, head, i)[d], 0));
   const vectors = (kind, tokens) => {
@@ -122,7 +127,7 @@ function showSteps() {  // the words are those of docs/attention.md
     return table(...tokens.map((i, r) => numbers(`${i + 1} ${text(i)}`, first[r], largest)));
   };
   const title = (textContent) => element("h3", { textContent }), how = (textContent) => element("p", { className: "how", textContent });
-  $("head-how").textContent = `How head ${head + 1} of layer ${layer + 1} looks back from \u201c${text(token)}\u201d: the tokens that it attends to most, with ${percent(share)} of the weight`
+  $("head-how").textContent = `How head ${head + 1} of layer ${layer + 1} looked back from \u201c${text(token)}\u201d to predict \u201c${text(token + 1)}\u201d: the tokens that it attended to most, with ${percent(share)} of the weight`
     + `${width > data.numbers ? `, and the first ${data.numbers} of ${width} numbers of each vector` : ""}.`;
   $("steps").replaceChildren(
     title("1. Query: what this token looks for"), vectors(0, [token]),
@@ -133,7 +138,7 @@ function showSteps() {  // the words are those of docs/attention.md
       numbers("scores", scores, most),
       numbers("masked", all.map((i, r) => (i > token ? -Infinity : scores[r])), most),
       numbers("weights", all.map((i) => weights[i] ?? 0), 1, 4)),
-    title("4. Values: what each token passes on"), vectors(2, seen),
+    title("4. Values: what each token passes on"), vectors(2, shown),
     title("5. Context vector: the average of all values with these weights"), table(numbers("context", context)),
   );
 }
@@ -163,7 +168,7 @@ function radios(group, key, values, name) {
 }
 
 const checks = [
-  radios($("mode-buttons"), "mode", ["surprise", "attention"], (mode) => (mode === "surprise" ? mode : "attention from the chosen token")),
+  radios($("mode-buttons"), "mode", ["surprise", "attention"], (mode) => (mode === "surprise" ? mode : "attention that predicted the chosen token")),
   radios($("layer-buttons"), "layer", range(depth), (i) => String(i + 1)),
   radios($("head-buttons"), "head", range(heads), (i) => String(i + 1)),
 ];
@@ -193,5 +198,6 @@ $("text").addEventListener("keydown", (event) => {
   event.preventDefault();
   choose({ token: Math.max(0, Math.min(count - 1, state.token + step)) });
 });
+$("omitted").textContent = data.omitted ? `${data.omitted} more tokens were written after the text had outgrown the model\u2019s context; they are not shown.` : "";
 $("facts").textContent = Object.entries(data.facts).map(([key, value]) => `${key.replaceAll("_", "-")} ${value}`).join(" \u00b7 ");
 choose({ token: state.token });

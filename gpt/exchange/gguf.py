@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt.errors import UserError
+from gpt.errors import UserError, require_choice
+from gpt.exchange.huggingface import parameter_names
 from gpt.exchange.vocabulary import merges, stand_ins
 from gpt.files import replacing
 from gpt.text.pieces import well_formed
@@ -22,18 +23,6 @@ Q8_BLOCK = 32  # weights of a row that share a scale in q8_0
 # What a chat becomes. Without a template, llama.cpp's web page would put ChatML's markup around what one writes.
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-_NAMES = {
-    "token_embedding": "token_embd",
-    "position_embedding": "position_embd",
-    "final_norm": "output_norm",
-    "norm1": "attn_norm",
-    "attention.W_qkv": "attn_qkv",
-    "attention.out_proj": "attn_output",
-    "norm2": "ffn_norm",
-    "feed_forward.expand": "ffn_up",
-    "feed_forward.contract": "ffn_down",
-}
-
 
 class _Streamed(np.ndarray):
     """An array that Python writes, because the error of numpy's own `tofile` does not say that the disk is full."""
@@ -45,18 +34,16 @@ class _Streamed(np.ndarray):
 def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
     """Write the file whole or not at all, with matrices and token embeddings stored as `kind`, one of `KINDS`.
 
-    Norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion. Raises `UserError` if the file
-    exists or its folder does not, if the weights cannot be stored as `kind`, or without the `gguf` library.
+    Norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion. Raises `UserError` if the weights
+    cannot be stored as `kind`, or without the `gguf` library.
     """
+    from gpt.exchange.building import require_gpt2
+
     config = model.config
-    if kind not in KINDS:
-        raise UserError(f"type={kind!r} is not known: choose from {', '.join(KINDS)}")
+    require_gpt2(config)
+    require_choice("type", kind, KINDS)
     if kind == "q8_0" and config.d_model % Q8_BLOCK:
         raise UserError(f"type=q8_0 needs a d_model divisible by {Q8_BLOCK}, and it is {config.d_model}: use f16")
-    if file.exists() or file.is_symlink():
-        raise UserError(f"{file} exists: remove it or choose another name")
-    if not file.parent.is_dir():
-        raise UserError(f"{file.parent}: there is no such folder: create it first")
     try:
         import gguf
     except ImportError:
@@ -92,19 +79,17 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
 
 def _weights(model: "GPT") -> dict[str, np.ndarray]:
     """All weights by their names in the file. A model without query, key and value biases gets zeros, as it must."""
-    weights = {_theirs(name): weight.contiguous().numpy() for name, weight in model.state_dict().items()}
-    if not model.config.qkv_bias:
-        zeros = np.zeros(3 * model.config.d_model, np.float32)
-        weights |= {f"blk.{i}.attn_qkv.bias": zeros for i in range(model.config.num_layers)}
+    import gguf
+    import torch
+
+    config, state = model.config, model.state_dict()
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
+    weights = {}
+    for ours, theirs in parameter_names(config.num_layers):
+        weight = state.get(ours, torch.zeros(3 * config.d_model))
+        name = table.get_name(f"transformer.{theirs}", (".weight", ".bias")) or theirs
+        weights[name] = weight.contiguous().numpy()
     return weights
-
-
-def _theirs(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module.startswith("blocks."):
-        _, number, module = module.split(".", 2)
-        return f"blk.{number}.{_NAMES[module]}.{kind}"
-    return f"{_NAMES[module]}.{kind}"
 
 
 def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a directory's tokenizer 
 
 # Our names on the left. Their linear layers (Conv1D) hold the transposed weight: see `_TRANSPOSED`.
 _EMBEDDINGS = {"token_embedding.weight": "wte.weight", "position_embedding.weight": "wpe.weight"}
-_FINAL_NORM = {"final_norm": "ln_f"}
 _BLOCK = {
     "norm1": "ln_1",
     "attention.W_qkv": "attn.c_attn",
@@ -37,7 +36,6 @@ _SHAPE = {
     "num_heads": "n_head",
     "vocab_size": "vocab_size",
 }
-LARGEST_CONFIG = 1_000_000  # bytes of config.json
 
 # What their configuration may vary and ours does not: the default if a key is absent, and the values that we support.
 _FIXED: dict[str, tuple[object, tuple]] = {
@@ -48,9 +46,7 @@ _FIXED: dict[str, tuple[object, tuple]] = {
     "tie_word_embeddings": (True, (True, False)),  # False only where the stored head is the embedding all the same
 }
 
-# What is downloaded of a model on the hub: of its weights, the pickled ones only if there are no others.
-_FILES = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json"]
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the pickled ones only if there are no others
 
 
 def is_directory(path: Path) -> bool:
@@ -63,16 +59,16 @@ def download(name: str) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
-        raise UserError(
-            f"{name}: neither a path nor a run; for the hub's models: pip install huggingface_hub"
-        ) from None
+        remedy = "for the hub's models: pip install huggingface_hub"
+        raise UserError(f"{name}: neither a path nor a run; {remedy}") from None
     try:
         folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
         _stored_config(folder)  # of another model, no weights are downloaded
         for weights in _WEIGHTS:
             stem, kind = weights.split(".")
-            patterns = [*_FILES, weights, f"{stem}-*.{kind}", f"{weights}.index.json"]
-            snapshot_download(name, revision=folder.name, allow_patterns=["config.json", *patterns])
+            patterns = [weights, f"{stem}-*.{kind}", f"{weights}.index.json"]
+            tokens = ["tokenizer.json", "vocab.json"]
+            snapshot_download(name, revision=folder.name, allow_patterns=["config.json", *tokens, *patterns])
             if any(folder.glob(f"{stem}*.{kind}")):
                 break
         return folder
@@ -89,24 +85,22 @@ def download(name: str) -> Path:
         raise UserError(f"{name}: there is no such path or run, and the Hugging Face hub {reason}") from None
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a GPT-2's directory, whose weights are not read; `UserError` for other models."""
-    return _vocabulary(folder)[0]
-
-
 def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
     """Load the GPT-2 of a directory with its tokenizer; `UserError` if it is anything else."""
-    tokenizer, order = _vocabulary(folder)  # first: checking it takes no time
+    tokenizer, order = load_tokenizer(folder)  # first: checking it takes no time
     return load_directory(folder, order), tokenizer
 
 
-def _vocabulary(folder: Path) -> tuple[Tokenizer, list[int] | None]:
-    """Return a directory's tokenizer, GPT-2's if it has none, and the row in its embedding of each of our ids."""
+def load_tokenizer(folder: Path) -> tuple[Tokenizer, list[int] | None]:
+    """Return a directory's tokenizer, GPT-2's if it has none, and the row in its embedding of each of our ids.
+
+    Raises `UserError` for other models than GPT-2. The weights are not read.
+    """
     size = _stored_config(folder).get("vocab_size")
     tokenizer, order = vocabulary.read(folder) or (gpt2_tokenizer(), None)
     if size != tokenizer.vocab_size:
-        whose = "GPT-2's own" if order is None else "its"
-        raise UserError(f"{folder}: its vocab_size is {size}, and {whose} tokenizer has {tokenizer.vocab_size} tokens")
+        whose = "GPT-2's own tokenizer" if order is None else "its tokenizer"
+        raise UserError(f"{folder}: its vocab_size is {size!r:.60}, and {whose} has {tokenizer.vocab_size} tokens")
     return tokenizer, order
 
 
@@ -115,16 +109,14 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
 
     Raises `UserError` if it is not a GPT-2 that our model computes exactly.
     """
-    from gpt.exchange.assembly import assemble, configure, reason
-    from gpt.hardware import is_out_of_memory
+    from gpt.exchange.building import build_config, build_model, reason
+    from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)
     weights = _read_weights(folder)
     try:
-        config = configure(_shape(stored))
+        config = build_config(_shape(stored))
         state = from_huggingface(weights, config.num_layers)
-        if not (stored.get("tie_word_embeddings", True) or "lm_head.weight" in weights):
-            raise ValueError("its tie_word_embeddings is False, and it has no lm_head.weight")
         if not config.qkv_bias:
             biases = [state.pop(name) for name in list(state) if name.endswith("W_qkv.bias")]
             if any(bias.any() for bias in biases):
@@ -132,7 +124,7 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
         if order is not None:
             state["token_embedding.weight"] = state["token_embedding.weight"][order]
         # Copied, because `load_file` maps the file: replacing it would change the weights of a model in use.
-        return assemble(config, state, copy=True)
+        return build_model(config, state, copy=True)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -142,17 +134,15 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
 
 def _read_weights(folder: Path) -> dict[str, "Tensor"]:
     """Read model.safetensors or pytorch_model.bin, whole or in the shards that its index names."""
-    from gpt.exchange.assembly import reason
-    from gpt.hardware import is_out_of_memory
+    from gpt.exchange.building import reason
+    from gpt.hardware.memory import is_out_of_memory
 
     try:
         for name in _WEIGHTS:
             if (file := folder / name).is_file():
                 return _read_file(file)
             if (index := folder / f"{name}.index.json").is_file():
-                shards = sorted(set(vocabulary.read_object(index, vocabulary.LARGEST)["weight_map"].values()))
-                if odd := [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]:
-                    raise ValueError(f"its shard {odd[0]!r} is missing, or not in this folder")
+                shards = sorted(set(vocabulary.read_object(index)["weight_map"].values()))
                 return {key: w for shard in shards for key, w in _read_file(folder / shard).items()}
     except Exception as error:  # safetensors, pickle and torch each fail on foreign files in their own ways
         if is_out_of_memory(error):
@@ -172,21 +162,20 @@ def _read_file(file: Path) -> dict[str, "Tensor"]:
         return load_file(file)
     try:
         with warnings.catch_warnings(action="ignore"):  # about foreign files, which are refused anyway
-            weights = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(f"{file.name} holds objects other than tensors, which are never loaded") from None
-    size = file.stat().st_size
-    if not isinstance(weights, dict) or any(type(w) is not torch.Tensor or w.nbytes > size for w in weights.values()):
-        raise ValueError(f"{file.name} holds something other than tensors with names")
-    return weights
 
 
 def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a model and its tokenizer into an empty folder, for `transformers`. Raises `UserError` on a full disk."""
+    """Write a model and its tokenizer into an empty folder, for `transformers`; `UserError` on a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    from gpt.exchange.building import require_gpt2
+
     config, context = model.config, model.config.context_length
+    require_gpt2(config)
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     stored: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
     stored |= {key: values[0] for key, (_, values) in _FIXED.items()} | ends | {"n_inner": None, "n_ctx": context}
@@ -210,30 +199,13 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
         raise UserError(f"{folder}: the weights cannot be written ({error})") from None
 
 
-def logit_difference(model: "GPT", folder: Path, ids: list[int]) -> tuple[float, float]:
-    """Return by how much the logits of `transformers` on a folder differ at most from ours, and our largest logit."""
-    import torch
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True).eval()
-    differences, largest = [], []
-    with torch.no_grad():
-        for window in torch.tensor([ids]).split(model.config.context_length, dim=1):
-            ours = model(window)
-            differences.append((ours - theirs(window).logits).abs().max().item())
-            largest.append(ours.abs().max().item())
-    return max(differences), max(largest)
-
-
 def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str, "Tensor"]:
     """Convert the state dict of a GPT2Model or GPT2LMHeadModel to ours."""
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     if f"h.{num_layers}.ln_1.weight" in weights:
         raise UserError(f"the Hugging Face weights have more than the {num_layers} layers of their configuration")
     state = {}
-    for ours, theirs in _names(num_layers):
+    for ours, theirs in parameter_names(num_layers):
         if theirs not in weights:
             raise UserError(f"the Hugging Face weights lack {theirs!r}: only GPT-2 models can be loaded")
         state[ours] = weights[theirs].t() if theirs.endswith(_TRANSPOSED) else weights[theirs]
@@ -245,31 +217,29 @@ def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str,
 
 def to_huggingface(model: "GPT") -> dict[str, "Tensor"]:
     """Convert a model's weights to the state dict of a GPT2LMHeadModel, without its tied head."""
-    state = {name: weight.detach() for name, weight in model.state_dict().items()}
-    norm, C = state["final_norm.bias"], model.config.d_model
-    pairs = ((theirs, state.get(ours, norm.new_zeros(3 * C))) for ours, theirs in _names(model.config.num_layers))
-    converted = {name: w.t().contiguous() if name.endswith(_TRANSPOSED) else w for name, w in pairs}
-    return {f"transformer.{name}": weight for name, weight in converted.items()}
+    state, config, converted = model.state_dict(), model.config, {}
+    for ours, theirs in parameter_names(config.num_layers):
+        weight = state.get(ours, model.final_norm.bias.new_zeros(3 * config.d_model))
+        converted[f"transformer.{theirs}"] = weight.t().contiguous() if theirs.endswith(_TRANSPOSED) else weight
+    return converted
 
 
-def _names(num_layers: int) -> Iterator[tuple[str, str]]:
-    """Yield each of our parameter names with theirs."""
+def parameter_names(num_layers: int) -> Iterator[tuple[str, str]]:
+    """Yield each of our parameter names with that of a GPT2Model."""
     yield from _EMBEDDINGS.items()
     blocks = ((f"blocks.{i}.{ours}", f"h.{i}.{theirs}") for i in range(num_layers) for ours, theirs in _BLOCK.items())
-    for ours, theirs in itertools.chain(_FINAL_NORM.items(), blocks):
+    for ours, theirs in itertools.chain(blocks, [("final_norm", "ln_f")]):
         yield from ((f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias"))
 
 
 def _stored_config(folder: Path) -> dict[str, Any]:
     """Read config.json; `UserError` if it is not a GPT-2's."""
     try:
-        stored = vocabulary.read_object(folder / "config.json", LARGEST_CONFIG)
-    except FileNotFoundError:
-        raise UserError(f"{folder / 'config.json'}: missing; give a GPT-2 directory") from None
+        stored = vocabulary.read_object(folder / "config.json")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
     if (kind := stored.get("model_type")) != "gpt2":
-        raise UserError(f"{folder}: its model_type is {kind!r}, and only 'gpt2' is supported")
+        raise UserError(f"{folder}: its model_type is {kind!r:.60}, and only 'gpt2' is supported")
     return stored
 
 

@@ -12,8 +12,7 @@ from gpt.text.tokenizer import BYTE_OF_STAND_IN, END_OF_TEXT, GPT2_PATTERN, Toke
 if TYPE_CHECKING:
     import tokenizers
 
-LARGEST = 100_000_000  # bytes of a file with a vocabulary; GPT-2's has 4 million
-SAMPLE = 20_000  # tokens in a row on which two tokenizers are compared
+SAMPLE = 120_000  # bytes of text, about, on which two tokenizers are compared
 
 _STAND_IN = {byte: character for character, byte in BYTE_OF_STAND_IN.items()}
 
@@ -64,78 +63,55 @@ def _byte_level(vocab: dict[str, int], pairs: list[tuple[str, str]], whole_words
     return built
 
 
-def read_object(file: Path, largest: int) -> dict[str, Any]:
-    """Read a JSON object, in which a key given twice is an error; `OSError`, `ValueError` or `RecursionError`."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError(f"{file.name} has a key twice")
-        return found
-
-    with file.open("rb") as stream:
-        content = stream.read(largest + 1)
-    if len(content) > largest:
-        raise ValueError(f"{file.name} has more than {largest:,} bytes")
-    stored = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object; `OSError`, `ValueError` or `RecursionError` if it cannot be read."""
+    stored = json.loads(file.read_bytes())
     if not isinstance(stored, dict):
         raise ValueError(f"{file.name} is not a JSON object")
     return stored
 
 
 def read(folder: Path) -> tuple[Tokenizer, list[int]] | None:
-    """Read a folder's tokenizer.json, or else vocab.json and merges.txt; None if it has neither.
+    """Read a folder's tokenizer.json; None if there is none.
 
     Returns the tokenizer and, for each of its ids, the id in the folder: ours count in the order of the merges, with
     end-of-text last. Raises `UserError` unless it is a byte-level BPE with GPT-2's pattern and one special token, and a
     table of ranks gives its ids.
     """
-    try:
-        if (folder / "tokenizer.json").is_file():
-            return _with_ranks(read_object(folder / "tokenizer.json", LARGEST))
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            return _with_ranks(_read_older(folder))
+    if not (file := folder / "tokenizer.json").is_file():
+        if (folder / "vocab.json").is_file():
+            remedy = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
+            raise UserError(f"{folder}: its tokenizer is in the older form, vocab.json: {remedy}")
         return None
+    try:
+        return _with_ranks(read_object(file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{folder}: its tokenizer cannot be used: {why}") from None
-
-
-def _read_older(folder: Path) -> dict[str, Any]:
-    """Put vocab.json, merges.txt and the settings beside them in the form of a tokenizer.json."""
-    names = ("vocab", "added_tokens", "tokenizer_config")
-    vocab, added, settings = (
-        read_object(file, LARGEST) if (file := folder / f"{name}.json").is_file() else {} for name in names
-    )
-    lines = (folder / "merges.txt").read_bytes().decode("utf-8").split("\n")
-    merged = [line.removesuffix("\r") for line in lines if line.strip() and not line.startswith("#version")]
-    made = {line.replace(" ", "") for line in merged} | BYTE_OF_STAND_IN.keys()
-    special = [{"content": token, "id": number} for token, number in (vocab | added).items() if token not in made]
-    cutter = _BYTE_LEVEL | {"add_prefix_space": settings.get("add_prefix_space", False)}
-    return {"model": {"vocab": vocab, "merges": merged}, "pre_tokenizer": cutter, "added_tokens": special}
 
 
 def _with_ranks(stored: dict[str, Any]) -> tuple[Tokenizer, list[int]]:
     """Turn ids and merges into a table of ranks, and compare the two on text; `ValueError` if it cannot be done."""
     model, cutter = stored["model"], stored.get("pre_tokenizer") or {}
     if stored.get("normalizer") is not None:
-        raise ValueError(f"it has a normalizer, which GPT-2's has not: {_short(stored['normalizer'])}")
+        raise ValueError(f"it has a normalizer, which GPT-2's has not: {stored['normalizer']!r:.100}")
     if any(cutter.get(key) != value for key, value in _BYTE_LEVEL.items()):
-        raise ValueError(f"its pre_tokenizer is {_short(cutter)}, and only GPT-2's is supported: {_short(_BYTE_LEVEL)}")
+        raise ValueError(f"its pre_tokenizer is {cutter!r:.100}, and only GPT-2's is supported: {_BYTE_LEVEL!r:.100}")
     for key, supported in _MODEL.items():
         if model.get(key) not in supported:
-            raise ValueError(f"its model's {key} is {_short(model[key])}, and only {supported[0]!r} is supported")
+            raise ValueError(f"its model's {key} is {model[key]!r:.100}, and only {supported[0]!r} is supported")
     special = {token["content"]: token["id"] for token in stored.get("added_tokens") or []}
     if len(special) != 1:
-        raise ValueError(f"it has {len(special)} added tokens ({_short(list(special))}), not one, the end of text")
+        raise ValueError(f"it has {len(special)} added tokens ({list(special)!r:.100}), not one, the end of text")
     pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     own = {token: number for token, number in model["vocab"].items() if token not in special}
     ids = [*own.values(), *special.values()]
     if sorted(ids) != list(range(len(ids))):
         raise ValueError(f"its {len(ids)} ids are not 0 to {len(ids) - 1}, each once")
     if foreign := [token for token in own if not BYTE_OF_STAND_IN.keys() >= set(token)]:
-        raise ValueError(f"its token {_short(foreign[0])} is not spelled in GPT-2's stand-ins for bytes")
+        raise ValueError(f"its token {foreign[0]!r:.100} is not spelled in GPT-2's stand-ins for bytes")
     if odd := [pair for pair in pairs if len(pair) != 2 or not own.keys() >= {*pair, "".join(pair)}]:
-        raise ValueError(f"its merge {_short(odd[0])} is not of two tokens that make a third")
+        raise ValueError(f"its merge {odd[0]!r:.100} is not of two tokens that make a third")
     first: dict[str, int] = {}
     for number, pair in enumerate(pairs):
         first.setdefault("".join(pair), number)
@@ -150,13 +126,18 @@ def _with_ranks(stored: dict[str, Any]) -> tuple[Tokenizer, list[int]]:
         if known.ranks == ranks and len(first) == len(ranks) - 256:
             return known, order
     tokenizer = Tokenizer("bpe", ranks, GPT2_PATTERN)
-    lines = "\n".join(token.decode("utf-8", "ignore") for token in ranks)
-    mixed = b"".join(random.Random(0).choices(list(ranks), k=SAMPLE)).decode("utf-8", "ignore")
     theirs = _byte_level(own, pairs, whole_words=bool(model.get("ignore_merges")))
-    for text in (lines, mixed):
+    for text in _samples(list(ranks)):
         if theirs.encode(text).ids != [order[number] for number in tokenizer.encode(text)]:
             raise ValueError("its merges give some texts other tokens than a table of ranks can")
     return tokenizer, order
+
+
+def _samples(tokens: list[bytes]) -> list[str]:
+    """Make two texts to compare tokenizers on: all tokens on lines of their own, and a random sequence of them."""
+    count = SAMPLE * len(tokens) // sum(map(len, tokens))  # fewer of long tokens, so that the text has the same length
+    mixed = b"".join(random.Random(0).choices(tokens, k=count))
+    return [text.decode("utf-8", "ignore") for text in (b"\n".join(tokens), mixed)]
 
 
 def _ascending(tokens: list[str], pairs: list[tuple[str, str]]) -> bool:
@@ -164,8 +145,3 @@ def _ascending(tokens: list[str], pairs: list[tuple[str, str]]) -> bool:
     rank = {token: number for number, token in enumerate(tokens)}
     made = [rank[left + right] for left, right in pairs]
     return made == sorted(made)
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 100 else shown[:97] + "..."

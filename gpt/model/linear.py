@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.model import frugal
+from gpt.model.fast.low_memory import linear_rounding_twice
 
 ROUND_AGAIN_FROM = 2**18  # numbers in a matrix, for which keeping its rounded copy costs more than rounding again
 
@@ -32,5 +32,5 @@ class Linear(nn.Linear):
         if self.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
         if x.device.type == "cpu" and self.weight.numel() >= ROUND_AGAIN_FROM:
-            return frugal.linear(x, self.weight, self.bias)
+            return linear_rounding_twice(x, self.weight, self.bias)
         return F.linear(x, self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype))

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, written plainly. Training uses its fast twin in gpt/model/chunked_loss.py.
+"""Next-token cross-entropy, written plainly. Training uses its fast twin in gpt/model/fast/loss.py.
 
 Letters in shapes: N targets (B x T), C d_model, V vocabulary.
 """

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gpt.errors import UserError, require_range
 from gpt.model.attention import KVCache, MultiHeadAttention
-from gpt.model.frugal import SkipInit, tied_lookup
+from gpt.model.fast.low_memory import SkipInit, tied_lookup
 from gpt.model.linear import Linear
 
 
@@ -30,15 +31,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("context_length", "d_model", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} is out of range: it must be at least 1")
+            require_range(f"model.{name}", getattr(self, name), 1)
+        require_range("model.dropout", self.dropout, 0, 1, below=True)
         if self.d_model % self.num_heads != 0:
-            raise ValueError(
+            raise UserError(
                 f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}: "
                 f"try d_model={-(-self.d_model // self.num_heads) * self.num_heads}"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"model.dropout={self.dropout} is out of range: it must be at least 0 and below 1")
 
 
 @dataclass
@@ -49,8 +48,14 @@ class GPTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size={self.vocab_size} is out of range: it must be at least 1")
+        require_range("vocab_size", self.vocab_size, 1)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of trained parameters: embeddings (the tied head counts once), blocks and final norm."""
+        C = self.d_model
+        per_block = 12 * C**2 + (10 + 3 * self.qkv_bias) * C
+        return (self.vocab_size + self.context_length) * C + self.num_layers * per_block + 2 * C
 
 
 class FeedForward(nn.Module):
@@ -70,7 +75,7 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C).
 
     Sums and norms keep the precision of x; attention and feed-forward use that of their linear maps: see
-    `Linear.dtype`. For one token after a cache, gpt/model/single_token.py is the fast twin.
+    `Linear.dtype`. For one token after a cache, gpt/model/fast/single_token.py is the fast twin.
     """
 
     def __init__(self, config: ModelConfig):
@@ -192,10 +197,6 @@ class GPT(nn.Module):
             maps.append(block.attention.weights(block.norm1(x)))
             x = block(x)
         return torch.stack(maps, dim=1)
-
-    def num_parameters(self) -> int:
-        """The number of trained parameters; the tied head counts once, as the token embedding."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, tokens: int) -> int:
         """Floating-point operations to train on one token of a sequence of `tokens`.

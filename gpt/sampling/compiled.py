@@ -6,62 +6,41 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gpt.errors import UserError
-from gpt.hardware import require_compiler
-from gpt.model import single_token
 from gpt.model.attention import KVCache
+from gpt.model.fast import single_token
 from gpt.model.transformer import TransformerBlock
 
 
-def require_compilable(rows: int) -> None:
-    """Raise `UserError` where compiling would not help or cannot work."""
-    if rows > 1:
-        raise UserError(f"compiling is for a single text, and these are {rows}: sample one, or do not compile")
-    require_compiler()
-
-
-class CompiledBlock(nn.Module):
-    """A block that handles a single token of a single text in one compiled function, and anything else as before.
+def compile_block(block: TransformerBlock) -> None:
+    """Make a block handle a single token of a single text in one compiled function, and anything else as before.
 
     All blocks share the function, and PyTorch caches what it compiled on disk.
     """
+    plain, weights, mask = block.forward, single_token.weights_of(block), block.attention.mask
+    all_places = torch.arange(len(mask), device=mask.device)
 
-    def __init__(self, block: TransformerBlock):
-        super().__init__()
-        self.block = block
-        mask = block.attention.mask
-        self._places = torch.arange(len(mask), device=mask.device)
-        self._weights = single_token.weights_of(block)
-
-    @property
-    def attention(self) -> nn.Module:
-        return self.block.attention
-
-    @property
-    def feed_forward(self) -> nn.Module:
-        return self.block.feed_forward
-
-    def forward(self, x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
+    def forward(x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
         # The compiler would treat an empty and a full cache as cases of their own.
         if cache is None or x.numel() != x.shape[-1] or not 0 < cache.length < cache.capacity - 1:
-            return self.block(x, cache, blocked)
-        places = self._places[: cache.length + 1]
+            return plain(x, cache, blocked)
+        places = all_places[: cache.length + 1]
         torch._dynamo.mark_dynamic(places, 0, min=2, max=cache.capacity - 1)
         cache.length += 1
-        return _compiled(single_token.transform)(x, places, cache.keys, cache.values, *self._weights)
+        return _compiled(single_token.transform)(x, places, cache.keys, cache.values, *weights)
+
+    block.forward = forward  # type: ignore[method-assign]
 
 
-class CompiledHead(nn.Module):
-    """The output head, with a compiled product for a single row."""
+def compile_head(head: nn.Module) -> None:
+    """Make the output head compute the logits of a single row in a compiled product."""
+    plain, weights = head.forward, single_token.map_of(head)
 
-    def __init__(self, linear: nn.Module):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         if x.numel() != x.shape[-1]:
-            return self.linear(x)
-        return _compiled(single_token.multiply)(x.flatten(), single_token.map_of(self.linear)).view(*x.shape[:-1], -1)
+            return plain(x)
+        return _compiled(single_token.multiply)(x.flatten(), weights).view(*x.shape[:-1], -1)
+
+    head.forward = forward
 
 
 @functools.cache

@@ -1,18 +1,16 @@
-"""Sampling from a model: filters on the logits, decoding with a key-value cache, and text streamed from tokens.
+"""Sampling token ids from a model: filters on the logits, and decoding with a key-value cache.
 
 Letters in shapes: B rows (texts sampled together), T tokens, V vocabulary, N likeliest tokens.
 """
 
-import codecs
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError
+from gpt.errors import require_range
 from gpt.model.transformer import GPT
-from gpt.text.tokenizer import Tokenizer
 
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
 
@@ -28,20 +26,12 @@ class Sampling:
     min_p: float = 0.0  # keep tokens at least this many times as likely as the likeliest
 
     def __post_init__(self) -> None:
-        penalty, temperature = self.repetition_penalty, self.temperature
-        for name, within, limit in (
-            ("repetition-penalty", 0.01 <= penalty <= 100.0, "at least 0.01 and at most 100 (1 is off)"),
-            (
-                "temperature",
-                temperature == 0.0 or 1e-6 <= temperature <= 100.0,
-                "0 (greedy), or at least 1e-6 and at most 100",
-            ),
-            ("top-k", self.top_k >= 0, "at least 0 (off)"),
-            ("top-p", 1e-30 <= self.top_p <= 1.0, "at least 1e-30 and at most 1 (off)"),
-            ("min-p", 0.0 <= self.min_p <= 1.0, "at least 0 (off) and at most 1"),
-        ):
-            if not within:
-                raise UserError(f"{name}={getattr(self, name.replace('-', '_'))} is out of range: it must be {limit}")
+        require_range("repetition-penalty", self.repetition_penalty, 0.01, 100, note="(1 is off)")
+        if self.temperature != 0.0:
+            require_range("temperature", self.temperature, 1e-6, 100, note="(or 0: the likeliest token)")
+        require_range("top-k", self.top_k, 0, note="(0 is off)")
+        require_range("top-p", self.top_p, 1e-30, 1, note="(1 is off)")
+        require_range("min-p", self.min_p, 0, 1, note="(0 is off)")
 
 
 def filter_logits(logits: Tensor, previous: Tensor, sampling: Sampling) -> Tensor:
@@ -113,7 +103,6 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     generator: torch.Generator | None = None,
-    use_cache: bool = True,
     slide: int = 1,
     padding: list[int] | None = None,
     watch: Callable[[Tensor], object] | None = None,
@@ -123,75 +112,28 @@ def generate(
     `padding`, from `align`, is the number of padding tokens at the left of each row. Every row continues as if it were
     alone. `watch` is called with the logits (B, V) of every step, before the filters.
 
-    With the cache, each new token costs one pass over that token only. Past the context length the window slides:
+    Thanks to the cache, each new token costs one pass over that token only. Past the context length the window slides:
     positions are learned, so the embedding of every token in it changes and the cache is rebuilt, every `slide` tokens.
-    With `slide=1` the model always sees as much as it can. The cache never changes which tokens come out.
+    With `slide=1` the model always sees as much as it can.
     """
     model.eval()
     T, context = idx.shape[1], model.config.context_length
     if T < 1:
         raise ValueError("generation needs at least one token to start from: begin with end-of-text")
-    if not 1 <= slide <= context:
-        raise UserError(f"slide={slide} is out of range: it must be at least 1 and at most the context, {context}")
+    require_range("slide", slide, 1, context, note="(the model's context)")
     tokens = torch.cat([idx, idx.new_zeros(idx.shape[0], max_new_tokens)], dim=1)
     fills = padding or [0]
     caches, windows, seen, starts = None, None, 0, None  # the cache holds the tokens before `seen`
     for length in range(T, T + max_new_tokens):
         wanted = {fill: fill + window_start(length - fill, context, slide) for fill in set(fills)}  # of each row
-        if caches is None or not use_cache or wanted != windows:
+        if wanted != windows:
             caches, windows, seen = model.new_caches(), wanted, min(wanted.values())
             later = [wanted[fill] - seen for fill in fills]
             starts = torch.tensor(later, device=idx.device) if any(later) else None  # (B,)
-        hidden = model.hidden(tokens[:, seen:length], caches if use_cache else None, starts)  # (B, new, C)
+        hidden = model.hidden(tokens[:, seen:length], caches, starts)  # (B, new, C)
         seen = length
         logits = model.head(hidden[:, -1])  # (B, V)
         if watch is not None:
             watch(logits)
         tokens[:, length] = next_token(logits, tokens[:, :length], sampling, generator)
         yield tokens[:, length]
-
-
-class TextStream:
-    """Turn tokens into text piece by piece: only whole characters, and nothing from a stop string on."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()):
-        self._tokenizer = tokenizer
-        self._stops = stops
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # decoded text that may be the start of a stop string
-        self.text = ""
-        self.tokens: list[int] = []
-        self.finish_reason: str | None = None  # end_of_text, stop or length; None while the text goes on
-
-    def feed(self, token: int) -> str:
-        """Take one token; return the text that is now certain. Sets `finish_reason` if the token ends the text."""
-        self.tokens.append(token)
-        if token == self._tokenizer.end_of_text:
-            return self.finish("end_of_text")
-        return self._release(self._decoder.decode(self._tokenizer.decode_bytes([token])))
-
-    def finish(self, reason: str = "length") -> str:
-        """End the text; return what was still held back."""
-        tail = self._release(self._decoder.decode(b"", final=True))
-        if self.finish_reason is None:
-            self.finish_reason = reason
-            self.text += self._held
-            tail, self._held = tail + self._held, ""
-        return tail
-
-    def _release(self, piece: str) -> str:
-        text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.finish_reason, self._held = "stop", ""
-            text = text[: min(found)]
-        else:
-            keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-            text, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        self.text += text
-        return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of the text that may be the start of the stop string."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,8 @@
 """The insight page: one HTML file that shows why a model continued a text as it did.
 
 It holds what the model expected at each token, what each layer would have said, and the queries, keys and values of
-every head, from which the page computes the attention that somebody looks at. The page itself is gpt/assets/insight.*.
+every head, from which the page computes the attention that somebody looks at: that of the position that predicted the
+chosen token, which is the one before it. The page itself is gpt/assets/insight.*.
 
 Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_model.
 """
@@ -9,6 +10,7 @@ Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_mo
 import base64
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.console import say
+from gpt.files import replacing
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
+from gpt.sampling.language_model import LanguageModel
 from gpt.text.pieces import label
-from gpt.text.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 ALTERNATIVES = 8  # likeliest tokens shown in place of each
@@ -29,23 +33,40 @@ NUMBERS = 6  # shown of each vector
 AT_ONCE = 64  # positions whose logits are in memory together
 
 
+def write_insight(page: Path, parts: Iterator[str]) -> None:
+    """Write what `insight_page` yields."""
+    with replacing(page) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        stream.writelines(parts)
+    say(f"generate.py: wrote {page} ({page.stat().st_size:,} bytes): open it in a browser", sys.stderr)
+
+
 @torch.inference_mode()
 def insight_page(
-    model: GPT, tokenizer: Tokenizer, ids: list[int], prompt: int, sampling: Sampling, facts: dict[str, Any]
+    language_model: LanguageModel, prompt: list[int], new: list[int], sampling: Sampling, facts: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the page in parts, for the last tokens of `ids` that the model sees at once, of which `prompt` were given.
+    """Yield the page in parts: the prompt, and the new tokens that the model wrote while all of it was in its context.
 
-    `facts` stand below the title.
+    Tokens later than that were drawn from other numbers, because their view had lost its beginning; the page says how
+    many they are. `facts` stand below the title.
     """
-    given = max(0, prompt - max(0, len(ids) - model.config.context_length))
-    ids = ids[-model.config.context_length :]
-    states, layers = _trace(model, torch.tensor([ids], device=model.token_embedding.weight.device))
+    model, tokenizer = language_model.model, language_model.tokenizer
+    context, width = model.config.context_length, model.config.d_model // model.config.num_heads
+    prompt = prompt[-context:] or [tokenizer.end_of_text]
+    ids = (prompt + new)[: context + 1]  # of the last one the model has seen nothing: it is only written
+    given = len(prompt)
+    x = model.eval()._embed(model.token_embedding(torch.tensor([ids[:-1]], device=language_model.device)))
+    states, layers = [x[0]], []  # the residual stream (T, C) before and after each block; its packed projections
+    for block in model.blocks:
+        layers.append(_packed(*block.attention._project(block.norm1(x))))  # type: ignore[operator, union-attr]
+        x = block(x)
+        states.append(x[0])
     data: dict[str, Any] = {
         "tokens": ids,
         "given": given,
+        "omitted": given + len(new) - len(ids),
         "heads": model.config.num_heads,
-        "width": model.config.d_model // model.config.num_heads,
-        "numbers": min(NUMBERS, model.config.d_model // model.config.num_heads),
+        "width": width,
+        "numbers": min(NUMBERS, width),
         "facts": facts,
         "expected": list(_expected(model, states[-1], ids, given, sampling)),
         "layers": [list(_guesses(model, state)) for state in states],
@@ -58,31 +79,12 @@ def insight_page(
     page = page.replace("/* script */", (ASSETS / "insight.js").read_text(encoding="utf-8"))
     before, after = page.split("<!-- data -->")
     yield before
-    yield f'<script type="application/json" id="data">{_script(data)}</script>\n'
+    # A script element would end at the first "</script", whatever it is in.
+    script = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    yield f'<script type="application/json" id="data">{script}</script>\n'
     for number, packed in enumerate(layers):
         yield f'<script type="text/plain" id="layer{number}">{packed}</script>\n'
     yield after
-
-
-def _trace(model: GPT, idx: Tensor) -> tuple[list[Tensor], list[str]]:
-    """The residual stream (T, C) before and after each block; the queries, keys and values of each, packed."""
-    states: list[Tensor] = []
-    layers: list[str] = []
-
-    def before_block(block: Any, arguments: tuple) -> None:
-        states.append(arguments[0][0])
-
-    def before_attention(attention: Any, arguments: tuple) -> None:
-        layers.append(_packed(*attention._project(arguments[0])))
-
-    hooks = [block.register_forward_pre_hook(before_block) for block in (*model.blocks, model.final_norm)]
-    hooks += [block.attention.register_forward_pre_hook(before_attention) for block in model.blocks]  # type: ignore[union-attr]
-    try:
-        model.eval().hidden(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return states, layers
 
 
 def _packed(queries: Tensor, keys: Tensor, values: Tensor) -> str:
@@ -109,7 +111,7 @@ def _expected(model: GPT, state: Tensor, ids: list[int], given: int, sampling: S
     Each of those has its probability and, in the continuation, the one that temperature and filters left it.
     """
     yield {"bits": None, "likeliest": []}  # nothing comes before the first token
-    for place, (logits, token) in enumerate(zip(_logits(model, state), ids[1:], strict=False), start=1):
+    for place, (logits, token) in enumerate(zip(_logits(model, state), ids[1:], strict=True), start=1):
         logprobs = logits.log_softmax(-1)
         likeliest: list[int] = logprobs.topk(min(ALTERNATIVES, len(logprobs))).indices.tolist()
         shown = likeliest if token in likeliest else [*likeliest[:-1], token]
@@ -129,8 +131,3 @@ def _guesses(model: GPT, state: Tensor) -> Iterator[list]:
     for logits in _logits(model, state):
         values, order = logits.softmax(-1).topk(min(LAYER_GUESSES, len(logits)))
         yield [[i, round(p, 4)] for i, p in zip(order.tolist(), values.tolist(), strict=True)]
-
-
-def _script(data: Any) -> str:
-    """JSON that may stand in a script element, which would end at the first "</script", whatever it is in."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

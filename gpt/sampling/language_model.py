@@ -1,18 +1,19 @@
 """A model with its tokenizer: text in, text out, and how likely each token was."""
 
+import codecs
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError
-from gpt.hardware import DAMAGED, free_memory
+from gpt.errors import UserError, require_range
+from gpt.hardware.memory import DAMAGED, free_memory
 from gpt.model.transformer import GPT
-from gpt.sampling.generation import Sampling, TextStream, align, generate
+from gpt.sampling.generation import Sampling, align, generate
 from gpt.text.tokenizer import Tokenizer
 
 
@@ -28,15 +29,53 @@ class TokenLogprob:
     top: tuple["TokenLogprob", ...] = ()
 
 
-class Continuation(TextStream):
-    """A text as it grows, with the log-probabilities of its tokens if they were asked for."""
+class Continuation:
+    """A text that grows by tokens: only whole characters of it, and nothing from a stop string on."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]):
-        super().__init__(tokenizer, stops)
-        self.logprobs: list[TokenLogprob] = []
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()):
+        if "" in stops:
+            raise UserError("stop='' would end the text before it begins: give at least one character")
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""  # decoded text that may be the start of a stop string
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []  # of the tokens, if they were asked for
+        self.finish_reason: str | None = None  # end_of_text, stop or length; None while the text goes on
+
+    def feed(self, token: int) -> None:
+        """Add one token; sets `finish_reason` if it ends the text."""
+        self.tokens.append(token)
+        if token == self._tokenizer.end_of_text:
+            self.finish("end_of_text")
+        else:
+            self._add(self._decoder.decode(self._tokenizer.decode_bytes([token])))
+
+    def finish(self, reason: str = "length") -> None:
+        """End the text with what was held back, unless a stop string already ends it."""
+        self._add(self._decoder.decode(b"", final=True))
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.text += self._held
+
+    def _add(self, piece: str) -> None:
+        text = self._held + piece
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.finish_reason, end = "stop", min(found)
+        else:
+            end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self.text += text[:end]
+        self._held = text[end:]
 
 
-@dataclass
+def _overlap(text: str, stop: str) -> int:
+    """The number of characters at the end of the text that may be the start of the stop string."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(repr=False)
 class LanguageModel:
     """A model on its device, with its tokenizer. `generate` and `stream` start a new document if the prompt is empty.
 
@@ -46,8 +85,14 @@ class LanguageModel:
     model: GPT
     tokenizer: Tokenizer
 
+    def __repr__(self) -> str:
+        shape = (
+            f"{self.model.config.num_parameters:,} parameters, a context of {self.model.config.context_length:,} tokens"
+        )
+        return f"LanguageModel({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
+
     def generate(self, prompt: str = "", max_new_tokens: int = 300, **options: Any) -> str:
-        """Continue a prompt; return the new text. The options are those of `stream`."""
+        """Continue a prompt, with the options of `stream`; return the new text."""
         return "".join(self.stream(prompt, max_new_tokens, **options))
 
     def stream(
@@ -55,21 +100,25 @@ class LanguageModel:
         prompt: str = "",
         max_new_tokens: int = 300,
         *,
-        stop: str | Sequence[str] = (),
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        min_p: float = Sampling.min_p,
+        repetition_penalty: float = Sampling.repetition_penalty,
         seed: int | None = None,
-        **sampling: Any,
+        stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
-        """Continue a prompt; yield the new text in pieces, which end before the first of the texts in `stop`.
+        """Continue a prompt; yield the new text in pieces. It ends before the first of the texts in `stop`.
 
-        `sampling` takes the fields of `Sampling`: temperature, top_k, top_p, min_p, repetition_penalty. The same seed
-        gives the same text; without a seed, each call differs.
+        The same seed gives the same text; without a seed, each call differs.
         """
-        generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
+        if not isinstance(prompt, str):
+            raise UserError(f"the prompt is of type {type(prompt).__name__}: give one text, and call again for another")
+        sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if "" in stops:
-            raise UserError("stop='' would end the text before it begins: give at least one character")
+        generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
         ids, printed = self.tokenizer.encode(prompt), 0
-        for (text,) in self.continue_texts([ids], max_new_tokens, Sampling(**sampling), generator, stops=stops):
+        for (text,) in self.continue_texts([ids], max_new_tokens, sampling, generator, stops=stops):
             if piece := text.text[printed:]:
                 yield piece
             printed = len(text.text)
@@ -83,30 +132,29 @@ class LanguageModel:
         slide: int = 1,
         stops: tuple[str, ...] = (),
         top_logprobs: int | None = None,
+        check_memory: bool = True,
     ) -> Iterator[list[Continuation]]:
         """Continue several prompts, given as token ids, at once: yield all texts after each token, and at the end.
 
         Every step yields the same list. `top_logprobs` fills the texts' `logprobs`, with that many likeliest tokens
-        each. `UserError` if the texts do not fit into memory.
+        each. `UserError` if the texts do not fit into the memory that the system has free, unless `check_memory` is
+        false: a training keeps memory that it has freed for itself.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens} is out of range: it must be at least 1")
+        require_range("max_new_tokens", max_new_tokens, 1)
         context = self.model.config.context_length
         idx, padding = align([ids[-context:] or [self.tokenizer.end_of_text] for ids in prompts])
-        listed = 0 if top_logprobs is None else 1 + top_logprobs
-        self._require_memory(len(prompts), idx.shape[1] + max_new_tokens, listed)
+        if check_memory:
+            self._require_memory(len(prompts), idx.shape[1] + max_new_tokens, top_logprobs)
         texts = [Continuation(self.tokenizer, stops) for _ in prompts]
-        drawn_from: list[Tensor] = []
-        watch = None if top_logprobs is None else drawn_from.append
-        for tokens in generate(
-            self.model, idx.to(self.device), max_new_tokens, sampling, generator, True, slide, padding, watch
-        ):
-            logits = drawn_from.pop() if drawn_from else None
+        logits: list[Tensor] = []  # of the latest token alone
+        arguments = (max_new_tokens, sampling, generator, slide, padding, logits.append)
+        for tokens in generate(self.model, idx.to(self.device), *arguments):
+            latest = logits.pop()
             for row, (text, token) in enumerate(zip(texts, tokens.tolist(), strict=True)):
                 if text.finish_reason is None:
                     text.feed(token)
-                    if logits is not None and top_logprobs is not None:
-                        text.logprobs += self._logprobs(logits[row : row + 1], [token], top_logprobs)
+                    if top_logprobs is not None:
+                        text.logprobs += self._logprobs(latest[row : row + 1], [token], top_logprobs)
             if all(text.finish_reason for text in texts):
                 break
             yield texts
@@ -143,22 +191,20 @@ class LanguageModel:
         if any(map(math.isnan, own)):
             raise UserError(DAMAGED)
 
-        def named(token: int, logprob: float, top: Iterable[TokenLogprob] = ()) -> TokenLogprob:
-            return TokenLogprob(self.tokenizer.decode_bytes([token]), logprob, tuple(top))
+        def named(token: int, logprob: float, *top: TokenLogprob) -> TokenLogprob:
+            return TokenLogprob(self.tokenizer.decode_bytes([token]), logprob, top)
 
-        return [
-            named(token, logprob, map(named, likeliest, theirs))
-            for token, logprob, likeliest, theirs in zip(tokens, own, ids, values, strict=True)
-        ]
+        rows = zip(tokens, own, ids, values, strict=True)
+        return [named(token, logprob, *map(named, likeliest, theirs)) for token, logprob, likeliest, theirs in rows]
 
-    def _require_memory(self, rows: int, length: int, listed: int) -> None:
-        """Raise `UserError` if texts of that many tokens, with `listed` log-probabilities each, do not fit."""
+    def _require_memory(self, rows: int, length: int, top_logprobs: int | None) -> None:
+        """Raise `UserError` if texts of that many tokens do not fit into the free memory."""
         config = self.model.config
-        seen = min(length, config.context_length)
+        listed = 0 if top_logprobs is None else 1 + top_logprobs
         # A row takes 100 bytes for a token as a number and as text, 500 for each log-probability until it is printed,
         # its keys and values, the activations of a layer, and its logits ten times over while they are filtered.
         row = (100 + 500 * listed) * length + 40 * config.vocab_size
-        row += 4 * seen * config.d_model * (2 * config.num_layers + 8)
+        row += 4 * min(length, config.context_length) * config.d_model * (2 * config.num_layers + 8)
         if (needs := rows * row) > (free := free_memory(self.device)):
             raise UserError(
                 f"{rows:,} texts of up to {length:,} tokens need about {needs / 1e9:,.1f} GB of memory, and "

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.model.transformer import GPT
-from gpt.sampling.compiled import CompiledBlock, CompiledHead
+from gpt.sampling.compiled import compile_block, compile_head
 
 BF16_FROM = 10_000_000  # parameters: in smaller models, reading weights is not what takes the time
 
@@ -25,7 +25,7 @@ def choose_sampling_precision(name: str, model: GPT, training: str) -> str:
     if name != "auto":
         return name
     on_cpu = model.token_embedding.weight.device.type == "cpu"
-    return "fp32" if on_cpu and model.num_parameters() <= BF16_FROM else training
+    return "fp32" if on_cpu and model.config.num_parameters <= BF16_FROM else training
 
 
 def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = False) -> GPT:
@@ -40,8 +40,10 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
     else:
         _replace_matrices(model, precision, rows, compiled)
     if compiled:
-        model.blocks = nn.ModuleList(CompiledBlock(block) for block in model.blocks)  # type: ignore[arg-type]
-        model.output = CompiledHead(model.output or _head(model))
+        for block in model.blocks:
+            compile_block(block)  # type: ignore[arg-type]
+        model.output = model.output or _head(model)
+        compile_head(model.output)
     return model
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from gpt.model.chunked_loss import chunked_next_token_loss
+from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT
 from gpt.text.batches import Array, validation_batches

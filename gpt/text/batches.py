@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.text.shards import SHARES, Tokens
+from gpt.text.shards import MIXTURE_WINDOWS, Tokens
 
 Array = np.ndarray | Tokens
 
@@ -22,11 +22,11 @@ def training_batch(
     """Return windows `first` to `first + batch_size` of the whole training, as inputs and targets, each (B, T).
 
     Targets are the inputs' next tokens. Windows are numbered through all epochs, so a batch may reach into the next.
-    Of every `SHARES` windows, corpus i provides `shares[i]`, in a seeded order; each corpus has its own epochs.
+    Of `MIXTURE_WINDOWS` windows, corpus i provides `shares[i]`, in a seeded order; each corpus has its own epochs.
     """
-    if len(corpora) == 1:
-        return corpus_batch(corpora[0], seed, first, batch_size, context_length)
     numbers = np.arange(first, first + batch_size, dtype=np.uint64)
+    if len(corpora) == 1:
+        return _pair(_windows(corpora[0], seed, numbers, context_length))
     source, own = mixture_place(numbers, shares, seed)
     block = np.empty((batch_size, context_length + 1), dtype=np.int64)
     for i, tokens in enumerate(corpora):
@@ -36,22 +36,16 @@ def training_batch(
     return _pair(block)
 
 
-def corpus_batch(tokens: Array, seed: int, first: int, batch_size: int, context_length: int) -> tuple[Tensor, Tensor]:
-    """Return a training batch of a single corpus."""
-    numbers = np.arange(first, first + batch_size, dtype=np.uint64)
-    return _pair(_windows(tokens, seed, numbers, context_length))
-
-
 def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return which corpus provides each window of a mixture, and which of its own windows that is.
 
-    Windows fall into blocks of `SHARES`; within each block, its own permutation deals out the corpora's next windows.
+    Windows fall into blocks of `MIXTURE_WINDOWS`; each block deals out the corpora's next windows in its own order.
     """
-    block, place = np.divmod(numbers, np.uint64(SHARES))
+    block, place = np.divmod(numbers, np.uint64(MIXTURE_WINDOWS))
     slot = np.empty_like(place)
     for b in np.unique(block):
         of_block = block == b
-        slot[of_block] = permute(place[of_block], SHARES, _mix(np.uint64(seed) ^ np.uint64(0x313), b))
+        slot[of_block] = permute(place[of_block], MIXTURE_WINDOWS, _mix(np.uint64(seed) ^ np.uint64(0x313), b))
     ends = np.cumsum(shares).astype(np.uint64)
     source = np.searchsorted(ends, slot, side="right")
     each = np.array(shares, dtype=np.uint64)[source]
@@ -60,7 +54,7 @@ def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tupl
 
 def windows_given(count: int, shares: Sequence[int], seed: int) -> list[int]:
     """Return how many of the first `count` windows of a mixture each corpus provides."""
-    blocks, rest = divmod(count, SHARES)
+    blocks, rest = divmod(count, MIXTURE_WINDOWS)
     source, _ = mixture_place(np.arange(count - rest, count, dtype=np.uint64), shares, seed)
     return [blocks * share + int((source == i).sum()) for i, share in enumerate(shares)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gpt.errors import UserError, is_disk_full
-from gpt.files import HeldError, hold, write_text
+from gpt.files import HeldError, hold, mark_as_cache, write_text
 
 CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # where prepared text is kept by default
 ABANDONED = 7 * 24 * 3600  # seconds after which an interrupted preparation is deleted
@@ -25,14 +25,16 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        if is_disk_full(error):
-            raise UserError(
-                f"{folder}: the disk is full ({error.strerror}): free some space and run the command again to resume, "
-                "or name another folder with data.cache="
-            ) from None
-        raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); name another folder with data.cache="
-        ) from None
+        what = "the disk is full" if is_disk_full(error) else "cannot be written"
+        remedy = "fix that or name another folder with data.cache=, and run the command again"
+        raise UserError(f"{folder}: {what} ({error.strerror}); {remedy}") from None
+
+
+def make_cache(cache: Path) -> None:
+    """Make the folder of the cache, and mark it as one unless it holds other files already, which may be the user's."""
+    cache.mkdir(parents=True, exist_ok=True)
+    if all(entry.name.startswith(".") for entry in cache.iterdir()):
+        mark_as_cache(cache)
 
 
 def write_json(file: Path, content: dict) -> None:
@@ -41,15 +43,10 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def read_json(file: Path) -> dict:
-    """Return what `write_json` wrote; raise `ValueError` if it is damaged. Older versions wrote no seal."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    if content.pop("seal", None) not in (None, _seal(content)):
-        raise ValueError("its content does not match its seal")
+    """Return what `write_json` wrote; raise `ValueError` if it is damaged."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
+        raise ValueError(f"the content of {file.name} does not match its seal")
     return content
 
 
@@ -88,9 +85,9 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
     Whatever an interruption leaves there is for the next process to continue with. A `UserError` deletes it.
     """
     with explain_unwritable(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_cache(folder.parent)
         _delete_abandoned(folder.parent)
-    with one_at_a_time(_lock_file(folder.parent, folder.name), "preparing this text", say):
+    with one_at_a_time(folder.parent / f".{folder.name}.lock", "preparing this text", say):
         working = folder.with_name(_WORKING + folder.name)
         try:
             yield working
@@ -106,14 +103,10 @@ def delete(working: Path) -> None:
         shutil.rmtree(working)
 
 
-def _lock_file(cache: Path, name: str) -> Path:
-    return cache / f".{name}.lock"
-
-
 def _delete_abandoned(cache: Path) -> None:
     """Delete interrupted preparations that nobody has continued for a week, unless a process still holds them."""
     for left in cache.glob(f"{_WORKING}*/"):
-        lock_file = _lock_file(cache, left.name.removeprefix(_WORKING))
+        lock_file = cache / f".{left.name.removeprefix(_WORKING)}.lock"
         with contextlib.suppress(OSError, HeldError):
             newest = max(file.stat().st_mtime for file in [left, *left.iterdir()])
             if newest < time.time() - ABANDONED:

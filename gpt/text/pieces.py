@@ -5,6 +5,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
+from gpt.errors import UserError
+
 PIECE = 1 << 17  # characters: each takes some milliseconds to encode, so threads rarely contend
 
 # What \s matches in GPT-2's pattern: Unicode's White_Space. Python's own \s includes four more control characters.
@@ -24,20 +26,17 @@ def well_formed(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-class NotUTF8Error(ValueError):
-    """Bytes are not UTF-8; as a string, which byte and where."""
-
-
-def decoded(blocks: Iterable[bytes], errors: str = "strict") -> Iterator[str]:
-    """Decode UTF-8 in blocks of any size, yielding one for each; raise `NotUTF8Error` if it is not UTF-8."""
+def decoded(blocks: Iterable[bytes], place: str, errors: str = "strict", remedy: str = "") -> Iterator[str]:
+    """Decode UTF-8 in blocks of any size, yielding one for each; `UserError` names the first byte that is not UTF-8."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(errors), 0
     for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
         pending = len(decoder.getstate()[0])  # the first bytes of a character
         try:
             yield decoder.decode(block, last)
         except UnicodeDecodeError as error:
-            place = offset - pending + error.start
-            raise NotUTF8Error(f"byte 0x{error.object[error.start]:02x} at offset {place}") from None
+            where = f"byte 0x{error.object[error.start]:02x} at offset {offset - pending + error.start}"
+            remedy = f"convert it first, for example with iconv -t utf-8{remedy}"
+            raise UserError(f"{place}: not UTF-8 ({where}); {remedy}") from None
         offset += len(block)
 
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from gpt.errors import UserError
 from gpt.text.cache import read_json
-from gpt.text.formats import explain_unreadable
+from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
-SHARES = 1000  # a mixture's weights become whole shares of this many windows
+MIXTURE_WINDOWS = 1000  # a mixture deals out windows in blocks of this many, of which each corpus has a whole number
 SHARD_BYTES = 1 << 28  # in a file; the last one of a split is shorter
 VERIFY_BYTES = 1 << 28  # folders up to this size are hashed whenever they are opened: it takes a fraction of a second
 DECODED_TOKENS = 1 << 16  # to decode at once
@@ -26,10 +26,10 @@ DECODED_TOKENS = 1 << 16  # to decode at once
 class Tokens:
     """The token ids of several files as one array, indexed by a slice or by an array of indices."""
 
-    def __init__(self, files: Sequence[Path], dtype: np.dtype, length: int, per_file: int):
-        self._files = files
-        self._maps: list[np.ndarray | None] = [None] * len(files)
-        self._dtype, self._length, self._per_file = dtype, length, per_file
+    def __init__(self, files: Sequence[Path], dtype: np.dtype):
+        self._dtype = dtype
+        self._files = [np.asarray(np.memmap(file, dtype, mode="r")) for file in files]
+        self._length = sum(map(len, self._files))
 
     def __len__(self) -> int:
         return self._length
@@ -38,19 +38,13 @@ class Tokens:
         if isinstance(index, slice):
             index = np.arange(*index.indices(self._length))
         if len(self._files) == 1:
-            return self._map(0)[index]
-        number, place = np.divmod(index, self._per_file)
+            return self._files[0][index]
+        number, place = np.divmod(index, len(self._files[0]))  # all files but the last are as long as the first
         ids = np.empty(index.shape, self._dtype)
         for one in np.unique(number):
             here = number == one
-            ids[here] = self._map(int(one))[place[here]]
+            ids[here] = self._files[int(one)][place[here]]
         return ids
-
-    def _map(self, number: int) -> np.ndarray:
-        found = self._maps[number]
-        if found is None:
-            found = self._maps[number] = np.asarray(np.memmap(self._files[number], self._dtype, mode="r"))
-        return found
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Shards:
 class Corpora:
     """What a run trains on: one prepared corpus, or several, each with its share of the windows.
 
-    `names` are short and unique; `shares` are whole numbers that sum to `SHARES`.
+    `names` are short and unique; `shares` are whole numbers that sum to `MIXTURE_WINDOWS`.
     """
 
     sources: tuple[Shards, ...]
@@ -125,7 +119,7 @@ class Writer:
         dtype: np.dtype,
         length: int = 0,
         hashes: Sequence[str] = (),
-        digest: str | None = None,
+        digest: str = "",
     ):
         self._folder, self._split, self._dtype = folder, split, dtype
         self._per_file = SHARD_BYTES // dtype.itemsize
@@ -138,7 +132,7 @@ class Writer:
                 self._stream = file.open("r+b")
                 self._stream.truncate(size)
                 self._digest = hashlib.file_digest(self._stream, "sha256")
-                whole = digest in (None, self.digest)
+                whole = digest == self.digest
             if not whole:
                 self.__exit__()
                 raise UserError(f"{file}: was damaged while the preparation was interrupted; run the command again")
@@ -196,36 +190,23 @@ def open_shards(folder: Path) -> Shards:
     """
     try:
         manifest = read_json(folder / "manifest.json")
-        tokenizer = Tokenizer.from_dict(read_json(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
+        if manifest["tokenizer"] != tokenizer.sha256:
+            raise ValueError("the tokenizer is not the one in the manifest")
         dtype = width(tokenizer)
         per_file = int(manifest["shard_bytes"]) // dtype.itemsize
         lengths = {split: int(manifest["splits"][split]["tokens"]) for split in SPLITS}
         files = {split: shard_files(folder, split, len(manifest["splits"][split]["sha256"])) for split in SPLITS}
-        complete = all(0 < len(files[split]) == -(-lengths[split] // per_file) for split in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(
-            f"{folder}: the manifest or the tokenizer cannot be read ({error}); {_remedy(folder)}"
-        ) from None
-    if manifest.get("tokenizer") != tokenizer.sha256:
-        raise UserError(f"{folder}: the tokenizer is not the one in the manifest; {_remedy(folder)}")
-    if manifest.get("dtype") != dtype.name:
-        stated = manifest.get("dtype")
-        raise UserError(f"{folder}: the manifest says {stated!r} ids, not {dtype.name}; {_remedy(folder)}")
-    if not complete:
-        raise UserError(f"{folder}: the manifest's counts of files and tokens disagree; {_remedy(folder)}")
-    for split in SPLITS:
-        for number, file in enumerate(files[split]):
-            expected = min(per_file, lengths[split] - number * per_file) * dtype.itemsize
-            actual = file.stat().st_size if file.exists() else None
-            if actual is None:
-                raise UserError(f"{file}: is missing; {_remedy(folder)}")
-            if actual != expected:
-                raise UserError(f"{file}: {actual} bytes where the manifest says {expected}; {_remedy(folder)}")
-    tokens = {split: Tokens(files[split], dtype, lengths[split], per_file) for split in SPLITS}
-    shards = Shards(tokens["train"], tokens["validation"], tokenizer, manifest)
+        for split in SPLITS:
+            for number, file in enumerate(files[split]):
+                expected = min(per_file, lengths[split] - number * per_file) * dtype.itemsize
+                if (actual := file.stat().st_size) != expected:
+                    raise ValueError(f"{file.name} has {actual} bytes where the manifest says {expected}")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: is damaged ({error}); {_remedy(folder)}") from None
     if sum(lengths.values()) * dtype.itemsize <= VERIFY_BYTES:
         verify(folder, manifest)
-    return shards
+    return Shards(Tokens(files["train"], dtype), Tokens(files["validation"], dtype), tokenizer, manifest)
 
 
 def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]:
@@ -242,9 +223,7 @@ def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]
             manifest = read_json(file)
             if manifest.get("tokenizer") == tokenizer.sha256:
                 prepared[json.dumps(manifest.get("key"))] = file.parent
-    if not wanted or not prepared.keys() >= set(wanted):
-        return []
-    return [open_shards(prepared[key]) for key in wanted]
+    return [open_shards(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
 
 
 def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import tiktoken
 
-from gpt.errors import UserError, require_choice
+from gpt.errors import UserError, require_choice, require_range
 from gpt.text.pieces import cut, well_formed
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,11 +38,9 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         require_choice("tokenizer.name", self.name, NAMES)
-        if self.name == "bpe" and not 257 <= self.vocab_size <= 1_000_000:
-            raise ValueError(
-                f"tokenizer.vocab_size={self.vocab_size} is out of range: it must be at least 257 (every byte and "
-                "end-of-text) and at most 1000000"
-            )
+        if self.name == "bpe":
+            note = "(257 are every byte and end-of-text)"
+            require_range("tokenizer.vocab_size", self.vocab_size, 257, 1_000_000, note=note)
 
 
 class Tokenizer:
@@ -120,18 +118,11 @@ class Tokenizer:
 
         Only our own patterns are taken: another one could drop text, take for ever, or make tiktoken panic.
         """
-        if not isinstance(stored, dict):
-            raise UserError(f"a tokenizer must be stored as a dictionary, not {type(stored).__name__}")
-        for key in ("name", "pattern", "ranks", "sha256"):
-            if not isinstance(stored.get(key), str):
-                raise UserError(f"the tokenizer has no {key}, or one that is not a string, so the file is damaged")
-        if stored["name"] not in NAMES:
-            raise UserError(f"tokenizer {stored['name'][:60]!r} is not known: it must be {', '.join(NAMES)}")
-        if stored["pattern"] not in (GPT2_PATTERN, BYTE_PATTERN):
-            raise UserError(
-                f"tokenizer {stored['name']!r}: its pattern {stored['pattern'][:60]!r} is unknown: it must be GPT-2's "
-                "or the one of bytes"
-            )
+        keys = ("name", "pattern", "ranks", "sha256")
+        if not isinstance(stored, dict) or not all(isinstance(stored.get(key), str) for key in keys):
+            raise UserError(f"the tokenizer is not a dictionary of the strings {', '.join(keys)}: the file is damaged")
+        require_choice("the tokenizer's name", stored["name"], NAMES)
+        require_choice("the tokenizer's pattern", stored["pattern"], (GPT2_PATTERN, BYTE_PATTERN))
         tokenizer = cls(stored["name"], _parse_ranks(stored["ranks"]), stored["pattern"])
         tokenizer._rank_table = stored["ranks"]  # slower to build than to parse
         if tokenizer.sha256 != stored["sha256"]:
@@ -184,11 +175,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _parse_ranks(table: str) -> dict[bytes, int]:
     try:
-        lines = table.splitlines()
-        pairs = (line.split(" ") for line in lines)
-        ranks = {binascii.a2b_base64(token, strict_mode=True): int(rank) for token, rank in pairs}
+        pairs = (line.split(" ") for line in table.splitlines())
+        return {binascii.a2b_base64(token, strict_mode=True): int(rank) for token, rank in pairs}
     except ValueError:
         raise UserError("the rank table is malformed: each line must be a token in base64 and its rank") from None
-    if len(ranks) != len(lines):
-        raise UserError(f"the rank table has {len(lines) - len(ranks)} duplicate tokens, so the file is damaged")
-    return ranks

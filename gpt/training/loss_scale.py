@@ -58,10 +58,8 @@ class LossScaling(Precision):
         return {"train/loss_scale": self._scaler.get_scale(), "train/skipped_steps": self.skipped_steps}
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._scaler.state_dict()
-        return {"scale": state["scale"], "clean_steps": state["_growth_tracker"], "skipped_steps": self.skipped_steps}
+        return {"scaler": self._scaler.state_dict(), "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        stored = {"scale": state_dict["scale"], "_growth_tracker": state_dict["clean_steps"]}
-        self._scaler.load_state_dict(self._scaler.state_dict() | stored)
+        self._scaler.load_state_dict(state_dict["scaler"])
         self.skipped_steps = state_dict["skipped_steps"]

@@ -1,6 +1,7 @@
 """The training step, as Lightning calls it: loss, gradient, and an update that is skipped if the gradient is broken."""
 
 import math
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
@@ -9,25 +10,26 @@ from lightning import LightningModule
 from torch import Tensor
 
 from gpt.errors import NonFiniteError
-from gpt.exchange.assembly import is_finite
-from gpt.hardware import DTYPES, choose_precision
-from gpt.model.chunked_loss import chunked_next_token_loss
-from gpt.model.compiling import compile_in_place
+from gpt.exchange.building import is_finite
+from gpt.hardware.device import DTYPES, choose_precision
+from gpt.model.fast.compiling import compile_in_place
+from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.shards import Corpora
-from gpt.training.config import Config
-from gpt.training.guard import REMEDY, LateGuard, broken_step, norms_by_layer
+from gpt.training.config.schedule import MOST_STEPS, Schedule
+from gpt.training.config.schema import Config
 from gpt.training.loss_scale import LossScaling
-from gpt.training.optim import build_optimizer, lr_factor, set_lr
-from gpt.training.plan import Plan
+from gpt.training.optim import build_optimizer, set_lr
+
+REMEDY = "the last checkpoint is intact: start a new run from it with init_from= and lower rates"
 
 
 class GPTModule(LightningModule):
     """A GPT and its training step. The state dict is the model's own, so that checkpoints have plain names."""
 
-    def __init__(self, config: Config, plan: Plan, corpora: Corpora):
+    def __init__(self, config: Config, schedule: Schedule, corpora: Corpora):
         super().__init__()
-        self.config, self.plan, self.corpora = config, plan, corpora
+        self.config, self.schedule, self.corpora = config, schedule, corpora
         torch.manual_seed(config.seed)
         self.model = GPT(GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model)))
         self.model.compute_in(DTYPES.get(config.trainer.precision, torch.float32))
@@ -38,9 +40,9 @@ class GPTModule(LightningModule):
         self._parameters_list = list(self.model.parameters())  # collecting them takes a third as long as their norm
         self.step_loss = torch.zeros(())  # running mean over this step's micro-batches, on this rank
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
-        # Where reading the norm at once would make the GPU wait. The scaling of losses needs to know it at once.
-        late = config.trainer.device == "cuda" and self.loss_scaling is None
-        self.late_guard = LateGuard(plan, config.seed) if late else None
+        # To look at a norm, the host waits for the GPU, which then waits for the host. So curves.py looks at it there.
+        self.checks_each_step = config.trainer.device != "cuda" or self.loss_scaling is not None
+        self.share, self.at_milestone = 0.0, False  # of the time that has passed, where that is the horizon
         self.between_updates = False  # whether the state is that of a finished step and may be saved
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -49,8 +51,8 @@ class GPTModule(LightningModule):
             # Dropout is a function of the seed and the step as well, so there is no generator whose state to save.
             torch.manual_seed(hash((self.config.seed, self._micro_step(batch_idx), self.global_rank)))
         loss = self.loss(*batch)
-        share = loss.detach() / self.plan.accumulation
-        self.step_loss = share if batch_idx % self.plan.accumulation == 0 else self.step_loss + share
+        share = loss.detach() / self.schedule.accumulation
+        self.step_loss = share if batch_idx % self.schedule.accumulation == 0 else self.step_loss + share
         return loss
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
@@ -59,21 +61,24 @@ class GPTModule(LightningModule):
         return chunked_next_token_loss(*self.model.hidden_and_head(idx), targets, scale=scale)
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which this rank may run the model alone: it does here, but not in sharding.py."""
+        """A context in which this rank may run the model alone: it does here, but not in distributed/fsdp.py."""
         return nullcontext()
 
+    def expected_steps(self) -> int:
+        """The steps of the whole run; where its horizon is a time, as many as it takes at the speed so far."""
+        if self.schedule.total_steps < MOST_STEPS:
+            return self.schedule.total_steps
+        return max(self.global_step, round(self.global_step / self.share)) if self.share else self.global_step + 1
+
     def _micro_step(self, batch_idx: int) -> int:
-        return self.global_step * self.plan.accumulation + batch_idx % self.plan.accumulation
+        return self.global_step * self.schedule.accumulation + batch_idx % self.schedule.accumulation
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(dict(self.model.named_parameters()))
-
-    def make_optimizer(self, weights: dict[str, Tensor]) -> torch.optim.Optimizer:
-        """The configured optimizer for weights by name."""
         # Muon needs only the direction of its updates, so bfloat16 is enough wherever it is fast, in fp32 runs too. In
         # fp16 most of them would be zero.
         fast = choose_precision("auto", torch.device(self.config.trainer.device))
         muon = torch.bfloat16 if fast == "bf16" else torch.float32
+        weights = dict(self.model.named_parameters())
         return build_optimizer(weights, self.config.model.num_heads, self.config.optim, muon)
 
     def measure_gradients(self) -> Tensor:
@@ -81,16 +86,10 @@ class GPTModule(LightningModule):
         return torch.nn.utils.get_total_norm([p.grad for p in self._parameters_list if p.grad is not None])
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        plan = self.plan
-        factor = lr_factor(self.global_step, plan.total_steps, self.config.optim, plan.extended_at, plan.factor_then)
-        set_lr(optimizer, factor)
+        set_lr(optimizer, self.schedule.rate_factor(self.global_step, self.share, self.config.optim))
         self.grad_norm = self.measure_gradients()
-        if self.late_guard is not None:
-            self.late_guard.watch(self.global_step, self.step_loss, self.grad_norm)
-        elif not math.isfinite(self.grad_norm):
-            norms = f"\n  gradient norms: {norms_by_layer(self.model.named_parameters())}"
-            loss, seed = float(self.step_loss), self.config.seed
-            raise broken_step(self.global_step, loss, plan, seed, "no update was made", norms)
+        if self.checks_each_step:
+            self.require_finite_gradient(self.global_step, self.global_step + 1, "no update was made")
         if self.config.optim.clip:
             torch.nn.utils.clip_grads_with_norm_(self._parameters_list, self.config.optim.clip, self.grad_norm)
         self.between_updates = False
@@ -101,10 +100,28 @@ class GPTModule(LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx: int) -> None:
         self.between_updates = True  # Lightning calls this after all callbacks are done with the step
 
+    def require_finite_gradient(self, checked: int, step: int, consequence: str) -> None:
+        """Raise `NonFiniteError` if the gradient of `step` is not finite; the first `checked` steps had finite ones."""
+        if math.isfinite(self.grad_norm):
+            return
+        windows = self.schedule.windows_per_step
+        raise NonFiniteError(
+            f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
+            f"so {consequence} (loss {float(self.step_loss):.4g}; windows {checked * windows} to {step * windows - 1} "
+            f"of the order of seed {self.config.seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
+        )
+
+    def _norms_by_layer(self) -> str:
+        squares: dict[str, float] = defaultdict(float)
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+                # The root adds up the parts of a sharded gradient: the sum alone is this rank's.
+                squares[layer] += float(p.grad.float().square().sum().sqrt()) ** 2
+        return ", ".join(f"{layer} {math.sqrt(square):.3g}" for layer, square in squares.items())
+
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteError` rather than let broken weights be saved over good ones."""
-        if self.late_guard is not None:
-            self.late_guard.settle()
         broken = [name for name, p in self.model.named_parameters() if not is_finite(p)]
         if broken:
             raise NonFiniteError(

@@ -2,14 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from gpt.errors import require_choice
+from gpt.errors import UserError, require_choice, require_range
 
 # Odd polynomials a x + b x^3 + c x^5. Applied one after the other, they move every singular value of a matrix towards 1
 # as fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932). These three,
@@ -30,6 +31,13 @@ LARGE_MATRIX = 256  # rows
 MOMENTUM_WARMUP = (0.85, 300)  # Muon's momentum at the first step, and the steps until it reaches its final value
 NORMALIZER_BETA = 0.95  # decay of the running mean square of Muon's directions
 
+# How far the rates have fallen when `progress` of their fall has passed; both go from 0 to 1.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: (1.0 - math.cos(math.pi * progress)) / 2.0,
+    "constant": lambda progress: 0.0,
+}
+
 
 @dataclass
 class OptimConfig:
@@ -49,24 +57,17 @@ class OptimConfig:
     final_lr: float = 0.0  # where they end, as a fraction of the peak
 
     def __post_init__(self) -> None:
-        require_choice("optim.name", self.name, ("muon", "adamw"))
-        require_choice("optim.schedule", self.schedule, ("linear", "cosine", "constant"))
+        require_choice("optim.name", self.name, tuple(OPTIMIZERS))
+        require_choice("optim.schedule", self.schedule, tuple(SCHEDULES))
         for name in ("matrix_lr", "lr"):
-            _require_between(f"optim.{name}", getattr(self, name), 0.0, 10.0, above=True)
+            require_range(f"optim.{name}", getattr(self, name), 0, 10, above=True)
         for name in ("matrix_weight_decay", "weight_decay", "clip", "warmup_steps"):
-            _require_between(f"optim.{name}", getattr(self, name), 0.0, math.inf)
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"optim.momentum={self.momentum} is out of range: it must be at least 0 and below 1")
+            require_range(f"optim.{name}", getattr(self, name), 0)
+        require_range("optim.momentum", self.momentum, 0, 1, below=True)
         for name in ("decay_from", "final_lr"):
-            _require_between(f"optim.{name}", getattr(self, name), 0.0, 1.0)
+            require_range(f"optim.{name}", getattr(self, name), 0, 1)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
-
-
-def _require_between(key: str, value: float, low: float, high: float, above: bool = False) -> None:
-    if not low <= value <= high or (above and value == low):
-        bound = "above" if above else "at least"
-        raise ValueError(f"{key}={value} is out of range: it must be {bound} {low:g} and at most {high:g}")
+            raise UserError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
 
 
 def lr_factor(
@@ -90,44 +91,28 @@ def _scheduled(step: int, total_steps: int, config: OptimConfig) -> float:
         return (step + 1) / warmup
     start = max(warmup, config.decay_from * total_steps)
     progress = max(0.0, (step - start) / max(1.0, total_steps - start))  # 0 where the fall begins, 1 at the horizon
-    if config.schedule == "constant":
-        return 1.0
-    fall = progress if config.schedule == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0
-    return 1.0 - (1.0 - config.final_lr) * fall
+    return 1.0 - (1.0 - config.final_lr) * SCHEDULES[config.schedule](progress)
 
 
 def build_optimizer(
     weights: Mapping[str, Tensor], num_heads: int, config: OptimConfig, muon_dtype: torch.dtype
 ) -> torch.optim.Optimizer:
-    """Build the optimizer for a GPT's weights by name: with `muon`, Muon gets the blocks' matrices and AdamW the rest.
+    """Build the optimizer for a GPT's weights by name, in a group for each role.
 
-    Muon treats the queries, keys and values of each head as separate matrices, and learns more per step that way.
+    The roles are the blocks' `matrices`, the `embeddings`, and the `vectors` (norms and biases), which never decay.
     Every group keeps its peak rate under `peak_lr`; `set_lr` derives `lr` from it. `muon_dtype` is the precision of
     Muon's orthogonalisation: bfloat16 is enough, where the hardware is fast at it.
     """
-    matrices, embeddings, vectors = [], [], []
+    groups: dict[str, dict[str, Any]] = {}
+    for role, rule in OPTIMIZERS[config.name].items():
+        settings = {name: getattr(config, key) for name, key in rule.settings.items()}
+        groups[role] = {"params": [], "parts": [], "role": role, "step": 0, "peak_lr": settings["lr"]} | settings
+    groups["vectors"]["weight_decay"] = 0.0
     for name, parameter in weights.items():
-        if parameter.dim() < 2:
-            vectors.append(parameter)
-        elif name.startswith("blocks.") and config.name == "muon":
-            matrices.append((parameter, 3 * num_heads if name.endswith("W_qkv.weight") else 1))
-        else:
-            embeddings.append(parameter)
-    groups: list[dict] = [
-        {"params": embeddings, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    for group in groups:
-        group |= {"algorithm": "adamw", "lr": config.lr, "betas": tuple(config.betas), "eps": 1e-8, "fused": True}
-    if matrices:
-        params, parts = zip(*matrices, strict=True)
-        muon = {"algorithm": "muon", "lr": config.matrix_lr, "momentum": config.momentum, "step": 0}
-        muon |= {"params": list(params), "parts": list(parts), "weight_decay": config.matrix_weight_decay}
-        muon["d_model"] = min(params[0].shape)  # the smaller side of every matrix in a block
-        groups.append(muon)
-    for group in groups:
-        group["peak_lr"] = group["lr"]
-    return MuonAdamW(groups, muon_dtype)
+        group = groups["vectors" if parameter.dim() < 2 else "matrices" if name.startswith("blocks.") else "embeddings"]
+        group["params"].append(parameter)
+        group["parts"].append(3 * num_heads if name.endswith("W_qkv.weight") else 1)  # matrices stacked in it
+    return GPTOptimizer(list(groups.values()), OPTIMIZERS[config.name], muon_dtype)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -136,91 +121,102 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """One optimizer with two rules: groups with `algorithm="muon"` and groups with `algorithm="adamw"`.
+class GPTOptimizer(torch.optim.Optimizer):
+    """One optimizer that updates the weights of each role by the rule for it."""
 
-    Muon (Jordan et al. 2024) steps along the orthogonalised momentum: all its singular values become 1, so a matrix
-    learns as fast in its rare directions as in its dominant ones. `parts` says how many matrices are stacked in each
-    parameter; matrices of the same shape are orthogonalised as one batch. Orthogonalising leaves the rows of a tall
-    matrix and the columns of a wide one uneven, so they are divided by their running root mean square, as in NorMuon
-    (Li et al. 2025, arXiv:2510.05491). An entry then moves by lr / sqrt(d_model) per step in the root mean square,
-    whatever its matrix, and for a while by up to 4.5 times as much where a row or column has been silent.
-    AdamW is Loshchilov and Hutter 2019. Both decouple weight decay and scale it by the rate.
-    """
-
-    def __init__(self, groups: list[dict], muon_dtype: torch.dtype = torch.bfloat16):
-        super().__init__(groups, defaults={})
-        self.muon_dtype = muon_dtype
+    def __init__(self, groups: list[dict], rules: Mapping[str, "Rule"], muon_dtype: torch.dtype):
+        super().__init__(groups, defaults={"fused": True})  # has PyTorch move all of a loaded state to the device
+        self._rules, self._muon_dtype = rules, muon_dtype
         # Allocated now and not in the first step, where it would fragment the memory that activations use.
         for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                if group["algorithm"] == "muon":
-                    parts = group["parts"][i]
-                    squares = p.new_zeros(parts, max(len(p) // parts, p.shape[1]))
-                    self.state[p] = {"momentum": torch.zeros_like(p), "squares": squares}
-                else:
-                    step = torch.zeros((), dtype=torch.float32, device=p.device)
-                    self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            for p, parts in zip(group["params"], group["parts"], strict=True):
+                self.state[p] = rules[group["role"]].state(p, parts)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a state; `ValueError` unless it has the names and shapes of this optimizer's own."""
+        expected = self._shapes()
+        super().load_state_dict(state_dict)
+        if self._shapes() != expected:
+            raise ValueError("its optimizer's state does not fit the model's weights")
+
+    def _shapes(self) -> list[dict[str, torch.Size]]:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return [{name: value.shape for name, value in self.state[p].items()} for p in params]
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure else None
         for group in self.param_groups:
-            if group["algorithm"] == "muon":
-                self._muon(group)
-            else:
-                self._adamw(group)
+            states = [self.state[p] for p in group["params"]]
+            self._rules[group["role"]].step(group["params"], states, group, self._muon_dtype)
+            group["step"] += 1
         return loss
 
-    def _adamw(self, group: dict) -> None:
-        params = group["params"]
-        states = [self.state[p] for p in params]
-        adamw(
-            params,
-            [p.grad for p in params],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=group["fused"],  # in the group because PyTorch looks there when it moves state to a device
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
-    def _muon(self, group: dict) -> None:
-        params = group["params"]
-        grads = [p.grad for p in params]
-        averages = [self.state[p]["momentum"] for p in params]
-        momentum = _momentum_at(group["step"], group["momentum"])
-        group["step"] += 1
-        torch._foreach_lerp_(averages, grads, 1.0 - momentum)
-        nesterov = [update.to(self.muon_dtype) for update in torch._foreach_lerp(grads, averages, momentum)]
+def _adamw_state(p: Tensor, parts: int) -> dict[str, Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=p.device)
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
-        batches = defaultdict(list)  # (rows, columns) -> (matrices, updates, squares) of each parameter
-        for p, update, parts in zip(params, nesterov, group["parts"], strict=True):
-            matrices, pieces = p.view(parts, -1, p.shape[1]), update.view(parts, -1, p.shape[1])
-            if pieces.shape[1] > pieces.shape[2]:
-                matrices, pieces = matrices.mT, pieces.mT
-            batches[pieces.shape[1:]].append((matrices, pieces, self.state[p]["squares"]))
-        torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
-        seen = 1.0 - NORMALIZER_BETA ** group["step"]  # corrects running means that began at zero
-        for batch in batches.values():
-            # Per parameter: (parts, rows, columns), (parts, rows, columns), (parts, columns)
-            targets, updates, squares = zip(*batch, strict=True)
-            sizes = list(map(len, squares))
-            directions = orthogonalize(torch.cat(updates)).to(targets[0].dtype)
-            torch._foreach_lerp_(squares, directions.square().mean(-2).split(sizes), 1.0 - NORMALIZER_BETA)
-            usual = (torch.cat(squares) / seen).sqrt_().add_(1e-8)
-            steps = directions.div_(usual[:, None]).split(sizes)
-            torch._foreach_add_(targets, steps, alpha=-group["lr"] / math.sqrt(group["d_model"]))
+
+def _adamw_step(params: list, states: list[dict], group: dict, dtype: torch.dtype) -> None:
+    """AdamW: Loshchilov and Hutter 2019."""
+    adamw(
+        params,
+        [p.grad for p in params],
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [],
+        [s["step"] for s in states],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=1e-8,
+        maximize=False,
+    )
+
+
+def _muon_state(p: Tensor, parts: int) -> dict[str, Tensor]:
+    return {"momentum": torch.zeros_like(p), "squares": p.new_zeros(parts, max(len(p) // parts, p.shape[1]))}
+
+
+def _muon_step(params: list, states: list[dict], group: dict, dtype: torch.dtype) -> None:
+    """Muon: Jordan et al. 2024.
+
+    It steps along the orthogonalised momentum: all its singular values become 1, so a matrix learns as fast in its rare
+    directions as in its dominant ones. The queries, keys and values of each head are separate matrices, which learn
+    more per step that way; matrices of the same shape are orthogonalised as one batch. That leaves the rows of a tall
+    matrix and the columns of a wide one uneven, so they are divided by their running root mean square, as in NorMuon
+    (Li et al. 2025, arXiv:2510.05491). An entry then moves by lr / sqrt(d_model) per step in the root mean square,
+    whatever its matrix, and for a while by up to 4.5 times as much where a row or column has been silent.
+    """
+    averages, grads = [s["momentum"] for s in states], [p.grad for p in params]
+    first, warmup = MOMENTUM_WARMUP
+    momentum = group["momentum"] - max(0.0, group["momentum"] - first) * max(0.0, 1.0 - group["step"] / warmup)
+    torch._foreach_lerp_(averages, grads, 1.0 - momentum)
+    nesterov = [update.to(dtype) for update in torch._foreach_lerp(grads, averages, momentum)]
+
+    batches = defaultdict(list)  # (rows, columns) -> (matrices, updates, squares) of each parameter
+    for p, update, state, parts in zip(params, nesterov, states, group["parts"], strict=True):
+        matrices, pieces = p.view(parts, -1, p.shape[1]), update.view(parts, -1, p.shape[1])
+        if pieces.shape[1] > pieces.shape[2]:
+            matrices, pieces = matrices.mT, pieces.mT
+        batches[pieces.shape[1:]].append((matrices, pieces, state["squares"]))
+    torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+    seen = 1.0 - NORMALIZER_BETA ** (group["step"] + 1)  # corrects running means that began at zero
+    d_model = min(params[0].shape)  # the smaller side of every matrix in a block
+    for batch in batches.values():
+        # Per parameter: (parts, rows, columns), (parts, rows, columns), (parts, columns)
+        targets, updates, squares = zip(*batch, strict=True)
+        sizes = list(map(len, squares))
+        directions = orthogonalize(torch.cat(updates)).to(targets[0].dtype)
+        torch._foreach_lerp_(squares, directions.square().mean(-2).split(sizes), 1.0 - NORMALIZER_BETA)
+        usual = (torch.cat(squares) / seen).sqrt_().add_(1e-8)
+        steps = directions.div_(usual[:, None]).split(sizes)
+        torch._foreach_add_(targets, steps, alpha=-group["lr"] / math.sqrt(d_model))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -237,6 +233,30 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x
 
 
-def _momentum_at(step: int, final: float) -> float:
-    first, steps = MOMENTUM_WARMUP
-    return final - max(0.0, final - first) * max(0.0, 1.0 - step / steps)
+@dataclass(frozen=True)
+class Rule:
+    """A way to update weights; all decouple weight decay and scale it by the rate."""
+
+    settings: dict[str, str]  # what its groups hold, by the key of `OptimConfig` that says it
+    state: Callable[[Tensor, int], dict[str, Tensor]]  # of a weight with so many matrices stacked in it
+    step: Callable[[list, list[dict], dict, torch.dtype], None]  # weights, states, group
+    whole: bool = False  # whether it needs whole weights, which cannot be split among devices
+
+
+ADAMW = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
+MUON = Rule(
+    {"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step, True
+)
+# Each optimizer's rule for each role. A new one takes an entry here, and its settings a file in configs/optim.
+OPTIMIZERS = {
+    "muon": {"matrices": MUON, "embeddings": ADAMW, "vectors": ADAMW},
+    "adamw": {"matrices": ADAMW, "embeddings": ADAMW, "vectors": ADAMW},
+}
+
+
+def unread_settings(name: str) -> set[str]:
+    """Return the keys of `OptimConfig` that other optimizers read, and this one does not."""
+    read = {
+        name: {key for rule in rules.values() for key in rule.settings.values()} for name, rules in OPTIMIZERS.items()
+    }
+    return set().union(*read.values()) - read[name]

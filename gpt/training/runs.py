@@ -9,9 +9,9 @@ from typing import Any
 from filelock import FileLock
 
 from gpt.errors import UserError
-from gpt.exchange.checkpoint import DamagedError, load, save
+from gpt.exchange.checkpoint import DamagedError, load
 from gpt.files import HeldError, hold, link, write_text
-from gpt.text.corpus import DataConfig
+from gpt.text.corpus.config import DataConfig
 
 _LOCKS: dict[Path, FileLock] = {}  # held as long as the process lives
 
@@ -105,16 +105,6 @@ def make_last(run_dir: Path, newest: Path) -> None:
         if last.exists():
             link(last, run_dir / "checkpoints/previous.ckpt")
         link(newest, last)
-
-
-def amend(run_dir: Path, payload: dict[str, Any], config_text: str) -> Path:
-    """Rewrite last.ckpt and config.yaml with a changed configuration."""
-    last = run_dir / "checkpoints/last.ckpt"
-    if last.exists():
-        link(last, run_dir / "checkpoints/previous.ckpt")
-    save(payload, last)
-    write_text(run_dir / "config.yaml", config_text)
-    return last
 
 
 def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpt.exchange import gguf, huggingface
-from gpt.exchange.opening import open_model
+from gpt.exchange.loading import open_model
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
 from gpt.text.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer

@@ -6,7 +6,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from lightning import Callback
 
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
-from gpt.training import runs
-from gpt.training.session import Session
-from harness import TINY, Process, StopAt, differences, read_curves, tiny_config, train, wait_for_file, write_corpus
+from gpt.training import decide, runs
+from harness import TINY, Process, StopAt, differences, tiny_config, train, wait_for_file, write_corpus
 
 HORIZON = "horizon=101steps"
 
@@ -45,7 +43,7 @@ def stopped(settings, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "stopped"
     folder = Path(next(word for word in settings if word.startswith("data.path=")).partition("=")[2]).parent
     with pytest.raises(SystemExit):
-        Session.begin(tiny_config(folder, HORIZON, f"run_dir={run_dir}")).fit([StopAt(29)])
+        decide.begin(tiny_config(folder, HORIZON, f"run_dir={run_dir}")).fit([StopAt(29)])
     runs.release(run_dir)
     return run_dir
 
@@ -74,22 +72,15 @@ def test_stopped_and_killed_again_and_again(settings, reference, tmp_path):
     assert f"continue with: python train.py resume={run_dir}" in process.output
 
     resume = [f"resume={run_dir}"]
-    process = Process(resume)
-    assert process.wait_for("writing to")
-    time.sleep(0.3)
-    process.send(signal.SIGINT)
-    assert process.end() == 130
-    assert "Traceback" not in process.output
-    assert "stopping after this step" in process.output
-
-    process = Process(resume)
-    assert process.wait_for("writing to")
-    time.sleep(0.3)
-    process.send(signal.SIGINT)
-    assert process.wait_for("stopping after this step")
-    process.send(signal.SIGINT)
-    assert process.end() == 130
-    assert "Traceback" not in process.output
+    for times in (1, 2):
+        process = Process(resume)
+        assert process.wait_for("writing to")
+        time.sleep(0.3)
+        for _ in range(times):
+            process.send(signal.SIGINT)
+            assert process.wait_for("stopping after this step") or times == 2
+        assert process.end() == 130
+        assert "Traceback" not in process.output
 
     process = Process(resume)
     assert process.wait_for("writing to")
@@ -191,7 +182,7 @@ def test_weights_that_are_not_finite(hurt):
     """Training ends before the update, names the step and the layers, and saves nothing."""
     before = {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")}
     step = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
-    session = Session.resume(str(hurt))
+    session = decide.resume(str(hurt))
     assert session is not None
     with pytest.raises(NonFiniteError) as end:
         session.fit([Spoil()])
@@ -220,36 +211,6 @@ def test_resume_takes_no_changes(stopped):
     assert done.returncode == 2
     assert "optim.lr=0.1 would change it" in last_line(done.stderr)
     assert f"init_from={stopped}" in done.stderr
-
-
-def test_changed_text(hurt, settings, tmp_path):
-    """Another corpus under the old name is refused, and the difference shown."""
-    file = next(Path(argument.split("=")[1]) for argument in settings if argument.startswith("data.path="))
-    before = file.read_text()
-    file.write_text(before + " omega")
-    try:
-        done = train(f"resume={hurt}")
-    finally:
-        file.write_text(before)
-    assert done.returncode == 2
-    assert re.search(r"the corpus was [0-9a-f]{64} when the run began and is [0-9a-f]{64} now", last_line(done.stderr))
-
-
-def test_checkpoint_that_would_run_code(tmp_path, hurt):
-    """A pickle bomb is refused, and does not go off."""
-    target = tmp_path / "exploded"
-
-    class Bomb:
-        def __reduce__(self):
-            return (Path.touch, (target,))
-
-    torch.save({"format": 1, "state_dict": Bomb()}, hurt / "checkpoints/last.ckpt")
-    for file in ("previous", "best"):
-        (hurt / f"checkpoints/{file}.ckpt").unlink()
-    done = train(f"resume={hurt}")
-    assert done.returncode == 2
-    assert "never loaded" in last_line(done.stderr)
-    assert not target.exists()
 
 
 def test_corrupt_shard(settings, tmp_path):
@@ -310,55 +271,7 @@ def test_mixture_continues(settings, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "continuing" in done.stdout
     assert differences(hurt, tmp_path / "whole") == []
-    mixture = json.loads((hurt / "metrics.json").read_text())["mix"]
-    assert list(mixture) == ["corpus", "more"]
-    shown = re.findall(r"^  (\w+) +(\d\.\d{4})  bits per byte, after (\d+\.\d\d) epochs$", done.stdout, re.M)
-    assert [name for name, _, _ in shown] == list(mixture)
-    for name, bits, epochs in shown:
-        assert (epochs, bits) == (f"{mixture[name]['epochs']:.2f}", f"{mixture[name]['val_bits_per_byte']:.4f}")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="SKIPPED LOUDLY: only root can mount the small disk that is to run full")
-def test_full_disk(settings, reference, tmp_path):
-    """The checkpoint that does not fit is refused, the one before it is intact, and the run goes on later."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", disk], check=True)
-    try:
-        run_dir = disk / "run"
-        done = train(*settings, f"run_dir={run_dir}")
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert "the disk is full" in last_line(done.stderr)
-        assert re.search(r"needs [\d,]+ bytes and there are [\d,]+ free|free some space", done.stderr)
-        found = runs.load_newest(run_dir, warn=pytest.fail)
-        assert found is not None
-        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-        done = train(f"resume={run_dir}")
-        assert done.returncode == 0, done.stderr
-        assert differences(run_dir, reference) == []
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
-@pytest.mark.slow
-def test_clock_put_back(hurt, reference):
-    """TensorBoard shows one curve in order though the event file so far seems to come from the future."""
-    for file in hurt.glob("events.out.tfevents.*"):
-        seconds = file.name.split(".")[3]
-        file.rename(hurt / file.name.replace(seconds, str(int(seconds) + 10**6)))
-    for file in hurt.rglob("*"):
-        os.utime(file, (time.time() + 10**6,) * 2)
-    process = Process([f"resume={hurt}"])  # killed before it has saved anything
-    assert process.wait_for("writing to")
-    deadline = time.monotonic() + 60
-    while len(list(hurt.glob("events.*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send(signal.SIGKILL)
-    assert process.end() == -signal.SIGKILL
-    done = train(f"resume={hurt}")
-    assert done.returncode == 0, done.stderr
-    assert differences(hurt, reference) == []
+    assert list(json.loads((hurt / "metrics.json").read_text())["mix"]) == ["corpus", "more"]
 
 
 LARGE = ["model.d_model=384", "model.num_layers=4", "model.context_length=512", "model.dropout=0.0"]
@@ -405,10 +318,3 @@ def test_out_of_memory(settings, between, tmp_path, micro_batch):
         assert code == 2, process.output
         assert "out of memory at trainer.micro_batch_size=8: try trainer.micro_batch_size=4" in process.output
         assert "Traceback" not in process.output
-
-
-@pytest.mark.slow
-def test_saving_is_no_reason_to_differ(reference):
-    """The reference itself has every logged step, once: 3, 6, ... and the last."""
-    steps = [step for step, _ in read_curves(reference)["train/loss"]]
-    assert steps == [*range(3, 101, 3), 101]

@@ -11,8 +11,7 @@ import torch
 from test_catalogue import StopAt
 
 from gpt.exchange import checkpoint
-from gpt.training import runs
-from gpt.training.session import Session
+from gpt.training import decide, runs
 from harness import tiny_config, train, write_corpus
 
 MUTATIONS = 80
@@ -24,9 +23,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     write_corpus(folder)
     small = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
-    Session.begin(tiny_config(folder, *small, f"run_dir={folder / 'reference'}")).fit()
+    decide.begin(tiny_config(folder, *small, f"run_dir={folder / 'reference'}")).fit()
     with pytest.raises(SystemExit):
-        Session.begin(tiny_config(folder, *small, f"run_dir={folder / 'stopped'}")).fit([StopAt(13)])
+        decide.begin(tiny_config(folder, *small, f"run_dir={folder / 'stopped'}")).fit([StopAt(13)])
     return folder
 
 

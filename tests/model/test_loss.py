@@ -1,4 +1,4 @@
-"""The plain loss against numbers by hand and `F.cross_entropy`; its fast twin is held to it in test_chunked_loss.py."""
+"""The plain loss against numbers by hand and `F.cross_entropy`; test_fast_loss.py holds its fast twin to it."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE, next_token_loss
 
 N, C, V = 13, 7, 23
@@ -58,6 +59,7 @@ def test_nothing_counts(n):
     assert not hidden.grad.any() and not weight.grad.any()
 
 
+@pytest.mark.parametrize("loss", [next_token_loss, chunked_next_token_loss])
 @pytest.mark.parametrize(
     ("shape", "target", "message"),
     [
@@ -67,9 +69,9 @@ def test_nothing_counts(n):
         ((2, 2), 0, "need targets"),
     ],
 )
-def test_mistakes_are_named(shape, target, message):
+def test_mistakes_are_named(loss, shape, target, message):
     """Invalid token ids and targets of another shape are errors."""
     targets = torch.zeros(shape, dtype=torch.long)
     targets[-1] = target
     with pytest.raises(ValueError, match=message):
-        next_token_loss(torch.randn(4, C), torch.randn(V, C), targets)
+        loss(torch.randn(4, C), torch.randn(V, C), targets)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, filter_logits
+from gpt.sampling.generation import Sampling, filter_logits, generate
 from gpt.sampling.insight import NUMBERS, insight_page
+from gpt.sampling.language_model import LanguageModel
 from gpt.text.tokenizer import byte_tokenizer
 
 PROMPT = "a</script><b>\n"
@@ -38,9 +39,13 @@ def ids() -> list[int]:
     return [*PROMPT.encode(), *np.random.default_rng(3).integers(32, 127, 9).tolist()]
 
 
+def page_of(model: GPT, ids: list[int], given: int, sampling: Sampling = SAMPLING, facts: dict = FACTS) -> str:
+    return "".join(insight_page(LanguageModel(model, byte_tokenizer()), ids[:given], ids[given:], sampling, facts))
+
+
 @pytest.fixture(scope="module")
 def page(model, ids) -> str:
-    return "".join(insight_page(model, byte_tokenizer(), ids, len(PROMPT), SAMPLING, FACTS))
+    return page_of(model, ids, len(PROMPT))
 
 
 def data_of(page: str) -> dict:
@@ -48,13 +53,14 @@ def data_of(page: str) -> dict:
     return json.loads(found)
 
 
-def projections(page: str, layer: int, T: int) -> list[torch.Tensor]:
-    """The queries and keys, each (H, T, D), and the first numbers of the values, (H, T, NUMBERS), that a page holds."""
+def projections(page: str, layer: int, heads: int, T: int, width: int) -> list[torch.Tensor]:
+    """The queries and keys, (H, T, D) each, and the first numbers of the values, (H, T, NUMBERS), that a page holds."""
     (found,) = re.findall(rf'id="layer{layer}">(.*?)</script>', page)
     halves = np.frombuffer(zlib.decompress(base64.b64decode(found)), np.uint8).reshape(2, -1)
     numbers = torch.from_numpy(((halves[1].astype(np.uint32) << 24) | (halves[0].astype(np.uint32) << 16)).view("f4"))
-    parts = numbers.split([H * T * D, H * T * D, H * T * NUMBERS])
-    return [part.view(H, T, -1) for part in parts]
+    sizes = (width, width, min(NUMBERS, width))
+    parts = numbers.split([heads * T * size for size in sizes])
+    return [part.view(heads, T, -1) for part in parts]
 
 
 def test_expectations(model, ids, page):
@@ -79,9 +85,9 @@ def test_expectations(model, ids, page):
 def test_layers(model, ids, page):
     """The last layer's guesses are the model's, and the first says what the embedding alone would."""
     layers = data_of(page)["layers"]
-    assert (len(layers), len(layers[0]), len(layers[0][0])) == (L + 1, len(ids), 3)
-    x = model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
-    for layer, logits in ((0, model.head(model.final_norm(x))), (L, model(torch.tensor([ids]))[0])):
+    assert (len(layers), len(layers[0]), len(layers[0][0])) == (L + 1, len(ids) - 1, 3)
+    x = model.token_embedding.weight[ids[:-1]] + model.position_embedding.weight[: len(ids) - 1]
+    for layer, logits in ((0, model.head(model.final_norm(x))), (L, model(torch.tensor([ids[:-1]]))[0])):
         best = logits.softmax(-1).topk(3)
         assert [[i for i, _ in row] for row in layers[layer]] == best.indices.tolist()
         assert torch.tensor([[p for _, p in row] for row in layers[layer]]).allclose(best.values, atol=1e-4)
@@ -89,13 +95,14 @@ def test_layers(model, ids, page):
 
 def test_attention(model, ids, page):
     """Queries, keys and values are the model's to three digits, and give the attention weights of every head."""
+    ids = ids[:-1]  # the model has not seen the last one
     maps = model.attention_maps(torch.tensor([ids]))[0]
     T, x = len(ids), model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
     expected = model.blocks[0].attention._project(model.blocks[0].norm1(x)[None])
-    for stored, vectors in zip(projections(page, 0, T), expected, strict=True):
+    for stored, vectors in zip(projections(page, 0, H, T, D), expected, strict=True):
         torch.testing.assert_close(stored, vectors[0, ..., : stored.shape[-1]], rtol=2**-8, atol=0)
     for layer in range(L):
-        queries, keys, _ = projections(page, layer, T)
+        queries, keys, _ = projections(page, layer, H, T, D)
         scores = (queries @ keys.transpose(1, 2) / math.sqrt(D)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
         torch.testing.assert_close(scores.softmax(-1), maps[layer], atol=5e-2, rtol=0)
 
@@ -105,21 +112,36 @@ def test_bf16_is_stored_exactly(ids):
     torch.manual_seed(5)
     model = GPT(GPTConfig(vocab_size=257, context_length=29, d_model=H * D, num_layers=1, num_heads=H))
     model.compute_in(torch.bfloat16)
-    page = "".join(insight_page(model, byte_tokenizer(), ids, 3, SAMPLING, {}))
+    page, ids = page_of(model, ids, 3), ids[:-1]
     x = model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
     expected = model.blocks[0].attention._project(model.blocks[0].norm1(x)[None])
-    for stored, vectors in zip(projections(page, 0, len(ids)), expected, strict=True):
+    for stored, vectors in zip(projections(page, 0, H, len(ids), D), expected, strict=True):
         assert vectors.dtype == torch.bfloat16
         assert stored.equal(vectors[0, ..., : stored.shape[-1]].float())
 
 
-def test_only_what_the_model_sees(model):
-    """Of a text longer than the context, the end is shown, and what is left of the prompt."""
-    long = list(range(40, 40 + 35))
-    data = data_of("".join(insight_page(model, byte_tokenizer(), long, 8, SAMPLING, {})))
-    assert (data["tokens"], data["given"]) == (long[6:], 2)
-    greedy = data_of("".join(insight_page(model, byte_tokenizer(), long[:9], 8, Sampling(temperature=0), {})))
-    assert {len(one) for one in greedy["expected"][8]["likeliest"]} == {2}
+@pytest.mark.parametrize(("given", "new"), [(8, 21), (8, 22), (8, 53), (29, 7), (37, 7)])
+def test_numbers_are_those_of_the_sampling(model, given, new):
+    """Whatever the lengths, what is shown was the model's expectation when it drew the token, not a later one."""
+    ids = [int(i) for i in np.random.default_rng(3).integers(32, 127, given)]
+    drawn: list[torch.Tensor] = []
+    tokens = generate(
+        model, torch.tensor([ids[-29:]]), new, SAMPLING, torch.Generator().manual_seed(3), watch=drawn.append
+    )
+    written = [int(token) for token in tokens]
+    data = data_of(page_of(model, ids + written, given))
+    prompt = min(given, 29)
+    assert (data["tokens"], data["given"]) == ([*ids[-29:], *written][:30], prompt)
+    assert len(data["tokens"]) - prompt + data["omitted"] == new
+    for i, token in enumerate(data["tokens"][prompt:]):
+        bits = -drawn[i][0].log_softmax(-1)[token].item() / math.log(2)
+        assert data["expected"][prompt + i]["bits"] == pytest.approx(bits, abs=1e-2)
+
+
+def test_greedy(model):
+    """Where the likeliest token is taken, no filter has a part in it."""
+    data = data_of(page_of(model, list(range(40, 49)), 8, Sampling(temperature=0)))
+    assert {len(one) for one in data["expected"][8]["likeliest"]} == {2}
 
 
 def test_self_contained(page):
@@ -173,24 +195,27 @@ def test_in_a_browser(model, ids, page, browser, tmp_path: Path, width, scheme):
 
     tab.get_by_role("radio", name="attention").click()
     tab.locator("#layer-buttons button").nth(0).click()
-    tab.get_by_text("How head 1 of layer 1 looks back from").wait_for()  # it was unpacked
+    tab.get_by_text("How head 1 of layer 1 looked back from").wait_for()  # it was unpacked
     tab.locator("#layer-buttons button").nth(0).press("ArrowRight")
     tab.locator("#head-buttons button").nth(0).click()
     tab.keyboard.press("ArrowRight")
-    weights = model.attention_maps(torch.tensor([ids]))[0, 1, 1]
+    weights = model.attention_maps(torch.tensor([ids]))[0, 1, 1]  # of the position before each token that is chosen
     strengths = lambda: tab.eval_on_selector_all(  # noqa: E731
         ".token", "all => all.map(span => Number(span.style.getPropertyValue('--strength')))"
     )
-    assert strengths() == pytest.approx((0.85 * weights[-1] / weights[-1].max()).tolist(), abs=0.05)
+    assert strengths() == pytest.approx((0.85 * weights[-2] / weights[-2].max()).tolist(), abs=0.05)
     tab.locator("#token6").hover()
-    assert strengths() == pytest.approx((0.85 * weights[6] / weights[6].max()).tolist(), abs=0.05)
-    assert "How head 2 of layer 2 looks back from" in tab.locator("#head-how").inner_text()
+    assert strengths() == pytest.approx((0.85 * weights[5] / weights[5].max()).tolist(), abs=0.05)
+    assert "How head 2 of layer 2 looked back from" in tab.locator("#head-how").inner_text()
     assert tab.locator("#steps h3").count() == 5
-    tab.locator("#token1").click()  # four columns: two tokens that it sees, two that the mask hides
+    tab.locator("#token2").click()  # four columns: two tokens that the one before it sees, two that the mask hides
     rows = {line.split()[0]: line.split()[1:] for line in tab.locator("#steps tr").all_inner_texts()}
     assert [float(one) for one in rows["weights"]] == pytest.approx([*weights[1, :2].tolist(), 0, 0], abs=0.05)
     assert (rows["masked"][:2], rows["masked"][2:]) == (rows["scores"][:2], ["\u2212\u221e"] * 2)
     assert len(rows["context"]) == NUMBERS
+    tab.locator("#token0").click()
+    assert tab.locator("#head-how").inner_text() == "Nothing comes before the first token."
+    assert tab.locator("#omitted").inner_text() == ""
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert errors == []
     tab.close()

@@ -8,30 +8,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt.model.linear import Linear
-from gpt.model.loss import next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import Sampling
 from gpt.sampling.packed import BF16_FROM, Int8Linear, PackedLinear, choose_sampling_precision, pack_weights
+from small_models import make_idx, make_initial_model
 
 GREEDY = Sampling(temperature=0.0)
-
-
-def make_model() -> GPT:
-    torch.manual_seed(5)
-    model = GPT(GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101))
-    with torch.no_grad():  # larger than at the start of training, so that precision has something to lose
-        for parameter in model.parameters():
-            parameter.mul_(5.0 if parameter.dim() == 2 else 1.0)
-    return model
+SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
 
 def make_linear(inputs: int, outputs: int, bias: bool) -> Linear:
     torch.manual_seed(7)
     return Linear(inputs, outputs, bias=bias)
-
-
-def make_idx(rows: int, tokens: int) -> torch.Tensor:
-    return torch.randint(101, (rows, tokens), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -81,21 +69,13 @@ def test_int8_of_any_width(inputs):
         torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)
 
 
-def test_fp32_is_the_model_itself():
-    """fp32 changes nothing, except that no parameter learns any more."""
-    exact, model = make_model(), make_model()
-    idx = make_idx(3, 11)
-    assert torch.equal(pack_weights(model, "fp32")(idx), exact(idx))
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02)])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_near_the_model(precision, bound, rows):
     """Logits and loss are close to fp32, in one pass and token by token with the cache."""
-    exact = make_model()
+    exact = make_initial_model(SHAPE, scale=5.0)
     model = pack_weights(copy.deepcopy(exact), precision, rows)
-    idx = make_idx(rows, 23)
+    idx = make_idx(101, rows, 23)
     with torch.no_grad():
         expected, result = exact(idx), model(idx).float()
         caches = model.new_caches()
@@ -103,52 +83,27 @@ def test_near_the_model(precision, bound, rows):
     deviation = expected.std().item()
     assert 0 < (result - expected).abs().mean().item() < bound * deviation
     assert 0 < (steps - expected).abs().mean().item() < bound * deviation
-    targets = make_idx(rows, 24)[:, 1:]
+    targets = make_idx(101, rows, 24)[:, 1:]
     losses = [F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() for logits in (expected, result)]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 def test_matrices_are_replaced():
     """No linear map of a block stays in fp32, and the head gets one of its own."""
-    model = pack_weights(make_model(), "int8")
+    model = pack_weights(make_initial_model(SHAPE, scale=5.0), "int8")
     kinds = [type(module) for module in model.blocks.modules() if isinstance(module, nn.Linear | Int8Linear)]
     assert kinds == [Int8Linear] * 8
     assert isinstance(model.output, Int8Linear)
     assert (model.dtype, model.token_embedding.weight.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "int8"])
-def test_generation(precision):
-    """Each token is the likeliest by the packed model's own logits, also past the context length."""
-    model = pack_weights(make_model(), precision, rows=2)
-    idx = make_idx(2, 5)
-    tokens = torch.stack(list(generate(model, idx, 31, GREEDY)), dim=1)
-    for length in range(5, 36):
-        so_far = torch.cat([idx, tokens], dim=1)[:, max(0, length - 23) : length]
-        with torch.no_grad():
-            logits = model(so_far)[:, -1].float()
-        chosen = logits.gather(1, tokens[:, length - 5, None])
-        assert (logits.amax(-1, keepdim=True) - chosen <= 0.05 * logits.std()).all()  # but for the rounding of ties
-
-
 def test_choice():
     """`auto` is fp32 for a small model on a CPU and bf16 for a large one where that is fast; other names are kept."""
-    small = make_model()
+    small = make_initial_model(SHAPE, scale=5.0)
     with torch.device("meta"):
         large = GPT(GPTConfig(1024, 768, 12, 12))
-    assert large.num_parameters() > BF16_FROM
+    assert large.config.num_parameters > BF16_FROM
     assert choose_sampling_precision("auto", small, "bf16") == "fp32"
     assert choose_sampling_precision("auto", large, "bf16") == "bf16"
     assert choose_sampling_precision("auto", large, "fp32") == "fp32"
     assert choose_sampling_precision("int8", small, "bf16") == "int8"
-
-
-def test_packed_head_differs_from_the_tied_one():
-    """A packed model is scored by its own head, not by the tied one."""
-    model = pack_weights(make_model(), "int8")
-    idx, targets = make_idx(2, 23), make_idx(2, 24)[:, 1:]
-    with torch.no_grad():
-        own = F.cross_entropy(model(idx).float().flatten(0, 1), targets.flatten())
-        tied = next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
-    assert own.item() == pytest.approx(tied.item(), rel=0.01)
-    assert own.item() != tied.item()

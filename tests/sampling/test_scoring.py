@@ -3,6 +3,7 @@
 import io
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,32 +16,17 @@ from tqdm import tqdm
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import scoring
-from gpt.sampling.scoring import Score, continuation_nats, score, strided_score, sum_of
+from gpt.sampling.scoring import continuation_nats, score, strided_score
 from gpt.text.batches import validation_batches
+from small_models import make_idx, make_model
 
 VOCAB, CONTEXT = 101, 13
-
-
-def make_model(dropout: float = 0.0) -> GPT:
-    """A small model with large random weights and token embeddings of one length, so that its greedy text varies."""
-    model = GPT(GPTConfig(CONTEXT, 35, 2, 7, dropout, vocab_size=VOCAB))
-    generator = torch.Generator().manual_seed(17)
-    for name, parameter in model.named_parameters():
-        mean = 1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0
-        torch.nn.init.normal_(parameter, mean, 0.3, generator=generator)
-    with torch.no_grad():
-        model.token_embedding.weight.copy_(F.normalize(model.token_embedding.weight))
-    return model.eval()
-
-
-def make_idx(B: int, T: int) -> Tensor:
-    """Seeded token ids (B, T)."""
-    return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(T))
+SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
 
 
 def test_score_equals_a_slow_sum():
     """Every token but the first counts once, summed one by one over the windows of a text."""
-    model, tokens, nats = make_model(), make_idx(1, 59)[0], 0.0
+    model, tokens, nats = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0], 0.0
     for start in range(0, 58, CONTEXT):
         window = tokens[start : start + CONTEXT + 1]
         with torch.no_grad():
@@ -56,7 +42,7 @@ def test_score_equals_a_slow_sum():
 
 def test_uniform_model():
     """A model of zeros gives every token the same probability: log(V) nats for each."""
-    model = make_model()
+    model = make_model(SHAPE)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     result = score(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT, IGNORE), num_bytes=13)
@@ -66,21 +52,12 @@ def test_uniform_model():
     assert result.bits_per_byte == pytest.approx(4 * math.log2(VOCAB), rel=1e-6)
 
 
-def test_score_by_hand():
-    """Six bits over three tokens and two bytes."""
-    result = Score(6 * math.log(2), tokens=3, bytes=2)
-    assert result.nats_per_token == pytest.approx(2 * math.log(2))
-    assert result.nats_per_byte == pytest.approx(3 * math.log(2))
-    assert result.bits_per_byte == pytest.approx(3)
-    assert result.perplexity == pytest.approx(4)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_leaves_the_mode(training):
     """Dropout plays no part in a score, no gradient is kept, and the model stays in the mode it was in."""
-    model, tokens = make_model(dropout=0.5).train(training), make_idx(1, 59)[0].numpy()
+    model, tokens = make_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
     scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats for _ in range(2)]
-    assert scores[0] == scores[1] == score(make_model(), validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats
+    assert scores[0] == scores[1] == score(make_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats
     assert all(module.training is training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -97,18 +74,12 @@ class NoDoubles(TorchDispatchMode):
 
 def test_device_without_float64():
     """A model on a device without float64 is scored, with the same result as elsewhere."""
-    model, tokens = make_model(), make_idx(1, 59)[0].numpy()
+    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
     with pytest.raises(TypeError, match="float64"), NoDoubles():
         torch.zeros(()).double()
     expected = score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211)
     with NoDoubles():
         assert score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211) == expected
-
-
-def test_sum_of():
-    """Nats, tokens and bytes of several texts add up."""
-    assert sum_of([Score(2.5, 3, 5), Score(0.5, 7, 11)]) == Score(3.0, 10, 16)
-    assert sum_of(iter([Score(2.5, 3, 5)])) == Score(2.5, 3, 5)
 
 
 def slow_nats(model: GPT, context: Tensor, target: Tensor) -> float:
@@ -121,7 +92,7 @@ def slow_nats(model: GPT, context: Tensor, target: Tensor) -> float:
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 59])
 def test_strided_score_equals_a_slow_sum(stride, length):
     """Every token but the first counts once, after what its window holds before it: the context less the stride."""
-    model, tokens, nats, end = make_model(), make_idx(1, length)[0], 0.0, 1
+    model, tokens, nats, end = make_model(SHAPE), make_idx(VOCAB, 1, length)[0], 0.0, 1
     for start in range(0, length, stride):
         for i in range(end, min(start + CONTEXT, length)):
             assert start == 0 or i - start >= CONTEXT - stride
@@ -134,7 +105,7 @@ def test_strided_score_equals_a_slow_sum(stride, length):
 
 def test_stride_of_the_whole_context():
     """Then the windows are those of validation, and the score is the same to the bit."""
-    model, tokens = make_model(), make_idx(1, 59)[0].numpy()
+    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
     assert strided_score(model, tokens, 211, CONTEXT) == score(
         model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE), 211
     )
@@ -142,7 +113,7 @@ def test_stride_of_the_whole_context():
 
 def test_progress(monkeypatch):
     """A bar on terminals, which leaves nothing on the screen; elsewhere none."""
-    model, tokens = make_model(), make_idx(1, 4099)[0].numpy()
+    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 4099)[0].numpy()
     monkeypatch.setattr(scoring, "tqdm", lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0})))
     for is_terminal in (True, False):
         screen = io.StringIO()
@@ -155,9 +126,9 @@ def test_progress(monkeypatch):
 
 def test_continuation_nats_equals_a_slow_sum():
     """The nats of the ends of rows of several lengths, alone and together, up to the model's whole context."""
-    model, rows = make_model(), []
+    model, rows = make_model(SHAPE), []
     for length, count in ((2, 1), (7, 3), (CONTEXT + 1, 1), (CONTEXT + 1, CONTEXT), (5, 4)):
-        rows.append((make_idx(1, length)[0].tolist(), count))
+        rows.append((make_idx(VOCAB, 1, length)[0].tolist(), count))
     slow = []
     for ids, count in rows:
         row = torch.tensor(ids)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "program",
     [
-        "import gpt.text.prepare",
+        "import gpt.text.prepare.prepare",
         "from gpt.text.tokenizer import gpt2_tokenizer; assert gpt2_tokenizer().encode('Hello') == [15496]",
     ],
     ids=["preparing", "tokenizing"],

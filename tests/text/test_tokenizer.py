@@ -1,6 +1,5 @@
 """Text to ids and back: published ids, independent encoders as oracles, round trips, cuts, training."""
 
-import base64
 import dataclasses
 import hashlib
 import json
@@ -8,16 +7,12 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import regex
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as HuggingFace
-from tokenizers import models, pre_tokenizers, trainers
 
-from gpt.errors import UserError
 from gpt.text.pieces import PIECE, cut
 from gpt.text.tokenizer import (
     BYTE_PATTERN,
@@ -29,6 +24,7 @@ from gpt.text.tokenizer import (
     gpt2_tokenizer,
     train_bpe,
 )
+from harness import refusal
 
 ASSET = Path(__file__).parents[2] / "gpt/assets/r50k_base.tiktoken"
 
@@ -50,15 +46,6 @@ FOREIGN = (
     "Ünïcödé ﬁne, 中文字符。日本語テキスト — Привет, мир! नमस्ते 😀👩\u200d👩\u200d👧 \u05e9\u05c1\u05dc\u05d5 "
     "e\u0301 \u017f İ ½ Ⅷ \x00\x1c\x85\ufeff\u200b\u3000\u2028x"
 )
-TEXTS = {
-    "story": STORY,
-    "spaced": SPACED,
-    "foreign": FOREIGN,
-    "spelled": f"{END_OF_TEXT} <|endoftext {END_OF_TEXT}{END_OF_TEXT}",
-    "contractions": "I'LL we'll don't 'tis x's they'd've you're I'm ''s'm'll",
-    "empty": "",
-}
-EVERY_TEXT = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
 ODD_TEXTS = [
     "\0" * 1009,
@@ -73,7 +60,6 @@ ODD_TEXTS = [
 
 GPT2, BYTE, BPE = gpt2_tokenizer(), byte_tokenizer(), train_bpe([STORY, FOREIGN], 401)
 ODD = train_bpe(ODD_TEXTS, 379)
-RANKS = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in ASSET.read_text().splitlines()}
 EVERY = pytest.mark.parametrize("tokenizer", [GPT2, BYTE, BPE, ODD], ids=["gpt2", "byte", "bpe", "odd"])
 USUAL = pytest.mark.parametrize("tokenizer", [GPT2, BYTE, BPE], ids=["gpt2", "byte", "bpe"])
 LEARNT = pytest.mark.parametrize("tokenizer", [GPT2, BPE, ODD], ids=["gpt2", "bpe", "odd"])
@@ -81,6 +67,7 @@ LEARNT = pytest.mark.parametrize("tokenizer", [GPT2, BPE, ODD], ids=["gpt2", "bp
 # Characters whose class every version of Unicode agrees on, and the seams of the pattern.
 FRAGMENTS = ["a", "é", "\u017f", "中", "1", "²", "!", "'", "'s", "'S", "'ll", "\0", "\x1c", "\u200b", "\u0301", "😀"]
 SPACES = [" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x85", "\xa0", "\u3000", " " * 7, " " * 999, " " * 1000, "\r\n" * 503]
+short_seams = st.lists(st.sampled_from([*FRAGMENTS, *SPACES[:9], END_OF_TEXT]), max_size=23).map("".join)
 seams = st.lists(st.sampled_from([*FRAGMENTS, *SPACES, END_OF_TEXT]), max_size=23).map("".join)
 spelled = st.lists(st.sampled_from(["<", "|", "<|", "end", "of", "text", "endoftext", "|>", END_OF_TEXT, " "])).map(
     "".join
@@ -120,37 +107,6 @@ def encode_pieces(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
     return [token for piece in pieces for token in tokenizer.encode_piece(piece).tolist()]
 
 
-def stand_ins() -> dict[int, str]:
-    """GPT-2's printable character for each byte, as its encoder.py defines it."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def merge_of(token: bytes) -> list[bytes]:
-    """The pair that makes a token of GPT-2: what the merges before it leave of its bytes."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [a + b for a, b in pairwise(parts)]
-        i = min(range(len(pairs)), key=lambda i: RANKS.get(pairs[i], len(RANKS)))
-        parts[i : i + 2] = [pairs[i]]
-    return parts
-
-
-@pytest.fixture(scope="module")
-def hugging_face_gpt2() -> HuggingFace:
-    """GPT-2 on the engine of `transformers`, with that engine's own pattern; its merges follow from the ranks."""
-    letter = stand_ins()
-
-    def spell(token: bytes) -> str:
-        return "".join(letter[byte] for byte in token)
-
-    merges = [tuple(map(spell, merge_of(token))) for token in sorted(RANKS, key=RANKS.__getitem__) if len(token) > 1]
-    model = HuggingFace(models.BPE(vocab={spell(token): rank for token, rank in RANKS.items()}, merges=merges))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return model
-
-
 # --- GPT-2 ---
 
 
@@ -178,31 +134,17 @@ def test_asset_is_openais():
     assert digest == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 
-@EVERY_TEXT
-def test_gpt2_equals_hugging_face(hugging_face_gpt2, text):
-    """The same ids as the engine of `transformers`, whose pattern and merging are its own."""
-    assert GPT2.encode(text) == hugging_face_gpt2.encode(text).ids
-
-
-@some
-@given(seams)
-def test_gpt2_equals_hugging_face_at_seams(hugging_face_gpt2, text):
-    """Also where the pattern's alternatives meet."""
-    assert GPT2.encode(text) == hugging_face_gpt2.encode(text).ids
-
-
-@EVERY_TEXT
 @LEARNT
+@some
+@given(text=short_seams)
+@example(text=STORY)
+@example(text=SPACED)
+@example(text=FOREIGN)
+@example(text=f"{END_OF_TEXT} <|endoftext {END_OF_TEXT}{END_OF_TEXT}")
+@example(text="I'LL we'll don't 'tis x's they'd've you're I'm ''s'm'll")
 def test_equals_slow_encoding(tokenizer, text):
     """The possessive pattern, the cuts and tiktoken's merging change nothing against the definition."""
-    assert tokenizer.encode(text) == slow_encode(text, ranks_of(tokenizer))
-
-
-@some
-@given(seams)
-def test_equals_slow_encoding_at_seams(text):
-    """Also where the pattern's alternatives meet."""
-    assert GPT2.encode(text) == slow_encode(text, RANKS)
+    assert tokenizer.encode(text) == slow_encode(text, tokenizer.ranks)
 
 
 # --- every tokenizer ---
@@ -216,21 +158,6 @@ def test_vocabulary(tokenizer, vocab_size):
     assert tokenizer.decode([tokenizer.end_of_text]) == END_OF_TEXT
     assert len(ranks_of(tokenizer)) == vocab_size - 1
     assert b"" not in ranks_of(tokenizer)
-
-
-def test_bytes_by_hand():
-    """A byte is its own id, and a character may take several."""
-    assert BYTE.encode("aé€\0\n") == [0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0x00, 0x0A]
-
-
-@EVERY
-@pytest.mark.parametrize("text", [END_OF_TEXT, f"a{END_OF_TEXT}b", f" {END_OF_TEXT}\n" * 3])
-def test_spelled_end_of_text_stays_text(tokenizer, text):
-    """Text never becomes the special id."""
-    ids = tokenizer.encode(text)
-    assert tokenizer.end_of_text not in ids
-    assert tokenizer.decode(ids) == text
-    assert encode_pieces(tokenizer, [text]) == ids
 
 
 @EVERY
@@ -247,10 +174,7 @@ def test_round_trip(tokenizer, text):
     ("text", "replaced"),
     [
         ("\ud800", "\ufffd"),
-        ("a\udc00b", "a\ufffdb"),
         ("\ud83dx\ude00", "\ufffdx\ufffd"),
-        ("\ude00\ud83d", "\ufffd\ufffd"),
-        ("\ud800\ud800\ud800 ", "\ufffd\ufffd\ufffd "),
         ("\ufeff\udfff😀", "\ufeff\ufffd😀"),
     ],
     ids=ascii,
@@ -267,21 +191,13 @@ def test_lone_surrogates(tokenizer, text, replaced):
     "text",
     [
         " " * 1_000_000,
-        " " * 1_000_000 + "end",
         "a" + " " * 1_000_000 + "b",
-        "begin" + " " * 1_000_000,
         "a" + "\r\n" * 500_000 + "b",
         "a" * 1_000_000,
-        "x " + "é" * 1_000_000,
-        "1" * 1_000_000,
         "!" * 1_000_000,
-        "'" * 1_000_000,
         "'s" * 500_000,
         "\u0301" * 1_000_000,
-        "\x1c" * 1_000_000,
         "\0" * 1_000_000,
-        "😀" * 1_000_000,
-        "a1" * 500_000,
         " a" * 500_000,
         END_OF_TEXT * 76_923,
     ],
@@ -290,22 +206,12 @@ def test_lone_surrogates(tokenizer, text, replaced):
 @USUAL
 def test_long_runs(tokenizer, text):
     """A run of a million neither panics nor takes more than a few seconds."""
-    start = time.monotonic()
+    start = time.process_time()
     ids = tokenizer.encode(text)
-    seconds = time.monotonic() - start
+    seconds = time.process_time() - start
     same = tokenizer.decode(ids) == text
     assert same  # said so, pytest does not print a million characters
     assert seconds < 5
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=17)
-@given(st.text(min_size=1, max_size=3), st.text(max_size=3), st.text(max_size=3))
-def test_a_million_of_anything(unit, before, after):
-    """Nothing panics."""
-    text = before + unit * (1_000_000 // len(unit)) + after
-    same = GPT2.decode(GPT2.encode(text)) == text
-    assert same
 
 
 def test_long_runs_by_hand():
@@ -329,14 +235,6 @@ def test_decode_within_a_character(tokenizer):
     assert tokenizer.decode_bytes(euro) == "€".encode()
     assert tokenizer.decode_bytes([*broken, first]) == b"\xe2\x82a"
     assert tokenizer.decode([*broken, first]) == "\ufffda"
-
-
-@EVERY
-def test_decode_takes_arrays(tokenizer):
-    """Ids from a shard or a generator decode as a list does."""
-    ids = tokenizer.encode(FOREIGN)
-    assert tokenizer.decode(np.array(ids, dtype=np.uint16)) == FOREIGN
-    assert tokenizer.decode(iter(ids)) == FOREIGN
 
 
 # --- cuts ---
@@ -369,34 +267,6 @@ def test_cuts_and_ids(tokenizer, text, size):
 
 
 @LEARNT
-@some
-@given(
-    words=st.lists(st.text(st.characters(exclude_categories=["Cs", "Z", "Cc"]), min_size=1, max_size=5)),
-    size=st.integers(3, 11),
-)
-def test_words_are_never_cut(tokenizer, words, size):
-    """Where every word is shorter than twice the size, no cut is forced, and the ids are those of the whole."""
-    text = " ".join(words)
-    pieces = list(cut([text], size))
-    assert encode_pieces(tokenizer, pieces) == WHOLE[tokenizer.sha256].encode_ordinary(text)
-
-
-@some
-@given(text=valid_text, size=st.integers(1, 11))
-def test_cuts_never_change_bytes(text, size):
-    """Bytes are the same ids wherever the text is cut."""
-    assert encode_pieces(BYTE, list(cut([text], size))) == list(text.encode())
-
-
-@LEARNT
-@some
-@given(text=seams)
-def test_encode_equals_tiktoken(tokenizer, text):
-    """On text of one piece the ids are those of tiktoken itself."""
-    assert tokenizer.encode(text) == WHOLE[tokenizer.sha256].encode_ordinary(text)
-
-
-@LEARNT
 def test_encode_equals_tiktoken_on_long_text(tokenizer):
     """And on several pieces of the default size, with runs of white space."""
     runs = [
@@ -408,45 +278,6 @@ def test_encode_equals_tiktoken_on_long_text(tokenizer):
     text = (STORY + FOREIGN + "".join(runs) + "b") * 23
     assert len(list(cut([text]))) == 7
     assert tokenizer.encode(text) == WHOLE[tokenizer.sha256].encode_ordinary(text)
-
-
-@EVERY
-def test_pieces_are_arrays(tokenizer):
-    """One dimension of uint32, also of nothing."""
-    for piece in ("", "x", "x" + " " * 1009 + "y"):
-        ids = tokenizer.encode_piece(piece)
-        assert (ids.dtype, ids.ndim) == (np.uint32, 1)
-        assert ids.tolist() == tokenizer.encode(piece)
-
-
-@pytest.mark.parametrize("space", [" ", "\n", "\u3000"], ids=ascii)
-def test_longest_run_within_a_piece(space):
-    """The matcher's stack holds a million spaces inside a text: more than seven times what is in a piece at most."""
-    assert list(map(len, cut(["x" + space * PIECE + "y"]))) == [PIECE, 2]
-    (piece,) = cut([space * PIECE + "y"])
-    for text in (piece, space * 7 * PIECE + "y"):
-        alone = GPT2.encode(text[:-2])  # at a text's end a run needs no stack
-        assert GPT2.encode_piece(text).tolist() == alone + GPT2.encode(space + "y")
-
-
-MEGA = {
-    "letters": ("a" * 10_000_000, 30),
-    "spaces": (" " * 10_000_000, 20),
-    "runs": (("a" + " " * 999) * 10_000, 5),
-    "separators": ((" " * 999 + "\x1c") * 10_000, 5),
-    "ideographs": ("日本語中文字符" * 476_190, 10),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "seconds"), MEGA.values(), ids=MEGA)
-def test_encoding_takes_linear_time(text, seconds):
-    """Ten megabytes that are hard to cut take seconds, here a tenth of the bound; forced cuts lose nothing."""
-    start = time.process_time()
-    ids = np.concatenate([GPT2.encode_piece(piece) for piece in cut([text])])
-    assert time.process_time() - start < seconds
-    same = GPT2.decode_bytes(ids.tolist()) == text.encode()
-    assert same  # said so, pytest does not print ten megabytes
 
 
 # --- training ---
@@ -462,12 +293,6 @@ def test_merges_by_hand():
     assert tokenizer.encode("bug") == [ord("b"), 256]
     assert tokenizer.encode("mun pun") == [ord("m"), 257, ord(" "), 259]
     assert tokenizer.name == "bpe"
-
-
-def test_pairs_merge_only_within_pieces_and_only_if_repeated():
-    """A space belongs to the word after it; what occurs once is no token."""
-    learnt = set(ranks_of(train_bpe(["ab cd ab ef ab"], 999))) - set(ranks_of(BYTE))
-    assert learnt == {b"ab", b" ab"}
 
 
 def test_training_is_deterministic():
@@ -487,35 +312,6 @@ def test_vocab_size(text, vocab_size, expected):
     assert tokenizer.decode(tokenizer.encode(FOREIGN)) == FOREIGN
 
 
-def test_training_compresses():
-    """Its own text takes less than half as many tokens as bytes, and more tokens help more."""
-    sizes = [len(train_bpe([STORY], vocab_size).encode(STORY)) for vocab_size in (257, 300, 500)]
-    assert sizes[0] == len(STORY.encode())
-    assert sizes[0] > sizes[1] > 2 * sizes[2] > 0
-    assert sizes[2] < sizes[0] / 2
-
-
-@EVERY_TEXT
-def test_trained_pieces_equal_hugging_face(text):
-    """tiktoken with the learnt ranks cuts text as the library that learnt them, with its own pattern and merges."""
-    trainee = HuggingFace(models.BPE())
-    trainee.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, min_frequency=2, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    trainee.train_from_iterator([STORY, FOREIGN], trainer)
-    assert trainee.get_vocab_size() == BPE.vocab_size - 1
-    byte_of = {letter: byte for byte, letter in stand_ins().items()}
-    expected = [bytes(byte_of[letter] for letter in token) for token in trainee.encode(text).tokens]
-    assert [BPE.decode_bytes([token]) for token in BPE.encode(text)] == expected
-
-
-def test_training_survives_surrogates_and_no_text():
-    """Lone surrogates are learnt as U+FFFD, and from nothing at all come the bytes."""
-    assert train_bpe(["\ud800\ud800 \ud800"], 300).sha256 == train_bpe(["\ufffd\ufffd \ufffd"], 300).sha256
-    assert train_bpe([], 300).vocab_size == 257
-
-
 def test_merges_of_tokens_by_hand():
     """What a token was merged from; bytes alone, and tokens that no merge leads to."""
     words = ["hug"] * 10 + ["pug"] * 5 + ["pun"] * 12 + ["bun"] * 4 + ["hugs"] * 5
@@ -533,23 +329,6 @@ def test_merges_of_tokens_by_hand():
         b"c",
         b"d",
     ]
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, ODD], ids=["bpe", "odd"])
-def test_learnt_tokens_are_pairs(tokenizer):
-    """Every token that was learnt was merged from two earlier ones."""
-    ranks = ranks_of(tokenizer)
-    for token in range(256, tokenizer.end_of_text):
-        left, right = tokenizer.merged_from(token)
-        assert left + right == tokenizer.decode_bytes([token])
-        assert max(ranks[left], ranks[right]) < token
-
-
-def test_merges_of_gpt2():
-    """Of 516 tokens, as the oracle has them, from which `tokenizers` makes GPT-2's ids."""
-    tokens = range(256, 50256, 97)
-    assert [GPT2.merged_from(token) for token in tokens] == [merge_of(GPT2.decode_bytes([token])) for token in tokens]
-    assert len(tokens) == 516
 
 
 # --- stored and refused ---
@@ -578,124 +357,40 @@ def test_hash_tells_tokenizers_apart():
     assert Tokenizer("b", ranks, GPT2_PATTERN).sha256 == hashes[0]
 
 
-def tampered(**changes: str) -> dict[str, str]:
-    """The stored trained tokenizer with some of its strings replaced."""
-    return BPE.to_dict() | changes
+def tampered(**changes: object) -> dict:
+    """The stored trained tokenizer with some of its parts replaced, and a hash that fits unless that is one of them."""
+    stored = BPE.to_dict() | changes
+    sha256 = hashlib.sha256(f"{stored['pattern']}\n{stored['ranks']}".encode()).hexdigest()
+    return stored | ({} if "sha256" in changes else {"sha256": sha256})
 
 
 LINES = BPE.to_dict()["ranks"].splitlines(keepends=True)
+MALFORMED = "the rank table is malformed: each line must be a token in base64 and its rank"
 
 
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
+        *((stored, "the tokenizer is not a dictionary of the strings name") for stored in (None, [], "bpe", {})),
+        *((BPE.to_dict() | {key: 7}, "the tokenizer is not a dictionary of the strings name") for key in BPE.to_dict()),
         (tampered(sha256="0" * 64), "do not match their hash"),
-        (tampered(pattern=BYTE_PATTERN), "do not match their hash"),
-        (tampered(ranks="".join(LINES[:-1])), "do not match their hash"),
-        (tampered(ranks="".join(LINES).replace("YQ== 97\n", "YQ== 98\n").replace("Yg== 98\n", "Yg== 97\n")), "hash"),
-        (tampered(ranks="".join([*LINES, LINES[-1]])), "has 1 duplicate tokens"),
         (tampered(ranks="".join(LINES[:300] + LINES[301:])), "ids must be 0 to"),
-        (tampered(ranks="".join(LINES[256:])), "ids must be 0 to"),
         (tampered(ranks=""), "no token for byte 0"),
+        (tampered(ranks="".join(LINES) + "eHh4eHg= 4294967296\n"), "ids must be 0 to"),
+        (tampered(ranks="".join(LINES) + "eHh4eHg= -1\n"), "ids must be 0 to"),
+        (tampered(ranks="".join(LINES) + "eHh4eHg= 399\n"), "ids must be 0 to"),
+        *((tampered(ranks="".join([*LINES, line])), MALFORMED) for line in ("YWE=", "YWE= 400 x", "Y 400", "é 400")),
+        # tiktoken would panic on some of these, and others would drop text in silence or never end.
+        *((tampered(pattern=p), "the tokenizer's pattern=") for p in ("", "(", "(?:a|a)*b", GPT2_PATTERN + " ")),
+        *((tampered(name=name), "the tokenizer's name=") for name in ("", "../../etc")),
     ],
-    ids=["hash", "pattern", "shorter", "swapped", "twice", "gap", "no bytes", "empty"],
+    ids=lambda value: ascii(value)[-37:],
 )
 def test_damaged_store_is_refused(stored, message):
-    """Whatever is changed, one line says so."""
-    with pytest.raises(UserError, match=message) as caught:
-        Tokenizer.from_dict(stored)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    ["", "[xyz]", ".", "x*", "(", "(?:a|a)*b", GPT2_PATTERN + " ", GPT2_PATTERN.replace("++", "+"), "a" * 999],
-)
-def test_foreign_patterns_are_refused(pattern):
-    """tiktoken would panic on some, and others would drop text in silence or never end; their hash is no excuse."""
-    ranks = BPE.to_dict()["ranks"]
-    sha256 = hashlib.sha256(f"{pattern}\n{ranks}".encode()).hexdigest()
-    with pytest.raises(
-        UserError, match=r"^tokenizer 'bpe': its pattern .* is unknown: it must be GPT-2's or"
-    ) as caught:
-        Tokenizer.from_dict(tampered(pattern=pattern, sha256=sha256))
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("name", ["", "BPE", "../../etc", "gpt2\n", "a" * 999])
-def test_foreign_names_are_refused(name):
-    """The name becomes part of a folder's."""
-    with pytest.raises(UserError, match=r"^tokenizer '.*' is not known: it must be bpe, gpt2, byte$"):
-        Tokenizer.from_dict(tampered(name=name))
-
-
-@pytest.mark.parametrize("stored", [None, [], "bpe", 7, {}, *({key: "x"} for key in BPE.to_dict())], ids=repr)
-def test_what_is_no_tokenizer_is_refused(stored):
-    """Whatever it is instead, and whatever it lacks."""
-    with pytest.raises(UserError, match=r"must be stored as a dictionary, not|the tokenizer has no "):
-        Tokenizer.from_dict(stored)
-
-
-@pytest.mark.parametrize("key", BPE.to_dict())
-@pytest.mark.parametrize("value", [None, 7, 0.5, ["a"], {"a": "b"}, True, b"bytes"])
-def test_parts_of_other_types_are_refused(key, value):
-    """A string is expected of each."""
-    with pytest.raises(UserError, match=f"the tokenizer has no {key}, or one that is not a string"):
-        Tokenizer.from_dict(tampered(**{key: value}))
-
-
-HUGE_TABLES = {
-    "long rank": "YQ== " + "9" * 10**6,
-    "high rank": "".join(LINES) + "eHh4eHg= 4294967296\n",
-    "negative rank": "".join(LINES) + "eHh4eHg= -1\n",
-    "long token": "".join(LINES) + base64.b64encode(bytes(10**6)).decode(),
-    "many duplicates": "YQ== 97\n" * 10**5,
-    "no bytes": "".join(f"{base64.b64encode(b'%06d' % i).decode()} {i}\n" for i in range(10**5)),
-    "lines of nothing": "\n" * 10**6,
-    "spaces": " " * 10**6,
-    "not base64": "".join(LINES) + "Y!Q== 400\n",
-    "not ascii": "".join(LINES) + "é 400\n",
-}
-
-
-@pytest.mark.parametrize("table", HUGE_TABLES.values(), ids=HUGE_TABLES)
-def test_mangled_ranks_are_refused_quickly(table):
-    """In a line and within a second, before tiktoken sees them, although their hash is right."""
-    start = time.monotonic()
-    with pytest.raises(UserError) as caught:
-        sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{table}".encode()).hexdigest()
-        Tokenizer.from_dict(tampered(ranks=table, sha256=sha256))
-    assert time.monotonic() - start < 1
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize("line", ["YWE=", "YWE= 400 x", "Y 400", "YWE= five"])
-def test_unreadable_table_is_refused(line):
-    """A line that is no token and rank."""
-    with pytest.raises(ValueError):
-        Tokenizer.from_dict(tampered(ranks="".join([*LINES, line])))
-
-
-SINGLE = {bytes([byte]): byte for byte in range(256)}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ({token: rank for token, rank in SINGLE.items() if rank < 255}, "no token for byte 255"),
-        ({b"ab" if token == b"\x07" else token: rank for token, rank in SINGLE.items()}, "no token for byte 7"),
-        (SINGLE | {b"ab": 255}, "its 257 ids must be 0 to 256, each once"),
-        (SINGLE | {b"ab": 257}, "its 257 ids must be 0 to 256, each once"),
-        (SINGLE | {b"\0": -1}, "its 256 ids must be 0 to 255, each once"),
-        ({}, "no token for byte 0"),
-    ],
-    ids=["missing", "replaced", "duplicate", "gap", "negative", "none"],
-)
-def test_impossible_ranks_are_refused(ranks, message):
-    """tiktoken would panic on these, or lose text without a word."""
-    with pytest.raises(UserError, match=message) as caught:
-        Tokenizer("odd", ranks, GPT2_PATTERN)
-    assert str(caught.value).startswith("tokenizer 'odd': ")
+    """Whatever is changed, one line says so, and soon."""
+    start = time.process_time()
+    assert message in refusal(Tokenizer.from_dict, stored)
+    assert time.process_time() - start < 1
 
 
 def test_config_ranges():
@@ -704,7 +399,8 @@ def test_config_ranges():
     for name, vocab_size in [("bpe", 257), ("bpe", 1_000_000), ("gpt2", 1), ("byte", 1)]:
         assert TokenizerConfig(name, vocab_size).vocab_size == vocab_size
     for vocab_size in (-1, 0, 256, 1_000_001):
-        with pytest.raises(ValueError, match=rf"tokenizer\.vocab_size={vocab_size} is out of range.*257.*1000000"):
-            TokenizerConfig("bpe", vocab_size)
-    with pytest.raises(ValueError, match=r"tokenizer\.name='word' is not known: choose from bpe, gpt2, byte"):
-        TokenizerConfig("word")
+        line = refusal(TokenizerConfig, "bpe", vocab_size)
+        assert line.startswith(
+            f"tokenizer.vocab_size={vocab_size} is out of range: it must be at least 257 and at most"
+        )
+    assert refusal(TokenizerConfig, "word") == "tokenizer.name='word' is not known: choose from bpe, gpt2, byte"

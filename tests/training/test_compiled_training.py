@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpt.exchange import checkpoint
+from gpt.training import decide
 from gpt.training.session import Session
 from harness import StopAt, differences, tiny_config, train, write_corpus
 
@@ -24,7 +25,7 @@ def test_resumes_exactly(tmp_path):
     def begin(name: str, compile: str, *changes: str) -> Session:
         changes += ("trainer.activation_checkpointing=true", f"trainer.compile={compile}", "horizon=9steps")
         torch.compiler.reset()  # as if in a process of its own
-        return Session.begin(tiny_config(tmp_path, *changes, f"run_dir={tmp_path / name}"))
+        return decide.begin(tiny_config(tmp_path, *changes, f"run_dir={tmp_path / name}"))
 
     begin("plain", "false").fit()
     begin("reference", "true").fit()

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,55 +12,52 @@ import pytest
 import torch
 from lightning import Callback
 
-from gpt import hardware
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
+from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
 from gpt.text.shards import Corpora
-from gpt.training.curves import Curves
-from gpt.training.guard import LateGuard
-from gpt.training.loader import TrainBatches, make_batch
+from gpt.training import decide
+from gpt.training.callbacks.base import Clock
+from gpt.training.config.schedule import Schedule
+from gpt.training.decide import load_corpora, make_schedule
+from gpt.training.loop import TrainBatches, make_batch
+from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.plan import Plan, make_plan
-from gpt.training.session import Session, load_corpora
-from gpt.training.steps import Clock
-from harness import ROOT, differences, tiny_config, write_corpus
+from gpt.training.session import Session
+from harness import ROOT, differences, tiny_config
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
 QUIET = ["data.prompts=[]", "logger=[csv]"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("gpu")
-    write_corpus(folder)
-    return folder
-
-
 def begin(folder: Path, run_dir: Path, *changes: str) -> Session:
-    return Session.begin(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
+    """A run of seven steps, which validates as often as `trainer.validate_every` says."""
+    session = decide.begin(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
+    session.schedule = replace(session.schedule, validate_every=session.config.trainer.validate_every)
+    return session
 
 
 # --- a step that reads nothing from the device ---
 
 
-def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Plan, Corpora]:
+def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Schedule, Corpora]:
     """A module as it is made for CUDA, still on the CPU."""
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
-    corpora = load_corpora(config, say=lambda line: None)
-    plan = make_plan(config, corpora.train_tokens, automatic=False)
-    return GPTModule(config, plan, corpora), plan, corpora
+    corpora = load_corpora(config)
+    schedule = make_schedule(config, corpora.train_tokens, automatic=False)
+    return GPTModule(config, schedule, corpora), schedule, corpora
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
-@pytest.mark.parametrize("late", [True, False])
-def test_a_step_reads_nothing_from_the_device(folder, tmp_path, monkeypatch, optim, late):
-    """On PyTorch's meta device, from which no number can be read, a whole step with clipping and curves runs; with the
-    guard that reads at once, it does not.
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at_once):
+    """On PyTorch's meta device, from which no number can be read, a whole step with clipping and curves runs; where
+    each gradient is checked before its update, it does not.
     """
-    module, plan, _ = cuda_module(folder, f"optim={optim}", "optim.clip=1.0")
-    monkeypatch.setattr(LateGuard, "watch", lambda self, step, loss, norm: norm.isfinite())
-    module.late_guard = module.late_guard if late else None
+    module, schedule, _ = cuda_module(corpus_folder, f"optim={optim}", "optim.clip=1.0")
+    assert not module.checks_each_step
+    module.checks_each_step = at_once
     for block in module.model.blocks:
         block.attention.fused_kernel = True
     module.to("meta")
@@ -68,9 +66,9 @@ def test_a_step_reads_nothing_from_the_device(folder, tmp_path, monkeypatch, opt
     curves = Curves(tmp_path, Clock(), None)
     trainer = SimpleNamespace(world_size=1, is_global_zero=True)
     for step in (1, 2):
-        for i in range(plan.accumulation):
+        for i in range(schedule.accumulation):
             module.training_step(tuple(part.to("meta") for part in make_batch(module, 0)), i).backward()
-        if not late:
+        if at_once:
             with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta"):
                 module.on_before_optimizer_step(optimizer)
             return
@@ -81,9 +79,9 @@ def test_a_step_reads_nothing_from_the_device(folder, tmp_path, monkeypatch, opt
     assert curves._losses.is_meta
 
 
-def test_batches_for_cuda_are_pinned(folder, monkeypatch):
+def test_batches_for_cuda_are_pinned(corpus_folder, monkeypatch):
     """In memory from which copying does not wait; for a CPU they stay where they are."""
-    module, _, _ = cuda_module(folder)
+    module, _, _ = cuda_module(corpus_folder)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     monkeypatch.setattr(GPTModule, "trainer", SimpleNamespace(world_size=1))
@@ -94,17 +92,17 @@ def test_batches_for_cuda_are_pinned(folder, monkeypatch):
     assert [id(part) for part in batches._make(0)] == [id(part) for part in pinned]
 
 
-# --- the guard that looks a step late, made to work on the CPU ---
+# --- gradients that are checked where the curves read their norm, made to work on the CPU ---
 
 
 class Late(Callback):
-    """Gives a CPU's module the guard of a GPU's, and spoils a weight before the batches of one step."""
+    """Has a CPU's module check its gradients as a GPU's does, and spoils a weight before the batches of one step."""
 
     def __init__(self, spoiled: int | None = None):
         self.spoiled = spoiled
 
     def setup(self, trainer, module, stage: str) -> None:
-        module.late_guard = LateGuard(module.plan, module.config.seed)
+        module.checks_each_step = False
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
         if trainer.global_step + 1 == self.spoiled:
@@ -112,25 +110,25 @@ class Late(Callback):
                 module.model.final_norm.bias[3] = float("nan")
 
 
-@pytest.mark.slow
-def test_late_guard_changes_no_bits(folder, tmp_path):
-    """A run with it equals one with the guard that looks at once."""
-    begin(folder, tmp_path / "a", "data.prompts=[x]").fit()
-    begin(folder, tmp_path / "b", "data.prompts=[x]").fit([Late()])
-    assert differences(tmp_path / "b", tmp_path / "a") == []
-
-
-@pytest.mark.parametrize("spoiled", [4, 5, 7])
-def test_late_guard_names_the_step_and_saves_nothing_after_it(folder, tmp_path, spoiled):
-    """Whether the next look is in the following step, or before a checkpoint or the last one: the error names the step
-    of the gradient, and what is on disk is the last good checkpoint.
+@pytest.mark.parametrize(
+    ("spoiled", "log_every", "message"),
+    [
+        (4, 3, r"step 5: the update has left weights that are not finite \("),
+        (
+            6,
+            3,
+            r"steps 4 to 6: the gradient is not finite, so nothing was saved .*loss nan; windows 18 to 35 of",
+        ),
+        (7, 1, r"step 7: the gradient is not finite, so nothing was saved after it \(loss nan; windows 36 to 41 of"),
+    ],
+)
+def test_late_check_names_the_steps_and_saves_nothing_after_them(corpus_folder, tmp_path, spoiled, log_every, message):
+    """Whether the next look is before a checkpoint or at a point of the curves: the error names the steps since the
+    last one, and what is on disk is the last good checkpoint.
     """
-    often = ["trainer.checkpoint_every=5", "trainer.validate_every=100"]
-    session = begin(folder, tmp_path / "run", *often)
-    session.plan = session.plan.for_steps(7, 100)
-    expected = f"^step {spoiled}: the gradient is not finite, so nothing was saved after it \\(loss nan; windows "
-    with pytest.raises(NonFiniteError, match=f"{expected}{(spoiled - 1) * 6} to {spoiled * 6 - 1} of"):
-        session.fit([Late(spoiled)])
+    often = ["trainer.checkpoint_every=5", "trainer.validate_every=100", f"trainer.log_every={log_every}"]
+    with pytest.raises(NonFiniteError, match=f"^{message}"):
+        begin(corpus_folder, tmp_path / "run", *often).fit([Late(spoiled)])
     last = tmp_path / "run/checkpoints/last.ckpt"
     assert last.exists() == (spoiled > 5)
     if last.exists():
@@ -150,11 +148,11 @@ def test_arithmetic():
     """TF32 on CUDA only, deterministic kernels where asked for; all as before in the end, even after an error."""
     before = settings()
     assert before == ("highest", False, True)
-    with hardware.arithmetic("cpu", deterministic=False):
+    with arithmetic("cpu", deterministic=False):
         assert settings() == ("highest", False, False)
-    with pytest.raises(KeyError), hardware.arithmetic("cuda", deterministic=True):
+    with pytest.raises(KeyError), arithmetic("cuda", deterministic=True):
         assert settings() == ("high", True, False)
-        with hardware.arithmetic("cuda", deterministic=False):
+        with arithmetic("cuda", deterministic=False):
             assert settings() == ("high", False, False)
         assert settings() == ("high", True, False)
         raise KeyError
@@ -168,9 +166,9 @@ def test_workspace_of_cublas(monkeypatch):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
         if given is None:
             monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-        hardware.choose_device("cpu")
+        choose_device("cpu")
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given
-        hardware.choose_device("cuda")
+        choose_device("cuda")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
 
 
@@ -182,12 +180,12 @@ class Watch(Callback):
 
 
 @pytest.mark.slow
-def test_deterministic_on_a_cpu_changes_no_bits(folder, tmp_path):
+def test_deterministic_on_a_cpu_changes_no_bits(corpus_folder, tmp_path):
     """The run is the same, samples included, except for what its configuration says."""
     watches = []
     for value in ("false", "true"):
         watches.append(Watch())
-        begin(folder, tmp_path / value, "data.prompts=[x]", f"trainer.deterministic={value}").fit([watches[-1]])
+        begin(corpus_folder, tmp_path / value, "data.prompts=[x]", f"trainer.deterministic={value}").fit([watches[-1]])
     assert [watch.seen[1] for watch in watches] == [False, True]
     found = differences(tmp_path / "true", tmp_path / "false")
     assert found and all(".config.trainer.deterministic: True and False" in line for line in found)
@@ -238,9 +236,9 @@ def test_script_mistakes(tmp_path, arguments, message):
 
 
 @pytest.mark.slow
-def test_script(folder, tmp_path):
+def test_script(corpus_folder, tmp_path):
     """The parts that train and score run to their end, print their rows last, and leave them in a file."""
-    done = gpu_sh(tmp_path, "--cpu", "--text", str(folder / "corpus.txt"), "score", "resume", "learn")
+    done = gpu_sh(tmp_path, "--cpu", "--text", str(corpus_folder / "corpus.txt"), "score", "resume", "learn")
     rows = [line.split("\t") for line in (tmp_path / "out/rows.tsv").read_text().splitlines()]
     assert done.returncode == 0, done.stderr
     assert [row[0] for row in rows] == ["machine", "resume", "learn", "score", "score", "score"]
@@ -265,10 +263,10 @@ class Strict(Callback):
 
 @GPU
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
-def test_a_cuda_step_does_not_wait(folder, tmp_path, optim):
+def test_a_cuda_step_does_not_wait(corpus_folder, tmp_path, optim):
     """From its first batch to its update."""
     try:
-        begin(folder, tmp_path / "run", f"optim={optim}", "trainer.compile=false", "trainer.log_every=7").fit(
+        begin(corpus_folder, tmp_path / "run", f"optim={optim}", "trainer.compile=false", "trainer.log_every=7").fit(
             [Strict()]
         )
     finally:
@@ -278,17 +276,17 @@ def test_a_cuda_step_does_not_wait(folder, tmp_path, optim):
 @GPU
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_deterministic_resume_is_exact_on_cuda(folder, tmp_path, precision, compiled):
+def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precision, compiled):
     """A run that continues from its step 5 ends with the bits of one that was never stopped."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     fixed = ["trainer.deterministic=true", f"trainer.precision={precision}", f"trainer.compile={compiled}"]
-    session = begin(folder, whole, "horizon=9steps", "trainer.keep_every=5", "data.prompts=[x]", *fixed)
+    session = begin(corpus_folder, whole, "horizon=9steps", "trainer.keep_every=5", "data.prompts=[x]", *fixed)
     session.fit()
     shutil.copytree(whole, part)
     shutil.copy(part / "checkpoints/step-00000005.ckpt", part / "checkpoints/last.ckpt")
     for name in ("best", "previous"):
         (part / f"checkpoints/{name}.ckpt").unlink(missing_ok=True)
-    resumed = Session.resume(str(part))
+    resumed = decide.resume(str(part))
     assert resumed is not None
     resumed.fit()
     ends = [checkpoint.load(run / "checkpoints/last.ckpt") for run in (whole, part)]
@@ -297,22 +295,23 @@ def test_deterministic_resume_is_exact_on_cuda(folder, tmp_path, precision, comp
 
 
 @GPU
-def test_a_broken_gradient_on_cuda_is_named(folder, tmp_path):
-    """As on a CPU, a step late."""
+def test_a_broken_gradient_on_cuda_is_named(corpus_folder, tmp_path):
+    """At the next point of the curves."""
     late = Late(4)
     late.setup = lambda *_, **__: None
-    with pytest.raises(NonFiniteError, match=r"^step 4: the gradient is not finite, so nothing was saved after it"):
-        begin(folder, tmp_path / "run", "trainer.compile=false").fit([late])
+    changes = ["trainer.compile=false", "trainer.validate_every=100", "trainer.device=cuda"]
+    with pytest.raises(NonFiniteError, match=r"^steps 4 to 6: the gradient is not finite, so nothing was saved after"):
+        begin(corpus_folder, tmp_path / "run", *changes).fit([late])
 
 
 @GPU
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_cuda_learns_what_a_cpu_learns(folder, tmp_path, precision):
+def test_cuda_learns_what_a_cpu_learns(corpus_folder, tmp_path, precision):
     """The same windows and rates: after 7 steps both are at the same loss, as far as rounding and dropout allow."""
     losses = []
     for device in ("cpu", "cuda"):
         changes = [f"trainer.device={device}", f"trainer.precision={precision}", "model.dropout=0"]
-        session = begin(folder, tmp_path / device, *changes)
+        session = begin(corpus_folder, tmp_path / device, *changes)
         session.fit()
         losses.append(session.metrics["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)

@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 from gpt.model.transformer import GPT, GPTConfig
+from gpt.training import decide
+from gpt.training.estimate.forecast import optimizer_bytes
 from gpt.training.optim import (
+    OPTIMIZERS,
     POLAR_EXPRESS,
     POLAR_EXPRESS_LARGE,
-    MuonAdamW,
+    GPTOptimizer,
     OptimConfig,
+    Rule,
     build_optimizer,
     lr_factor,
     orthogonalize,
     set_lr,
+    unread_settings,
 )
+from harness import read_table, tiny_config
 
 LAYERS, D_MODEL, HEADS = 2, 6, 3
 MATRICES = {
@@ -37,7 +43,7 @@ def make_model(heads: int = HEADS, **changes) -> GPT:
     return GPT(GPTConfig(7, D_MODEL, LAYERS, heads, vocab_size=11, **changes))
 
 
-def make_optimizer(model: GPT, dtype: torch.dtype = torch.float32, **changes) -> MuonAdamW:
+def make_optimizer(model: GPT, dtype: torch.dtype = torch.float32, **changes) -> GPTOptimizer:
     return build_optimizer(dict(model.named_parameters()), model.config.num_heads, OptimConfig(**changes), dtype)
 
 
@@ -126,14 +132,6 @@ def test_long_warmup_takes_half_the_run(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize("warmup_steps", [0, 50])
-def test_a_single_step_has_the_full_rate(schedule, warmup_steps):
-    """A run of one step trains in it."""
-    for decay_from in (0.0, 0.5, 1.0):
-        assert lr_factor(0, 1, OptimConfig(schedule=schedule, decay_from=decay_from, warmup_steps=warmup_steps)) == 1.0
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 11, 101])
 def test_schedule_rises_then_falls(schedule, total_steps):
     """Every update has a rate above nothing and at most the peak, which one of them has; none rises after it."""
@@ -142,48 +140,56 @@ def test_schedule_rises_then_falls(schedule, total_steps):
         factors = [lr_factor(step, total_steps, config) for step in range(total_steps)]
         assert all(0 < factor <= 1 for factor in factors)
         peak = factors.index(1.0)
-        assert peak <= total_steps // 2
+        assert peak <= total_steps // 2  # so that a run of one step trains in it
         assert factors[:peak] == sorted(factors[:peak]) and factors[peak:] == sorted(factors[peak:], reverse=True)
 
 
 # --- the groups ---
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("qkv_bias", [True, False])
-def test_groups(qkv_bias):
-    """Muon has the matrices of the blocks and nothing else; norms and biases do not decay; nothing is left out."""
+def test_groups(name, qkv_bias):
+    """The matrices of the blocks, the embeddings, and norms and biases, which do not decay; nothing is left out."""
     model = make_model(qkv_bias=qkv_bias)
-    optimizer = make_optimizer(model, weight_decay=0.3, matrix_weight_decay=0.7)
-    embeddings, vectors, matrices = names_by_group(model, optimizer)
-    assert sorted(embeddings + vectors + matrices) == sorted(name for name, _ in model.named_parameters())
-    assert set(matrices) == MATRICES
-    assert set(embeddings) == EMBEDDINGS
-    assert all("norm" in name or name.endswith("bias") for name in vectors)
-    groups = optimizer.param_groups
-    assert [group["algorithm"] for group in groups] == ["adamw", "adamw", "muon"]
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.0, 0.7]
-    assert all(parameter.dim() == 2 for parameter in groups[2]["params"])
-    assert groups[2]["parts"] == [3 * HEADS if "W_qkv" in name else 1 for name in matrices]
-
-
-def test_groups_of_adamw_alone():
-    """With name=adamw all matrices decay with the embeddings, and Muon has none."""
-    model = make_model()
-    optimizer = make_optimizer(model, name="adamw", weight_decay=0.3)
-    decayed, vectors = names_by_group(model, optimizer)
-    assert set(decayed) == EMBEDDINGS | MATRICES
-    assert sorted(decayed + vectors) == sorted(name for name, _ in model.named_parameters())
-    assert [group["algorithm"] for group in optimizer.param_groups] == ["adamw", "adamw"]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    optimizer = make_optimizer(model, name=name, weight_decay=0.3, matrix_weight_decay=0.7)
+    roles = {group["role"]: group for group in optimizer.param_groups}
+    names = dict(zip(roles, names_by_group(model, optimizer), strict=True))
+    assert sorted(itertools.chain(*names.values())) == sorted(name for name, _ in model.named_parameters())
+    assert (set(names["matrices"]), set(names["embeddings"])) == (MATRICES, EMBEDDINGS)
+    assert all("norm" in name or name.endswith("bias") for name in names["vectors"])
+    decay = {"matrices": 0.7 if name == "muon" else 0.3, "embeddings": 0.3, "vectors": 0.0}
+    assert {role: group["weight_decay"] for role, group in roles.items()} == decay
+    assert roles["matrices"]["parts"] == [3 * HEADS if "W_qkv" in name else 1 for name in names["matrices"]]
 
 
 def test_set_lr():
     """Every group's rate is its own peak times the factor, whatever was set before."""
     optimizer = make_optimizer(make_model(), lr=0.5, matrix_lr=0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.25]
-    for factor in (0.5, 0.0, 0.25):
+    for factor in (1.0, 0.5, 0.0, 0.25):
         set_lr(optimizer, factor)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.5 * factor, 0.5 * factor, 0.25 * factor]
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25 * factor, 0.5 * factor, 0.5 * factor]
+
+
+def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
+    """One that is only an entry in the table trains with its curves, is forecast, and refuses what it does not read."""
+
+    def step(params, states, group, dtype):
+        for p, state in zip(params, states, strict=True):
+            state["mean"].lerp_(p.grad, 1.0 - group["betas"][0])
+            p.sub_(state["mean"].sign(), alpha=group["lr"])
+
+    rule = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, lambda p, _: {"mean": p * 0}, step)
+    monkeypatch.setitem(OPTIMIZERS, "signs", dict.fromkeys(OPTIMIZERS["muon"], rule))
+    session = decide.begin(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
+    session.fit()
+    curves = read_table(tmp_path / "run")
+    assert curves["train/lr"][-1] == (3, pytest.approx(0.006 * lr_factor(2, 3, OptimConfig())))
+    assert "train/matrix_lr" not in curves
+    shape = GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11)
+    assert optimizer_bytes(shape, session.config) == 4 * shape.num_parameters
+    assert unread_settings("signs") == unread_settings("adamw") == {"matrix_lr", "matrix_weight_decay", "momentum"}
+    assert unread_settings("muon") == set()
 
 
 # --- AdamW ---
@@ -253,20 +259,18 @@ def test_polar_express(polynomials, weakest, low):
     assert low < singular.min() < singular.max() < 2.0 - low
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 7), (7, 11), (31, 97)])
-def test_orthogonalize_is_nearly_orthogonal(shape, dtype):
-    """In either precision, directions thirty times weaker than others end about as strong, and point where they did."""
+@pytest.mark.parametrize("shape", [(1, 7), (31, 97)])
+def test_orthogonalize_in_bfloat16(shape):
+    """Directions thirty times weaker than others end about as strong, and point where they did."""
     random = torch.randn(5, *shape, generator=torch.Generator().manual_seed(7))
     U, _, Vh = torch.linalg.svd(random, full_matrices=False)
     matrices = U @ torch.diag(torch.logspace(0.0, -1.5, shape[0])) @ Vh
-    result = orthogonalize(matrices.to(dtype))
-    assert (result.shape, result.dtype) == (matrices.shape, dtype)
+    result = orthogonalize(matrices.bfloat16())
+    assert (result.shape, result.dtype) == (matrices.shape, torch.bfloat16)
     in_old_vectors = U.mT @ result.float() @ Vh.mT  # (5, rows, rows): diagonal where the vectors are the same
     strengths = in_old_vectors.diagonal(dim1=1, dim2=2)
-    exact = dtype == torch.float32
-    assert (0.42 if exact else 0.35) < strengths.min() < strengths.max() < (1.58 if exact else 1.65)
-    assert (in_old_vectors - torch.diag_embed(strengths)).abs().max() < (1e-4 if exact else 0.15)
+    assert 0.35 < strengths.min() < strengths.max() < 1.65
+    assert (in_old_vectors - torch.diag_embed(strengths)).abs().max() < 0.15
 
 
 @pytest.mark.parametrize("size", [1e-2, -1.0, 1e6])
@@ -277,20 +281,6 @@ def test_orthogonalize_does_not_see_the_size(size):
     torch.testing.assert_close(orthogonalize(size * rows[None])[0], expected, atol=1e-3, rtol=0.0)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
-def test_orthogonalize_batch(dtype, atol):
-    """Matrices in a batch do not see each other, however their sizes differ."""
-    matrices = torch.randn(5, 7, 11, generator=torch.Generator().manual_seed(7))
-    matrices = (matrices * torch.tensor([1.0, 1e-3, 1e3, 7.0, 0.1]).view(5, 1, 1)).to(dtype)
-    alone = torch.cat([orthogonalize(matrix[None]) for matrix in matrices])
-    torch.testing.assert_close(orthogonalize(matrices), alone, atol=atol, rtol=0.0)
-
-
-def test_orthogonalize_zero():
-    """No gradient at all gives no direction, and no nan."""
-    assert torch.equal(orthogonalize(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
-
-
 @pytest.mark.parametrize("first_step", [0, 150, 298])
 @pytest.mark.parametrize(("momentum", "heads"), [(0.95, 3), (0.5, 3), (0.95, 1)])
 def test_muon_by_definition(first_step, momentum, heads):
@@ -299,12 +289,12 @@ def test_muon_by_definition(first_step, momentum, heads):
     model = make_model(heads)
     start = values(model)
     optimizer = build_optimizer(dict(model.named_parameters()), heads, config, torch.float32)
-    optimizer.param_groups[2]["step"] = first_step
+    optimizer.param_groups[0]["step"] = first_step
     gradients = []
     for step in range(5):
         gradients.append(set_gradients(model, step))
         optimizer.step()
-    assert optimizer.param_groups[2]["step"] == first_step + 5
+    assert optimizer.param_groups[0]["step"] == first_step + 5
     moved = values(model)
     for name in MATRICES:
         parts = 3 * heads if "W_qkv" in name else 1
@@ -313,23 +303,6 @@ def test_muon_by_definition(first_step, momentum, heads):
         expected = [muon_by_definition(piece, list(each), first_step, config) for piece, each in pieces]
         assert (moved[name] - start[name]).abs().max() > 0.01, name
         torch.testing.assert_close(moved[name], torch.cat(expected), atol=1e-5, rtol=0.0)
-
-
-def test_muons_first_step_is_even():
-    """In each row of a tall matrix and each column of a wide one, a head's too, entries move by lr / sqrt(d_model)."""
-    model = make_model()
-    optimizer = make_optimizer(model, matrix_lr=0.5, matrix_weight_decay=0.0)
-    start = values(model)
-    gradients = set_gradients(model, 0)
-    for name in MATRICES:
-        model.get_parameter(name).grad *= torch.logspace(0.0, 1.0, len(gradients[name]))[:, None]
-    optimizer.step()
-    for name in MATRICES:
-        moved = model.get_parameter(name).detach() - start[name]
-        for piece in moved.chunk(3 * HEADS if "W_qkv" in name else 1):
-            shorter = 0 if piece.shape[0] <= piece.shape[1] else 1
-            sizes = piece.square().mean(shorter).sqrt()
-            torch.testing.assert_close(sizes, torch.full_like(sizes, 0.5 / math.sqrt(D_MODEL)), atol=0.0, rtol=1e-4)
 
 
 def test_muon_without_gradients():
@@ -387,7 +360,7 @@ def test_muon_in_bfloat16():
 # --- the state ---
 
 
-def continue_training(model: GPT, optimizer: MuonAdamW, steps: range) -> None:
+def continue_training(model: GPT, optimizer: GPTOptimizer, steps: range) -> None:
     """Steps at changing rates, whose gradients follow from the step."""
     for step in steps:
         set_gradients(model, step)
@@ -457,21 +430,17 @@ def test_closure():
         ({"name": "sgd"}, r"optim\.name='sgd' .*choose from muon, adamw"),
         ({"schedule": "step"}, r"optim\.schedule='step' .*choose from linear, cosine, constant"),
         ({"lr": 0.0}, r"optim\.lr=0\.0 .*above 0 and at most 10"),
-        ({"lr": -0.1}, r"optim\.lr=-0\.1 .*above 0 and at most 10"),
         ({"lr": math.nan}, r"optim\.lr=nan .*above 0 and at most 10"),
         ({"matrix_lr": 11.0}, r"optim\.matrix_lr=11\.0 .*above 0 and at most 10"),
         ({"weight_decay": -0.1}, r"optim\.weight_decay=-0\.1 .*at least 0"),
         ({"matrix_weight_decay": -0.1}, r"optim\.matrix_weight_decay=-0\.1 .*at least 0"),
         ({"clip": -1.0}, r"optim\.clip=-1\.0 .*at least 0"),
         ({"warmup_steps": -1}, r"optim\.warmup_steps=-1 .*at least 0"),
-        ({"momentum": -0.1}, r"optim\.momentum=-0\.1 .*at least 0 and below 1"),
         ({"momentum": 1.1}, r"optim\.momentum=1\.1 .*at least 0 and below 1"),
         ({"decay_from": 1.1}, r"optim\.decay_from=1\.1 .*at least 0 and at most 1"),
         ({"final_lr": -0.1}, r"optim\.final_lr=-0\.1 .*at least 0 and at most 1"),
         ({"betas": [0.9, 1.0]}, r"optim\.betas=\[0\.9, 1\.0\] .*at least 0 and below 1"),
-        ({"betas": [-0.1, 0.9]}, r"optim\.betas=\[-0\.1, 0\.9\] .*at least 0 and below 1"),
         ({"betas": [0.9]}, r"optim\.betas=\[0\.9\] .*two numbers"),
-        ({"betas": [0.9, 0.95, 0.99]}, r"optim\.betas=\[0\.9, 0\.95, 0\.99\] .*two numbers"),
     ],
 )
 def test_config_ranges(changes, message):

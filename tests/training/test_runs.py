@@ -7,7 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpt.errors import UserError
-from gpt.text.corpus import DataConfig
+from gpt.text.corpus.corpus import DataConfig
 from gpt.training import runs
 
 

@@ -11,24 +11,22 @@ import torch
 import yaml
 from lightning import Callback
 
-import gpt.training.fitting
-import gpt.training.saving
-from gpt import hardware
+import gpt.training.checkpoints.saving
+import gpt.training.trainer
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
-from gpt.training.plan import make_plan
-from gpt.training.probe import seconds_per_step
-from gpt.training.session import Session, decide_hardware, load_corpora, require_devices
-from harness import TINY, read_curves, tiny_config, train, write_corpus
+from gpt.training import decide
+from gpt.training.checkpoints.saving import CheckpointFiles
+from gpt.training.decide import decide_hardware, load_corpora, make_schedule
+from gpt.training.estimate.timing import seconds_per_step
+from harness import TINY, read_curves, refusal, tiny_config, train
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(corpus_folder) -> Path:
     """A folder with a corpus and a run of six steps from it."""
-    folder = tmp_path_factory.mktemp("session")
-    write_corpus(folder)
-    Session.begin(tiny_config(folder, "horizon=6steps", f"run_dir={folder / 'first'}")).fit()
-    return folder
+    decide.begin(tiny_config(corpus_folder, "horizon=6steps", f"run_dir={corpus_folder / 'first'}")).fit()
+    return corpus_folder
 
 
 @pytest.fixture
@@ -39,22 +37,13 @@ def settings(folder) -> list[str]:
 
 def test_begin_decides_everything(folder, tmp_path):
     """A session that has begun has a directory, and nothing in its configuration is automatic."""
-    session = Session.begin(tiny_config(folder, "trainer.micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"))
+    session = decide.begin(tiny_config(folder, "trainer.micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"))
     trainer = session.config.trainer
     assert "auto" not in (trainer.device, trainer.precision, trainer.compile)
     assert trainer.micro_batch_size == "6"
-    assert session.plan.automatic
+    assert session.schedule.automatic
     stored = yaml.safe_load((session.run_dir / "config.yaml").read_text())
     assert stored["trainer"]["micro_batch_size"] == "6"
-
-
-def test_a_time_becomes_steps(folder, tmp_path, monkeypatch, capsys):
-    """A horizon in seconds is measured and announced; a run validates four times all the same."""
-    monkeypatch.setattr("gpt.training.probe.seconds_per_step", lambda config, plan, corpora: 0.25)
-    session = Session.begin(tiny_config(folder, "horizon=10s", f"run_dir={tmp_path / 'run'}"))
-    assert "horizon=10s: 40 steps, at 250.0 ms each as measured just now" in capsys.readouterr().out
-    assert (session.config.horizon, session.plan.total_steps, session.plan.validate_every) == ("10s", 40, 10)
-    assert yaml.safe_load((session.run_dir / "config.yaml").read_text())["horizon"] == "10s"
 
 
 def test_probe_takes_a_few_steps(folder):
@@ -62,17 +51,17 @@ def test_probe_takes_a_few_steps(folder):
     config = decide_hardware(tiny_config(folder))
     corpora = load_corpora(config)
     begin = time.monotonic()
-    seconds = seconds_per_step(config, make_plan(config, corpora.train_tokens, False), corpora, at_most=0.2)
+    seconds = seconds_per_step(config, make_schedule(config, corpora.train_tokens, False), corpora, at_most=0.2)
     assert 0.0 < seconds < time.monotonic() - begin
 
 
 def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
     """A run that was stopped before its first checkpoint begins at its first step, in its own directory."""
-    begun = Session.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
-    again = Session.resume(str(begun.run_dir))
+    begun = decide.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    again = decide.resume(str(begun.run_dir))
     assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
     assert again is not None
-    assert (again.run_dir, again.plan) == (begun.run_dir, begun.plan)
+    assert (again.run_dir, again.schedule) == (begun.run_dir, begun.schedule)
 
 
 class Weights(Callback):
@@ -89,9 +78,9 @@ class Weights(Callback):
 def test_initial_weights_are_let_go(folder, tmp_path):
     """The weights that a run starts from take no memory while it trains."""
     changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    session = Session.begin(tiny_config(folder, *changes))
-    assert session._start.weights is not None
-    probe = Weights(session._start.weights["token_embedding.weight"])
+    session = decide.begin(tiny_config(folder, *changes))
+    assert session.start.weights is not None
+    probe = Weights(session.start.weights["token_embedding.weight"])
     session.fit([probe])
     assert probe.gone
 
@@ -100,7 +89,7 @@ def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
     """Resuming reads the file once, although Lightning asks for it again, and lets go of what was read."""
     run_dir = tmp_path / "run"
     config = tiny_config(folder, "horizon=8steps", "trainer.checkpoint_every=3", f"run_dir={run_dir}")
-    Session.begin(config).fit()
+    decide.begin(config).fit()
     (run_dir / "checkpoints/last.ckpt").unlink()
     (run_dir / "checkpoints/best.ckpt").unlink()
     reads: list[Path] = []
@@ -110,40 +99,27 @@ def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
         return original(path)
 
     original = checkpoint.load
-    for module in (gpt.training.saving, gpt.training.runs):
+    for module in (gpt.training.checkpoints.saving, gpt.training.runs):
         monkeypatch.setattr(module, "load", load)
-    session = Session.resume(str(run_dir))
+    session = decide.resume(str(run_dir))
     assert session is not None
     session.fit()
     assert [path.name for path in reads] == ["previous.ckpt"]
     assert session.metrics["steps"] == 8
 
 
-def test_too_many_devices(folder, monkeypatch):
-    """Devices are counted, when a run begins and when it is resumed."""
-    config = tiny_config(folder, "trainer.devices=2", "trainer.micro_batch_size=auto")
-    assert require_devices(config).type == "cpu"
-    monkeypatch.setattr(hardware, "device_count", lambda device: 1)
-    for check in (require_devices, decide_hardware):
-        with pytest.raises(UserError, match=r"trainer\.devices=2 is more than this machine has: at most 1 of cpu"):
-            check(config)
-    payload = checkpoint.load(folder / "first/checkpoints/last.ckpt")
-    payload["config"]["trainer"] |= {"devices": 2, "micro_batch_size": "3"}
-    payload["plan"]["accumulation"] = 1
-    payload["step"] = 3
-    other = folder / "two-devices"
-    other.mkdir()
-    checkpoint.save(payload, other / "checkpoints/last.ckpt")
-    (other / "config.yaml").write_text((folder / "first/config.yaml").read_text())
-    with pytest.raises(UserError, match=r"trainer\.devices=2 is more than"):
-        Session.resume(str(other))
+def test_too_many_devices(corpus_folder, monkeypatch):
+    """Devices are counted, and no more are taken than this machine has."""
+    config = tiny_config(corpus_folder, "trainer.devices=2", "trainer.micro_batch_size=auto")
+    monkeypatch.setattr("gpt.training.decide.device_count", lambda device: 1)
+    assert refusal(decide_hardware, config) == "trainer.devices=2 is more than this machine has: at most 1 of cpu"
 
 
 def test_too_short_a_text_names_the_key(folder, tmp_path):
     """The text says which context would do, and training which key sets it."""
     (tmp_path / "short.txt").write_text("To be, or not")
     config = tiny_config(folder, f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}")
-    with pytest.raises(UserError, match=r"or set model\.context_length=\d+ or less"):
+    with pytest.raises(UserError, match=r"or set model\.context_length=\d+ trainer\.tokens_per_step=\d+ or less"):
         load_corpora(config)
 
 
@@ -153,7 +129,7 @@ def test_too_short_a_text_names_the_key(folder, tmp_path):
 def run_out_of_memory(monkeypatch, above: int) -> list[int]:
     """Imitate a device on which micro-batches of more than `above` windows do not fit; returns the sizes tried."""
     tried: list[int] = []
-    loss = gpt.training.fitting.GPTModule.loss
+    loss = gpt.training.trainer.GPTModule.loss
 
     def limited(self, idx, targets):
         if not tried or tried[-1] != len(idx):
@@ -162,7 +138,7 @@ def run_out_of_memory(monkeypatch, above: int) -> list[int]:
             raise torch.OutOfMemoryError("imitated")
         return loss(self, idx, targets)
 
-    monkeypatch.setattr(gpt.training.fitting.GPTModule, "loss", limited)
+    monkeypatch.setattr(gpt.training.trainer.GPTModule, "loss", limited)
     return tried
 
 
@@ -171,7 +147,7 @@ def test_micro_batch_shrinks(folder, tmp_path, monkeypatch, capsys):
     """An automatic micro-batch is halved until it fits; the weights that the run started from are not lost."""
     tried = run_out_of_memory(monkeypatch, above=2)
     changes = ["trainer.micro_batch_size=auto", "horizon=1steps", f"init_from={folder / 'first'}", "optim.lr=1e-9"]
-    session = Session.begin(tiny_config(folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
+    session = decide.begin(tiny_config(folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
     session.fit()
     assert tried == [6, 3, 1]
     assert "out of memory at trainer.micro_batch_size=6: going on with 3 and as many tokens" in capsys.readouterr().err
@@ -191,7 +167,7 @@ def test_micro_batch_that_was_set(folder, tmp_path, monkeypatch, size, above, wo
     run_out_of_memory(monkeypatch, above)
     changes = [f"trainer.micro_batch_size={size}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     with pytest.raises(UserError, match=re.escape(f"out of memory at trainer.micro_batch_size{words}")):
-        Session.begin(tiny_config(folder, *changes)).fit()
+        decide.begin(tiny_config(folder, *changes)).fit()
 
 
 # --- several processes ---
@@ -216,19 +192,11 @@ def test_sweep_on_two_processes(settings, tmp_path, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0.0)
 
 
-def test_world_sizes_must_agree(folder, tmp_path, monkeypatch):
-    """Steps are counted by `trainer.devices` and windows by Lightning's world size: other numbers are a bug."""
-    session = Session.begin(tiny_config(folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    monkeypatch.setattr("gpt.training.fitting.Trainer.world_size", 3, raising=False)
-    with pytest.raises(AssertionError):
-        session.fit()
-
-
 def test_masks_are_not_sent_around(folder, tmp_path):
     """With several processes, the causal masks, which never change, are not broadcast at every step."""
     config = decide_hardware(tiny_config(folder, "trainer.strategy=ddp", f"run_dir={tmp_path / 'run'}"))
     corpora = load_corpora(config)
-    module = gpt.training.fitting.GPTModule(config, make_plan(config, corpora.train_tokens, False), corpora)
-    trainer = gpt.training.fitting.build_trainer(module, [], [])
+    module = gpt.training.trainer.GPTModule(config, make_schedule(config, corpora.train_tokens, False), corpora)
+    trainer = gpt.training.trainer.build_trainer(module, [], CheckpointFiles())
     options = trainer.strategy._ddp_kwargs  # type: ignore[attr-defined]
     assert options.get("forward_sync_buffers", options.get("broadcast_buffers")) is False

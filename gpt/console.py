@@ -1,0 +1,138 @@
+"""What people see of a command: its lines, its progress bars, and how it ends."""
+
+import argparse
+import contextlib
+import errno
+import io
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from gpt.errors import NonFiniteError, UserError, is_disk_full
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+# What the surroundings do to a program, as opposed to a bug in it: wrong names, missing permissions.
+_OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_OUTSIDE |= {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENXIO}
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line at once, on stdout or the given stream, above the progress bars if there are any.
+
+    If the reader has gone, this and all later lines are dropped, and the program goes on.
+    """
+    stream = stream or sys.stdout
+    bars = sys.modules.get("tqdm")
+    with bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext():
+        try:
+            print(line, file=stream, flush=True)
+        except OSError as error:
+            if not _has_lost_reader(error):
+                raise
+            _mute(stream)
+
+
+def _has_lost_reader(error: OSError) -> bool:
+    """Whether an error says that nobody reads our output any more; on Windows it may be any invalid argument."""
+    return isinstance(error, BrokenPipeError) or (
+        error.errno == errno.EINVAL and not error.filename and hasattr(error, "winerror")
+    )
+
+
+def _mute(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
+
+
+def progress_bar(total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
+    """Show a bar in bytes of text on terminals only, after `delay` seconds; it disappears at the end."""
+    from tqdm import tqdm
+
+    hidden = not sys.stderr.isatty()
+    return tqdm(total=total, initial=initial, unit="B", unit_scale=True, delay=delay, leave=False, disable=hidden)
+
+
+def duration(seconds: float) -> str:
+    """Write a time in its two largest units, such as 2m46s."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d{hour:02}h"
+    if hours:
+        return f"{hours}h{minute:02}m"
+    return f"{minutes}m{second:02}s" if minutes else f"{second}s"
+
+
+def quote(word: str) -> str:
+    """Quote a word for this system's shell."""
+    if os.name != "nt":
+        return shlex.quote(word)
+    from subprocess import list2cmdline  # knows the only quotes of Windows
+
+    return list2cmdline([word])
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are a `UserError`, and which takes no abbreviated options."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+@contextlib.contextmanager
+def command_line(program: str) -> Iterator[None]:
+    """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
+
+    2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
+    finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
+    """
+    _open_standard_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        _end(program, str(error), 2)
+    except NonFiniteError as error:
+        _end(program, str(error), 3)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        if _has_lost_reader(error):
+            _mute(sys.stdout)
+            sys.exit(0)
+        where = f"{error.filename}: " if error.filename else ""
+        if is_disk_full(error):
+            _end(program, f"{where}the disk is full: free some space and run the command again", 2)
+        if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
+            _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
+        raise
+
+
+def _end(program: str, line: str, code: int) -> None:
+    """End with one line, whatever it quotes: control characters, which terminals obey, are shown by their escapes."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    say(f"{program}: {shown}", sys.stderr)
+    sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Give a program that was started with closed streams some that lead nowhere.
+
+    Otherwise the next file that it opens would become its standard error, and messages would go into that file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115

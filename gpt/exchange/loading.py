@@ -1,0 +1,103 @@
+"""The one way to open a model or a tokenizer, wherever it comes from.
+
+Importing this module is quick: torch, which takes seconds, is imported only to read weights.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt.errors import UserError
+from gpt.exchange import huggingface
+from gpt.text.shards import open_shards
+from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
+
+if TYPE_CHECKING:
+    from gpt.model.transformer import GPT
+
+BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"  # of a run
+_PREFERRED = (BEST, LAST, PREVIOUS)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+
+
+def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -> Path:
+    """Find the checkpoint that a path stands for; `UserError` if there is none.
+
+    A run directory stands for its best checkpoint, or else its newest; a checkpoint file and a Hugging Face directory
+    for themselves. What does not exist is taken as the name of a run below `runs`, or else of a GPT-2 on the Hugging
+    Face hub, which is downloaded. Without a path, the newest run below `runs` is taken.
+    """
+    if path is None:
+        found = [file for name in _PREFERRED for file in runs.glob(f"*/{name}")]
+        if not found:
+            raise UserError(f"no run below {runs}/ has a checkpoint: train one first with python train.py")
+        path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent
+    if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
+        path = _by_name(str(path), runs)
+    path = Path(path)
+    if huggingface.is_directory(path) or path.is_file():
+        return path
+    run = path.parent if path.name == "checkpoints" else path
+    for name in _PREFERRED:
+        if (file := run / name).is_file():
+            return file
+    raise UserError(f"{path}: a folder without {BEST} or {LAST}; give a run directory")
+
+
+def _by_name(name: str, runs: Path) -> Path:
+    """Find the run of a name, or download the model that the Hugging Face hub has under it."""
+    if os.path.exists(runs / name):
+        return runs / name
+    first = name.split("/")[0]
+    below_here = first == runs.name or os.path.exists(first)  # a mistake in "runs/typo" is not looked up elsewhere
+    if _HUB_NAME.fullmatch(name) and len(name) <= 96 and not below_here and not name.endswith(".ckpt"):
+        return huggingface.download(name)
+    raise UserError(f"{name}: there is no such checkpoint or run directory")
+
+
+def open_model(path: str | Path) -> tuple["GPT", Tokenizer]:
+    """Open what `find_checkpoint` finds: a model, on the CPU and in eval mode, and its tokenizer.
+
+    Raises `UserError` naming the path if it cannot be loaded.
+    """
+    return open_with_record(path)[:2]
+
+
+def open_with_record(path: str | Path) -> tuple["GPT", Tokenizer, dict[str, Any]]:
+    """Open a model as `open_model` does, with its whole checkpoint (empty for a Hugging Face directory)."""
+    from gpt.exchange import checkpoint
+
+    path = find_checkpoint(path)
+    if huggingface.is_directory(path):
+        return *huggingface.load_model(path), {}
+    payload = checkpoint.load(path)
+    try:
+        return *checkpoint.to_model(payload), payload
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """Open `gpt2`, `byte`, or the tokenizer of a run, a checkpoint, a Hugging Face directory or a prepared corpus.
+
+    Raises `UserError` if there is none.
+    """
+    if name_or_path in ("gpt2", "byte"):
+        return gpt2_tokenizer() if name_or_path == "gpt2" else byte_tokenizer()
+    if not os.path.exists(name_or_path):  # Path.exists raises an error for a name that is too long
+        kinds = "gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
+        raise UserError(f"{str(name_or_path)!r} is not a tokenizer: choose {kinds}")
+    path = Path(name_or_path)
+    if huggingface.is_directory(path):
+        return huggingface.load_tokenizer(path)[0]
+    if (path / "manifest.json").is_file():
+        return open_shards(path).tokenizer
+    from gpt.exchange import checkpoint
+
+    path = find_checkpoint(path)
+    payload = checkpoint.load(path)
+    try:
+        return Tokenizer.from_dict(payload["tokenizer"])
+    except ValueError as error:
+        raise UserError(f"{path}: the tokenizer in it is invalid ({error}); use another checkpoint") from None

@@ -1,0 +1,134 @@
+"""What generate.py prints: growing text, several texts, JSON, or answers to prompts as they are typed."""
+
+import codecs
+import io
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpt.errors import UserError
+from gpt.text.pieces import visible
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from gpt.sampling.language_model import Continuation, TokenLogprob
+    from gpt.text.shards import Shards
+    from gpt.text.tokenizer import Tokenizer
+
+    ContinueTexts = Callable[[list[list[int]]], Iterator[list[Continuation]]]
+
+
+def print_growing(steps: Iterator[list["Continuation"]]) -> Iterator[list["Continuation"]]:
+    """Print a single text as it grows, and then a newline; yield it after each step."""
+    printed = 0
+    for [text] in steps:
+        print(printable(text, printed), end="", flush=True)
+        printed = len(text.logprobs or text.text)
+        yield [text]
+    print(flush=True)
+
+
+def print_several(prompts: list[str], steps: Iterator[list["Continuation"]], sources: list["Shards"]) -> None:
+    """Print finished texts after their prompts, each under its number; with `sources`, also what they copied."""
+    *_, texts = steps
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
+        print(f"--- {number} of {len(prompts)} ---\n{prompt}{printable(text)}")
+        print(copied(text.tokens, sources), end="")
+
+
+def print_json(prompts: list[str], steps: Iterator[list["Continuation"]], settings: dict) -> None:
+    """Print all samples as one JSON object, with the settings that make them again."""
+    start = time.perf_counter()
+    *_, texts = steps
+    seconds = time.perf_counter() - start
+    samples = [
+        {"prompt": prompt, "text": text.text, "tokens": len(text.tokens), "finish_reason": text.finish_reason}
+        | ({"logprobs": list(map(token_as_json, text.logprobs))} if text.logprobs else {})
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    speed = {"tokens_per_second": round(sum(len(text.tokens) for text in texts) / seconds, 1)}
+    only_ascii = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # as where Windows writes to a file
+    print(json.dumps({"samples": samples} | settings | speed, ensure_ascii=only_ascii, indent=2))
+
+
+def interact(
+    continue_texts: "ContinueTexts", encode: Callable[[str], list[int]], num_samples: int, keep_context: bool
+) -> None:
+    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # as prompts from elsewhere are, whatever the locale
+    said = ""
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        said = f"{said}\n{prompt}" if keep_context and said and prompt else prompt
+        steps = continue_texts([encode(said)] * num_samples)
+        try:
+            if num_samples == 1:
+                before = said
+                for [text] in print_growing(steps):
+                    said = before + text.text
+            else:
+                *_, texts = steps
+                print("\n---\n".join(map(printable, texts)))
+        except KeyboardInterrupt:
+            print()
+
+
+def printable(text: "Continuation", start: int = 0) -> str:
+    """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
+    if not text.logprobs:
+        return text.text[start:]
+    return "".join("\n  " + token_line(token) for token in text.logprobs[start:])
+
+
+def token_line(token: "TokenLogprob") -> str:
+    """Show a token with its probability, then the likeliest in its place with theirs, in columns."""
+    shown = [
+        f"{visible(one.token)} {100 * math.exp(one.logprob):.3g}%".replace("\n", "") for one in (token, *token.top)
+    ]
+    return "  ".join(f"{one:<16}" for one in shown).rstrip()
+
+
+def token_as_json(token: "TokenLogprob") -> dict:
+    """Describe a token in plain types: its bytes in hexadecimal, since they may be part of a character."""
+    own = {"token": token.token.decode("utf-8", "replace"), "bytes": token.token.hex(), "logprob": token.logprob}
+    return own | ({"top_logprobs": list(map(token_as_json, token.top))} if token.top else {})
+
+
+def training_text(path: Path, tokenizer: "Tokenizer", record: dict) -> list["Shards"]:
+    """Find the prepared text that a model was trained on; `UserError` if it is not here."""
+    from gpt.text import cache
+    from gpt.text.shards import find_shards
+
+    if not (sources := find_shards(record, tokenizer, cache.CACHE)):
+        raise UserError(f"--check: the text that {path} was trained on is not in {cache.CACHE}: leave --check out")
+    return sources
+
+
+def copied(ids: list[int], sources: list["Shards"]) -> str:
+    """Say how much of a continuation stands in the training text, and show it with those passages in brackets.
+
+    Nothing without `sources`.
+    """
+    if not sources:
+        return ""
+    from gpt.text.analysis.overlap import LEAST, find_copies
+
+    marks, passage = find_copies(ids, sources)
+    if not passage:
+        return f"--- copied from the training text: nothing of {LEAST} tokens or more ---\n"
+    line = f"{sum(marks)} of {len(ids)} tokens, in [[brackets]]; the longest passage has {len(passage)} characters"
+    parts = itertools.groupby(zip(marks, ids, strict=True), key=lambda pair: pair[0])
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a bracket inside a character goes before it
+    tokenizer = sources[0].tokenizer
+    shown = [(mark, decode(tokenizer.decode_bytes([token for _, token in pairs]))) for mark, pairs in parts]
+    marked = "".join(f"[[{text}]]" if mark else text for mark, text in shown)
+    return f"--- copied from the training text: {line} ---\n{marked}\n"

@@ -1,0 +1,1 @@
+"""What is read: which files hold a text, and the documents in them."""

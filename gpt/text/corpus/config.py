@@ -1,0 +1,57 @@
+"""Which text to train on: the keys below `data=`."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpt.errors import UserError, require_choice, require_range
+
+ONE_WORD = ("python_docs", "python_stdlib", "tinyshakespeare")  # corpora that need no path
+NAMES = (*ONE_WORD, "text", "huggingface", "mix")
+
+
+@dataclass
+class DataConfig:
+    """Which text to train on, and how much of it is for validation."""
+
+    name: str = "python_docs"  # one of NAMES
+    path: Any = None  # text: a file, folder, glob or URL, or a list; mix: a list of those; huggingface: the data set
+    weights: list[float] = field(default_factory=list)  # mix: one for each path
+    text_field: str = "text"  # the key or column that holds the text in .jsonl, .parquet and data sets
+    errors: str = "strict"  # or replace: U+FFFD for bytes that are not UTF-8
+    sha256: str | None = None  # the hash that the file behind a URL must have
+    subset: str | None = None  # huggingface: the folder of the data set
+    split: str = "train"  # huggingface
+    revision: str | None = None  # huggingface: the commit of the data set; by default the newest
+    max_bytes: int | None = None  # huggingface: take no more text than this
+    cache: str | None = None  # the folder for prepared text; by default data/cache
+    validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
+    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default some of the text's
+
+    def __post_init__(self) -> None:
+        require_choice("data.name", self.name, NAMES)
+        require_choice("data.errors", self.errors, ("strict", "replace"))
+        if self.name == "text" and not self.paths:
+            raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
+        if self.name == "huggingface" and len(self.paths) != 1:
+            raise UserError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
+        if self.name in ONE_WORD and self.paths:
+            raise UserError(f"data.path={self.path!r} works only with data=text: add that, or leave the path out")
+        if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):
+            raise UserError("data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'")
+        if len(self.weights) != (len(self.paths) if self.name == "mix" else 0):
+            raise UserError(
+                f"data.weights={self.weights} does not fit: only data=mix takes weights, one for each data.path"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise UserError(f"data.weights={self.weights} is out of range: each must be above 0")
+        require_range("data.validation_bytes", self.validation_bytes, 1, 10**9)
+        require_range("data.max_bytes", 1 if self.max_bytes is None else self.max_bytes, 1)
+        if self.cache:
+            self.cache = os.path.expanduser(self.cache)
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list."""
+        paths = self.path if isinstance(self.path, list) else [self.path]
+        return [str(path) for path in paths if path not in (None, "")]

@@ -1,0 +1,121 @@
+"""The text to train on: which files hold it, and its documents in pieces of bounded size."""
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from gpt.console import say
+from gpt.errors import UserError
+from gpt.text.corpus import python_docs
+from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.download import fetch_dataset, fetch_file, up_to
+from gpt.text.corpus.files import each_once, find_text_files
+from gpt.text.corpus.formats import explain_unreadable, read_documents, reader_of, tables_among
+from gpt.text.corpus.hashes import hash_files
+from gpt.text.pieces import cut
+
+TINY_SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+Say = Callable[[str], None]  # prints a line, or does with it what a caller likes
+
+
+class Piece(NamedTuple):
+    """A piece of a document; a short document is one piece."""
+
+    text: str
+    begins: bool  # is the first of its document
+    ends: bool  # is the last of its document
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files, and how to read documents from them; `version` names whatever else determines the documents."""
+
+    name: str
+    files: tuple[Path, ...]
+    read: Callable[[Path], Iterable[Iterable[str]]]
+    version: str = ""
+
+    def pieces(self, first: int = 0) -> Iterator[tuple[int, int, Piece]]:
+        """Yield (number of the file, number of the piece in it, piece) in order, from file number `first` on."""
+        for number, file in enumerate(self.files[first:], first):
+            count = 0
+            for blocks in self.read(file):
+                texts = cut(blocks)
+                text, begins = next(texts, None), True
+                while text is not None:
+                    after = next(texts, None)
+                    yield number, count, Piece(text, begins, after is None)
+                    text, begins = after, False
+                    count += 1
+
+    def stamp(self) -> list[tuple[int, int]]:
+        """Return the size and modification time of each file, to compare later."""
+        found = []
+        for file in self.files:
+            with explain_unreadable(file):
+                status = file.stat()
+            found.append((status.st_size, status.st_mtime_ns))
+        return found
+
+    def sha256(self, cache: Path) -> str:
+        """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
+        digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
+        for file, file_digest in zip(self.files, hash_files(self.files, cache), strict=True):
+            kind = "".join(file.suffixes) + f" {reader_of(file).version}" * (reader_of(file).version > 0)
+            digest.update(f"{kind}\n{file_digest}\n".encode("utf-8", "replace"))
+        return digest.hexdigest()
+
+    def require_text(self, size: int) -> None:
+        """Raise `UserError` if `size`, the bytes of all documents together, is 0."""
+        if not size:
+            files = ", ".join(map(str, self.files[:3])) + ", ..." * (len(self.files) > 3)
+            raise UserError(f"{files}: every document is empty; give a text, or its key with data.text_field=")
+
+
+def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
+    """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
+    if data.name == "python_stdlib":
+        return Corpus(
+            "python_stdlib", python_docs.files(), lambda file: ([text] for text in python_docs.read_source(file))
+        )
+    if data.name == "python_docs":
+        modules = python_docs.files()
+
+        def read_docs(file: Path) -> Iterator[Iterable[str]]:
+            yield from ([text] for text in python_docs.read_docstrings(file))
+            if file == modules[-1]:
+                yield from ([text] for text in python_docs.builtin_docs())
+
+        return Corpus("python_docs", modules, read_docs, sys.version)
+    version, rest = f"{data.text_field}\n{data.errors}", None
+    if data.name == "tinyshakespeare":
+        files: tuple[Path, ...] = (fetch_file(*TINY_SHAKESPEARE, cache, say),)
+    elif data.name == "huggingface":
+        files, rest = fetch_dataset(data, cache, say)
+    else:
+        files = each_once(file for path in data.paths for file in _files_at(path, data, cache, say))
+        if tables := tables_among(files):
+            others = f" and {len(tables) - 1:,} more are tables" if len(tables) > 1 else " is a table"
+            remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
+            say(f"{tables[0].name}{others}, taken as raw text, commas and quotes included: {remedy}")
+
+    def read(file: Path) -> Iterable[Iterable[str]]:
+        documents = read_documents(file, data.text_field, data.errors)
+        return documents if rest is None or file != files[-1] else up_to(rest, documents)
+
+    return Corpus(data.name, files, read, version=version if rest is None else f"{version}\n{rest}")
+
+
+def _files_at(path: str, data: DataConfig, cache: Path, say: Say) -> tuple[Path, ...]:
+    if not re.match(r"https?://", path):
+        return find_text_files(path, cache, say)
+    if data.sha256 is None:
+        raise UserError(f"data.path={path!r} needs the hash of its file: data.sha256=")
+    return (fetch_file(path, data.sha256, cache, say),)

@@ -1,0 +1,102 @@
+"""The files that a path names: one file, those in a folder, or the matches of a glob."""
+
+import functools
+import glob
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from gpt.console import say
+from gpt.errors import UserError
+from gpt.files import is_output
+from gpt.text.corpus.formats import explain_unreadable, looks_like_text
+
+
+def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) -> tuple[Path, ...]:
+    """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
+
+    Folders and globs leave out hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders
+    leave out empty and binary files, too; a file named explicitly must be text. A file with several names or links is
+    returned once.
+    """
+    try:
+        root = Path(path).expanduser()
+        root.stat()
+    except (FileNotFoundError, ValueError):
+        pass  # it may be a glob
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"data.path={path!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if root.is_file():
+        return each_once([root])
+    is_folder = root.is_dir()
+    top = root if is_folder else next(folder for folder in root.parents if not glob.has_magic(str(folder)))
+    passed: list[Path] = []
+
+    @functools.cache
+    def is_open(folder: Path) -> bool:
+        """Whether to look into a folder, `top` or one below it."""
+        if folder != top and (folder.name.startswith(".") or not is_open(folder.parent)):
+            return False
+        if is_output(folder) or (cache.is_dir() and folder.samefile(cache)):
+            passed.append(folder)
+            return False
+        return True
+
+    found = each_once(_in_folder(top, is_open) if is_folder else _matches(root.relative_to(top), top, is_open))
+    if passed:
+        count = f"{len(passed)} folder{'s' * (len(passed) > 1)}"
+        say(f"skipping {count} below {top}, of runs or the cache: {_some(passed, top)}")
+    if is_folder:
+        is_text = {file: looks_like_text(file) for file in found}
+        if others := [file for file in found if not is_text[file]]:
+            what = f"{len(others)} of {len(found)} files below {root}, empty or not text"
+            say(f"skipping {what}: {_some(others, root)}")
+            found = tuple(file for file in found if is_text[file])
+    if not found:
+        raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
+    return found
+
+
+def each_once(files: Iterable[Path]) -> tuple[Path, ...]:
+    """Return files in their order, each once however many names and links lead to it."""
+    first: dict[tuple[int, int | str], Path] = {}
+    for file in files:
+        with explain_unreadable(file):
+            status = file.stat()
+        if not getattr(status, "st_blocks", 0) and str(file.resolve()).startswith(("/proc/", "/sys/")):
+            raise UserError(f"{file}: is made up by the kernel as it is read, and may never end: give a file on disk")
+        # Some network drives of Windows number no files.
+        first.setdefault((status.st_dev, status.st_ino or str(file.resolve())), file)
+    return tuple(first.values())
+
+
+def _in_folder(top: Path, is_open: Callable[[Path], bool]) -> list[Path]:
+    """Return, sorted, the files below a folder. Links to folders are not followed."""
+    found = []
+    for folder, inside, names in os.walk(top, onerror=_refuse_folder):
+        here = Path(folder)
+        inside[:] = [name for name in inside if is_open(here / name)]
+        found += [here / name for name in names if is_open(here) and not name.startswith(".")]
+    return sorted(filter(Path.is_file, found))
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: cannot be read ({error.strerror}); fix that, or move the folder away")
+
+
+def _matches(pattern: Path, top: Path, is_open: Callable[[Path], bool]) -> list[Path]:
+    """Return, sorted, the files below a folder that a glob matches; `**` does not follow links to folders."""
+    if "**" in pattern.parts:
+        _in_folder(top, is_open)  # which refuses a folder that cannot be read, where a glob finds nothing
+        pattern = pattern / "*" if pattern.name == "**" else pattern
+    try:
+        found = [file for file in top.glob(str(pattern)) if file.is_file() and not file.name.startswith(".")]
+    except ValueError:  # not a pattern, such as a***b
+        return []
+    return sorted((file for file in found if is_open(file.parent)), key=str)
+
+
+def _some(files: list[Path], top: Path) -> str:
+    names = [str(file.relative_to(top)) for file in files[:3]]
+    return ", ".join([*names, "..."] if len(files) > 3 else names)

@@ -1,0 +1,343 @@
+"""From files to documents: text, JSON lines and parquet, compressed or not, in bounded memory.
+
+A document is an iterable of blocks of text of any size; read it before you ask for the next document.
+"""
+
+import bz2
+import codecs
+import contextlib
+import gzip
+import importlib
+import itertools
+import json
+import lzma
+import math
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NamedTuple
+
+from gpt.errors import UserError
+from gpt.text.pieces import decoded, well_formed
+
+BLOCK = 1 << 20  # bytes to read at once
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 500  # a file may unpack to this many bytes and this many times its own size
+LINE_BYTES = 1 << 26  # of JSON, at most, since a line is held in memory several times over
+_NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
+_REPLACE = ", or set data.errors=replace"
+
+Documents = Iterator[Iterable[str]]
+
+
+def read_documents(file: Path, text_field: str = "text", errors: str = "strict") -> Documents:
+    """Yield a file's documents, by the reader of its suffix in `READERS`: else the whole text is one.
+
+    `text_field` is the key or column that holds the text; if that is null, the document is empty. `errors` is
+    "strict", or "replace" to read bytes that are not UTF-8 as U+FFFD. Raises `UserError` naming the file, the place in
+    it and the remedy.
+    """
+    return reader_of(file).read(file, text_field, errors)
+
+
+def kind_of(file: Path) -> str:
+    """Return the suffix that says how to read a file: the last one that is not a compression."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix not in PACKED), "")
+
+
+def reader_of(file: Path) -> "Reader":
+    """Return the reader of a file's suffix; of an unknown one, the reader of plain text."""
+    return READERS.get(kind_of(file), _TEXT)
+
+
+def looks_like_text(file: Path) -> bool:
+    """Whether to read a file that was found in a folder: not if it is empty or begins like a binary file."""
+    if reader_of(file).is_binary:
+        return True
+    try:
+        beginning = _beginning(file)
+    except UserError:  # report it later rather than skip it
+        return True
+    return bool(beginning) and 0 not in beginning and not beginning.startswith(_NOT_TEXT)
+
+
+def tables_among(files: Iterable[Path]) -> list[Path]:
+    """Return the files that hold a table, as CSV or as a JSON array, and that `read_documents` takes for plain text."""
+    white = codecs.BOM_UTF8 + b" \t\r\n"
+    kinds = [(file, kind_of(file)) for file in files]
+    return [
+        file
+        for file, kind in kinds
+        if kind in (".csv", ".tsv") or (kind == ".json" and _beginning(file).lstrip(white).startswith(b"["))
+    ]
+
+
+@contextlib.contextmanager
+def explain_unreadable(file: Path) -> Iterator[None]:
+    """Turn an error about opening or reading a file into one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{file}: cannot be read ({reason}); fix that, or move the file away") from None
+
+
+def require(module: str, file: object, extra: str) -> ModuleType:
+    """Import a module that an optional extra installs; raise `UserError` if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.split(".")[0]
+        raise UserError(f"{file}: this needs {package}, which is not installed: pip install -e '.[{extra}]'") from None
+
+
+# --- bytes ---
+
+
+def _beginning(file: Path) -> bytes:
+    """Return the first bytes of a file's content, and leave the file closed."""
+    with contextlib.closing(_unpacked(file, 4096)) as blocks:
+        return next(blocks, b"")[:4096]
+
+
+def _unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
+    """Yield a file's content, decompressed if its suffix says so, in blocks of at least `size`; the last is shorter."""
+    held: list[bytes] = []
+    length = offset = 0
+    with explain_unreadable(file):
+        most = _most_unpacked(file)
+        try:
+            with contextlib.closing(_content(file, size)) as blocks:
+                for block in blocks:
+                    held.append(block)
+                    length += len(block)
+                    offset += len(block)
+                    if offset > most:
+                        raise _unpacks_to_too_much(file, most)
+                    if length >= size:
+                        yield b"".join(held)
+                        held, length = [], 0
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # each library has its own for damage, bz2 an OSError without a number
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise UserError(
+                f"{file}: cannot be decompressed beyond byte {offset:,} of its content ({error}): "
+                "the file is damaged, truncated, or not what its name says; fetch it again"
+            ) from None
+        if length:
+            yield b"".join(held)
+
+
+def _most_unpacked(file: Path) -> float:
+    """Return how many bytes a file may unpack to; text packs three to ten times, the dullest logs 100 times."""
+    packed = file.suffix.lower() in (*PACKED, ".parquet")
+    return UNPACKED_BYTES + UNPACKED_TIMES * file.stat().st_size if packed else math.inf
+
+
+def _unpacks_to_too_much(file: Path, most: float) -> UserError:
+    return UserError(
+        f"{file}: unpacks to more than {most:,} bytes, over {UNPACKED_TIMES} times its own size, as no text does: "
+        "leave it out, or decompress it yourself and name the result"
+    )
+
+
+def _content(file: Path, size: int) -> Generator[bytes, None, None]:
+    """Yield a file's content in blocks of any size."""
+    suffix = file.suffix.lower()
+    opener: Any = gzip.open if suffix == ".gz" else Path.open
+    with opener(file, "rb") as stream:
+        if suffix in PACKED[1:]:
+            yield from _members(stream, suffix)
+        else:
+            while block := stream.read(size):
+                yield block
+
+
+def _unpacker(suffix: str) -> Any:
+    if suffix == ".bz2":
+        return bz2.BZ2Decompressor()
+    if suffix == ".xz":
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    import zstandard  # here, because few corpora need it
+
+    window = 1 << 31  # the largest, of zstd --long=31; memory grows only as a frame needs it
+    return zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
+
+
+def _members(stream: IO[bytes], suffix: str) -> Iterator[bytes]:
+    """Decompress member by member.
+
+    This replaces `bz2.open` and `lzma.open`, which take a damaged second member for the end of the file, and
+    `zstandard.open`, which takes any truncated file for a whole one.
+    """
+    member = None
+    while packed := stream.read(1 << 8):  # little, because zstd may make 8 MB of it at once
+        while packed:
+            if member is None or member.eof:
+                member = _unpacker(suffix)
+                most = (BLOCK,) if hasattr(member, "needs_input") else ()  # others may make a million times as much
+            yield member.decompress(packed, *most)
+            while most and not (member.eof or member.needs_input):
+                yield member.decompress(b"", *most)
+            packed = member.unused_data
+    if member is not None and not member.eof:
+        raise EOFError("the compressed data ends early")
+
+
+# --- text ---
+
+
+def _text(file: Path, text_field: str, errors: str) -> Documents:
+    """Read the whole file as one document, without a byte order mark."""
+
+    def blocks() -> Iterator[str]:
+        begun = False
+        for text in decoded(_checked(file), str(file), errors, _REPLACE):
+            yield text if begun else text.removeprefix("\ufeff")
+            begun = begun or bool(text)
+
+    yield blocks()
+
+
+def _checked(file: Path) -> Iterator[bytes]:
+    """Return the blocks of a text file; raise `UserError` if it is empty or binary."""
+    blocks = _unpacked(file, BLOCK)
+    first = next(blocks, b"")
+    if not first:
+        raise UserError(f"{file}: the file is empty; give a file with text in it")
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{file}: its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8")
+    if 0 in first[:4096]:
+        raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
+    return itertools.chain([first], blocks)
+
+
+def _decode(encoded: bytes, place: str, errors: str) -> str:
+    return "".join(decoded([encoded], place, errors, _REPLACE))
+
+
+# --- JSON ---
+
+
+def _json(file: Path, text_field: str, errors: str) -> Documents:
+    """Read JSON lines if the first line is a complete object; else the whole text is one document."""
+    is_lines = False
+    if _beginning(file).lstrip(codecs.BOM_UTF8 + b" \t\r").startswith(b"{"):  # an array may be one endless line
+        first = next(_lines(file)).decode("utf-8-sig", "replace")  # UTF-8 is checked later
+        with contextlib.suppress(ValueError, RecursionError):
+            is_lines = isinstance(json.loads(first), dict)
+    yield from (_json_lines if is_lines else _text)(file, text_field, errors)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yield lines without their newlines; no other character ends a line. Raise `UserError` if one is far too long."""
+    parts: list[bytes] = []
+    number, length = 1, 0
+    for block in _checked(file):
+        *complete, rest = block.split(b"\n")
+        for line in complete:
+            yield b"".join([*parts, line])
+            parts, length = [], 0
+        number += len(complete)
+        parts.append(rest)
+        length += len(rest)
+        if length > LINE_BYTES:
+            raise UserError(
+                f"{file}: line {number} is longer than {LINE_BYTES:,} bytes: divide it into several documents, or give "
+                "the text itself as a .txt file"
+            )
+    if last := b"".join(parts):
+        yield last
+
+
+def _json_lines(file: Path, text_field: str, errors: str) -> Documents:
+    """Read a document from each line."""
+    for number, encoded in enumerate(_lines(file), start=1):
+        place = f"{file}: line {number}"
+        line = _decode(encoded, place, errors)
+        if number == 1:
+            line = line.removeprefix("\ufeff")
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = "too large or too deeply nested"
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+            raise UserError(f"{place} is not JSON ({reason}); every line must be one JSON object") from None
+        document = record.get(text_field, 0) if isinstance(record, dict) else 0
+        if not isinstance(document, str | None):
+            raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field=")
+        yield (well_formed(document or ""),)
+
+
+# --- parquet ---
+
+
+def _parquet(file: Path, text_field: str, errors: str) -> Documents:
+    """Read a document from each row."""
+    parquet = require("pyarrow.parquet", file, "parquet")
+    arrow = require("pyarrow", file, "parquet")
+    place = f"{file}:"
+    with explain_unreadable(file):
+        stream = file.open("rb")
+    with stream:
+        try:
+            table = parquet.ParquetFile(stream, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)
+            is_text = re.compile("(dictionary<values=)?(large_)?string")
+            names = [column.name for column in table.schema_arrow if is_text.match(str(column.type))]
+            if names.count(text_field) != 1:
+                raise UserError(
+                    f"{file}: {text_field!r} is not a column of text; name one with data.text_field= "
+                    f"({', '.join(names[:8])}{', ...' * (len(names) > 8)})"
+                )
+            most, length = _most_unpacked(file), 0
+            for group in range(table.num_row_groups):
+                place, row = f"{file}: row group {group}", 0
+                columns = map(table.metadata.row_group(group).column, range(table.metadata.num_columns))
+                if sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field) > most:
+                    raise _unpacks_to_too_much(file, most)
+                for batch in table.iter_batches(64, row_groups=[group], columns=[text_field], use_threads=False):
+                    column = batch.column(0)
+                    if arrow.types.is_dictionary(column.type):
+                        column = column.dictionary_decode()
+                    for encoded in column.cast(arrow.large_binary()):
+                        document = encoded.as_py() or b""
+                        length += len(document)
+                        if length > most:
+                            raise _unpacks_to_too_much(file, most)
+                        yield (_decode(document, f"{file}: row {row} of row group {group}", errors),)
+                        row += 1
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a damaged column name
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise UserError(
+                f"{place} cannot be read ({reason}): the file is damaged, packed or not parquet; fetch it again"
+            ) from None
+
+
+# --- the table ---
+
+
+class Reader(NamedTuple):
+    """How to read the files of a suffix."""
+
+    read: Callable[[Path, str, str], Documents]  # of the file, `text_field` and `errors`
+    version: int = 1  # raise it when the reader yields other documents from the same file
+    is_binary: bool = False  # by design, so that zero bytes do not speak against a file
+
+
+# To read a new format, add its suffix and its function here: nothing else. The version enters the hash of every corpus
+# that holds such files, so that text prepared by another version, or before there was a reader, is never used again.
+# 0 says nothing in the hash: it stands for the readers of the first release.
+READERS = {
+    ".jsonl": Reader(_json_lines, 0),
+    ".ndjson": Reader(_json_lines, 0),
+    ".json": Reader(_json, 0),
+    ".parquet": Reader(_parquet, 0, is_binary=True),
+}
+_TEXT = Reader(_text, 0)

@@ -1,0 +1,1 @@
+"""From a text to token ids on disk."""

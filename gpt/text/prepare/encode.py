@@ -1,0 +1,141 @@
+"""From text to token files: on all cores, in order, and resumable after any interruption."""
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gpt.console import progress_bar
+from gpt.text.cache import read_json, write_json
+from gpt.text.corpus.corpus import Piece
+from gpt.text.prepare.source import Source
+from gpt.text.prepare.split import Split
+from gpt.text.shards import SPLITS, Writer, width
+from gpt.text.tokenizer import Tokenizer
+
+TASK = 1 << 18  # characters, at least, that a thread encodes at once
+PROGRESS_BYTES = 1 << 26  # of text, at most, that an interrupted preparation encodes again
+PROGRESS = "progress.json"
+
+
+class Place(NamedTuple):
+    """A place in a corpus: its file, the next piece in that file, and the number of characters before it."""
+
+    file: int
+    piece: int
+    characters: int
+
+
+class Encoded(NamedTuple):
+    """One task's output for one split."""
+
+    ids: np.ndarray
+    bytes: int
+    documents: int
+
+
+Task = list[tuple[Piece, bool]]  # pieces, each with whether it is for validation
+
+
+def encode(
+    working: Path, source: Source, split: Split, size: int, tokenizer: Tokenizer, sample: list[Piece] | None
+) -> dict[str, dict]:
+    """Write the token files of both splits into a folder and return their counts and hashes.
+
+    `size` is the corpus in bytes; `sample` is all of it where it is in memory already. After every `PROGRESS_BYTES` of
+    text, the journal records what is safe on disk and which piece comes next, and a later call continues from there.
+    """
+    counts: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": []} for name in SPLITS}
+    start = Place(0, 0, 0)
+    digests = dict.fromkeys(SPLITS, "")  # of each split's last file so far
+    journal = working / PROGRESS
+    with contextlib.suppress(FileNotFoundError, ValueError):  # damaged: encode everything again
+        stored = read_json(journal)
+        counts, start, digests = stored["splits"], Place(*stored["place"]), stored["digests"]
+    done = journaled = sum(counts[name]["bytes"] for name in SPLITS)
+    if done:
+        source.say(f"resuming the preparation of {source.corpus.name} at {done / size:.0%}")
+    dtype = width(tokenizer)
+    kept = ((0, number, piece) for number, piece in enumerate(sample or ()))
+    tasks = _tasks(source.corpus.pieces(start.file) if sample is None else kept, split, start)
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(
+                Writer(working, name, dtype, counts[name]["tokens"], counts[name]["sha256"], digests[name])
+            )
+            for name in SPLITS
+        }
+        bar = stack.enter_context(progress_bar(size, done, delay=1))
+        for encoded, place in _in_order(lambda task: _encode_task(tokenizer, dtype, task), tasks):
+            for name, part in encoded.items():
+                writers[name].append(part.ids)
+                counts[name]["bytes"] += part.bytes
+                counts[name]["documents"] += part.documents
+                done += part.bytes
+                bar.update(part.bytes)
+            if done - journaled >= PROGRESS_BYTES and sample is None:
+                for name, writer in writers.items():
+                    writer.flush()
+                    counts[name] |= {"tokens": writer.length, "sha256": writer.hashes}
+                source.require_unchanged(slice(start.file, place.file + 1))
+                digests = {name: writer.digest for name, writer in writers.items()}
+                write_json(journal, {"place": place, "splits": counts, "digests": digests})
+                journaled, start = done, place
+        for name, writer in writers.items():
+            writer.close()
+            counts[name] |= {"tokens": writer.length, "sha256": writer.hashes}
+    return counts
+
+
+def _tasks(pieces: Iterable[tuple[int, int, Piece]], split: Split, start: Place) -> Iterator[tuple[Task, Place]]:
+    """Yield portions of work for a thread, from a place on, each with the place where it ends."""
+    task: Task = []
+    size, place = 0, start
+    for file, number, piece in pieces:
+        if file == start.file and number < start.piece:
+            continue
+        task += split.sides(piece, place.characters)
+        size += len(piece.text)
+        place = Place(file, number + 1, place.characters + len(piece.text))
+        if size >= TASK:
+            yield task, place
+            task, size = [], 0
+    if task:
+        yield task, place
+
+
+def _in_order(
+    encode: Callable[[Task], dict[str, Encoded]], tasks: Iterable[tuple[Task, Place]]
+) -> Iterator[tuple[dict[str, Encoded], Place]]:
+    """Encode tasks on all cores and yield the results in order, holding only a few at a time."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    running: deque[tuple[Future, Place]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for task, place in tasks:
+            running.append((pool.submit(encode, task), place))
+            if len(running) > 2 * threads:
+                future, reached = running.popleft()
+                yield future.result(), reached
+        for future, reached in running:
+            yield future.result(), reached
+
+
+def _encode_task(tokenizer: Tokenizer, dtype: np.dtype, task: Task) -> dict[str, Encoded]:
+    """Encode a task's pieces for each split, with end-of-text before each document."""
+    end_of_text = np.array([tokenizer.end_of_text], dtype)
+    result = {}
+    for name in SPLITS:
+        pieces = [piece for piece, validates in task if validates == (name == "validation")]
+        ids = [end_of_text[:0]]
+        for piece in pieces:
+            if piece.begins:
+                ids.append(end_of_text)
+            ids.append(tokenizer.encode_piece(piece.text).astype(dtype))
+        size = sum(len(piece.text.encode("utf-8")) for piece in pieces)
+        result[name] = Encoded(np.concatenate(ids), size, sum(piece.begins for piece in pieces))
+    return result

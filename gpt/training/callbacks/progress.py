@@ -1,0 +1,101 @@
+"""What a run shows while it trains: a bar and samples on a terminal, elsewhere two lines for each validation."""
+
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+
+from lightning import Trainer
+from tqdm import tqdm
+
+from gpt.console import duration, say
+from gpt.sampling.scoring import Score
+from gpt.training.callbacks.base import Clock, StepCallback
+from gpt.training.callbacks.samples import Samples
+from gpt.training.callbacks.validation import Validation
+from gpt.training.metrics.curves import Curves
+from gpt.training.metrics.report import one_line
+from gpt.training.module import GPTModule
+
+BAR = 30  # columns at most; with fewer than BAR // 5 left, it has none
+MEASURED = 5.0  # seconds of training, after which a run says how long it will take
+
+
+class Line(tqdm):
+    """A line no wider than the terminal: step, share, time left and `facts`, of which the last are left out first."""
+
+    facts: Sequence[str] = ()
+
+    @property
+    def format_dict(self) -> dict:
+        values = super().format_dict
+        step, total, width = values["n"], values["total"], values["ncols"] or 80
+        rate = values["rate"] or (step - values["initial"]) / max(1e-9, values["elapsed"])
+        left = duration((total - step) / rate) if rate else "?"
+        parts = [f"{step:>{len(str(total))}}/{total} {min(99, 100 * step // total):2}%", f"{left:>6} left", *self.facts]
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        room = min(BAR, width - len("  ".join(parts)) - 2)
+        if room >= BAR // 5:
+            parts.insert(1, f"{{bar:{room}}}")
+        return values | {"bar_format": "  ".join(parts)}
+
+
+class Progress(StepCallback):
+    """Shows step, training and validation loss (nats per token), bits per byte and speed, and a sample of the model."""
+
+    def __init__(self, clock: Clock, validation: Validation, curves: Curves, samples: Samples):
+        self._clock, self._validation, self._curves, self._samples = clock, validation, curves, samples
+        self._line: Line | None = None
+        self._told = False  # how long the run will take, where no line shows it all the time
+
+    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
+        self._begin = trainer.global_step, self._clock.seconds
+        if trainer.is_global_zero and sys.stderr.isatty():
+            steps = {"total": module.expected_steps(), "initial": trainer.global_step}
+            # The time left follows the speed of about the last hundred updates, so it is calm.
+            self._line = Line(**steps, dynamic_ncols=True, mininterval=0.5, smoothing=0.01, leave=False)
+            self._line.facts = self._facts()
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if self._line is not None:
+            if module.schedule.due(step, module.config.trainer.log_every):
+                self._line.facts = self._facts()
+                self._line.total = module.expected_steps()
+            self._line.update()
+        elif not self._told and (measured := self._clock.seconds - self._begin[1]) > MEASURED:
+            self._told = True
+            left = (module.expected_steps() - step) * measured / (step - self._begin[0])
+            if trainer.is_global_zero and left > MEASURED:
+                say(f"about {duration(left)} to go at this machine's speed, besides validations")
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        if not trainer.is_global_zero:
+            return
+        total, width = module.expected_steps(), shutil.get_terminal_size().columns
+        sample = "".join(self._samples.latest[-1:])
+        if self._line is None or not sys.stdout.isatty():
+            facts = f"step {step}/{total}  {'  '.join(self._facts())}"
+            say(facts + (f"\n    {one_line(sample, width - 4)}" if sample else ""), sys.stdout)
+        elif sample:
+            start = f"step {step:>{len(str(total))}}  val {score.nats_per_token:.3f}  "
+            say(start + one_line(sample, width - len(start)), sys.stdout)
+
+    def _facts(self) -> list[str]:
+        curves, latest = self._curves, self._validation.latest
+        trained = "-" if math.isnan(curves.loss) else _short(curves.loss)  # until the first point of the curve
+        losses = f"train {trained:>5} val {_short(latest.nats_per_token) if latest else '-':>5}"
+        bits = f"{_short(latest.bits_per_byte) if latest else '-':>5} bits/byte"
+        speed = tqdm.format_sizeof(curves.tokens_per_second) if curves.tokens_per_second else "-"
+        return [losses, bits, f"{speed:>5} tok/s"]
+
+    def teardown(self, trainer: Trainer, module, stage: str) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    def on_exception(self, trainer: Trainer, module, exception: BaseException) -> None:
+        self.teardown(trainer, module, "fit")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if value < 9.9995 else f"{value:.4g}"

@@ -1,0 +1,51 @@
+"""The token embeddings, for TensorBoard's projector."""
+
+from pathlib import Path
+
+import numpy as np
+from lightning import Trainer
+
+from gpt.files import replacing, write_text
+from gpt.sampling.scoring import Score
+from gpt.text.analysis.references import sample
+from gpt.text.pieces import label
+from gpt.text.shards import Corpora
+from gpt.training.callbacks.base import StepCallback
+from gpt.training.metrics.curves import Curves
+from gpt.training.module import GPTModule
+
+FOLDER = "embeddings"
+CONFIG = "projector_config.pbtxt"  # the name and the place that TensorBoard looks for
+MOST_TOKENS = 4096
+COUNTED = 1 << 20  # training tokens that tell which are frequent
+
+
+class Embeddings(StepCallback):
+    """Writes the embeddings of the most frequent tokens after each validation, in place of the last ones."""
+
+    def __init__(self, run_dir: Path, curves: Curves):
+        self._run_dir, self._curves = run_dir, curves
+        self._ids: list[int] = []
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        if self._curves.writer is None:
+            return
+        folder, tokenizer = self._run_dir / FOLDER, module.corpora.tokenizer
+        folder.mkdir(exist_ok=True)
+        self._ids = self._ids or frequent(module.corpora)
+        with replacing(folder / "tokens.bytes") as file:
+            module.model.token_embedding.weight.detach().float().cpu()[self._ids].numpy().tofile(file)
+        labels = [label(tokenizer.decode_bytes([i])) for i in self._ids]
+        write_text(folder / "tokens.tsv", "\n".join(labels) + "\n")
+        shape = f"tensor_shape: {len(self._ids)} tensor_shape: {module.config.model.d_model}"
+        paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
+        content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'
+        write_text(self._run_dir / CONFIG, content)  # last: TensorBoard looks for the others once it is there
+
+
+def frequent(corpora: Corpora) -> list[int]:
+    """The ids of at most `MOST_TOKENS` tokens of the training text, most frequent first."""
+    V = corpora.tokenizer.vocab_size
+    texts = [sample(source.train, COUNTED // len(corpora.sources)) for source in corpora.sources]
+    counts = np.bincount(np.concatenate([text.ravel() for text in texts]), minlength=V)
+    return np.argsort(-counts, kind="stable")[:MOST_TOKENS].tolist()

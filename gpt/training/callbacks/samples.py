@@ -1,0 +1,66 @@
+"""Samples of a model while it learns, and how much of them is copied from the text."""
+
+from pathlib import Path
+
+import torch
+from lightning import Trainer
+
+from gpt.hardware.device import arithmetic
+from gpt.sampling.generation import Sampling
+from gpt.sampling.language_model import Continuation, LanguageModel
+from gpt.sampling.scoring import Score
+from gpt.text.analysis.overlap import find_copies
+from gpt.text.shards import Corpora
+from gpt.training.callbacks.base import StepCallback
+from gpt.training.metrics.curves import Curves
+from gpt.training.module import GPTModule
+
+SAMPLE_TOKENS = 80
+
+
+class Samples(StepCallback):
+    """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
+
+    `val_samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
+    """
+
+    def __init__(self, run_dir: Path, curves: Curves):
+        self._file, self._curves = run_dir / "samples.md", curves
+        self.latest: list[str] = []  # of the last validation, each with its prompt in brackets
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        if not trainer.is_global_zero:
+            return
+        generator = torch.Generator(module.device).manual_seed(module.config.seed)
+        prompts = module.config.data.prompts or []
+        with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
+            streams = [continue_prompt(module, prompt, generator) for prompt in prompts]
+        module.model.train()
+        texts = [(prompt, one.text) for prompt, one in zip(prompts, streams, strict=True)]
+        self.latest = [f"[{prompt}]{text}" if prompt else text for prompt, text in texts]
+        parts = [f"**{prompt}**{text}" if prompt else text for prompt, text in texts]
+        if streams:
+            copied = longest_copy([one.tokens for one in streams], module.corpora)
+            self._curves.write({"val_samples/longest_copy": len(copied)}, step)
+            if copied:
+                parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")
+        text = "\n\n---\n\n".join(parts)
+        if self._curves.writer is not None:
+            self._curves.writer.add_text("samples", text, step)
+        with self._file.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.write(f"## Step {step}\n\n{text}\n\n")
+
+
+def continue_prompt(module: GPTModule, prompt: str, generator: torch.Generator) -> Continuation:
+    """Continue a prompt by at most `SAMPLE_TOKENS` tokens."""
+    model = LanguageModel(module.model, module.corpora.tokenizer)
+    ids = model.tokenizer.encode(prompt)
+    with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
+        *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator, check_memory=False)
+    return text
+
+
+def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
+    """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
+    border = corpora.tokenizer.vocab_size  # a token that no corpus has
+    return find_copies([token for sample in samples for token in (*sample, border)], corpora.sources)[1]

@@ -1,0 +1,40 @@
+"""Users' own Lightning callbacks, named on the command line as `module:name`."""
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from gpt.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning import Callback
+
+
+def load_callbacks(names: list[str]) -> list["Callback"]:
+    """Import each `module:name`: a function that makes a callback, a class of one, or a callback.
+
+    Modules are found where Python finds any, which includes train.py's folder, and last in the current directory.
+    Raises `UserError` if one cannot be imported or made, or is no callback.
+    """
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return [_load(name) for name in names]
+
+
+def _load(name: str) -> "Callback":
+    from lightning import Callback
+
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise UserError(f"callbacks: {name!r} is not of the form module:name, as in lightning.pytorch.callbacks:Timer")
+    try:
+        callback = getattr(importlib.import_module(module), attribute)
+        if callable(callback) and not isinstance(callback, Callback):
+            callback = callback()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"callbacks: {name} cannot be imported and made ({reason})") from error
+    if not isinstance(callback, Callback):
+        raise UserError(f"callbacks: {name} is of type {type(callback).__name__}, not a lightning.Callback")
+    return callback

@@ -1,0 +1,1 @@
+"""When a run is saved, and how it continues."""

@@ -1,0 +1,192 @@
+"""When checkpoints are saved, what they say about their run, and how Lightning writes and reads them."""
+
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from gpt.errors import NonFiniteError, UserError
+from gpt.exchange.checkpoint import FORMAT, load, require_storable, save
+from gpt.files import link, write_text
+from gpt.training import loop
+from gpt.training.callbacks.base import Clock, StepCallback
+from gpt.training.callbacks.validation import Validation
+from gpt.training.checkpoints.signals import StopSignals
+from gpt.training.config.loading import to_plain, to_yaml
+from gpt.training.module import GPTModule
+from gpt.training.runs import require_present
+
+SOURCE = Path(__file__).resolve().parent
+
+
+class Record(Callback):
+    """Adds everything to a checkpoint that resuming and sampling need, so that it needs no other file."""
+
+    def __init__(self) -> None:
+        self._commit = git_commit(SOURCE)
+
+    def on_save_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
+        checkpoint |= {
+            "format": FORMAT,
+            "step": module.global_step,
+            "config": to_plain(module.config),
+            "schedule": asdict(module.schedule),
+            "tokenizer": module.corpora.tokenizer.to_dict(),
+            "corpus": module.corpora.key,
+            "git_commit": self._commit,
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
+        if len(checkpoint["optimizer_states"]) != 1:  # Lightning would take none for a new one
+            raise ValueError(f"it has the states of {len(checkpoint['optimizer_states'])} optimizers, not of one")
+        checkpoint["loops"] = loop.state_at(trainer, checkpoint["step"], module.schedule.accumulation)
+
+
+def versions() -> dict[str, str]:
+    """The versions on which a run's every bit depends."""
+    names = ("torch", "lightning", "tiktoken")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit of the checkout that holds `folder`, or None outside one."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, encoding="utf-8", timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+class BestCheckpoint(StepCallback):
+    """Saves best.ckpt after each step whose validation is the best so far."""
+
+    def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
+        self._file, self._clock, self._validation = run_dir / "checkpoints/best.ckpt", clock, validation
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if self._validation.best_step == step:
+            with self._clock.paused():
+                trainer.save_checkpoint(self._file)
+
+
+class LastCheckpoint(StepCallback):
+    """Saves last.ckpt at intervals, at the end, on a stop signal, and when something fails between two updates.
+
+    The checkpoint before it stays as previous.ckpt, and those of every `keep_every` steps under names of their own. A
+    run that continues with another configuration than its checkpoint's, `amended`, is saved before its first step.
+    """
+
+    def __init__(self, run_dir: Path, clock: Clock, validation: Validation, amended: bool = False):
+        self._run_dir, self._clock, self._validation, self._amended = run_dir, clock, validation, amended
+        self._signals = StopSignals()
+        self._saved_step, self._saved_at = -1, 0.0
+        self.began = False  # whether everything is restored, and the training has begun
+        self.stopped_by = 0  # the signal that ended the run early
+
+    def setup(self, trainer: Trainer, module, stage: str) -> None:
+        self._signals.install()
+
+    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
+        step, settings = trainer.global_step, module.config.trainer
+        self.began = True
+        self._saved_at = time.monotonic()
+        self._saved_step = step or -1  # a run that was resumed has this step on disk
+        loop.leave_signals(trainer)
+        self._signals.install()  # again, since Lightning has put its own handlers in place
+        if self._amended:
+            self._save(trainer, module, step)
+        if trainer.is_global_zero:
+            file, text = self._run_dir / "config.yaml", to_yaml(module.config)
+            if file.read_bytes() != text.encode():  # amended, or a kill came between the two files
+                write_text(file, text)
+            if settings.keep_every and step and step % settings.keep_every == 0:
+                self._keep(step)  # a kill may have come before it
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        settings, schedule = module.config.trainer, module.schedule
+        late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
+        received = self._signals.received
+        if trainer.world_size > 1:  # all ranks must do the same, and agreeing takes time
+            late, received = _greatest(late, received) if schedule.due(step, settings.log_every) else (0, 0)
+        if received and step < schedule.total_steps:
+            self.stopped_by = received
+        if self.stopped_by or step == schedule.total_steps:
+            trainer.should_stop = True
+        keep = settings.keep_every and step % settings.keep_every == 0
+        due = schedule.due(step, settings.checkpoint_every) or module.at_milestone
+        if late or keep or due or trainer.should_stop:
+            with self._clock.paused():
+                self._save(trainer, module, step)
+                if keep and trainer.is_global_zero:
+                    self._keep(step)
+
+    def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
+        ours = isinstance(exception, UserError | NonFiniteError | SystemExit)
+        alone = trainer.world_size == 1  # several ranks would wait for each other, and one of them may be gone
+        if module.between_updates and alone and not ours and self._saved_step != trainer.global_step:
+            self._save(trainer, module, trainer.global_step)
+
+    def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        last, previous, best = (self._run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best"))
+        require_present(self._run_dir)
+        module.require_finite_weights()
+        if trainer.is_global_zero and last.exists():
+            link(last, previous)
+        if self._validation.best_step != step or self._amended:
+            trainer.save_checkpoint(last)
+        elif trainer.is_global_zero:
+            link(best, last)  # saved a moment ago with the same contents
+        self._saved_step, self._saved_at, self._amended = step, time.monotonic(), False
+
+    def _keep(self, step: int) -> None:
+        kept = self._run_dir / f"checkpoints/step-{step:08d}.ckpt"
+        if not kept.exists():
+            link(self._run_dir / "checkpoints/last.ckpt", kept)
+
+    def close(self) -> None:
+        """Restore the signal handlers. Lightning has no hook that always runs at the end."""
+        self._signals.restore()
+
+
+def _greatest(*values: int) -> list[int]:
+    """The greatest of each value over all ranks."""
+    tensor = torch.tensor(values)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+class CheckpointFiles(CheckpointIO):
+    """Has Lightning write and read checkpoints as gpt.exchange.checkpoint does: whole or not at all, and verified.
+
+    A checkpoint that has already been read may be passed as `loaded`; it is dropped after the first load.
+    """
+
+    def __init__(self, loaded: dict | None = None):
+        self.loaded = loaded
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        for name, state in checkpoint.get("callbacks", {}).items():
+            try:
+                require_storable(state)
+            except ValueError as error:
+                raise UserError(
+                    f"callback {name}: its state cannot be stored ({error}): change its state_dict"
+                ) from None
+        save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
+        payload, self.loaded = self.loaded, None
+        return load(Path(path)) if payload is None else payload
+
+    def remove_checkpoint(self, path) -> None:
+        Path(path).unlink(missing_ok=True)

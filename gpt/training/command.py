@@ -1,0 +1,249 @@
+"""The command line of train.py: what Hydra composes, checked, and its errors in one line each."""
+
+import contextlib
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from gpt.console import say
+from gpt.errors import NonFiniteError, UserError
+from gpt.training.config.loading import callbacks_of, read, repeated, to_plain, unknown_key, validate
+from gpt.training.config.other_trainers import quoted
+from gpt.training.config.schema import Config
+from gpt.training.decide import begin, new_or_resumed, resume
+from gpt.training.distributed.launch import ranks
+from gpt.training.estimate.forecast import plan_of
+from gpt.training.optim import unread_settings
+from gpt.training.runs import directory, text_name
+from gpt.training.session import Session
+
+CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
+FAILED_JOBS = "MINI_GPT_FAILED_JOBS"  # the environment variable that names the file in which jobs note why they failed
+
+ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for: a checked configuration, and what the command line says besides."""
+
+    config: Config
+    name: str  # of a new run
+    overrides: tuple[str, ...]
+    callbacks: tuple[str, ...]  # the user's, as module:name
+    plan: str  # true or json, or empty
+
+    def gives(self, pattern: str) -> list[str]:
+        """The overrides whose key matches."""
+        return [override for override in self.overrides if re.match(rf"\+*({pattern})=", override)]
+
+    @property
+    def processes(self) -> int:
+        """How many processes this one must start, or 1: where torchrun or srun has started all, or one suffices."""
+        if ranks().world_size > 1 or self.plan:
+            return 1
+        config = self.config
+        if config.resume and config.trainer.devices is None:
+            config = read(directory(config.resume) / "config.yaml")
+        return config.trainer.devices or 1 if (config.trainer.num_nodes or 1) == 1 else 1
+
+
+def ask(composed: DictConfig) -> Request:
+    """Check what Hydra has composed; `UserError` if it is wrong, contradicts itself, or would have no effect."""
+    chosen = HydraConfig.get()
+    overrides, single = list(chosen.overrides.task), chosen.mode != RunMode.MULTIRUN
+    config = validate(repeated(composed, overrides))
+    refuse_contradictions(config, overrides)
+    plan = plan_of(composed, single)
+    if config.resume == "auto":
+        config = new_or_resumed(config)
+    elif overrides and not plan and not config.resume and ranks().rank == 0:
+        say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
+    model = "tuned" if config.init_from else "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
+    name, callbacks = f"{text_name(config.data)}-{model}", callbacks_of(composed, overrides)
+    return Request(config, name, tuple(overrides), tuple(callbacks), plan)
+
+
+def decide(request: Request) -> Session | None:
+    """Begin, resume or extend the run that was asked for; None if it is complete."""
+    config, trainer = request.config, request.config.trainer
+    if not config.resume:
+        kept = [override.lstrip("+").split("=")[0].removeprefix("model.") for override in request.gives(r"model\.\w+")]
+        return begin(config, request.name, kept)
+    longer = request.gives("horizon") and not request.gives("run_dir")
+    return resume(config.resume, config.horizon if longer else None, trainer.devices, trainer.num_nodes)
+
+
+def refuse_contradictions(config: Config, overrides: list[str]) -> None:
+    """Raise `UserError` for overrides that conflict or would have no effect."""
+    with_resume = r"\+*(resume|horizon|callbacks|plan|trainer\.devices|trainer\.num_nodes)="
+    others = [override for override in overrides if not re.match(with_resume, override)]
+    if config.resume not in (None, "auto") and others:
+        raise UserError(
+            f"resume continues a run as it was configured, and {others[0]} would change it: "
+            f"start a new run from its weights with init_from={config.resume}"
+        )
+    shapes = [override for override in overrides if re.match(r"\+*(model=|tokenizer\b)", override)]
+    if config.init_from and shapes:
+        raise UserError(f"{shapes[0]} does not go with init_from, which brings its own model and tokenizer")
+    if "experiment=finetune" in overrides and not config.init_from:
+        raise UserError("experiment=finetune is for weights that have been trained: name them with init_from=PATH")
+    unread = unread_settings(config.optim.name)
+    if idle := [o for o in overrides if o.lstrip("+").split("=")[0].removeprefix("optim.") in unread]:
+        raise UserError(f"{idle[0]} has no effect with optim={config.optim.name}: its settings are in configs/optim")
+
+
+# --- Hydra ---
+
+
+class JobFailed(BaseException):
+    """Carries an error past Hydra, which catches and reports every `Exception`, to `compose_and_run`."""
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[list[float]]:
+    """Run a job so that its error reaches the user; yields the list for the result that a sweeper minimises.
+
+    A job of a sweep that fails is noted, and counts as infinitely bad, so that the other jobs go on.
+    """
+    chosen = HydraConfig.get()
+    result: list[float] = []
+    try:
+        yield result
+    except Exception as error:
+        if chosen.mode != RunMode.MULTIRUN:
+            raise JobFailed(error) from None
+        result[:] = [_note_failure(f"job {chosen.job.num} ({' '.join(chosen.overrides.task)})", error)]
+
+
+def compose_and_run(job: Callable[[], Any]) -> None:
+    """Have Hydra compose the configuration and run the job; with --multirun, once for each job of the sweep."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
+    failure = None
+    try:
+        sys.argv[1:] = _for_hydra(sys.argv[1:])
+        if {"-m", "--multirun"} & set(sys.argv):
+            if not any("hydra/sweeper=" in word for word in sys.argv):
+                check_jobs()
+            with failing_at_the_end() as override:
+                sys.argv.append(override)
+                job()
+        else:
+            job()
+    except JobFailed as failed:
+        failure = failed.args[0]
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(describe(error)) from None
+    if failure is not None:
+        raise failure
+
+
+def _for_hydra(words: list[str]) -> list[str]:
+    """The command line as Hydra reads it: options first, then overrides, with home directories in them."""
+    for word in get_args_parser().parse_known_args(words)[1]:
+        if word.startswith("--"):
+            raise UserError(f"{word}: keys are written key=value, such as seed=3; see --help for the options there are")
+    words = [re.sub(r"(?<==)~(?=/|$)", lambda _: os.path.expanduser("~"), word) for word in words]
+    return sorted(words, key=lambda word: "=" in word and not word.startswith("-"))
+
+
+def check_jobs() -> None:
+    """Raise `UserError` for a sweep without jobs, or its first job whose configuration is wrong, before any trains."""
+    problems: list[str] = []
+    jobs: list[list[str]] = []
+
+    @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+    def check(composed: DictConfig) -> None:
+        chosen = HydraConfig.get()
+        overrides = list(chosen.overrides.task)
+        try:
+            jobs.append(overrides)
+            plan_of(composed, single=False)
+            refuse_contradictions(validate(repeated(composed, overrides)), overrides)
+        except UserError as error:
+            problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")
+
+    arguments = sys.argv
+    with TemporaryDirectory() as folder:
+        others = [word for word in arguments if not re.match(r"\+*hydra[/.]launcher", word)]
+        sys.argv = [*others, f"hydra.sweep.dir={folder}"]
+        try:
+            check()
+        finally:
+            sys.argv = arguments
+    if problems:
+        raise UserError(problems[0])
+    if not jobs:
+        raise UserError("the sweep has no jobs: one of its ranges or globs is empty")
+
+
+@contextlib.contextmanager
+def failing_at_the_end() -> Iterator[str]:
+    """Yield the override that lets the jobs of a sweep note why they failed; `UserError` after the sweep if one did."""
+    if ranks().world_size > 1:
+        raise UserError(
+            f"{ranks().world_size} processes were started, and a sweep is one: use python train.py -m, with "
+            "trainer.devices for several devices"
+        )
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "failed"
+        yield f"++hydra.job.env_set.{FAILED_JOBS}={file.as_posix()}"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    if lines:
+        raise UserError(f"{len(lines)} of the sweep's jobs failed; the first was {lines[0]}")
+
+
+def _note_failure(job: str, error: Exception) -> float:
+    """Report why a job failed; returns infinity, so that the sweeper can continue."""
+    if not isinstance(error, UserError | NonFiniteError | OSError):
+        traceback.print_exception(error)
+    line = " ".join(f"{job}: {error}".split())
+    say(f"train.py: {line}", sys.stderr)
+    try:
+        with open(os.environ[FAILED_JOBS], "a", encoding="utf-8") as file:
+            print(line, file=file)
+    except (OSError, KeyError):  # on a machine that does not share the folder; Hydra carries the error back
+        raise UserError(line) from None
+    return math.inf
+
+
+def describe(error: Exception) -> str:
+    """Condense an error of Hydra's to one line."""
+    several = re.match(r"Ambiguous value for argument '(.*)'", str(error))
+    if isinstance(error, OverrideParseException) or several:
+        override = several[1] if several else str(getattr(error, "override", ""))
+        what = "is not key=value as Hydra reads it"
+        if several:
+            what = "has several values: add -m to train with each, or brackets for a list"
+        remedy = f"; to give the value as it stands, use quotes inside quotes: {quoted(override)}"
+        return f"{override!r} {what}{remedy if '=' in override else ''}"
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        own = "; for a text of your own say data=text data.path=FILE" if group.startswith("data") else ""
+        return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
+    if str(error).startswith("Config group override must be"):
+        return "a group takes the name of one of its files, such as model=mini"
+    if "@experiment." in str(error):
+        return "an experiment file must begin with the line: # @package _global_"
+    if unknown := re.match(r"Could not override '([^']+)'", str(error)):
+        return unknown_key(unknown[1])
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())

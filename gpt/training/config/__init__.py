@@ -1,0 +1,1 @@
+"""The configuration of a run: its schema, how it is read, its schedule, and advice."""

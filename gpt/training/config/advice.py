@@ -1,0 +1,138 @@
+"""Warnings of a new run before its first step: the settings that do not suit its text, and those that would."""
+
+import numpy as np
+
+from gpt.text.shards import MIXTURE_WINDOWS, Corpora
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+
+# benchmarks/LOG.md says how these were measured.
+TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
+MOST_EPOCHS = 50  # after which a text is only learnt by heart
+EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
+TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
+VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
+DOCUMENTS, NEARLY_ALL = 100, 0.95  # enough to judge a context by; a share of the text
+VALIDATION_TOKENS, UNCERTAINTY = 4000, 0.07  # the loss on so many varies by so much from one part of a text to another
+NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up: Chinese has 1.0 and 1.5, English 0, 4
+STRETCH, STRETCHES = 1 << 17, 8  # tokens to look at together, and about how many times in a corpus
+
+
+def warnings(config: Config, schedule: Schedule, corpora: Corpora) -> list[str]:
+    """Return a line for each setting that does not suit the text, with the value, the limit, and what to set instead.
+
+    It reads about a million tokens of each corpus at most.
+    """
+    checks = [_repeats(config, schedule, corpora)]
+    if not config.init_from:  # which brings its own vocabulary and context
+        checks += [_cut_up(corpora) or _vocabulary(corpora), _context(config, corpora)]
+    checks.append(_validation(config, corpora))
+    return [line for line in checks if line]
+
+
+def epochs(tokens: int, corpora: Corpora) -> list[float]:
+    """Return how often each corpus is seen in so many tokens of training."""
+    pairs = zip(corpora.sources, corpora.shares, strict=True)
+    return [tokens * share / MIXTURE_WINDOWS / len(source.train) for source, share in pairs]
+
+
+def suitable_steps(config: Config, corpora: Corpora) -> int:
+    """Return the number of steps after which validation on a small text is about at its best."""
+    return max(STEPS, EPOCHS * corpora.train_tokens // config.trainer.tokens_per_step)
+
+
+def shorter_steps(config: Config, corpora: Corpora, best_step: int) -> int:
+    """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
+    return min(best_step, suitable_steps(config, corpora))
+
+
+def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:
+    if schedule.seconds:  # how many steps a time takes is not known yet
+        return ""
+    tokens = schedule.total_steps * config.trainer.tokens_per_step
+    each = epochs(tokens, corpora)
+    if (most := max(each)) <= MOST_EPOCHS:
+        return ""
+    i = each.index(most)
+    suitable = suitable_steps(config, corpora)
+    what, remedy = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
+    if len(each) > 1:
+        what = corpora.names[i]
+        if tokens / corpora.train_tokens <= MOST_EPOCHS:
+            remedy = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
+    return (
+        f"{schedule.total_steps:,} steps would read {what} {most:,.0f} times; beyond about {MOST_EPOCHS} a model only "
+        f"memorises it: {remedy}"
+    )
+
+
+def _vocabulary(corpora: Corpora) -> str:
+    size, tokens, fitting = corpora.tokenizer.vocab_size, corpora.train_tokens, _suitable_size(corpora)
+    if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
+        return ""
+    return (
+        f"a vocabulary of {size:,} is large for {tokens:,} tokens of text: each entry occurs {tokens / size:.1f} times "
+        f"on average, fewer than {TOKENS_PER_ENTRY}: try tokenizer=bpe tokenizer.vocab_size={fitting}"
+    )
+
+
+def _suitable_size(corpora: Corpora) -> int:
+    """The vocabulary that suits the size of the text."""
+    most = 6.5 * _bytes(corpora, "train") ** 0.5
+    return max(size for size in VOCABULARIES if size <= max(most, VOCABULARIES[0]))
+
+
+def _context(config: Config, corpora: Corpora) -> str:
+    context, end_of_text = config.model.context_length, corpora.tokenizer.end_of_text
+    ends = [(np.flatnonzero(ids == end_of_text), len(ids)) for ids in _stretches(corpora)]
+    lengths = np.sort(np.concatenate([np.diff(places, prepend=0, append=length) for places, length in ends]))
+    shared = np.cumsum(lengths) / lengths.sum()
+    most = int(lengths[np.searchsorted(shared, NEARLY_ALL)])
+    enough = [length for length in range(most, context // 2 + 1) if context % length == 0]  # so that steps stay as long
+    if len(lengths) < DOCUMENTS or not enough:
+        return ""
+    return (
+        f"{NEARLY_ALL:.0%} of the text is in documents of at most {most:,} tokens, so a window of {context:,} mixes "
+        f"several unrelated documents: try model.context_length={enough[0]}"
+    )
+
+
+def _validation(config: Config, corpora: Corpora) -> str:
+    tokens = sum(len(source.validation) for source in corpora.sources)
+    if tokens >= VALIDATION_TOKENS:
+        return ""
+    size, training = (_bytes(corpora, split) for split in ("validation", "train"))
+    larger = 10 * config.data.validation_bytes < size + training
+    return (
+        f"the validation text has {tokens:,} tokens ({size:,} bytes), under {VALIDATION_TOKENS:,}: on another text "
+        f"of that size the loss could differ by {UNCERTAINTY * (VALIDATION_TOKENS / tokens) ** 0.25:.0%}; "
+        + ("try data.validation_bytes=1000000" if larger else "only more text helps")
+    )
+
+
+def _cut_up(corpora: Corpora) -> str:
+    tokenizer = corpora.tokenizer
+    if tokenizer.name != "gpt2":
+        return ""
+    ids = np.concatenate([part[: STRETCH // STRETCHES] for part in _stretches(corpora)])
+    text = tokenizer.decode_bytes(ids[ids != tokenizer.end_of_text].tolist())
+    each = len(text) / len(ids)
+    if each > BYTES_PER_TOKEN or (np.frombuffer(text, np.uint8) > 127).mean() < NOT_ASCII:
+        return ""
+    return (
+        f"GPT-2's tokenizer cuts this text into {each:.1f} bytes a token, and English into 4: try "
+        f"tokenizer=bpe tokenizer.vocab_size={_suitable_size(corpora)}"
+    )
+
+
+def _bytes(corpora: Corpora, split: str) -> int:
+    return sum(source.manifest["splits"][split]["bytes"] for source in corpora.sources)
+
+
+def _stretches(corpora: Corpora) -> list[np.ndarray]:
+    """Return stretches of training tokens, evenly spaced in each corpus; all of it if it is small."""
+    found = []
+    for source in corpora.sources:
+        every = max(STRETCH, len(source.train) // STRETCHES)
+        found += [source.train[start : start + STRETCH] for start in range(0, len(source.train), every)]
+    return found

@@ -1,0 +1,165 @@
+"""From what a user, Hydra or a file gives to a checked `Config`, and back to plain values."""
+
+import contextlib
+import dataclasses
+import difflib
+import re
+import typing
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpt.errors import UserError
+from gpt.files import read_yaml
+from gpt.training import runs
+from gpt.training.config.other_trainers import OTHER_TRAINERS
+from gpt.training.config.schema import Config
+
+
+def validate(values: DictConfig | dict) -> Config:
+    """Check a configuration, of nested dictionaries or as Hydra composed it; `UserError` names the key that is wrong.
+
+    Only what Hydra composed is interpolated: a dictionary, as checkpoints and config.yaml store it, is taken literally,
+    so that nothing in it can read the environment.
+    """
+    plain = _resolved(values) if isinstance(values, DictConfig) else values
+    if not isinstance(plain, dict):
+        raise UserError(f"the configuration is of type {type(plain).__name__}, not a dictionary")
+    try:
+        return _build(Config, plain)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _resolved(composed: DictConfig) -> Any:
+    """What Hydra composed as plain values, without the keys that are for train.py alone."""
+    try:
+        plain: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    if isinstance(plain.get("experiment"), dict):
+        raise UserError("an experiment file must begin with the line: # @package _global_")
+    return {key: value for key, value in plain.items() if key not in ("callbacks", "plan")}
+
+
+def _build(kind: Any, values: Any, prefix: str = "") -> Any:
+    """Make a dataclass from a dictionary, whose values must have the types of its fields or stand for one."""
+    hints = typing.get_type_hints(kind)
+    if not isinstance(values, dict):
+        key = prefix.rstrip(".")
+        raise UserError(f"{key}={values!r} stands where keys such as {prefix}{next(iter(hints))} belong")
+    if unknown := [f"{prefix}{key}" for key in values if key not in hints]:
+        raise UserError("; ".join(map(unknown_key, unknown)))
+    return kind(**{name: _converted(value, hints[name], f"{prefix}{name}") for name, value in values.items()})
+
+
+def _converted(value: Any, hint: Any, key: str) -> Any:
+    """Return a value as the type that its key has: 1e3 as an int, true as a string, csv as a list of one."""
+    kind, *others = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if kind is Any or type(value) is kind or (value is None and NoneType in others):
+        return value
+    if typing.get_origin(kind) is list and value is not None:
+        items = value if isinstance(value, list) else [value]
+        return [_converted(item, typing.get_args(kind)[0], f"{key}[{i}]") for i, item in enumerate(items)]
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, f"{key}.")
+    if kind is str and isinstance(value, bool | int | float):
+        return str(value)
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            if isinstance(value, str) or kind(value) == value:
+                return kind(value)
+    raise UserError(f"{key}={value!r} is not of type {kind.__name__}")
+
+
+def unknown_key(key: str) -> str:
+    """One line about a key that does not exist: what other trainers mean by it, or the nearest that does."""
+    last = key.split(".")[-1]
+    if last in OTHER_TRAINERS:
+        return f"there is no key {key!r}: write {OTHER_TRAINERS[last]}"
+    keys = keys_of(Config)
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    near = near or [known for known in keys if known.split(".")[-1] == last]  # the right name in the wrong place
+    return f"there is no key {key!r}; " + (
+        f"did you mean {near[0]!r}?" if near else "see configs/ for the keys there are"
+    )
+
+
+def keys_of(kind: Any, prefix: str = "") -> list[str]:
+    """Every key of a configuration, with dots: `optim.lr`."""
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        keys += keys_of(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
+    return keys
+
+
+def read(path: Path) -> Config:
+    """Read the config.yaml of a run; `UserError` if it holds no configuration."""
+    stored = read_yaml(path)
+    if not isinstance(stored, dict) or "model" not in stored:
+        raise UserError(f"{path}: holds no configuration of a run")
+    return validate(stored)
+
+
+def to_yaml(config: Config) -> str:
+    """Write the configuration in the form that `read` reads."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The configuration as dictionaries, lists, strings and numbers, for YAML files and checkpoints."""
+    return dataclasses.asdict(config)
+
+
+# --- what only the command line may say ---
+
+
+def repeated(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
+    """The configuration of the run that `rerun` names, if any, with the keys and groups that `overrides` name.
+
+    What was `auto` stays as it was decided, for the same bits, unless an override invalidates it.
+    """
+    if not composed.get("rerun"):
+        return composed
+    given = _resolved(composed)
+    if given["resume"]:
+        raise UserError("resume and rerun exclude each other: continue a run, or start the same one again")
+    names = [override.lstrip("+~").split("=")[0] for override in overrides]
+    if "experiment" in names:
+        raise UserError("experiment and rerun exclude each other: rerun brings every setting; add single keys to it")
+    config = to_plain(read(runs.directory(str(given["rerun"])) / "config.yaml")) | {"run_dir": None, "resume": None}
+    if "trainer.device" in names:
+        config["trainer"] |= {"precision": "auto", "compile": "auto"}
+    if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):
+        config["trainer"]["micro_batch_size"] = "auto"
+    if "data.path" in names:
+        config["data"] |= {"revision": None, "prompts": None}  # both were of the other text
+    for name in names:
+        *groups, key = name.split(".")
+        source, target = given, config
+        for group in groups:
+            source, target = source[group], target.setdefault(group, {})
+        if key in source:
+            target[key] = source[key]
+        else:
+            target.pop(key, None)
+    return config | {"rerun": None}
+
+
+def callbacks_of(composed: DictConfig, overrides: list[str]) -> list[str]:
+    """The `module:name` strings of `callbacks`, which only the command line may give.
+
+    It is no key of `Config`, so no run stores it, and no stored configuration can have anything imported.
+    """
+    given = composed.get("callbacks") or []
+    if given and not any(re.match(r"\+*callbacks=", override) for override in overrides):
+        raise UserError(f"callbacks={given} in a configuration file: name callbacks on the command line")
+    return _converted(list(given) if isinstance(given, ListConfig) else given, list[str], "callbacks")

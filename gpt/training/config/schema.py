@@ -1,0 +1,131 @@
+"""The whole configuration as plain, checked objects: the root, which nests what each wing defines for itself."""
+
+import os
+import re
+from dataclasses import dataclass, field
+
+from gpt.errors import UserError, require_choice, require_range
+from gpt.model.transformer import ModelConfig
+from gpt.text.corpus.config import DataConfig
+from gpt.text.tokenizer import TokenizerConfig
+from gpt.training.config.schedule import parse_horizon
+from gpt.training.optim import OPTIMIZERS, OptimConfig
+
+LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
+
+
+@dataclass
+class TrainerConfig:
+    """Where and how to train. Intervals are in optimizer steps."""
+
+    device: str = "auto"  # auto, cpu, cuda or mps
+    devices: int | None = None  # on each machine; by default 1, or as many as torchrun or srun has started
+    num_nodes: int | None = None  # machines; by default 1, or as many as torchrun or srun has started
+    precision: str = "auto"  # auto, fp32, bf16 or fp16
+    strategy: str = "auto"  # auto, ddp or fsdp; auto means ddp with several devices
+    compile: str = "auto"  # auto, true or false
+    tokens_per_step: int = 1024  # of one optimizer step, over all devices
+    micro_batch_size: str = "auto"  # windows that go through the model at once; gradients accumulate over the rest
+    activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
+    deterministic: bool = False  # the same bits every time on a GPU too, where that takes longer
+    log_every: int = 10
+    validate_every: int = 500  # at most: a run validates at least four times
+    checkpoint_every: int = 250
+    checkpoint_minutes: float = 10.0  # also save after this many minutes without a checkpoint
+    keep_every: int = 0  # also keep a checkpoint of every so many steps, as step-00002000.ckpt; 0 keeps none
+
+    def __post_init__(self) -> None:
+        self.compile = self.compile.lower()
+        require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
+        require_choice("trainer.precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
+        require_choice("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
+        require_choice("trainer.compile", self.compile, ("auto", "true", "false"))
+        for name in ("devices", "num_nodes", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                require_range(f"trainer.{name}", getattr(self, name), 1)
+        require_range("trainer.keep_every", self.keep_every, 0, note="(off)")
+        require_range("trainer.checkpoint_minutes", self.checkpoint_minutes, 0, above=True)
+        if self.micro_batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", self.micro_batch_size):
+            raise UserError(
+                f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes, one for each device of each machine."""
+        return (self.devices or 1) * (self.num_nodes or 1)
+
+
+@dataclass
+class Config:
+    """The complete configuration. The defaults of `python train.py` are in configs/train.yaml."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    horizon: str = "4000steps"
+    seed: int = 1
+    patience: int = 0  # stop after this many validations in a row without a better one; 0 never does
+    logger: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])  # any of LOGGERS
+    run_dir: str | None = None  # where to write; by default runs/<date>_<time>_<data>-<model>
+    resume: str | None = None  # a run directory to continue, or auto: the one in run_dir, or begin it there
+    rerun: str | None = None  # a run directory whose configuration to start from
+    init_from: str | None = None  # a run, a checkpoint, a Hugging Face GPT-2 folder or a name on the hub
+
+    def __post_init__(self) -> None:
+        parse_horizon(self.horizon)
+        if not 0 <= self.seed < 1 << 63:
+            raise UserError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
+        require_range("patience", self.patience, 0, note="(off)")
+        for name in self.logger:
+            require_choice("logger", name, LOGGERS)
+        if len(set(self.logger)) < len(self.logger):
+            raise UserError(f"logger={self.logger} lists a logger twice")
+        for name in ("run_dir", "resume", "rerun", "init_from"):
+            if getattr(self, name) == "":
+                raise UserError(
+                    f"{name}= is empty, as from a shell variable that is not set: give a path, or leave it out"
+                )
+            if path := getattr(self, name):
+                setattr(self, name, os.path.expanduser(path))
+        if self.resume not in (None, "auto") and self.init_from:
+            raise UserError("resume and init_from exclude each other: continue a run, or start a new one from it")
+        if self.trainer.strategy == "fsdp":
+            self._require_splittable()
+        if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
+            self.require_whole_windows()
+
+    def _require_splittable(self) -> None:
+        """Raise `UserError` for settings that do not go with trainer.strategy=fsdp."""
+        if OPTIMIZERS[self.optim.name]["matrices"].whole:
+            raise UserError(
+                f"trainer.strategy=fsdp splits every matrix among the devices, and {self.optim.name} needs whole ones: "
+                "add optim=adamw"
+            )
+        if self.trainer.devices == self.trainer.num_nodes == 1:
+            raise UserError(
+                "trainer.strategy=fsdp splits the model among several devices, and there is 1: leave it out; "
+                "trainer.activation_checkpointing=true or a smaller trainer.micro_batch_size takes less memory"
+            )
+        if self.trainer.device == "cpu" and self.trainer.compile == "true":
+            raise UserError(
+                "trainer.compile=true makes one graph of all blocks on a CPU, and trainer.strategy=fsdp gathers "
+                "them one by one: leave one of the two out"
+            )
+
+    def require_whole_windows(self) -> None:
+        """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
+        step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.world_size
+        if step % least != 0:
+            raise UserError(
+                f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
+                f"times {self.trainer.world_size} devices: try {max(1, step // least) * least}"
+            )
+        windows = step // least
+        if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:
+            raise UserError(
+                f"trainer.micro_batch_size={self.trainer.micro_batch_size} does not divide the {windows} windows of a "
+                "step on a device: choose a divisor, or auto"
+            )

@@ -1,0 +1,350 @@
+"""Where a run starts and how it will go: new, resumed, or extended. Each way returns the same `Session`.
+
+Rank 0 decides, and the other processes of the training hear of it.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt.console import say
+from gpt.errors import UserError
+from gpt.exchange import checkpoint
+from gpt.exchange.loading import open_model
+from gpt.files import flatten
+from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
+from gpt.hardware.memory import free_memory
+from gpt.model.memory import choose_micro_batch
+from gpt.model.transformer import GPTConfig
+from gpt.text.analysis.prompts import prompts_from
+from gpt.text.cache import CACHE
+from gpt.text.corpus.download import with_revision
+from gpt.text.prepare.prepare import TooShortError, prepare
+from gpt.text.shards import Corpora
+from gpt.text.tokenizer import Tokenizer
+from gpt.training import runs
+from gpt.training.checkpoints.resuming import on_devices, read_schedule, require_same_text, restoring, with_horizon
+from gpt.training.config.advice import warnings
+from gpt.training.config.loading import read, to_plain, to_yaml, validate
+from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
+from gpt.training.config.schema import Config
+from gpt.training.distributed.launch import as_launched, connect, from_rank_0, on_all_ranks, ranks
+from gpt.training.session import Session, Start, warn
+
+MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
+
+
+def begin(config: Config, name: str = "run", kept: Sequence[str] = ()) -> Session:
+    """Prepare a new run, below runs/ with `name` in its name unless `config.run_dir` names its directory.
+
+    `kept` lists the keys of `model` that hold although `init_from` brings a model: its weights must fit them.
+    """
+    session = _agreed(lambda: new(config, name, kept))
+    assert session is not None
+    return session
+
+
+def resume(
+    path: str, horizon: str | None = None, devices: int | None = None, num_nodes: int | None = None
+) -> Session | None:
+    """Prepare to continue a run from its newest checkpoint or the named one; None if it is complete.
+
+    With `horizon`, the run trains until then, whether it is complete or not. `devices` and `num_nodes`, or what
+    torchrun or srun has started, may differ from before.
+    """
+    return _agreed(lambda: resumed(path, horizon, devices, num_nodes))
+
+
+def _agreed(make: Callable[[], Session | None]) -> Session | None:
+    """Have rank 0 make a session, and each other rank follow it."""
+    connect()
+    made: Session | None = None
+
+    def described() -> dict[str, Any] | None:
+        nonlocal made
+        made = make()
+        return _described(made) if made else None
+
+    if (told := from_rank_0(described)) is None:
+        return None
+    return on_all_ranks(lambda: made or _followed(told))
+
+
+def _described(session: Session) -> dict[str, Any]:
+    """A session in plain types, for the other ranks."""
+    start = session.start
+    return {
+        "config": to_plain(session.config),
+        "schedule": dataclasses.asdict(session.schedule),
+        "tokenizer": start.tokenizer and start.tokenizer.to_dict(),
+        "text": _text_key(session.corpora),
+        "run_dir": str(session.run_dir.absolute()),
+        "checkpoint": start.file and str(start.file.absolute()),
+        "threads": start.threads,
+        "amended": start.amended,
+    }
+
+
+def _followed(told: dict[str, Any]) -> Session:
+    """The same session on another rank."""
+    config, tokenizer = validate(told["config"]), told["tokenizer"] and Tokenizer.from_dict(told["tokenizer"])
+    require_devices(config)
+    corpora, run_dir = load_corpora(config, tokenizer, quiet=True), Path(told["run_dir"])
+    if _text_key(corpora) != told["text"]:
+        raise UserError("the text is not the same as for process 0: copy it to this machine")
+    if not (run_dir / "config.yaml").is_file():
+        raise UserError(f"{run_dir}: is not on this machine: all machines must share the folder")
+    file = told["checkpoint"] and Path(told["checkpoint"])
+    start = Start(file, tokenizer=tokenizer, threads=told["threads"], amended=told["amended"])
+    return Session(config, Schedule(**told["schedule"]), corpora, run_dir, start)
+
+
+def _text_key(corpora: Corpora) -> str:
+    return json.dumps([corpora.key, corpora.tokenizer.sha256], sort_keys=True)
+
+
+# --- new ---
+
+
+def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:
+    """A run from its first step; `run_dir` is the directory of one that was stopped before its first checkpoint."""
+    require_loggers(config)
+    require_processes(config)
+    if run_dir is None and config.run_dir:
+        runs.require_empty(Path(config.run_dir))
+    session = prepared(config, kept)
+    for line in warnings(session.config, session.schedule, session.corpora):
+        warn(line)
+    session.run_dir = run_dir or runs.make(config.run_dir, name, to_yaml(session.config))
+    return session
+
+
+def prepared(config: Config, kept: Sequence[str] = ()) -> Session:
+    """Decide everything that was left open, and prepare the text; the session has no directory yet."""
+    start = Start()
+    if config.init_from:
+        config = _with_weights(config, kept, start)
+    automatic = config.trainer.micro_batch_size == "auto"
+    config = decide_hardware(config)
+    config = dataclasses.replace(config, data=with_revision(config.data, _cache(config)))
+    corpora = load_corpora(config, start.tokenizer)
+    if config.data.prompts is None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=prompts_from(corpora)))
+    return Session(config, make_schedule(config, corpora.train_tokens, automatic), corpora, Path(), start)
+
+
+def make_schedule(config: Config, train_tokens: int, automatic: bool) -> Schedule:
+    """The schedule of a run on `train_tokens` tokens, whose micro-batch is decided, and was chosen if `automatic`."""
+    trainer = config.trainer
+    windows, size = trainer.tokens_per_step // config.model.context_length, int(trainer.micro_batch_size)
+    schedule = Schedule(windows, size, windows // (size * trainer.world_size), automatic)
+    return schedule.until(parse_horizon(config.horizon), trainer.tokens_per_step, train_tokens, trainer.validate_every)
+
+
+def _with_weights(config: Config, kept: Sequence[str], start: Start) -> Config:
+    """The configuration with the shape of the model to start from; its weights and tokenizer go into `start`."""
+    model, start.tokenizer = open_model(config.init_from or "")
+    start.weights = model.state_dict()
+    plain, given = to_plain(config), {key: getattr(config.model, key) for key in ("dropout", *kept)}
+    shape = {key: value for key, value in dataclasses.asdict(model.config).items() if key != "vocab_size"} | given
+    vocab_size = start.tokenizer.vocab_size
+    if GPTConfig(**shape, vocab_size=vocab_size).num_parameters != model.config.num_parameters:
+        changed = " ".join(f"model.{key}={value}" for key, value in given.items() if key in kept)
+        raise UserError(f"{changed}: the weights of init_from={config.init_from} have other shapes: leave it out")
+    plain |= {"model": shape, "tokenizer": {"name": start.tokenizer.name}}
+    if start.tokenizer.name == "bpe":
+        plain["tokenizer"]["vocab_size"] = vocab_size
+    return validate(plain)
+
+
+def require_loggers(config: Config) -> None:
+    """Raise `UserError` if a logger needs a package that is not installed."""
+    for name in {"wandb", "mlflow"}.intersection(config.logger):
+        if find_spec(name) is None:
+            raise UserError(f"logger={name} needs a package that is not installed: pip install {name}")
+
+
+def load_corpora(config: Config, tokenizer: Tokenizer | None = None, quiet: bool = False) -> Corpora:
+    """The prepared text of a configuration; `tokenizer` is that of a model to start from."""
+    context, tell = config.model.context_length, (lambda line: None) if quiet else say
+    try:
+        return prepare(config.data, tokenizer or config.tokenizer, context, _cache(config), tell)
+    except TooShortError as error:
+        longest = error.longest_context
+        both = f"model.context_length={longest} trainer.tokens_per_step={8 * longest}"
+        remedy = f", or set {both} or less" if longest else ""
+        raise UserError(f"{error}{remedy}") from None
+
+
+def _cache(config: Config) -> Path:
+    return Path(config.data.cache) if config.data.cache else CACHE
+
+
+def decide_hardware(config: Config) -> Config:
+    """The configuration with everything that was `auto` decided for this machine."""
+    devices, num_nodes = as_launched(config.trainer.devices, config.trainer.num_nodes)
+    config = dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, devices=devices, num_nodes=num_nodes)
+    )
+    config.require_whole_windows()
+    device = require_devices(config)
+    window = config.model.context_length * config.trainer.world_size
+    precision, micro_batch = choose_precision(config.trainer.precision, device), config.trainer.micro_batch_size
+    if micro_batch == "auto":
+        most = choose_micro_batch(
+            GPTConfig(**dataclasses.asdict(config.model)),  # with GPT-2's vocabulary: the text's own is not known yet
+            config.trainer.tokens_per_step // window,
+            free_memory(device),
+            DTYPES[precision],
+            device.type,
+            checkpointing=config.trainer.activation_checkpointing,
+            shards=config.trainer.world_size if config.trainer.strategy == "fsdp" else 1,
+        )
+        micro_batch = str(most)
+    trainer = dataclasses.replace(
+        config.trainer,
+        device=device.type,
+        precision=precision,
+        compile=str(choose_compile(config.trainer.compile, device)).lower(),
+        micro_batch_size=micro_batch,
+    )
+    return dataclasses.replace(config, trainer=trainer)
+
+
+def require_devices(config: Config) -> torch.device:
+    """The configured device; `UserError` if this machine lacks it or has too few of it."""
+    device, count = choose_device(config.trainer.device), config.trainer.devices or 1
+    there = device_count(device)
+    if there is not None and count > there:
+        raise UserError(f"trainer.devices={count} is more than this machine has: at most {there} of {device.type}")
+    if (count > 1 or config.trainer.strategy != "auto") and not torch.distributed.is_available():
+        raise UserError("this PyTorch was built without torch.distributed: use one device, and no trainer.strategy")
+    if device.type == "mps" and config.trainer.strategy != "auto":
+        raise UserError(f"trainer.strategy={config.trainer.strategy} is not for mps, a single device: leave it out")
+    return device
+
+
+def require_processes(config: Config) -> None:
+    """Raise `UserError` if a training would have fewer processes than its configuration says; a plan needs one."""
+    if config.trainer.world_size > ranks().world_size:
+        count = config.trainer.devices
+        raise UserError(
+            f"trainer.devices={count} takes {count} processes, and this is one: use python train.py, or start this "
+            f"program with torchrun --nproc-per-node={count}"
+        )
+
+
+# --- resumed and extended ---
+
+
+def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session | None:
+    """A run from its newest checkpoint on, until `horizon` if that is given; None if it is complete."""
+    run_dir = runs.directory(path)
+    runs.lock(run_dir)
+    found = runs.load_newest(run_dir, warn)
+    if found is None:
+        say(f"{run_dir} has no checkpoint yet: beginning at its first step")
+        return _begun_again(run_dir, horizon, devices, num_nodes)
+    file, payload = found
+    _refuse_going_back(Path(path), run_dir, file, payload.get("step"))
+    with restoring(file):
+        stored, schedule = read_schedule(payload)
+        own = "given" in payload["corpus"]["tokenizer"]
+        tokenizer = Tokenizer.from_dict(payload["tokenizer"]) if own else None
+        step, threads, callbacks = payload["step"], payload["threads"], payload["callbacks"]
+        best_step, seconds = callbacks["Validation"]["best_step"], callbacks["Clock"]["seconds"]
+    config, schedule = on_devices(stored, schedule, *_numbers(devices, num_nodes, stored))
+    require_devices(config)
+    require_processes(config)
+    if config != stored:
+        then, now = stored.trainer.world_size, config.trainer.world_size
+        say(f"continuing on {now} devices instead of {then}: the same windows in each step, but not the same bits")
+    require_loggers(config)
+    corpora = load_corpora(config, tokenizer)
+    require_same_text(file, payload, corpora)
+    if horizon and horizon != config.horizon:
+        config, schedule = with_horizon(config, schedule, step, seconds, horizon, corpora.train_tokens)
+        say(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
+    if ended := _ended(config, schedule, step, best_step):
+        runs.make_last(run_dir, file)
+        longer = f"to train it longer, add horizon=; init_from={run_dir} starts a new run from it"
+        say(f"{run_dir} is complete: it {ended}; {longer}")
+        return None
+    _warn_of_versions(payload)
+    of = f" of {schedule.total_steps}" if schedule.total_steps < MOST_STEPS else f", until {config.horizon} are up"
+    say(f"continuing {run_dir} at step {step}{of}")
+    if config.trainer.world_size != stored.trainer.world_size:
+        threads = None
+    start = Start(file, payload, tokenizer=tokenizer, threads=threads, amended=config != stored)
+    return Session(config, schedule, corpora, run_dir, start)
+
+
+def _numbers(devices: int | None, num_nodes: int | None, stored: Config) -> tuple[int, int]:
+    """The devices of each machine, and the machines, on which a run continues: as given, as launched, or as before."""
+    if ranks().world_size == 1:
+        devices, num_nodes = devices or stored.trainer.devices, num_nodes or stored.trainer.num_nodes
+    return as_launched(devices, num_nodes)
+
+
+def _begun_again(run_dir: Path, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session:
+    """A run that was stopped before its first checkpoint."""
+    config = read(run_dir / "config.yaml")
+    config = dataclasses.replace(config, horizon=horizon or config.horizon)
+    config, _ = on_devices(config, make_schedule(config, 1, False), *_numbers(devices, num_nodes, config))
+    return new(config, "", run_dir=run_dir)
+
+
+def _ended(config: Config, schedule: Schedule, step: int, best_step: int) -> str:
+    """How a run has ended, if it has."""
+    if step == schedule.total_steps:
+        return f"has trained all of its {step} steps"
+    if schedule.out_of_patience(config.patience, step, best_step):
+        return f"stopped early at step {step}, by patience={config.patience}"
+    return ""
+
+
+def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: object) -> None:
+    """Raise `UserError` if a checkpoint is named that is not the newest: continuing it would undo later steps."""
+    if not named.is_file() or named.samefile(newest):
+        return
+    if (step := checkpoint.load(named).get("step")) != newest_step:
+        raise UserError(
+            f"{named} is of step {step}, and the run has gone on to step {newest_step}: continue it with "
+            f"resume={run_dir}, or start a new run from this file with init_from={named}"
+        )
+
+
+def _warn_of_versions(payload: dict[str, Any]) -> None:
+    from gpt.training.checkpoints.saving import versions
+
+    then, now = payload["versions"], versions()
+    if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
+        warn(f"this run began with other versions, so it may not continue bit for bit ({', '.join(changed)})")
+
+
+def new_or_resumed(config: Config) -> Config:
+    """Decide `resume=auto`: the run in `run_dir` if there is one, else None, so that a new one begins there.
+
+    Raises `UserError` if there is no `run_dir`, or if the run in it was configured differently.
+    """
+    if not config.run_dir:
+        raise UserError("resume=auto continues the run in run_dir, or begins it there: add run_dir=DIR")
+    file = Path(config.run_dir) / "config.yaml"
+    if not file.exists():
+        return dataclasses.replace(config, resume=None)
+    stored = flatten(to_plain(read(file)))
+    for key, value in flatten(to_plain(config)).items():
+        decided = value == "auto" or (value is None and key in ("data.prompts", "data.revision"))
+        brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
+        if value != stored[key] and not (decided or brought or key in MAY_DIFFER):
+            remedy = "give the same settings as before, or another run_dir"
+            if key == "horizon":
+                remedy = f"to train that run longer, use resume={config.run_dir} horizon={value}"
+            where = f"{stored[key]} in the run of run_dir={config.run_dir}"
+            raise UserError(f"resume=auto: {key}={value} here, and {where}: {remedy}")
+    return dataclasses.replace(config, resume=config.run_dir, init_from=None)

@@ -1,0 +1,1 @@
+"""Several processes, and weights split among them."""

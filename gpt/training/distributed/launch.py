@@ -1,0 +1,251 @@
+"""The processes of one training: started by torchrun, by srun, or here, all of them run the same program.
+
+Rank 0 alone decides, prepares the text, writes and reports; the others hear of it through torch.distributed.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from socket import gethostname
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import distributed
+
+from gpt.console import command_line, say
+from gpt.errors import NonFiniteError, UserError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+JOIN_SECONDS = 60  # that processes wait for one another
+PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, which may prepare a long text
+GRACE = 15.0  # seconds in which whatever started the processes ends this one, because another has died
+Result = TypeVar("Result")
+
+
+class Ranks(NamedTuple):
+    """Where this process stands among those of a training."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # on this machine
+    devices: int = 1  # processes on each machine
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.devices
+
+
+def ranks() -> Ranks:
+    """This process as torchrun or srun has numbered it; rank 0 of 1 if it was started alone."""
+    for names in (TORCHRUN, SRUN):
+        given = [os.environ.get(name, "") for name in names]
+        if given[1] in ("", "1"):
+            continue
+        given[3] = given[3] or given[1] if names is TORCHRUN else given[3]
+        if all(map(str.isdecimal, given)):
+            rank, world_size, local_rank, devices = map(int, given)
+            devices = devices if names is TORCHRUN else world_size // max(1, devices)
+            if rank < world_size and local_rank < devices and world_size % devices == 0:
+                return Ranks(rank, world_size, local_rank, devices)
+        shown = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        raise UserError(
+            f"{shown}: not what torchrun or srun sets, with as many processes on every machine; start all of them with "
+            f"one of these, or unset {names[1]}"
+        )
+    return Ranks()
+
+
+def is_rank_0() -> bool:
+    return ranks().rank == 0
+
+
+def as_launched(devices: int | None, num_nodes: int | None) -> tuple[int, int]:
+    """The devices of each machine and the machines: as given, or as many as torchrun or srun has started.
+
+    Raises `UserError` if both say something else.
+    """
+    here = ranks()
+    if here.world_size == 1:
+        if num_nodes and num_nodes > 1:
+            raise UserError(
+                f"trainer.num_nodes={num_nodes}: start train.py with torchrun or srun on each of the machines, or give "
+                "trainer.num_nodes=1"
+            )
+        return devices or 1, 1
+    for name, given, there in (("devices", devices, here.devices), ("num_nodes", num_nodes, here.num_nodes)):
+        if given not in (None, there):
+            raise UserError(
+                f"trainer.{name}={given}, but {here.world_size} processes were started on {here.num_nodes} machines: "
+                f"start as many as configured, or leave trainer.{name} out"
+            )
+    return here.devices, here.num_nodes
+
+
+def connect() -> None:
+    """Make the process group of all ranks, if there are several, once they are there and found to be alike."""
+    here = ranks()
+    if here.world_size == 1 or distributed.is_initialized():
+        return
+    _translate_srun(here)
+    try:
+        wait = timedelta(seconds=JOIN_SECONDS)
+        store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=wait))
+        store.set(f"rank {here.rank} is here", "")
+        store.wait([f"rank {rank} is here" for rank in range(here.world_size)], wait)
+    except (distributed.DistError, OSError, ValueError) as error:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        raise UserError(
+            f"process {here.rank} of {here.world_size} did not meet the others at MASTER_ADDR={address} MASTER_PORT="
+            f"{port} within {JOIN_SECONDS} s ({str(error).splitlines()[0]}): start all together on a free port, or "
+            "unset WORLD_SIZE to train alone"
+        ) from None
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    group = distributed.PrefixStore("group", store)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(here.local_rank)
+    distributed.init_process_group(backend, None, PATIENCE, here.world_size, here.rank, group)
+    alike: list[Any] = [None] * here.world_size
+    distributed.all_gather_object(alike, (gethostname(), _identity()))
+    for rank, (host, identity) in enumerate(alike):
+        if different := set(alike[0][1]) ^ set(identity):
+            _end_together(
+                f"process {rank} on {host} was not started like process 0, but differs in "
+                f"{', '.join(sorted(different))}: start all with the same arguments and the same code"
+            )
+
+
+def _identity() -> list[str]:
+    """What must be the same in all processes before they train together."""
+    code, root = sha256(), Path(__file__).resolve().parents[2]
+    for file in sorted(root.rglob("*.py")):
+        code.update(file.read_bytes())
+    return [*sys.argv[1:], f"torch {torch.__version__}", f"gpt/ of hash {code.hexdigest()[:12]}"]
+
+
+def _translate_srun(here: Ranks) -> None:
+    """Give a task of srun the variables that torchrun would have set."""
+    os.environ |= {name: os.environ.get(name) or str(number) for name, number in zip(TORCHRUN, here, strict=True)}
+    if nodes := os.environ.get("SLURM_STEP_NODELIST"):
+        job, step = (int(os.environ.get(f"SLURM_{name}", 0)) for name in ("JOB_ID", "STEP_ID"))
+        first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]  # a01 of a[01-04,07],b[1-3]
+        os.environ.setdefault("MASTER_ADDR", first)
+        os.environ.setdefault("MASTER_PORT", str(15_000 + (job + step) % 10_000))
+
+
+def _end_together(problem: str) -> None:
+    """End all ranks, which have come here together, because of a mistake that rank 0 reports."""
+    if is_rank_0():
+        raise UserError(problem)
+    sys.exit(2)
+
+
+def from_rank_0(make: Callable[[], Result]) -> Result:
+    """Return on every rank what rank 0 makes, which must be of plain types; its `UserError` ends them all."""
+    if ranks().world_size == 1:
+        return make()
+    box: list[Any] = [None, None]
+    if is_rank_0():
+        try:
+            box[0] = make()
+        except UserError as error:
+            box[1] = str(error)
+    distributed.broadcast_object_list(box, 0)
+    if box[1] is not None:
+        _end_together(box[1])
+    return box[0]
+
+
+def on_all_ranks(make: Callable[[], Result]) -> Result:
+    """Make something on every rank; the first `UserError` of any ends them all."""
+    if ranks().world_size == 1:
+        return make()
+    made, problem = None, None
+    try:
+        made = make()
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * ranks().world_size
+    distributed.all_gather_object(problems, problem)
+    for rank, one in enumerate(problems):
+        if one is not None:
+            _end_together(f"process {rank}: {one}" if rank else one)
+    return made  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def as_one_of_many() -> Iterator[None]:
+    """Run a rank so that all end when one does, and that whatever happened is told once."""
+    rank, world_size, *_ = ranks()
+    try:
+        yield
+    except NonFiniteError:
+        if rank:  # every rank sees the same gradient, and rank 0 reports it
+            sys.exit(3)
+        raise
+    except UserError as error:
+        raise UserError(f"process {rank}: {error}" if rank else str(error)) from None
+    except Exception as error:
+        if world_size == 1 or not ("gloo" in str(error) or isinstance(error, distributed.DistError)):
+            raise
+        time.sleep(GRACE)
+        if rank < 2:  # one of them is alive
+            say("train.py: another process of this training has died, and so all end", sys.stderr)
+        sys.exit(1)
+    finally:
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def launch(function: Callable[[Any], Result], request: Any, processes: int) -> Result:
+    """Call `function(request)` in so many processes on this machine, and return what rank 0 returns.
+
+    Ends with the exit code of the first process that fails. If this process is killed, Linux asks the others to stop.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # of what this process does from now on, which is to wait
+    config = LaunchConfig(
+        1, 1, processes, run_id="mini-gpt", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0
+    )
+    try:
+        with unchanged_environment():
+            os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
+            return elastic_launch(config, _work)(function, request)[0]
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:
+            say(f"train.py: process {rank} of {processes} died; all others were ended", sys.stderr)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _work(function: Callable[[Any], Result], request: Any) -> Result:
+    """What a process that was launched here does."""
+    with command_line("train.py"), as_one_of_many():
+        return function(request)
+
+
+@contextlib.contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """Undo what the block does to variables and threads, which another training of this process must not inherit."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(threads)

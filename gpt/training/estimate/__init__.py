@@ -1,0 +1,1 @@
+"""What a run will take: measured steps, and plan=true."""

@@ -1,0 +1,176 @@
+"""What a training will take, before it starts: `python train.py plan=true`, or `plan=json` for programs.
+
+The time and the peak of memory are measured on throwaway models. Memory by part is arithmetic.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt.console import duration, say
+from gpt.errors import UserError
+from gpt.hardware.device import DTYPES, choose_precision
+from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
+from gpt.model.memory import training_memory
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.training import runs
+from gpt.training.config.advice import epochs, warnings
+from gpt.training.config.schedule import Horizon
+from gpt.training.config.schema import Config
+from gpt.training.decide import prepared, require_loggers
+from gpt.training.distributed.launch import ranks
+from gpt.training.optim import MUON, OPTIMIZERS, build_optimizer
+
+COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
+CHECKPOINTS = 3  # best, last and previous
+CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times steps: curves, pictures, Lightning's loop
+
+
+def plan_of(composed: Mapping, single: bool) -> str:
+    """Return `true` or `json` if the command line asks for a plan, else an empty string; no run stores the key `plan`.
+
+    Raises `UserError` for another value, in a sweep, with `resume`, and in several processes.
+    """
+    asked = str(composed.get("plan") or False).lower()
+    if asked == "false":
+        return ""
+    if asked not in ("true", "json"):
+        raise UserError(f"plan={asked} is not known: choose from true, json, false")
+    if ranks().world_size > 1:
+        raise UserError(f"plan={asked} trains nothing, and needs one process: use python train.py without a launcher")
+    if not single:
+        raise UserError(f"plan={asked} describes one run, and -m is for several: leave one of the two out")
+    if composed.get("resume"):
+        raise UserError(f"plan={asked} describes a new run, and resume continues one: leave one of the two out")
+    return asked
+
+
+def print_plan(config: Config, form: str) -> None:
+    """Print what the run of a configuration will take; nothing is written but prepared text, which the run will use."""
+    with contextlib.redirect_stdout(sys.stderr):
+        figures = forecast(config)
+    say(json.dumps(figures, indent=2) if form == "json" else describe(figures))
+
+
+def forecast(config: Config) -> dict[str, Any]:
+    """Everything that plan=json prints, in bytes, seconds and counts."""
+    require_loggers(config)
+    if config.run_dir:
+        runs.require_empty(Path(config.run_dir))
+    session = prepared(config)
+    config, schedule, corpora = session.config, session.schedule, session.corpora
+    del session  # and the weights to start from, which a run does not keep either
+    from gpt.training.estimate.timing import measure, seconds_validating  # imports what stays in memory while training
+
+    device = torch.device(config.trainer.device)
+    free, process = free_memory(device), _held(device)
+    say("timing a few steps and part of a validation")
+    schedule, seconds = measure(config, schedule, corpora)
+    settings = config.trainer
+    if schedule.seconds:
+        fitting = Horizon(schedule.seconds / seconds, "steps")
+        schedule = schedule.until(fitting, settings.tokens_per_step, corpora.train_tokens, settings.validate_every)
+    gc.collect()
+    with explained("choose a smaller model"):
+        validating = seconds_validating(config, schedule, corpora)
+    shape = GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model))
+    optimizer_state = optimizer_bytes(shape, config)
+    parts = training_memory(
+        shape,
+        schedule.micro_batch_size,
+        DTYPES[settings.precision],
+        settings.device,
+        optimizer_state=optimizer_state,
+        update=update_bytes(shape, config),
+        checkpointing=settings.activation_checkpointing,
+        accumulates=schedule.accumulation > 1,
+        processes=settings.world_size,
+        sharded=settings.strategy == "fsdp",
+    )
+    extra = CALLBACKS if device.type != "cuda" else 0
+    peak = extra + (_held(device) or parts["peak"])
+    steps, N = schedule.total_steps, shape.num_parameters
+    tokens = steps * settings.tokens_per_step
+    return {
+        "parameters": N,
+        "tokenizer": {"name": corpora.tokenizer.name, "vocab_size": shape.vocab_size},
+        "trainer": {name: getattr(settings, name) for name in ("device", "precision", "compile", "tokens_per_step")}
+        | {"devices": settings.world_size, "micro_batch_size": schedule.micro_batch_size},
+        "text": {
+            "train_tokens": corpora.train_tokens,
+            "validation_bytes": sum(source.manifest["splits"]["validation"]["bytes"] for source in corpora.sources),
+        },
+        "steps": steps,
+        "tokens": tokens,
+        "epochs": dict(zip(corpora.names, epochs(tokens, corpora), strict=True)),
+        "tokens_per_parameter": tokens / N,
+        "seconds_per_step": seconds,
+        "train_seconds": steps * seconds,
+        "validations": -(-steps // schedule.validate_every),
+        "validation_seconds": validating,
+        "checkpoints": CHECKPOINTS + (steps // settings.keep_every if settings.keep_every else 0),
+        "checkpoint_bytes": 4 * N + optimizer_state,
+        "free_memory": free,
+        "memory": parts | {"process": process + extra, "peak": peak},
+        "warnings": warnings(config, schedule, corpora),
+    }
+
+
+def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
+    """Count what the optimizer keeps for the weights."""
+    with torch.device("meta"):
+        weights = dict(GPT(shape).named_parameters())
+    optimizer = build_optimizer(weights, shape.num_heads, config.optim, torch.float32)
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+
+
+def update_bytes(shape: GPTConfig, config: Config) -> float:
+    """Count Muon's directions of all matrices while it updates, of which those of one shape are orthogonalised."""
+    if OPTIMIZERS[config.optim.name]["matrices"] is not MUON:
+        return 0.0
+    on_cpu = config.trainer.device == "cpu"
+    fast = 4 if on_cpu and choose_precision("auto", torch.device("cpu")) == "fp32" else 2
+    return 12 * shape.num_layers * shape.d_model**2 * (4 * on_cpu + fast + (8 + fast) * 2 / 3)
+
+
+def describe(f: dict[str, Any]) -> str:
+    """The figures of `forecast` as text."""
+    trainer, text, held, devices = f["trainer"], f["text"], f["memory"], f["trainer"]["devices"]
+    share = f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
+    where = f"{devices} x {trainer['device']}" if devices > 1 else trainer["device"]
+    alone = ", without the exchange among devices" if devices > 1 else ""
+    each = [f"{times:,.3g} times{f' in {name}' if len(f['epochs']) > 1 else ''}" for name, times in f["epochs"].items()]
+    ratio = f"{f['tokens_per_parameter']:.3g} per parameter (compute-optimal: {COMPUTE_OPTIMAL})"
+    validating = f"{duration(f['validation_seconds'])} more ({share:.0%})"
+    rows = [
+        ("model", f"{f['parameters']:,} parameters, in {trainer['precision']} on {where}"),
+        ("text", f"{text['train_tokens']:,} tokens, and {text['validation_bytes']:,} bytes for validation"),
+        ("training", f"{f['steps']:,} steps of {trainer['tokens_per_step']:,} tokens see each byte {', '.join(each)}"),
+        ("", f"{f['tokens']:,} tokens, {ratio}"),
+        ("time", f"{duration(f['train_seconds'])} at {f['seconds_per_step'] * 1000:,.1f} ms a step{alone}"),
+        ("", f"{validating} for {f['validations']} validations with samples"),
+        ("disk", f"{_size(f['checkpoints'] * f['checkpoint_bytes'])} for {f['checkpoints']} checkpoints"),
+        ("memory", f"{_size(held['peak'])} at peak on each device, of {_size(f['free_memory'])} free; its parts:"),
+        *(("", f"{_size(size):>9}  {name.replace('_', ' ')}") for name, size in held.items() if name != "peak"),
+    ]
+    lines = [f"{name:10}{line}" for name, line in rows]
+    return "\n".join([*lines, *([""] if f["warnings"] else []), *f["warnings"]])
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size < 1000 * 2**20 else f"{size / 2**30:,.1f} GiB"
+
+
+def _held(device: torch.device) -> int:
+    """The memory that is held now, or where the system does not tell, the most so far; 0 if it tells neither."""
+    if device.type == "cpu" and os.path.exists("/proc/self/statm"):
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_memory_bytes(device)

@@ -1,0 +1,100 @@
+"""How long a training step and a validation take, measured on throwaway models."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from gpt.errors import UserError
+from gpt.hardware.device import arithmetic
+from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
+from gpt.hardware.threads import giving_way
+from gpt.model.loss import IGNORE
+from gpt.sampling.scoring import score, tokens_at_once
+from gpt.text.analysis.references import references
+from gpt.text.batches import validation_batches
+from gpt.text.shards import Corpora
+from gpt.training.callbacks.samples import continue_prompt, longest_copy
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+from gpt.training.loop import make_batch
+from gpt.training.module import GPTModule
+from gpt.training.session import out_of_memory
+
+
+def measure(config: Config, schedule: Schedule, corpora: Corpora) -> tuple[Schedule, float]:
+    """Seconds per step, and the schedule with as small a micro-batch as memory requires, if it may choose it."""
+    keep_freed_memory()  # as training does
+    while True:
+        try:
+            with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
+                return schedule, seconds_per_step(config, schedule, corpora)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if not schedule.automatic or schedule.micro_batch_size == 1:
+                raise UserError(out_of_memory(schedule)) from None
+        release_memory()
+        schedule = schedule.with_smaller_micro_batch()
+
+
+def seconds_per_step(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> float:
+    """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100.
+
+    Of the micro-batches of a step, two are timed: the first makes the gradients, and all others add to them.
+    """
+    module = GPTModule(config, replace(schedule, total_steps=1000), corpora)
+    device = torch.device(config.trainer.device)
+    module.to(device)
+    optimizer = module.configure_optimizers()
+    times: list[float] = []
+    timed = min(2, schedule.accumulation)
+    begin = time.perf_counter()
+    while len(times) < 3 or (time.perf_counter() - begin < at_most and len(times) < 100):
+        start = time.perf_counter()
+        for _ in range(timed):
+            idx, targets = make_batch(module, 0)
+            module.loss(idx.to(device), targets.to(device)).backward()
+        math.isfinite(module.measure_gradients())  # waits for the device, as a real step does
+        computed = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((computed - start) * schedule.accumulation / timed + time.perf_counter() - computed)
+    # The first half warms up. A median would leave out hiccups, of which a run has its share.
+    return statistics.fmean(times[len(times) // 2 :])
+
+
+def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> float:
+    """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
+    module = GPTModule(config, schedule, corpora).to(config.trainer.device)
+    # For its memory, which a run holds meanwhile.
+    optimizer = module.configure_optimizers() if config.trainer.strategy != "fsdp" else None
+    T, sources, prompts = config.model.context_length, corpora.sources, config.data.prompts or []
+    size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
+    batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
+    generator = torch.Generator(module.device).manual_seed(config.seed)
+    with arithmetic(config.trainer.device, deterministic=False), giving_way():
+        _, scoring = (_timed(score, module.model, [batch], 1)[0] for batch in (batches[0], batches[-1]))
+        sampling = 0.0
+        if prompts:
+            sampling, sample = _timed(continue_prompt, module, prompts[0], generator)
+            sampling = len(prompts) * sampling + _timed(longest_copy, [sample.tokens], corpora)[0]
+    del optimizer
+    windows = sum(len(source.validation) for source in sources) / T
+    scoring *= windows / len(batches[-1][0]) / config.trainer.world_size
+    validations = -(-schedule.total_steps // schedule.validate_every)
+    return validations * (scoring + sampling) + _timed(references, sources)[0]
+
+
+def _timed(function: Callable, *arguments: Any) -> tuple[float, Any]:
+    """Call a function; return the seconds that it took, and its result."""
+    start = time.perf_counter()
+    result = function(*arguments)
+    return time.perf_counter() - start, result

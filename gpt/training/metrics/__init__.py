@@ -1,0 +1,1 @@
+"""The figures of a run: curves, metrics.json, loggers, and the closing report."""

@@ -1,0 +1,165 @@
+"""The curves of a run: in TensorBoard, in metrics.csv, and wherever else its loggers write."""
+
+import contextlib
+import csv
+import io
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.loggers import Logger
+
+from gpt.hardware.memory import peak_memory_bytes
+from gpt.sampling.scoring import Score
+from gpt.training.callbacks.base import Clock, StepCallback
+from gpt.training.config.schema import Config
+from gpt.training.module import GPTModule
+from gpt.training.optim import OPTIMIZERS
+from gpt.training.runs import require_present
+
+if TYPE_CHECKING:  # it takes a second to import, and a run may do without
+    from PIL.Image import Image
+    from torch.utils.tensorboard import SummaryWriter
+
+TABLE = "metrics.csv"  # a row for each point of a curve
+SUFFIX = ".run"  # of the names of our event files, by which the journal knows them from those of other programs
+
+
+class Curves(StepCallback):
+    """Writes loss, rates, gradient norm and throughput as scalars; other callbacks add theirs through `writer`.
+
+    `peak` is the device's peak FLOP/s, if known: `work/mfu` is the share of it that training reaches. TensorBoard shows
+    the first two groups of tags open, so all others have names that sort behind `train` and `val`.
+    """
+
+    def __init__(self, run_dir: Path, clock: Clock, peak: float | None, names: Sequence[str] = ("tensorboard", "csv")):
+        self._run_dir, self._clock, self._peak, self._names = run_dir, clock, peak, names
+        self.loggers: list[Logger] = []  # beside TensorBoard and metrics.csv, on rank 0
+        self._table: IO[str] | None = None  # metrics.csv, on rank 0 while training
+        self.writing = False  # whether this is rank 0 and it trains
+        self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
+        self._restored: list[float] = []  # the sum of each rank, from a checkpoint
+        self._trainer: Trainer | None = None
+        self._excepthook = threading.excepthook
+        self.writer: SummaryWriter | None = None  # TensorBoard's, on rank 0 while training
+        self.loss = math.nan  # the last point of train/loss
+        self.tokens_per_second = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
+        self._trainer = trainer
+        if self._restored:
+            same_ranks = len(self._restored) == trainer.world_size
+            mean = sum(self._restored) / len(self._restored)
+            self._losses = torch.tensor(self._restored[trainer.global_rank] if same_ranks else mean)
+        self._mark = (trainer.global_step, self._clock.seconds)
+        self.writing = trainer.is_global_zero
+        if self.writing:
+            with self._clock.paused():
+                self._open(module.config, trainer.global_step)
+
+    def _open(self, config: Config, step: int) -> None:
+        if "csv" in self._names:
+            self._table = (self._run_dir / TABLE).open("a", encoding="utf-8", newline="")
+            if self._table.tell() == 0:
+                self._table.write("step,tag,value\n")
+        if "tensorboard" not in self._names:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        from gpt.training.metrics.tensorboard import opening
+
+        threading.excepthook = self._on_thread_error
+        # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
+        self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
+        for summary in opening(config) if step == 0 else ():
+            self.writer._get_file_writer().add_summary(summary, 0)
+
+    def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """Leave it to the next call of TensorBoard's writer to raise what its thread could not write."""
+        if not isinstance(error.exc_value, OSError):
+            self._excepthook(error)
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        scaling = module.loss_scaling
+        if scaling is None or not scaling.skipped:  # otherwise it may not be finite
+            self._losses = self._losses.to(module.device) + module.step_loss
+            self._num_losses += 1
+        if not module.schedule.due(step, module.config.trainer.log_every):
+            return
+        total = float(trainer.strategy.reduce(self._losses, reduce_op="mean"))
+        loss = total / self._num_losses if self._num_losses else math.nan
+        self.loss = loss if math.isfinite(loss) else self.loss
+        self._losses, self._num_losses = torch.zeros_like(self._losses), 0  # on its device: moving it would wait
+        steps, seconds = step - self._mark[0], self._clock.seconds - self._mark[1]
+        if not module.checks_each_step:
+            module.require_finite_gradient(self._mark[0], step, "nothing was saved after it")
+        self._mark = (step, self._clock.seconds)
+        self.tokens_per_second = steps * module.config.trainer.tokens_per_step / seconds
+        scalars = {"train/loss": loss, "train/grad_norm": float(module.grad_norm)}
+        rules = OPTIMIZERS[module.config.optim.name]
+        for group in trainer.optimizers[0].param_groups:  # train/lr, and train/matrix_lr where that is another
+            scalars[f"train/{rules[group['role']].settings['lr']}"] = group["lr"]
+        scalars["work/tokens_per_second"] = self.tokens_per_second
+        if self._peak:
+            flops = module.model.flops_per_token(module.config.model.context_length) * self.tokens_per_second
+            scalars["work/mfu"] = flops / (self._peak * trainer.world_size)
+        if memory := peak_memory_bytes(module.device):
+            scalars["work/peak_memory_gib"] = memory / 2**30
+        if scaling is not None:
+            scalars |= scaling.curves()
+        self.write({tag: value for tag, value in scalars.items() if math.isfinite(value)}, step)
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        self.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
+
+    def write(self, scalars: dict[str, float], step: int, everywhere: bool = True) -> None:
+        """Add a point to each of the named curves, `everywhere` or in our files alone; do nothing on ranks above 0."""
+        if self.writer is not None:
+            require_present(self._run_dir)  # TensorBoard's thread would fail with a traceback of its own
+            for tag, value in scalars.items():
+                self.writer.add_scalar(tag, value, step)
+        if self._table is not None:
+            csv.writer(self._table, lineterminator="\n").writerows([step, *point] for point in scalars.items())
+            self._table.flush()
+        for logger in self.loggers if everywhere else ():
+            logger.log_metrics(scalars, step)
+
+    def write_picture(self, tag: str, picture: "Image", step: int) -> None:
+        """Add a picture to TensorBoard, whose own `add_image` takes ten times as long to compress it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        assert self.writer is not None
+        png = io.BytesIO()
+        picture.save(png, "PNG", compress_level=1)
+        image = Summary.Image(
+            width=picture.width, height=picture.height, colorspace=3, encoded_image_string=png.getvalue()
+        )
+        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def close(self) -> None:
+        """Write what is still buffered. Lightning has no hook that always runs at the end."""
+        threading.excepthook = self._excepthook
+        if self._table is not None:
+            with contextlib.suppress(OSError):  # of a full disk, again
+                self._table.close()
+        if self.writer is not None:
+            with contextlib.suppress(FileNotFoundError):  # the run directory was deleted, which has been said
+                self.writer.close()
+
+    def state_dict(self) -> dict:
+        # Called on every rank, but only rank 0 saves: it needs the sums of all.
+        sums = [self._losses]
+        if self._trainer is not None and self._trainer.world_size > 1:
+            mine = self._losses.to(self._trainer.strategy.root_device)
+            sums = [torch.zeros_like(mine) for _ in range(self._trainer.world_size)]
+            torch.distributed.all_gather(sums, mine)
+        last = {} if math.isnan(self.loss) else {"loss": self.loss}  # a checkpoint with a NaN is refused
+        return {"losses": [float(loss) for loss in sums], "num_losses": self._num_losses} | last
+
+    def load_state_dict(self, state: dict) -> None:
+        self._restored, self._num_losses = state["losses"], state["num_losses"]
+        self.loss = state.get("loss", math.nan)

@@ -1,0 +1,111 @@
+"""What logs beside TensorBoard and metrics.csv: wandb and mlflow, and callbacks through Lightning's own logging."""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+
+from gpt.errors import UserError
+from gpt.files import read_text, write_text
+from gpt.training.callbacks.base import StepCallback
+from gpt.training.config.loading import to_plain
+from gpt.training.config.schema import Config
+from gpt.training.metrics.curves import Curves
+from gpt.training.module import GPTModule
+
+PROJECT = "mini-gpt"  # as wandb and mlflow list its runs
+
+
+def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
+    """Start wandb and mlflow where they are asked for, or continue their records of this run; `UserError` if not.
+
+    The run directory keeps the name that each gives the run.
+    """
+    loggers: list[Logger] = []
+    for name in config.logger:
+        if name not in ("wandb", "mlflow"):
+            continue
+        file = run_dir / f"{name}_run.txt"
+        known = read_text(file).strip() if file.exists() else None
+        try:
+            logger: Any
+            if name == "wandb":
+                logger = WandbLogger(project=PROJECT, name=run_dir.name, save_dir=run_dir, id=known)
+            else:
+                place = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+                logger = MLFlowLogger(PROJECT, run_dir.name, place, run_id=known)
+            identity = logger.experiment.id if name == "wandb" else logger.run_id
+            logger.log_hyperparams(to_plain(config))
+        except Exception as error:  # no login, no network, a server without this run
+            why = " ".join(str(error).split())
+            raise UserError(f"logger={name}: cannot be started ({why}): check its login and address") from error
+        if known is None:
+            write_text(file, f"{identity}\n")
+        loggers.append(logger)
+    return loggers
+
+
+def close_loggers(loggers: Sequence[Logger]) -> None:
+    """End the wandb run of this process, as another run of a sweep would go on in it. Lightning ends that of mlflow."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+
+
+class UserCurves(Logger, StepCallback):
+    """Has Lightning write into our curves: what callbacks log with `module.log` or `trainer.logger.log_metrics`.
+
+    Lightning passes the values of `module.log` on after the checkpoint of their step is saved, so that a resumed run
+    would lack them. As a callback, this writes them before that, at each log point, the latest of each tag.
+    """
+
+    name, version = "curves", ""
+
+    def __init__(self, curves: Curves):
+        super().__init__()
+        self._curves = curves
+        self._trainer: Trainer | None = None
+        self._steps: dict[str, int] = {}  # of the last point of each curve
+        self._values: dict[str, float] = {}  # the latest value of each tag of `module.log`
+
+    @property
+    def experiment(self) -> Any:
+        """TensorBoard's writer, as in Lightning's `TensorBoardLogger`; None where that is not a logger of the run."""
+        return self._curves.writer
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        # Values of `module.log` come here marked with an epoch and one step behind. They are written already, except
+        # for those of the end of the only epoch.
+        step = step or 0
+        if "epoch" in metrics:
+            step += 1
+            metrics = {tag: value for tag, value in metrics.items() if tag != "epoch" and tag not in self._values}
+        # `LearningRateMonitor` logs once for each micro-batch.
+        new = {tag: float(value) for tag, value in metrics.items() if self._steps.get(tag) != step}
+        self._steps |= dict.fromkeys(new, step)
+        self._curves.write(new, step, everywhere=False)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: a run's configuration is logged already."""
+
+    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
+        self._trainer = trainer
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if module.schedule.due(step, module.config.trainer.log_every):
+            self._curves.write(self._latest(), step, everywhere=False)
+
+    def _latest(self) -> dict[str, float]:
+        if self._trainer is not None:
+            self._values |= {tag: float(value) for tag, value in self._trainer.logged_metrics.items()}
+        return self._values
+
+    def state_dict(self) -> dict:
+        return {tag: value for tag, value in self._latest().items() if not math.isnan(value)}  # a NaN would be refused
+
+    def load_state_dict(self, state: dict) -> None:
+        self._values.update(state)

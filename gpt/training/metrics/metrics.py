@@ -1,0 +1,80 @@
+"""metrics.json: the figures of a run at its last validation, and the references that it has passed."""
+
+import json
+import math
+from pathlib import Path
+
+from lightning import Trainer
+
+from gpt.files import write_text
+from gpt.hardware.memory import peak_memory_bytes
+from gpt.sampling.scoring import Score
+from gpt.text.analysis.references import references
+from gpt.training.callbacks.base import Clock, StepCallback
+from gpt.training.callbacks.validation import Validation
+from gpt.training.metrics.curves import Curves
+from gpt.training.module import GPTModule
+
+
+class Metrics(StepCallback):
+    """Writes metrics.json after each validation, the curves of each corpus of a mixture, and those of the references.
+
+    References are what simple predictors make of the validation text. One is passed at the first validation whose bits
+    per byte are below it.
+    """
+
+    def __init__(self, run_dir: Path, clock: Clock, validation: Validation, curves: Curves):
+        self._file = run_dir / "metrics.json"
+        self._clock, self._validation, self._curves = clock, validation, curves
+        self._references: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a session on
+        self._passed_at: dict[str, int] = {}
+        self.latest: dict = {}
+
+    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
+        if trainer.is_global_zero:
+            self._references = self._references or references(module.corpora.sources)
+            self._compare(step, score)
+        self.latest = self._measure(module, step, score)
+        for name, figures in self.latest.get("mix", {}).items():
+            bits, epochs = figures["val_bits_per_byte"], figures["epochs"]
+            self._curves.write({f"val_corpora/{name}": bits, f"val_epochs/{name}": epochs}, step)
+        if trainer.is_global_zero:
+            write_text(self._file, json.dumps(self.latest, indent=2) + "\n")
+
+    def _compare(self, step: int, score: Score) -> None:
+        """Write the curves of the references, and note which the model has passed."""
+        self._curves.write({f"val_references/{name}": bits for name, bits in self._references.items()}, step)
+        for name, bits in self._references.items():
+            if score.bits_per_byte < bits:
+                self._passed_at.setdefault(name, step)
+
+    def _measure(self, module: GPTModule, step: int, score: Score) -> dict:
+        """The contents of metrics.json; docs/runs.md explains each key."""
+        tokens, seconds = step * module.config.trainer.tokens_per_step, self._clock.seconds
+        trained = {} if math.isnan(self._curves.loss) else {"train_loss": self._curves.loss}
+        figures = trained | {
+            "val_loss": score.nats_per_token,
+            "val_nats_per_byte": score.nats_per_byte,
+            "val_bits_per_byte": score.bits_per_byte,
+            "best_val_loss": self._validation.best_loss,
+            "best_step": self._validation.best_step,
+            "steps": step,
+            "tokens": tokens,
+            "epochs": tokens / module.corpora.train_tokens,
+            "train_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "parameters": module.model.config.num_parameters,
+            "peak_memory_bytes": peak_memory_bytes(module.device),
+            "references": {
+                name: {"bits_per_byte": bits, "passed_at": self._passed_at.get(name)}
+                for name, bits in self._references.items()
+            },
+        }
+        mixture = self._validation.mixture(module, step)
+        return figures | ({"mix": mixture} if mixture else {})
+
+    def state_dict(self) -> dict:
+        return self._passed_at
+
+    def load_state_dict(self, state: dict) -> None:
+        self._passed_at = dict(state)

@@ -1,0 +1,94 @@
+"""What a run says at its end: its figures, its last samples, and the commands to try next."""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.utils import disp_len, disp_trim
+
+from gpt.console import duration, quote
+from gpt.text.pieces import visible
+from gpt.training.config.advice import TURNED
+
+MOST_SAMPLES = 3
+
+
+def closing_lines(
+    figures: dict[str, Any], samples: Sequence[str], prompt: str, shorter: int, longer: str, run_dir: Path
+) -> Iterator[str]:
+    """What to print at the end: `figures` as in metrics.json, `samples` of the last validation, and what to do next.
+
+    `prompt` is for the commands. `shorter` is the horizon in steps to suggest if validation has turned, and `longer`
+    the one to suggest otherwise, or empty if the run has stopped before its own.
+    """
+    yield ""
+    rows = list(_figures(figures))
+    label, value = (max(len(row[i]) for row in rows) for i in range(2))
+    yield from (f"{row[0]:{label}}  {row[1]:>{value}}  {row[2]}" for row in rows)
+    if samples:
+        yield f"\nsamples after step {figures['steps']}, more in samples.md:"
+        for sample in samples[-MOST_SAMPLES:]:
+            yield from _item(sample, shutil.get_terminal_size().columns)
+    yield ""
+    yield from (f"{what + ':':13} {command}" for what, command in _next(figures, prompt, shorter, longer, run_dir))
+
+
+def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Each figure: what it is of, its value and its unit."""
+    steps, best, peak = figures["steps"], figures["best_step"], figures["peak_memory_bytes"] / 2**30
+    seconds, memory = figures["train_seconds"], f", {peak:.2f} GiB at peak" if peak else ""
+    speed = f"{figures['tokens_per_second']:,.0f} tokens/s{memory}"
+    yield "trained", f"{steps}", f"steps: {figures['tokens']:,} tokens, {figures['epochs']:.2f} epochs"
+    yield "time", f"{seconds:.1f}", f"seconds{f' ({duration(seconds)})' if seconds >= 60 else ''}: {speed}"
+    if "train_loss" in figures:
+        yield "training loss", f"{figures['train_loss']:.4f}", "nats per token"
+    yield "validation loss", f"{figures['val_loss']:.4f}", "nats per token"
+    since = "the last" if best == steps else "which best.ckpt keeps"
+    yield "best validation", f"{figures['best_val_loss']:.4f}", f"nats per token, at step {best}, {since}"
+    yield "validation", f"{figures['val_bits_per_byte']:.4f}", "bits per byte"
+    for name, part in figures.get("mix", {}).items():
+        yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"bits per byte, after {part['epochs']:.2f} epochs"
+    for name, reference in figures["references"].items():
+        step = reference["passed_at"]
+        passed = "not passed" if step is None else f"passed at step {step}"
+        yield f"  {name}", f"{reference['bits_per_byte']:.4f}", passed
+
+
+def _next(figures: dict[str, Any], prompt: str, shorter: int, longer: str, run_dir: Path) -> Iterator[tuple[str, str]]:
+    """Commands to try, the last of which fits how the run has ended."""
+    run = str(run_dir)
+    sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
+    sample += quote(prompt)
+    yield "the run", run
+    yield "sample it", sample
+    yield "see why", f"{sample} --insight page.html"
+    yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
+    if figures["val_loss"] > TURNED * figures["best_val_loss"]:
+        yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={shorter}steps"
+    elif longer:
+        yield "train longer", f"python train.py {quote(f'resume={run}')} horizon={longer}"
+    else:
+        yield "go on", f"python train.py {quote(f'resume={run}')}"
+
+
+# --- text that fits a terminal ---
+
+
+def one_line(text: str, width: int) -> str:
+    """Put text on a line of at most `width` columns, but 8, with signs for line ends and control characters."""
+    width = max(8, width)
+    text = re.sub(r"\s*\n\s*", " ⏎ ", text.strip()[: 4 * width])
+    line = " ".join(visible(word.encode()) for word in text.split(" "))  # it has a sign for spaces, too
+    return line if disp_len(line) <= width else disp_trim(line, width - 1) + "…"
+
+
+def _item(text: str, width: int) -> list[str]:
+    """A text on at most two lines."""
+    line = one_line(text, 4 * width)
+    width = width * len(line) // max(1, disp_len(line))  # in characters, some of which take two columns
+    return textwrap.wrap(
+        line, max(20, width), initial_indent="- ", subsequent_indent="  ", max_lines=2, placeholder=" …"
+    )

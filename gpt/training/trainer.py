@@ -1,0 +1,161 @@
+"""One uninterrupted stretch of training: Lightning's trainer with our callbacks."""
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
+
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn.parallel import DistributedDataParallel
+
+from gpt.errors import UserError
+from gpt.hardware.device import arithmetic, peak_flops
+from gpt.hardware.threads import giving_way
+from gpt.text.shards import Corpora
+from gpt.training.callbacks.attention_maps import AttentionMaps
+from gpt.training.callbacks.base import Clock
+from gpt.training.callbacks.progress import Progress
+from gpt.training.callbacks.projector import Embeddings
+from gpt.training.callbacks.samples import Samples
+from gpt.training.callbacks.stopping import Deadline, EarlyStop, MemorisingWarning
+from gpt.training.callbacks.validation import Validation
+from gpt.training.checkpoints.journal import Journal
+from gpt.training.checkpoints.resuming import restoring
+from gpt.training.checkpoints.saving import BestCheckpoint, CheckpointFiles, LastCheckpoint, Record
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+from gpt.training.distributed.launch import is_rank_0
+from gpt.training.loop import GPTData
+from gpt.training.metrics.curves import Curves
+from gpt.training.metrics.loggers import UserCurves, close_loggers, open_loggers
+from gpt.training.metrics.metrics import Metrics
+from gpt.training.metrics.update_ratios import UpdateRatios
+from gpt.training.module import GPTModule
+
+
+def module_for(config: Config, schedule: Schedule, corpora: Corpora) -> GPTModule:
+    """A new model with its training step, for the configured strategy."""
+    if config.trainer.strategy != "fsdp":
+        return GPTModule(config, schedule, corpora)
+    from gpt.training.distributed.fsdp import ShardedModule  # needs a PyTorch with torch.distributed
+
+    return ShardedModule(config, schedule, corpora)
+
+
+class Training:
+    """A module with its callbacks, ready to train until the horizon or a stop signal.
+
+    A run whose configuration was changed since its checkpoint, `amended`, is saved before its first step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        corpora: Corpora,
+        run_dir: Path,
+        weights: dict | None = None,
+        callbacks: Sequence[Callback] = (),
+        amended: bool = False,
+    ):
+        self.module = module_for(config, schedule, corpora)
+        if weights is not None:
+            self.module.load_state_dict(weights)
+        self._run_dir = run_dir
+        clock = Clock()
+        self.curves = Curves(
+            run_dir, clock, peak_flops(torch.device(config.trainer.device), config.trainer.precision), config.logger
+        )
+        self.user_curves = UserCurves(self.curves)
+        self.validation = Validation(run_dir, clock)
+        self.samples = Samples(run_dir, self.curves)
+        self.metrics = Metrics(run_dir, clock, self.validation, self.curves)
+        self.early = EarlyStop(self.validation)
+        self.last = LastCheckpoint(run_dir, clock, self.validation, amended)
+        # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
+        # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
+        before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
+        score = [self.validation]
+        after = [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
+        after += [Embeddings(run_dir, self.curves), self.metrics, self.early, self.user_curves]
+        save = [Record(), BestCheckpoint(run_dir, clock, self.validation), self.last]
+        show = [Progress(clock, self.validation, self.curves, self.samples)]
+        self.callbacks: list[Callback] = [*before, *callbacks, *score, *after, *save, *show]
+        states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
+        if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
+            raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
+
+    def run(self, files: CheckpointFiles, file: Path | None = None) -> None:
+        """Train, from the checkpoint `file` if there is one."""
+        config = self.module.config
+        others = open_loggers(config, self._run_dir) if is_rank_0() else []
+        loggers = [self.user_curves, *others] if config.logger else []
+        self.curves.loggers = others
+        try:
+            trainer = build_trainer(self.module, self.callbacks, files, loggers)
+            with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
+                trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
+        except Exception as error:
+            if file is not None and not self.last.began:
+                with restoring(file):
+                    raise
+            # A callback that needs a logger where there is none, or a curve that nobody writes.
+            if isinstance(error, MisconfigurationException) or "conditioned on metric" in str(error):
+                raise UserError(" ".join(str(error).split())) from error
+            raise
+        finally:
+            self.last.close()
+            self.curves.close()
+            close_loggers(others)
+
+
+def build_trainer(
+    module: GPTModule,
+    callbacks: list[Callback],
+    files: CheckpointFiles,
+    loggers: Sequence[Logger] = (),
+) -> Trainer:
+    """Lightning's trainer, with the callbacks in place of its own printing, logging and checkpointing."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
+    settings = module.config.trainer
+    strategy: str | ParallelStrategy = "auto"
+    if settings.strategy == "fsdp":
+        from gpt.training.distributed.fsdp import Sharding
+
+        strategy = Sharding(settings.world_size)
+    elif settings.world_size > 1 or settings.strategy == "ddp":
+        # The only buffers are the causal masks, which never change: they need not be sent around at every step.
+        known = signature(DistributedDataParallel).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13
+        strategy = DDPStrategy(**{sync: False})  # type: ignore[arg-type]
+    # Given, so that Lightning neither starts processes nor looks for a launcher.
+    environment = TorchElasticEnvironment() if settings.world_size > 1 else LightningEnvironment()
+    return Trainer(
+        accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
+        devices=settings.devices or 1,
+        num_nodes=settings.num_nodes or 1,
+        strategy=strategy,
+        max_steps=module.schedule.total_steps,
+        accumulate_grad_batches=module.schedule.accumulation,
+        callbacks=callbacks,
+        plugins=[environment, files, *([module.loss_scaling] if module.loss_scaling else [])],
+        logger=loggers,
+        log_every_n_steps=min(settings.log_every, module.schedule.total_steps),  # it warns of more
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,  # with the next line, has callbacks expect validations within the epoch
+        val_check_interval=module.schedule.validate_every * module.schedule.accumulation,
+        use_distributed_sampler=False,
+    )

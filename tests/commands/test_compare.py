@@ -1,0 +1,173 @@
+"""`python -m gpt.compare`: the best runs first, what differs, and losses at equal tokens and time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt import compare
+from gpt.training import decide
+from harness import ROOT, refusal, tiny_config, write_corpus
+
+# Bits per byte at steps of 100 tokens, the seconds that 2 steps take, and settings.
+RUNS = {
+    "slow": ([(2, 5.0), (4, 3.0), (6, 2.0)], 4.0, {"seed": 1, "optim": {"lr": 0.003}}),
+    "fast": ([(2, 4.0), (4, 3.5)], 1.0, {"seed": 1, "optim": {"lr": 0.006}}),
+    "new": ([], 1.0, {"seed": 2, "optim": {"lr": 0.006}}),
+}
+
+
+def write_run(folder: Path, points: list, seconds: float, config: dict, **figures) -> Path:
+    """A run directory with what is compared: 2 nats per token are 1 bit per byte."""
+    folder.mkdir(parents=True)
+    config = {"trainer": {"tokens_per_step": 100}, "run_dir": str(folder)} | config
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    if points:
+        step, bits = points[-1]
+        given = {"val_loss": 2 * bits, "val_bits_per_byte": bits, "best_val_loss": 2 * min(b for _, b in points)}
+        given |= {"steps": step, "train_seconds": seconds * step / 2, "tokens_per_second": 200 / seconds}
+        (folder / "metrics.json").write_text(json.dumps(given | figures), encoding="utf-8")
+        rows = [f"{step},{tag},{value}" for step, b in points
+                for tag, value in (("val/bits_per_byte", b), ("work/tokens_per_second", 200 / seconds))]  # fmt: skip
+        (folder / "metrics.csv").write_text("\n".join(["step,tag,value", *rows, ""]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """The folder runs/ of the working directory, with three runs."""
+    monkeypatch.chdir(tmp_path)
+    for name, run in RUNS.items():
+        write_run(tmp_path / "runs" / name, *run)
+    return Path("runs")
+
+
+def output(capsys, *arguments: str | Path):
+    """What the command prints with --json."""
+    compare.main([*map(str, arguments), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_equal_tokens_and_seconds(runs, capsys):
+    """The best first; beside it the loss where the shorter run ends, on a line between two validations."""
+    found = output(capsys, "fast", runs / "slow", "new")
+    assert found["equal"] == {"tokens": 400.0, "seconds": 2.0}
+    assert [row["run"] for row in found["runs"]] == ["slow", "fast", "new"]
+    assert [row["best"] for row in found["runs"]] == [2.0, 3.5, None]
+    assert [row["at_equal_tokens"] for row in found["runs"]] == [3.0, 3.5, None]
+    assert [row["at_equal_seconds"] for row in found["runs"]] == [None, 3.5, None]  # slow is validated after 4 s
+    assert [row["steps"] for row in found["runs"]] == [6, 4, None]
+    assert found["runs"][0]["differs"] == {"optim.lr": 0.003, "seed": 1}
+    write_run(runs / "later", [(4, 6.0), (6, 4.0), (10, 3.0)], 1.0, {})
+    later = output(capsys, "slow", "later")["runs"][1]
+    assert (later["at_equal_tokens"], later["at_equal_seconds"]) == (4.0, 3.0)
+
+
+def test_table(runs, capsys):
+    """On 80 columns; a key is shown where most of the runs have another value."""
+    long = "text/" + "x" * 60 + ".txt"
+    write_run(runs / "other", [(2, 3.75)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"path": long}})
+    write_run(runs / "book", [(2, 3.6)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"path": "\x1b[31m"}})
+    compare.main([])
+    assert capsys.readouterr().out.splitlines() == [
+        "validation in bits per byte, best first; runs on different text do not compare",
+        "(data.path)",
+        "    best   steps seconds  run",
+        "  2.0000       6    12.0  slow",
+        "          optim.lr=0.003",
+        "  3.5000       4     2.0  fast",
+        "  3.6000       2     2.0  book",
+        "          data.path=\\u001b[31m",
+        "  3.7500       2     2.0  other",
+        "          data.path=text/xxxxxxxxxxxxx...xxxxxxxxxxxxxxx.txt",
+        "       -       -       -  new: no validation yet",
+        "          seed=2",
+    ]
+    compare.main(["slow", "fast"])
+    assert capsys.readouterr().out.splitlines() == [
+        "validation in bits per byte, best first; tokens: after 400; time: after 2.0 s of",
+        "training",
+        "    best  tokens    time   steps seconds  run",
+        "  2.0000  3.0000       -       6    12.0  slow",
+        "          optim.lr=0.003",
+        "  3.5000  3.5000  3.5000       4     2.0  fast",
+        "          optim.lr=0.006",
+    ]
+
+
+def test_curves_of_a_real_run(tmp_path):
+    """metrics.csv ends where metrics.json says, and without it there is that end."""
+    write_corpus(tmp_path)
+    session = decide.begin(tiny_config(tmp_path, "horizon=20steps", f"run_dir={tmp_path / 'run'}"))
+    session.fit()
+    run = compare.read_run(tmp_path / "run")
+    tokens, seconds, bits = run.curve
+    assert tokens.tolist() == [480, 960, 1440, 1920]
+    assert bits[-1] == pytest.approx(session.metrics["val_bits_per_byte"])
+    assert seconds[-1] == pytest.approx(session.metrics["train_seconds"], rel=0.05)
+    assert run.best == pytest.approx(bits.min())
+    (tmp_path / "run/metrics.csv").unlink()  # as with logger=[]
+    run = compare.read_run(tmp_path / "run")
+    assert run.curve[:, 0] == pytest.approx([1920, session.metrics["train_seconds"], bits[-1]])
+
+
+def test_not_a_run(tmp_path, runs, monkeypatch):
+    """A folder that is none, and a name that is nowhere; without any run, the command that makes one is named."""
+    for name in ("nowhere", "runs"):
+        assert "not a run directory (it has no config.yaml)" in refusal(compare.main, ["fast", name])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert refusal(compare.main, []) == "there are no runs in runs/: train one first with python train.py"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("config.yaml", "trainer: [", "cannot be read (while parsing"),
+        ("config.yaml", "seed: 1", "damaged (it has no 'trainer.tokens_per_step')"),
+        ("config.yaml", "- 1", "damaged ('list' object has no attribute"),
+        ("config.yaml", "trainer: {tokens_per_step: many}", "damaged ('<' not supported"),
+        ("metrics.json", "{", "damaged (Expecting"),
+        ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
+        ("metrics.json", "[]", "damaged (list indices"),
+        ("metrics.json", "[" * 10**5, "damaged (maximum recursion"),
+        *(("metrics.json", value, "damaged (a figure is not above 0") for value in ("NaN", "Infinity", "0", "-1")),
+        ("metrics.csv", "x,val/bits_per_byte,3", "damaged (could not convert"),
+        ("metrics.csv", "1,val/bits_per_byte,nan", "damaged (a figure is not above 0 and finite)"),
+        ("metrics.csv", "1,val/bits_per_byte", "damaged (float"),
+    ],
+)
+def test_damaged_run(runs, capsys, file, content, reason):
+    """The file is named in one line; the table of all runs leaves that run out."""
+    if file == "metrics.csv":
+        content = f"step,tag,value\n{content}"
+    elif file == "metrics.json" and content[0] in "NI0-":
+        content = (
+            (runs / "fast" / file).read_text().replace('"val_bits_per_byte": 3.5', f'"val_bits_per_byte": {content}')
+        )
+    (runs / "fast" / file).write_text(content, encoding="utf-8")
+    line = refusal(compare.main, ["slow", "fast"])
+    assert line.startswith(f"runs/fast/{file}: {reason}")
+    compare.main([])
+    shown = capsys.readouterr()
+    if file != "metrics.csv":  # whose figures are not in the table of all runs
+        assert shown.err == f"gpt.compare: {line}\n"
+        assert "  fast" not in shown.out
+    assert "  slow" in shown.out
+
+
+def test_as_a_program(runs):
+    """Mistakes end with exit code 2 and without torch, and the table needs neither it nor TensorBoard."""
+    code = "import sys, runpy; sys.argv[1:] = {}; runpy.run_module('gpt.compare', run_name='__main__'); "
+    code += "print([name for name in ('torch', 'tensorboard', 'lightning') if name in sys.modules])"
+    for arguments, code_wanted, words in (
+        (["slow", "fast"], 0, "\n[]\n"),
+        (["nowhere"], 2, "gpt.compare: runs/nowhere:"),
+    ):
+        command = [sys.executable, "-c", code.format(arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == code_wanted, done.stderr
+        assert words in (done.stderr if code_wanted else done.stdout)

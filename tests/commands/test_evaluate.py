@@ -1,0 +1,418 @@
+"""python -m gpt.evaluate: the same figures as validation, `transformers` and slow sums, and one line for mistakes."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import harness
+from gpt import evaluate
+from gpt.exchange import checkpoint
+from gpt.exchange.loading import open_model
+from gpt.model.loss import IGNORE
+from gpt.model.transformer import GPT
+from gpt.sampling.scoring import score, sum_of
+from gpt.text.batches import validation_batches
+from gpt.text.corpus.corpus import DataConfig
+from gpt.text.prepare.prepare import prepare
+from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
+from harness import ROOT, TINY, train, write_corpus
+from model_files import SHAPE, payload_of, small_model
+
+T = SHAPE.context_length
+EOT = byte_tokenizer().end_of_text
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with a corpus, a cache in which it is prepared, and a checkpoint of a model with large weights."""
+    home = tmp_path_factory.mktemp("evaluate")
+    write_corpus(home)
+    (home / "other.txt").write_text("omega psi chi phi ypsilon tau sigma rho pi omikron xi ny my lambda kappa " * 7)
+    save(home / "run/checkpoints/best.ckpt", prepare_text(home, "text", str(home / "corpus.txt")).key)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def our_cache(home, monkeypatch):
+    """The cache of this test instead of the project's."""
+    monkeypatch.setattr(evaluate, "CACHE", home / "cache")
+
+
+def prepare_text(home: Path, name: str, path, **changes):
+    data = DataConfig(name=name, path=path, **changes)
+    return prepare(data, TokenizerConfig("byte"), T, home / "cache", say=lambda line: None)
+
+
+def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, scale: float = 0.3) -> Path:
+    """Save a checkpoint that says it was trained on a corpus."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(payload_of(small_model(tokenizer=tokenizer, scale=scale), tokenizer, corpus=corpus), file)
+    return file
+
+
+def printed(capsys, *arguments: object) -> tuple[str, str]:
+    """What the command prints on stdout and stderr."""
+    evaluate.main([str(argument) for argument in arguments])
+    return capsys.readouterr()
+
+
+def figures(capsys, *arguments: object) -> dict:
+    """What the command prints as JSON."""
+    out, err = printed(capsys, *arguments, "--json")
+    assert err == ""
+    return json.loads(out)
+
+
+def refusal(*arguments: object) -> str:
+    """The one line with which the command refuses."""
+    return harness.refusal(evaluate.main, [str(argument) for argument in arguments])
+
+
+# --- texts ---
+
+
+def test_validation_text(home, capsys):
+    """Without a text, the score is that of validation during training, to the bit; as a table, in a few lines."""
+    shards = prepare_text(home, "text", str(home / "corpus.txt")).sources[0]
+    model, _ = open_model(home / "run")
+    [size] = {sum(map(len, shards.validation_bytes()))}
+    expected = score(model, validation_batches(shards.validation, 4096 // T, T, IGNORE), size)
+    found = figures(capsys, "--checkpoint", home / "run")
+    assert (found["documents"], found["bytes"], found["tokens"]) == (1, size, len(shards.validation) - 1)
+    names = ("nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
+    assert [found[name] for name in names] == [getattr(expected, name) for name in names]
+    assert printed(capsys, "--checkpoint", home / "run")[0] == (
+        f"checkpoint      {home}/run/checkpoints/best.ckpt\n"
+        "precision       fp32\n"
+        "text            the run's validation text\n"
+        "context         13\n"
+        "stride          13\n"
+        "documents       1\n"
+        f"bytes           {size}\n"
+        f"tokens          {size}\n"
+        f"nats per token  {expected.nats_per_token:.4f}\n"
+        f"perplexity      {expected.perplexity:,.4f}\n"
+        f"nats per byte   {expected.nats_per_byte:.4f}\n"
+        f"bits per byte   {expected.bits_per_byte:.4f}\n"
+    )
+    text = home / "validation.txt"
+    text.write_bytes(b"".join(shards.validation_bytes()))
+    again = figures(capsys, "--checkpoint", home / "run", "--text", text)
+    assert {name for name in found if found[name] != again[name]} == {"text"}
+
+
+def test_mixture(home, capsys):
+    """The validation texts of a mixture count together, as in training."""
+    paths = [str(home / "corpus.txt"), str(home / "other.txt")]
+    corpora = prepare_text(home, "mix", paths, weights=[1.0, 2.0])
+    file = save(home / "mixture.ckpt", corpora.key)
+    model, _ = open_model(file)
+    splits = [source.manifest["splits"]["validation"] for source in corpora.sources]
+    expected = sum_of(
+        score(model, validation_batches(source.validation, 4096 // T, T, IGNORE), split["bytes"])
+        for source, split in zip(corpora.sources, splits, strict=True)
+    )
+    found = figures(capsys, "--checkpoint", file)
+    assert (found["documents"], found["tokens"], found["bytes"]) == (2, expected.tokens, expected.bytes)
+    assert found["nats_per_token"] == expected.nats_per_token
+
+
+def test_documents(home, capsys, tmp_path):
+    """Several files are scored as one text: each document follows an end-of-text, which counts between documents."""
+    texts = ["the first", "second, with naïve é", "3"]
+    (tmp_path / "a.txt").write_text(texts[0])
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in ("", *texts[1:])))
+    ids = torch.tensor([token for text in texts for token in (EOT, *text.encode())])
+    model, _ = open_model(home / "run")
+    nats = 0.0
+    for i in range(1, len(ids)):
+        with torch.no_grad():
+            nats += F.cross_entropy(model(ids[None, (i - 1) // T * T : i])[0, -1], ids[i]).item()
+    for given in ([tmp_path], [tmp_path / "*"], [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "a.txt"]):
+        found = figures(capsys, "--checkpoint", home / "run", "--text-field", "body", "--text", *given)
+        size = sum(len(text.encode()) for text in texts)
+        assert (found["documents"], found["bytes"], found["tokens"]) == (3, size, size + 2)
+        assert found["nats_per_token"] == pytest.approx(nats / (size + 2), rel=1e-5)
+        assert found["nats_per_byte"] == pytest.approx(nats / size, rel=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 65537])
+def test_ids_of_any_width(vocab_size):
+    """Ids are stored in as many bytes as the vocabulary needs, and a text of one byte is long enough."""
+    tokenizer = byte_tokenizer()
+    tokenizer.vocab_size, tokenizer.end_of_text = vocab_size, vocab_size - 1
+    corpus = evaluate.Corpus("text", (Path("a"),), lambda file: [["x"], [], ["", "yz"]])
+    text = evaluate.encode(corpus, tokenizer)
+    assert text.tokens.tolist() == [vocab_size - 1, ord("x"), vocab_size - 1, ord("y"), ord("z")]
+    assert (text.tokens.dtype, text.documents, text.bytes) == ("uint16" if vocab_size == 257 else "uint32", 2, 3)
+
+
+@pytest.fixture(scope="module")
+def theirs(home) -> Path:
+    """A GPT-2 with GPT-2's vocabulary, large random weights and a small shape, as `transformers` saves it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(GPT2Config(n_positions=29, n_embd=15, n_layer=2, n_head=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(home / "theirs")
+    return home / "theirs"
+
+
+def usual_loss(folder: Path, ids: torch.Tensor, stride: int) -> tuple[float, float]:
+    """The usual strided loss, as sum over tokens and with the weights of the loop in the documentation.
+
+    That loop counts one token too few of every window but the first, whose first target the shift does not drop.
+    """
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    length, end_before, sums = model.config.n_positions, 0, np.zeros((2, 2))
+    for begin in range(0, len(ids), stride):
+        end = min(begin + length, len(ids))
+        labels = ids[None, begin:end].clone()
+        labels[:, : -(end - end_before)] = -100
+        with torch.no_grad():
+            loss = model(ids[None, begin:end], labels=labels).loss.item()
+        counts = np.array([int((labels[:, 1:] != -100).sum()), int((labels != -100).sum()) - 1])
+        sums += np.stack([loss * counts, counts])
+        end_before = end
+        if end == len(ids):
+            break
+    exact, documented = sums[0] / sums[1]
+    return exact, documented
+
+
+@pytest.mark.parametrize(
+    ("stride", "size"), [(28, 997), *(pytest.param(stride, 4022, marks=pytest.mark.slow) for stride in (28, 13, 7))]
+)
+def test_equals_transformers(theirs, home, capsys, tmp_path, stride, size):
+    """The usual strided perplexity of `transformers` on the ids of a text after an end-of-text."""
+    text = (home / "corpus.txt").read_text()[:size]
+    (tmp_path / "text.txt").write_text(text)
+    found = figures(capsys, "--checkpoint", theirs, "--text", tmp_path / "text.txt", "--stride", stride)
+    tokenizer = open_model(theirs)[1]
+    ids = torch.tensor([tokenizer.end_of_text, *tokenizer.encode(text)])
+    exact, documented = usual_loss(theirs, ids, stride)
+    assert (len(text), found["bytes"], found["tokens"]) == (size, size, len(ids) - 1)
+    assert found["nats_per_token"] == pytest.approx(exact, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(exact), rel=1e-5)
+    assert found["nats_per_token"] == pytest.approx(documented, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
+    """A finished run's last checkpoint has the validation loss of its metrics.json, in the precision of training."""
+    write_corpus(tmp_path)
+    given = [f"data.path={tmp_path}/corpus.txt", f"data.cache={tmp_path}/cache", f"run_dir={tmp_path}/run"]
+    settings = ["horizon=20steps", "trainer.device=cpu", f"trainer.precision={precision}"]
+    assert train(*TINY, *given, *settings).returncode == 0
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    metrics = json.loads((tmp_path / "run/metrics.json").read_text())
+    found = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", precision)
+    assert found["nats_per_token"] == pytest.approx(metrics["val_loss"], rel=1e-6)
+    assert found["nats_per_byte"] == pytest.approx(metrics["val_nats_per_byte"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(metrics["val_bits_per_byte"], rel=1e-6)
+    other = {"fp32": "bf16", "bf16": "fp32", "fp16": "fp32"}[precision]
+    elsewhere = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", other)
+    assert 1e-7 < abs(elsewhere["nats_per_token"] / metrics["val_loss"] - 1) < 1e-2
+
+
+def test_out_of_memory(home, monkeypatch):
+    """If memory runs out, that is said in one line."""
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
+    monkeypatch.setattr(evaluate, "measure", lambda *arguments: (_ for _ in ()).throw(RuntimeError(message)))
+    assert refusal("--checkpoint", home / "run").startswith("memory has run out: choose a smaller model")
+
+
+# --- multiple choice ---
+
+
+def write_questions(file: Path, *questions: object) -> Path:
+    """Write one question, or whatever else, on each line."""
+    file.write_text("\n".join(json.dumps(question) for question in questions))
+    return file
+
+
+def slow_nats(model: GPT, context: str, ending: str) -> float:
+    """The nats of a space and an ending after a context, in bytes, each token alone; no window is exceeded."""
+    nats, ids = 0.0, list(context.encode()) or [EOT]
+    for token in f" {ending}".encode():
+        with torch.no_grad():
+            nats += F.cross_entropy(model(torch.tensor([ids]))[0, -1], torch.tensor(token)).item()
+        ids.append(token)
+    return nats
+
+
+def test_choices(home, capsys, tmp_path):
+    """Right answers are counted by the nats of each ending, and by nats per character."""
+    model, _ = open_model(home / "run")
+    endings = ["ypsilon", "é", "a b", "my", "日本語", "x" * 9]
+    questions, likeliest = [], {"acc": [], "acc_norm": []}
+    for context in ("", "abc", "é", "q", "one", "the", "two", "z y"):
+        few = [ending for ending in endings if len(f"{context} {ending}".encode()) <= T]
+        nats = np.array([slow_nats(model, context, ending) for ending in few])
+        likeliest["acc"].append(int(nats.argmin()))
+        likeliest["acc_norm"].append(int((nats / [len(ending) for ending in few]).argmin()))
+        questions.append({"ctx": context, "endings": few, "label": 0})
+    assert likeliest["acc"] != likeliest["acc_norm"]
+    for name, other in (("acc", "acc_norm"), ("acc_norm", "acc")):
+        for i, (question, label) in enumerate(zip(questions, likeliest[name], strict=True)):
+            question["label"] = str(label) if i % 2 else label
+        questions[3]["label"] = (likeliest[name][3] + 1) % len(questions[3]["endings"])
+        found = figures(capsys, "--checkpoint", home / "run", "--choices", write_questions(tmp_path / "q", *questions))
+        both = sum(a == b for i, (a, b) in enumerate(zip(*likeliest.values(), strict=True)) if i != 3)
+        assert (found["questions"], found[name]) == (8, 7 / 8)
+        assert found[other] == pytest.approx((both + (likeliest[other][3] == questions[3]["label"])) / 8)
+
+
+@pytest.mark.parametrize(
+    ("context", "ending", "ids", "count"),
+    [
+        ("ab", "cd", [97, 98, 32, 99, 100], 3),
+        ("ab \n", "c", [97, 98, 32, 10, 32, 99], 4),
+        ("", "c", [EOT, 32, 99], 2),
+        (" ", "c", [EOT, 32, 32, 99], 3),
+        ("0123456789", "xyz", [*b"0123456789 xyz"], 4),
+        ("-0123456789", "xyz", [*b"0123456789 xyz"], 4),
+        ("a", "123456789abc", [*b"a 123456789abc"], 13),
+    ],
+)
+def test_ids_of_an_ending(context, ending, ids, count):
+    """The space belongs to the ending; a long context keeps its end, and a model sees one token less than a row has."""
+    assert evaluate.encode_ending(byte_tokenizer(), context, ending, T) == (ids, count)
+
+
+def test_an_ending_that_is_too_long(home, tmp_path):
+    """The line of the question is named."""
+    file = write_questions(tmp_path / "q", GOOD, GOOD | {"endings": ["b", "é23456789abc"]})
+    fits = "an ending of 14 tokens does not fit into the model's context of 13"
+    assert refusal("--checkpoint", home / "run", "--choices", file) == f"{file}: line 2: {fits}: leave the question out"
+
+
+# --- mistakes ---
+
+GOOD = {"ctx": "a", "endings": ["b", "c"], "label": 0}
+BAD_LINES = ['{"ctx": "a", ', "[" * 100_000, '["ctx"]', '{"ctx": "\xff"}', json.dumps(GOOD | {"ctx": "a" * (1 << 20)})]
+BAD_VALUES: list[dict] = [
+    *({"ctx": 3}, {"ctx": None}),
+    *({"endings": None}, {"endings": ["b"]}, {"endings": ["b", ""]}, {"endings": ["b", 3]}, {"endings": "bc"}),
+    *({"label": 2}, {"label": "-1"}, {"label": True}, {"label": ""}, {"label": None}),
+]
+
+
+@pytest.mark.parametrize("line", [*BAD_LINES, *(json.dumps(GOOD | values) for values in BAD_VALUES)])
+def test_bad_questions(home, tmp_path, line):
+    """The first line that is no question is named; empty lines count as lines."""
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes(f"{json.dumps(GOOD)}\n\n{line}\n".encode("latin-1"))
+    shown = refusal("--checkpoint", home / "run", "--choices", file)
+    assert shown == f"{file}: line 3 is not a question: give {evaluate.FORM}, in at most 1,048,576 bytes"
+
+
+def test_no_questions(home, tmp_path):
+    """A file without questions, none at all, and one that never ends a line."""
+    write_questions(tmp_path / "empty").write_text("\n \n")
+    run_of = ("--checkpoint", home / "run", "--choices")
+    holds_none = f"{tmp_path}/empty: holds no questions; give a .jsonl file with one on each line"
+    assert refusal(*run_of, tmp_path / "empty") == holds_none
+    missing = "cannot be read (No such file or directory); fix that, or move the file away"
+    assert refusal(*run_of, tmp_path / "no") == f"{tmp_path}/no: {missing}"
+    assert refusal(*run_of, "/dev/zero").startswith("/dev/zero: line 1 is not a question")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--stride", "0"], "--stride=0 is out of range: it must be at least 1 and at most 13 (the model's context)"),
+        (["--stride", "14"], "--stride=14 is out of range: it must be at least 1 and at most 13 (the model's context)"),
+        (["--stride", "5", "--choices", "FILE"], "--stride and --choices exclude each other: give one of them"),
+        (["--text", "nowhere"], "--text='nowhere' names no text file: "
+         "give the path of a file, a folder or a quoted glob"),
+        (["--text", "{home}/empty.txt"], "{home}/empty.txt: the file is empty; give a file with text in it"),
+        (["--text", "{home}/latin.txt"], "{home}/latin.txt: not UTF-8 (byte 0xe9 at offset 1); "
+         "convert it first, for example with iconv -t utf-8"),
+        (["--text", "{home}/rows.jsonl"], "{home}/rows.jsonl: line 1 has no text under 'text'; "
+         "name the key with --text-field="),
+        (["--text", "{home}/rows.jsonl", "--text-field", "a"], "{home}/rows.jsonl: every document is empty; "
+         "give a text, or its key with --text-field="),
+        (["--device", "tpu"], "device 'tpu' is not known: choose from auto, cpu, cuda, mps"),
+    ],
+)  # fmt: skip
+def test_mistakes(home, arguments, complaint):
+    """Each in one line that names an option of this command."""
+    (home / "empty.txt").touch()
+    (home / "latin.txt").write_bytes(b"b\xe9")
+    (home / "rows.jsonl").write_text('{"a": ""}')
+    given = [argument.format(home=home) for argument in arguments]
+    assert refusal("--checkpoint", home / "run", *given) == complaint.format(home=home)
+
+
+def test_no_validation_text(home, theirs, tmp_path):
+    """The text of another run, of none, of one with another tokenizer, or damaged, is not taken for this run's."""
+    key = prepare_text(home, "text", str(home / "corpus.txt")).key
+    gone = f"the text of its run is not in {home}/cache: give a text with --text"
+    mixed = {"mix": [key, key | {"corpus": "0" * 64}]}
+    strange: list = [None, "text", {"mix": 3}, {"mix": []}, torch.ones(2), {"corpus": torch.ones(2)}]
+    for corpus in (key | {"corpus": "0" * 64}, mixed, *strange):
+        file = save(tmp_path / "other.ckpt", corpus)
+        assert refusal("--checkpoint", file) == f"{file}: {gone}"
+    bpe = train_bpe(["ab " * 5], 257)  # merges nothing, but is no byte tokenizer
+    file = save(tmp_path / "other.ckpt", key, bpe)
+    assert refusal("--checkpoint", file) == f"{file}: {gone}"
+    no_run = "belongs to no run whose validation text could be used: give a text with --text"
+    assert refusal("--checkpoint", theirs) == f"{theirs}: {no_run}"
+
+
+def test_damaged_texts(home, capsys, monkeypatch, tmp_path):
+    """A damaged manifest is passed over; damaged tokens are named, with the remedy."""
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    corpora = prepare_text(tmp_path, "text", str(home / "corpus.txt"))
+    file = save(tmp_path / "run.ckpt", corpora.key)
+    (tmp_path / "cache/another").mkdir()
+    (tmp_path / "cache/another/manifest.json").write_text("{")
+    assert figures(capsys, "--checkpoint", file)["documents"] == 1
+    [tokens] = (tmp_path / "cache").glob("*/validation-00000.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    reason = rf"is damaged \({tokens.name} has \d+ bytes where .*\); delete .*"
+    assert re.fullmatch(f"{tokens.parent}: {reason}", refusal("--checkpoint", file))
+
+
+@pytest.mark.parametrize("what", ["--text", "--choices"])
+def test_damaged_model(home, what):
+    """A model that predicts nothing finite, or next to nothing, is no figure."""
+    file = save(home / "wild.ckpt", None, scale=1e19)
+    given = home / "corpus.txt" if what == "--text" else write_questions(home / "questions.jsonl", GOOD)
+    line = refusal("--checkpoint", file, what, given)
+    assert re.fullmatch(
+        r"the model needs \S+ nats per token, so its weights are probably damaged: use another checkpoint", line
+    )
+
+
+def test_skipped_files_are_named(home, capsys, tmp_path):
+    """What the readers skip is said on stderr, so that the figures stay alone on stdout."""
+    (tmp_path / "a.txt").write_text("alpha")
+    (tmp_path / "b.png").write_bytes(b"\0\0")
+    out, err = printed(capsys, "--checkpoint", home / "run", "--text", tmp_path, "--json")
+    assert (json.loads(out)["tokens"], err.count("\n")) == (5, 1)
+    assert err.startswith("skipping 1 of 2 files")
+
+
+def test_as_a_process():
+    """The module is a command, and mistakes come before torch is imported."""
+    code = "import runpy, sys; sys.argv[1:] = ['--text', 'nowhere']\ntry:\n    "
+    code += "runpy.run_module('gpt.evaluate', run_name='__main__')\nfinally:\n    print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr.startswith("gpt.evaluate: --text='nowhere' names no text file")

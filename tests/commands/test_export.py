@@ -1,0 +1,280 @@
+"""Exported folders: `transformers` says in them what we say, and they come back bit for bit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import harness
+import model_files
+from gpt import evaluate, export
+from gpt.exchange import huggingface
+from gpt.exchange.loading import open_model
+from gpt.model.transformer import GPT, ModelConfig
+from gpt.sampling.generation import Sampling, generate
+from gpt.text.corpus.corpus import DataConfig
+from gpt.text.prepare.prepare import prepare
+from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
+
+TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
+ODD = ModelConfig(context_length=97, d_model=60, num_layers=3, num_heads=5)
+MINI = ModelConfig(context_length=128, d_model=128, num_layers=4, num_heads=4)
+BPE = train_bpe([TEXT * 3], 307)
+GREEDY = Sampling(temperature=0.0)
+
+transformers.logging.disable_progress_bar()
+
+
+def write_run(folder: Path, shape: ModelConfig = ODD, tokenizer: Tokenizer = BPE, **record) -> GPT:
+    """Write a run whose every weight is random, and return its model."""
+    return model_files.write_run(folder, shape, tokenizer=tokenizer, record=record, seed=29, scale=0.1)
+
+
+def run(*arguments: object) -> None:
+    """Run the command in this process."""
+    export.main([str(argument) for argument in arguments])
+
+
+def refusal(*arguments: object) -> str:
+    """The one line with which the command refuses."""
+    return harness.refusal(run, *arguments)
+
+
+def open_theirs(folder: Path) -> transformers.GPT2LMHeadModel:
+    """The model as their users open it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A folder that holds a run and what was exported of it."""
+    folder = tmp_path_factory.mktemp("export")
+    write_run(folder / "run", step=1009)
+    run("--checkpoint", folder / "run", "--to", folder / "out")
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path) -> Path:
+    """A run to export."""
+    write_run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+# --- both directions ---
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("tokenizer", "changes"),
+    [(BPE, {}), (byte_tokenizer(), {}), (BPE, {"qkv_bias": False})],
+    ids=["bpe", "byte", "no-bias"],
+)
+def test_there_and_back(tmp_path, capsys, tokenizer, changes):
+    """An odd shape: their logits and ids are ours, and what comes back is the same to the last bit."""
+    model = write_run(tmp_path / "run", ModelConfig(**(asdict(ODD) | changes)), tokenizer)
+    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT).input_ids
+    assert ids == tokenizer.encode(TEXT)
+    idx, expected = torch.tensor([ids[:97]]), model(torch.tensor([ids[:97]]))
+    assert expected.std() > 0.5
+    torch.testing.assert_close(open_theirs(tmp_path / "out")(idx).logits, expected, atol=1e-4, rtol=0.0)
+    again, same = open_model(tmp_path / "out")
+    assert (again.config, same.to_dict()) == (model.config, tokenizer.to_dict())
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    assert "the weights come back bit for bit; logits at" in capsys.readouterr().out
+
+
+def test_greedy_tokens(tmp_path):
+    """100 greedy tokens are the same, from our model, from theirs, and from ours read back."""
+    model = write_run(tmp_path / "run", MINI, BPE)
+    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "out")
+    prompt = torch.tensor([BPE.encode("It's 1,234")])
+    expected = [token.item() for token in generate(model, prompt, 100, GREEDY)]
+    assert len(set(expected)) > 5
+    assert [token.item() for token in generate(open_model(tmp_path / "out")[0], prompt, 100, GREEDY)] == expected
+    settings = {"do_sample": False, "min_new_tokens": 100, "max_new_tokens": 100, "max_length": None}
+    theirs = open_theirs(tmp_path / "out").generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    assert theirs[0, prompt.shape[1] :].tolist() == expected
+
+
+@pytest.mark.slow
+def test_pipeline(exported):
+    """`pipeline` takes the folder as it is, and stops before the positions run out."""
+    pipeline = transformers.pipeline("text-generation", model=str(exported / "out"))
+    assert pipeline("It's")[0]["generated_text"].startswith("It's")
+    ids = pipeline("It's", return_tensors=True)[0]["generated_token_ids"]
+    assert len(ids) == 97 or ids[-1] == BPE.end_of_text
+
+
+# --- what the folder holds, and what is said ---
+
+
+def test_files(exported):
+    """The usual files, which everybody may read who may read the others, and none of them a program."""
+    names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    files = sorted((exported / "out").iterdir())
+    assert [file.name for file in files] == names.split()
+    assert len({file.stat().st_mode for file in files}) == 1
+    config = json.loads((exported / "out/config.json").read_text())
+    assert (config["n_ctx"], config["n_positions"], config["eos_token_id"]) == (97, 97, BPE.end_of_text)
+    assert sorted(path.name for path in exported.iterdir()) == ["out", "run"]
+
+
+def test_card(exported):
+    """The card has the shape of the model, and names what is to be added."""
+    card = (exported / "out/README.md").read_text()
+    parameters = 307 * 60 + 97 * 60 + 3 * (12 * 60**2 + 13 * 60) + 2 * 60
+    assert f"# out\n\nA GPT-2 with {parameters:,} parameters, trained with mini-gpt, 1,009 steps.\n" in card
+    for row in ("layers, heads, width | 3, 5, 60", "context | 97 tokens", "tokenizer | bpe, 307 tokens"):
+        assert f"| {row} |\n" in card
+    assert "Trained on: (describe the text here" in card
+
+
+def test_compares_on_the_validation_text(tmp_path, capsys, monkeypatch):
+    """The text is the run's own while it is prepared, and Python's documentation afterwards."""
+    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    (tmp_path / "text.txt").write_text(TEXT * 37)
+    config = DataConfig("text", str(tmp_path / "text.txt"))
+    corpora = prepare(config, TokenizerConfig("byte"), 8, tmp_path / "cache")
+    write_run(tmp_path / "run", tokenizer=byte_tokenizer(), corpus=corpora.key)
+    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "one")
+    size = sum(len(block) for block in corpora.sources[0].validation_bytes())
+    out = capsys.readouterr().out
+    assert f"compared: {size:,} token ids are equal; the weights" in out
+    assert "; on the run's validation text\n" in out
+    shutil.rmtree(tmp_path / "cache")
+    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "two")
+    assert "; on Python's documentation\n" in capsys.readouterr().out
+
+
+def test_without_transformers(trained, capsys, monkeypatch):
+    """The weights are still read back, and one line says loudly what was not compared."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    run("--checkpoint", trained, "--to", trained.parent / "out")
+    said = capsys.readouterr()
+    assert said.err == ("gpt.export: WITHOUT transformers, so no logits were compared: pip install -e '.[export]'\n")
+    assert "bit for bit; WITHOUT transformers, so no logits were compared; on" in said.out
+    assert open_theirs(trained.parent / "out").config.n_head == 5
+
+
+def test_from_huggingface_to_gguf(exported, tmp_path, capsys):
+    """A name that ends in .gguf makes such a file, of any model that can be opened."""
+    pytest.importorskip("gguf", reason="the gguf library is not installed, so no GGUF file is written")
+    run("--checkpoint", exported / "out", "--to", tmp_path / "model.gguf", "--type", "f16")
+    assert (tmp_path / "model.gguf").read_bytes()[:4] == b"GGUF"
+    assert f"as f16: {tmp_path / 'model.gguf'}" in capsys.readouterr().out
+
+
+# --- what is refused ---
+
+
+def test_differences_are_noticed(trained, monkeypatch):
+    """Logits, ids or bits that differ from the model's: one line, and nothing is left beside the run."""
+    arguments = ("--checkpoint", trained, "--to", trained.parent / "out")
+    write, before = huggingface.write, listing(trained.parent)
+
+    def spoil(change):
+        def spoilt(model, tokenizer, folder):
+            write(model, tokenizer, folder)
+            change(folder)
+
+        monkeypatch.setattr(huggingface, "write", spoilt)
+
+    def swap_two_tokens(folder: Path) -> None:
+        stored = json.loads((folder / "tokenizer.json").read_text())
+        vocab = stored["model"]["vocab"]
+        vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+        (folder / "tokenizer.json").write_text(json.dumps(stored))
+
+    def change_a_bit(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["transformer.h.2.mlp.c_proj.bias"][7] *= 1 + 2**-23
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    def change_the_formula(folder: Path) -> None:
+        stored = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(stored | {"activation_function": "gelu"}))
+        monkeypatch.setattr(export, "compare_weights", lambda *_: "")  # which would refuse it before
+
+    for change, reason in (
+        (swap_two_tokens, "the exported tokenizer tokenizes real text differently"),
+        (change_a_bit, "the exported weights or tokens are not the same when they are read back"),
+        (change_the_formula, f"logits at 970 positions in transformers {transformers.__version__} differ by "),
+    ):
+        spoil(change)
+        assert refusal(*arguments).startswith(reason)
+        assert listing(trained.parent) == before
+
+
+def test_out_of_memory(trained, tmp_path, monkeypatch):
+    """If memory runs out, that is said in one line, and nothing is left."""
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(export, "compare_logits", fail)
+    line = refusal("--checkpoint", trained, "--to", tmp_path / "out")
+    assert line == "memory has run out: choose a machine with more, or close other programs"
+    assert not [name for name in listing(tmp_path) if "out" in name.split("/")[0]]
+
+
+def test_refusals(trained, monkeypatch):
+    """One line each, before a model is loaded; nothing is written and what exists stays."""
+    folder = trained.parent
+    (folder / "file").write_text("2 3 5 7")
+    (folder / "dangling").symlink_to("nowhere")
+    before = listing(folder)
+    monkeypatch.setattr(export, "open_with_record", lambda path: pytest.fail("loaded"))
+    for target in ("file", "run", "dangling", "../" + folder.name):
+        assert refusal("--to", folder / target) == (
+            f"--to={folder / target} exists already: give another name, or move it away first"
+        )
+    missing = folder / "no/where"
+    assert refusal("--to", missing) == f"--to={missing}: there is no folder {missing.parent}: make it first"
+    assert refusal("--to", folder / "file/out").startswith(f"--to={folder / 'file/out'}: there is no folder")
+    line = "--type=f16 is for .gguf files, and the weights of a folder stay fp32: leave it out"
+    assert refusal("--to", folder / "out", "--type", "f16") == line
+    assert "invalid choice: 'int3'" in refusal("--to", folder / "out.gguf", "--type", "int3")
+    assert "required: --to" in refusal()
+    assert refusal("--checkpoint", folder / "none", "--to", folder / "out").startswith(
+        f"{folder / 'none'}: there is no"
+    )
+    assert listing(folder) == before
+
+
+def test_full_disk(trained):
+    """safetensors has an error of its own for it, which becomes one line; nothing stays."""
+    before = listing(trained.parent)
+    with model_files.limited_files(100_000):
+        line = refusal("--checkpoint", trained, "--to", trained.parent / "out")
+    assert "the weights cannot be written" in line
+    assert listing(trained.parent) == before
+
+
+def test_command(exported, tmp_path):
+    """The command as a process: exit code 2 and one line for a mistake, before torch is imported."""
+    code = (
+        "import runpy, sys, atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
+        f"sys.argv = ['export', '--to', {str(exported / 'out')!r}]; runpy.run_module('gpt.export', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=harness.ROOT, capture_output=True, text=True, env=os.environ
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    line = f"gpt.export: --to={exported / 'out'} exists already: give another name, or move it away first\n"
+    assert done.stderr == line

@@ -1,0 +1,232 @@
+"""python -m gpt.tokens: how a text splits, shown to people and to scripts."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import harness
+from gpt import tokens
+from gpt.exchange import checkpoint
+from gpt.text.pieces import cut
+from gpt.text.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
+
+STORY = """It was the best of times, it was the worst of times; it was the age of wisdom, it was the age of foolishness.
+    def main(argument, *arguments):\n        return 1234567890 + len(arguments)  # 2²³ ≠ 10 €, naïve café\r
+"""
+SINGLE = {bytes([byte]): byte for byte in range(256)}
+GPT2, BYTE, BPE = gpt2_tokenizer(), byte_tokenizer(), train_bpe([STORY * 3], 307)
+
+
+def output(capsys, *arguments: str) -> str:
+    """Run the command in this process and return what it prints; stderr must stay empty."""
+    tokens.main(list(arguments))
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def refusal(*arguments: str) -> str:
+    """The one line with which the command refuses."""
+    return harness.refusal(tokens.main, list(arguments))
+
+
+def give_stdin(monkeypatch, content: bytes) -> None:
+    """Put these bytes on standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, as UTF-8."""
+    line = [sys.executable, "-m", "gpt.tokens", *arguments]
+    environment = os.environ | {"PYTHONUTF8": "1"}
+    return subprocess.run(line, cwd=harness.ROOT, env=environment, input=stdin, capture_output=True, text=True)
+
+
+GREETING = "Hello, naïve 世界!"
+GREETED = f"""\
+Hello│,│·naïve│·│<e4><b8>│<96>│<e7><95>│<8c>│!
+
+ 15496  48 65 6c 6c 6f           Hello = H + ello
+    11  2c                       ,
+ 41492  20 6e 61 c3 af 76 65     ·naïve = ·na + ïve
+   220  20                       ·
+ 10310  e4 b8                    <e4><b8> = <e4> + <b8>
+   244  96                       <96>
+ 45911  e7 95                    <e7><95> = <e7> + <95>
+   234  8c                       <8c>
+     0  21                       !
+
+9 tokens, 21 bytes, 16 characters: 2.33 bytes per token; vocabulary 50,257, sha256 {GPT2.sha256[:12]}...
+"""
+
+
+def test_shows_a_text(capsys, monkeypatch, tmp_path):
+    """The text with its borders, each token with its bytes and its merge, and the counts; from any source."""
+    assert output(capsys, "--text", GREETING) == GREETED
+    assert output(capsys, "gpt2", "--text", GREETING) == GREETED
+    (tmp_path / "text").write_text(GREETING, encoding="utf-8")
+    assert output(capsys, "--file", str(tmp_path / "text")) == GREETED
+    give_stdin(monkeypatch, GREETING.encode())
+    assert output(capsys) == GREETED
+
+
+def test_as_a_process():
+    """`python -m gpt.tokens` prints and ends well, and an error is one line on stderr."""
+    shown = command(stdin=GREETING)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, GREETED, "")
+    refused = command("--text", "a", "--file", "b")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("gpt.tokens: argument --file: not allowed with argument --text; see python -m")
+
+
+def test_shows_what_cannot_be_seen(capsys):
+    """White space as signs, a line's end also as one; control characters never reach the terminal."""
+    out = output(capsys, "byte", "--text", "a\tb \n\n\x1b[31m\r\u200b€")
+    assert out.split("\n\n")[0] == ("a│→│b│·│⏎│\n⏎│\n<1b>│[│3│1│m│<0d>│<e2>│<80>│<8b>│<e2>│<82>│<ac>")
+    assert "\n    10  0a                       ⏎\n    27  1b                       <1b>\n" in out
+    assert "\x1b" not in out
+    assert tokens.visible("x\u3000é€\n\n\x85".encode() + b"\xe2\x82") == "x<e3><80><80>é€⏎\n⏎\n<c2><85><e2><82>"
+
+
+def test_in_color(capsys, monkeypatch):
+    """On a terminal that wants them, colours in turn, of which none goes beyond a line."""
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = ["byte", "--text", "ab\n\ncdé"]
+    plain = output(capsys, *arguments)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    starts = [f"\x1b[38;5;16;48;5;{color}m" for color in tokens.PASTELS]
+    a, b, c, d, e, f, g, h = (starts[i % len(starts)] for i in range(8))
+    end = "\x1b[0m"
+    assert output(capsys, *arguments).startswith(
+        f"{a}a{end}{b}b{end}{c}⏎{end}\n{d}⏎{end}\n{e}c{end}{f}d{end}{g}<c3>{end}{h}<a9>{end}\n\n"
+        f"    97  61                       {a}a{end}\n"
+    )
+    assert "\x1b" not in output(capsys, "--json", "--text", "ab")
+    two_lines = Tokenizer("odd", SINGLE | {b"\n\n": 256}, GPT2_PATTERN)
+    tokens.show(two_lines, ["\n\n", "a"], tokens.PASTELS)
+    assert capsys.readouterr().out.startswith(f"{a}⏎{end}\n{a}⏎{end}\n{b}a{end}\n\n")
+    for name, value in [("NO_COLOR", "1"), ("TERM", "dumb")]:
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            assert output(capsys, *arguments) == plain
+
+
+def test_counts(capsys):
+    """One is one, thousands have commas, and of nothing there is no ratio."""
+    known = f"vocabulary 257, sha256 {BYTE.sha256[:12]}...\n"
+    assert output(capsys, "byte", "--text", "") == f"0 tokens, 0 bytes, 0 characters; {known}"
+    out = output(capsys, "byte", "--text", "a")
+    assert (
+        out == f"a\n\n    97  61                       a\n\n1 token, 1 byte, 1 character: 1.00 bytes per token; {known}"
+    )
+    out = output(capsys, "byte", "--text", "é" * 1009)
+    assert out.endswith(f"│<c3>│<a9>\n\n2,018 tokens, 2,018 bytes, 1,009 characters: 1.00 bytes per token; {known}")
+
+
+def test_lists_short_texts(capsys):
+    """Up to forty tokens by themselves, too."""
+    assert output(capsys, "byte", "--text", "a" * 40).count("\n    97  61 ") == 40
+    assert output(capsys, "byte", "--text", "a" * 41).count("\n") == 3
+
+
+def test_json(capsys):
+    """All of it for scripts, on a line, the bytes of each token in hexadecimal."""
+    out = output(capsys, "--json", "--text", GREETING)
+    assert out.isascii()
+    assert out.count("\n") == 1
+    pieces = ["48656c6c6f", "2c", "206e61c3af7665", "20", "e4b8", "96", "e795", "8c", "21"]
+    assert json.loads(out) == {
+        "tokenizer": "gpt2",
+        "vocab_size": 50257,
+        "sha256": GPT2.sha256,
+        "tokens": 9,
+        "bytes": 21,
+        "characters": 16,
+        "ids": [15496, 11, 41492, 220, 10310, 244, 45911, 234, 0],
+        "pieces": pieces,
+    }
+    empty = json.loads(output(capsys, "byte", "--json", "--text", ""))
+    assert (empty["tokens"], empty["ids"], empty["pieces"]) == (0, [], [])
+
+
+def test_takes_a_long_text_in_pieces(capsys, tmp_path):
+    """Ids, counts, colours and borders go on from piece to piece, and characters from block to block of bytes."""
+    text = "€ and seven words\n" * 29_989
+    assert len(list(cut([text]))) == 5
+    file = tmp_path / "long"
+    file.write_text(text, encoding="utf-8")
+    assert json.loads(output(capsys, "--json", "--file", str(file)))["ids"] == GPT2.encode(text)
+    shown, _, last = output(capsys, "--file", str(file)).rpartition("\n\n")
+    same = shown == ("€│·and│·seven│·words│⏎│\n" * 29_989).removesuffix("│\n")
+    assert last.startswith("149,945 tokens, 599,780 bytes, 539,802 characters: 4.00 bytes per token")
+    assert same
+
+
+def test_opens_a_run(capsys, tmp_path):
+    """A path stands for the tokenizer that is found there."""
+    tokenizer = {"format": 1, "state_dict": {}, "config": {}, "tokenizer": BPE.to_dict()}
+    (tmp_path / "run").mkdir()
+    checkpoint.save(tokenizer, tmp_path / "run/checkpoints/best.ckpt")
+    shown = json.loads(output(capsys, str(tmp_path / "run"), "--json", "--text", STORY))
+    assert (shown["sha256"], shown["ids"]) == (BPE.sha256, BPE.encode(STORY))
+    assert bytes.fromhex("".join(shown["pieces"])).decode() == STORY
+
+
+def test_refusals(monkeypatch, tmp_path):
+    """Each mistake is one line that names the value and the remedy."""
+    choices = "choose gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
+    assert f"'gpt3' is not a tokenizer: {choices}" in refusal("gpt3", "--text", "a")
+    assert "missing: cannot be read (No such file" in refusal("--file", str(tmp_path / "missing"))
+    assert "cannot be read (Is a directory)" in refusal("--file", str(tmp_path))
+    assert "see python -m gpt.tokens --help" in refusal("--tex", "a")
+    assert "a folder without checkpoints" in refusal(str(tmp_path), "--text", "a")
+    (tmp_path / "file").write_bytes("é".encode() * 50_021 + b"\xe2\x82x")
+    assert "file: not UTF-8 (byte 0xe2 at offset 100042)" in refusal("--file", str(tmp_path / "file"))
+    assert "file: not a checkpoint of this project" in refusal(str(tmp_path / "file"), "--text", "a")
+    give_stdin(monkeypatch, "é".encode()[:1])
+    assert "standard input: not UTF-8 (byte 0xc3 at offset 0)" in refusal("byte")
+    give_stdin(monkeypatch, b"a" * 65_535 + b"\xe2\x82" + b"\xffb")  # the character begins in one block of bytes
+    assert "standard input: not UTF-8 (byte 0xe2 at offset 65535)" in refusal("byte")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "there is no text: give --text TEXT or --file FILE, or pipe one in" in refusal()
+    give_stdin(monkeypatch, b"a")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "there is no text" in refusal()
+
+
+def test_takes_arguments_that_are_not_utf8(capsys):
+    """Python hands them on as lone surrogates: they are shown as U+FFFD."""
+    assert output(capsys, "byte", "--text", "a\udcff").startswith("a│<ef>│<bf>│<bd>\n\n")
+
+
+def test_starts_fast():
+    """The default tokenizer needs no torch, whose import takes seconds."""
+    program = "import sys; from gpt.tokens import main; main(['--text', 'a']); print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], cwd=harness.ROOT, capture_output=True, text=True)
+    assert said.stdout.endswith("\nFalse\n")
+
+
+def test_ends_quietly_with_its_reader():
+    """An endless text into a reader that takes a line, as `head -n 1` does."""
+    endless = "import os\nwhile True: os.write(1, b'y\\n' * 4096)"
+    with (
+        subprocess.Popen([sys.executable, "-c", endless], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source,
+        subprocess.Popen(
+            [sys.executable, "-m", "gpt.tokens"],
+            cwd=harness.ROOT,
+            env=os.environ | {"PYTHONUTF8": "1"},
+            stdin=source.stdout,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as shown,
+    ):
+        assert source.stdout and shown.stdout and shown.stderr
+        source.stdout.close()  # the command alone reads it
+        assert shown.stdout.readline().decode() == "y│⏎│\n"
+        shown.stdout.close()
+        assert shown.wait(30) == 0
+        assert shown.stderr.read() == b""
+        assert source.wait(30) != 0

@@ -1,0 +1,125 @@
+"""How commands end: exit codes, and one line for a mistake."""
+
+import errno
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt.console import Parser, command_line, quote, say
+from gpt.errors import NonFiniteError, UserError, require_choice
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("lr=-1 is wrong"), 2, "prog: lr=-1 is wrong\n"),
+        (UserError("two\nlines"), 2, "prog: two\\nlines\n"),
+        (UserError("\x1b[31mred\x9b\u202e é世"), 2, "prog: \\x1b[31mred\\x9b\\u202e é世\n"),
+        (NonFiniteError("step 3: nan"), 3, "prog: step 3: nan\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(errno.ENOSPC, "full", "a.txt"), 2, "prog: a.txt: the disk is full: free some space"),
+        (OSError(errno.EFBIG, "too large", "a.txt"), 2, "prog: a.txt: the disk is full: free some space"),
+        (
+            OSError(errno.EACCES, "Permission denied", "a.txt"),
+            2,
+            "prog: a.txt: cannot be used (Permission denied): check",
+        ),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), 2, "prog: aaa: cannot be used (File name too long)"),
+        (OSError(errno.EIO, "Input/output error", "a.txt"), 2, "prog: a.txt: cannot be used (Input/output error)"),
+        (OSError(errno.EDQUOT, "quota"), 2, "prog: the disk is full: free some space"),
+    ],
+)
+def test_ends(capsys, error, code, line):
+    """Each expected end has its exit code and its line."""
+    with pytest.raises(SystemExit) as end, command_line("prog"):
+        raise error
+    assert end.value.code == code
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EBADF, "a bug"), FileNotFoundError(errno.ENOENT, "a bug"), ValueError("a bug")]
+)
+def test_bugs_keep_their_traceback(error):
+    """What nobody foresaw is raised as it is."""
+    with pytest.raises(type(error)), command_line("prog"):
+        raise error
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path, closed):
+    """Started with closed streams a command still ends with its exit code, and its messages go into no other file."""
+    program = "from gpt.console import *\nwith command_line('p'), open('out', 'w') as f: raise UserError('wrong')"
+    done = subprocess.run(
+        f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{program}" {closed}', shell=True, capture_output=True
+    )
+    assert done.returncode == 2
+    assert (tmp_path / "out").read_text() == ""
+    assert done.stderr in (b"", b"p: wrong\n")
+
+
+def test_success_is_silent(capsys):
+    """A command that succeeds prints nothing of its own."""
+    with command_line("prog"):
+        print("done")
+    assert capsys.readouterr() == ("done\n", "")
+
+
+def test_parser_complains_in_one_line():
+    """Unknown, abbreviated and malformed options are a `UserError` that names the help."""
+    parser = Parser("prog", "Do it.")
+    parser.add_argument("--number", type=int)
+    for arguments in (["--num", "1"], ["--number", "x"], ["--nope"]):
+        with pytest.raises(UserError, match="; see prog --help"):
+            parser.parse_args(arguments)
+
+
+class WindowsError(OSError):
+    """What Windows raises, with its own number beside that of C."""
+
+    winerror = None
+
+
+def test_reader_gone_on_windows(monkeypatch):
+    """Windows calls a pipe that nobody reads an invalid argument: the command ends as elsewhere."""
+    muted = []
+    monkeypatch.setattr("gpt.console._mute", muted.append)
+    with pytest.raises(SystemExit) as end, command_line("prog"):
+        raise WindowsError(errno.EINVAL, "Invalid argument")
+    assert end.value.code == 0 and muted == [sys.stdout]
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise WindowsError(errno.EINVAL, "Invalid argument")
+
+    say("hello", Closed())
+    assert len(muted) == 2
+    with pytest.raises(OSError), command_line("prog"):  # elsewhere it is a bug
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_name_that_windows_does_not_allow(capsys):
+    """A name with a colon or a question mark is a mistake of the user's, not a reader that has gone."""
+    with pytest.raises(SystemExit) as end, command_line("prog"):
+        raise WindowsError(errno.EINVAL, "Invalid argument", "a?b")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("prog: a?b: cannot be used (Invalid argument): check")
+
+
+def test_quote(monkeypatch):
+    """Commands to type are quoted for the shell of the system: only double quotes mean anything to that of Windows."""
+    assert [quote(word) for word in ("plain", "it's two", "")] == ["plain", "'it'\"'\"'s two'", "''"]
+    monkeypatch.setattr("os.name", "nt")
+    assert [quote(word) for word in (r"runs\a", "it's two", "")] == [r"runs\a", '"it\'s two"', '""']
+
+
+def test_require_choice():
+    """The choices are listed."""
+    require_choice("a.b", "x", ("x", "y"))
+    with pytest.raises(ValueError, match=r"a\.b='z' is not known: choose from x, y"):
+        require_choice("a.b", "z", ("x", "y"))

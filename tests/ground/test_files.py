@@ -1,0 +1,173 @@
+"""Files written whole or not at all, and locks."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpt.files import HeldError, hold, link, publish, replacing, sync, write_text
+
+
+def test_replacing_publishes_the_whole_file(tmp_path):
+    """Until the block ends the old contents stay; then the new ones are there, and nothing else."""
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+    with replacing(file) as temporary:
+        temporary.write_text("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_replacing_leaves_nothing_after_an_error(tmp_path):
+    """The old file is intact and the half-written one is gone."""
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(file) as temporary:
+        temporary.write_text("half")
+        raise ZeroDivisionError
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_replacing_removes_what_a_kill_left(tmp_path):
+    """An unfinished file that nobody has written to for an hour goes; what may be another's work stays."""
+    names = [".a.txt.7919", ".a.txt.7927", ".a.txt.b", ".b.txt.7919"]
+    for name in names:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - (60 if name.endswith("27") else 3601),) * 2)
+    write_text(tmp_path / "a.txt", "new")
+    assert sorted(os.listdir(tmp_path)) == [".a.txt.7927", ".a.txt.b", ".b.txt.7919", "a.txt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with names")
+def test_replacing_writes_into_a_pipe(tmp_path):
+    """What is no regular file stays what it is, and its reader gets the text; a folder is refused."""
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
+        write_text(tmp_path / "pipe", "new")
+        assert reader.communicate()[0] == "new"
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "new")
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_replacing_follows_a_link(tmp_path):
+    """A link to a file stays a link."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder/a.txt")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert ((tmp_path / "folder/a.txt").read_text(), os.listdir(tmp_path / "folder")) == ("new", ["a.txt"])
+
+
+def test_write_text_and_publish(tmp_path):
+    """A text replaces another; a finished file takes its final name."""
+    write_text(tmp_path / "a.txt", "caf\u00e9")
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "caf\u00e9"
+    publish(tmp_path / "a.txt", tmp_path / "b.txt")
+    assert os.listdir(tmp_path) == ["b.txt"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
+def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
+    """Windows cannot open a folder and some file systems cannot sync one, which does not matter; for files it does."""
+
+    def refuse(*arguments) -> int:
+        raise OSError(number, "no")
+
+    (tmp_path / "a.txt").touch()
+    monkeypatch.setattr(os, "open" if number == errno.EACCES else "fsync", refuse)
+    sync(tmp_path)
+    with pytest.raises(OSError):
+        sync(tmp_path / "a.txt")
+
+
+def test_a_disk_that_fails_is_noticed(tmp_path, monkeypatch):
+    """An error of the disk is raised for folders, too."""
+
+    def fail(descriptor) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        sync(tmp_path)
+
+
+@pytest.mark.parametrize(("times", "on_windows"), [(3, True), (3, False), (10**9, True)])
+def test_publish_waits_for_other_programs(tmp_path, monkeypatch, times, on_windows):
+    """Windows refuses to replace a file that another program looks into; elsewhere a refusal is final."""
+    replace, refused, slept = os.replace, [], []
+
+    def refuse(source, target) -> None:
+        if len(refused) == times:
+            return replace(source, target)
+        refused.append(PermissionError(errno.EACCES, "in use"))
+        if on_windows:
+            refused[-1].winerror = 32
+        raise refused[-1]
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    (tmp_path / "new").write_text("new")
+    if times == 3 and on_windows:
+        publish(tmp_path / "new", tmp_path / "old")
+        assert os.listdir(tmp_path) == ["old"]
+    else:
+        with pytest.raises(PermissionError):
+            publish(tmp_path / "new", tmp_path / "old")
+        assert (sum(slept) >= 2) == on_windows
+
+
+def test_publish_a_folder(tmp_path):
+    """A finished folder takes its name, too."""
+    (tmp_path / "working").mkdir()
+    publish(tmp_path / "working", tmp_path / "finished")
+    assert os.listdir(tmp_path) == ["finished"]
+
+
+def test_link_without_hard_links(tmp_path, monkeypatch):
+    """On a file system without hard links the contents are copied."""
+
+    def refuse(*names) -> None:
+        raise OSError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a").write_text("x")
+    link(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "x"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_hold_names_the_owner(tmp_path):
+    """A second holder is refused and told the first one's process id, also from another process; then it is free."""
+    file = tmp_path / ".lock"
+    held = hold(file)
+    with pytest.raises(HeldError, match=str(os.getpid())):
+        hold(file)
+    program = f"from pathlib import Path; from gpt.files import hold; hold(Path({str(file)!r}))"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert f"HeldError: {os.getpid()}" in other.stderr
+    held.release()
+    hold(file).release()
+
+
+def test_lock_ends_with_its_process(tmp_path):
+    """A process that is killed leaves a file, not a lock."""
+    file = tmp_path / ".lock"
+    program = f"import os, pathlib, gpt.files; held = gpt.files.hold(pathlib.Path({str(file)!r})); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    assert file.exists()
+    hold(file).release()
+
+
+def test_hold_where_nothing_can_be_written(tmp_path):
+    """A place that cannot hold a file is an `OSError`, not a lock that somebody holds."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        hold(tmp_path / "file" / ".lock")

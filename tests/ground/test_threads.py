@@ -1,0 +1,225 @@
+"""Threads that give way: when they sleep at barriers, that they do, and that no bit depends on it."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Callback
+
+import generate
+from gpt.hardware import threads
+from gpt.hardware.threads import SHORTEST, TICK, Pace, giving_way
+from gpt.model.fast.loss import chunked_next_token_loss
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.training import decide
+from harness import tiny_config, write_corpus
+
+SLEEPERS = (
+    len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else 0
+)  # besides the thread that leads them
+
+
+@pytest.fixture
+def two_threads():
+    """PyTorch with two threads, on a machine where `giving_way` is of use."""
+    torch.set_num_threads(2)
+    try:
+        if threads._libgomp() is None:
+            pytest.skip("needs Linux, a PyTorch that computes with libgomp, and two processors")
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def force(monkeypatch, spinning: bool) -> None:
+    """Have `giving_way` find at its first look that the threads should spin, or not."""
+
+    class Forced(Pace):
+        def decide(self, now: float, waiting: float) -> bool:
+            self.spinning = spinning
+            return spinning
+
+    monkeypatch.setattr(threads, "Pace", Forced)
+    monkeypatch.setattr(threads, "TICK", 0.01)
+
+
+def teams() -> int:
+    """How many threads this process has besides Python's."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def wait_until(condition, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def spans(waits: list[float]) -> list[tuple[bool, int]]:
+    """What `Pace` decides at each look, as whether to spin and at how many looks in a row."""
+    pace, found = Pace(), []
+    for look, waiting in enumerate(waits):
+        spinning = pace.decide(1000.0 + look * TICK, waiting)
+        if found and found[-1][0] == spinning:
+            found[-1] = (spinning, found[-1][1] + 1)
+        else:
+            found.append((spinning, 1))
+    return found
+
+
+def test_pace_spins_on_a_quiet_machine():
+    recorded = [0.06, 0.11, 0.13, 0.07, 0.19, 0.08, 0.26, 0.28, 0.34, 0.0]  # the last of a machine that is half busy
+    assert spans(recorded) == [(True, 10)]
+
+
+def test_pace_sleeps_beside_a_busy_process_and_seldom_tries():
+    """Recorded: 0.84 while spinning, 0.15 to 0.5 while not. Trials become rare, and no trial lasts two looks."""
+    pace, looks = Pace(), []
+    waiting = 0.84
+    for look in range(round(300 / TICK)):
+        spinning = pace.decide(1000.0 + look * TICK, waiting)
+        waiting = 0.84 if spinning else 0.47
+        looks.append(spinning)
+    trials = [look * TICK for look, spinning in enumerate(looks) if spinning]
+    gaps = [later - earlier for earlier, later in pairwise(trials)]
+    assert gaps[:5] == pytest.approx([2.2, 4.2, 8.2, 16.2, 32.2], abs=0.3)
+    assert max(gaps) < 33
+    assert not looks[0]
+
+
+def test_pace_spins_again_when_the_machine_is_quiet():
+    seconds = round(SHORTEST / TICK)
+    busy_once = [0.9, *[0.2] * seconds, *[0.0] * 50, 0.9, *[0.2] * seconds, 0.0]
+    assert [span for span, _ in spans(busy_once)] == [False, True, False, True]
+    assert spans(busy_once)[2][1] == spans(busy_once)[0][1]  # the second time is no longer than the first
+
+
+def test_threads_sleep_at_barriers_only_while_giving_way(two_threads, monkeypatch):
+    import resource  # which Windows lacks
+
+    x = torch.zeros(2, 40_000)
+
+    def switches() -> int:
+        """Count how often this process went to sleep in 60 parallel operations with a pause of 0.2 ms after each."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        for _ in range(60):
+            x.add_(1)
+            pause = time.perf_counter() + 2e-4
+            while time.perf_counter() < pause:
+                pass
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+    switches()
+    before, spinning = teams(), switches()
+    force(monkeypatch, spinning=False)
+    with giving_way():
+        assert wait_until(lambda: teams() == before + SLEEPERS)
+        sleeping = switches()
+    assert wait_until(lambda: teams() == before)
+    assert sleeping > 30
+    assert sleeping > 2 * spinning
+    assert switches() < sleeping / 2
+
+
+def weights_after(steps: int) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    model = GPT(GPTConfig(context_length=64, d_model=66, num_layers=1, num_heads=3, vocab_size=331))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        idx = torch.randint(331, (11, 65))
+        chunked_next_token_loss(*model.hidden_and_head(idx[:, :-1]), idx[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def test_no_bit_depends_on_it(two_threads, monkeypatch):
+    expected = weights_after(2)
+    assert torch.get_num_threads() == 2
+    force(monkeypatch, spinning=False)
+    before = teams()
+    with giving_way():
+        assert wait_until(lambda: teams() == before + SLEEPERS)
+        found = weights_after(2)
+    assert all(map(torch.equal, expected, found))
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_what_the_user_has_set_is_honoured(two_threads, monkeypatch, variable):
+    with giving_way():
+        assert "pace" in [thread.name for thread in threading.enumerate()]
+    monkeypatch.setenv(variable, "1")
+    with giving_way():
+        assert "pace" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_one_thread_has_no_barriers():
+    assert torch.get_num_threads() == 1
+    with giving_way():
+        assert "pace" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_machines_without_libgomp_are_left_alone(two_threads, monkeypatch):
+    class Other:
+        """LLVM's library, which has libgomp's entry points as well."""
+
+        GOMP_parallel = omp_pause_resource_all = kmp_set_blocktime = None
+
+    monkeypatch.setattr(threads.ctypes, "CDLL", lambda _: Other())
+    assert threads._libgomp() is None
+    monkeypatch.setattr(threads.ctypes, "CDLL", lambda _: object())
+    assert threads._libgomp() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(threads, "_TASKS", Path("/nonexistent"))
+    assert threads._libgomp() is None
+
+
+def test_training_and_sampling_give_way(two_threads, tmp_path, capsys, monkeypatch):
+    names: list[str] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_) -> None:
+            nonlocal names
+            names += [thread.name for thread in threading.enumerate()]
+
+    write_corpus(tmp_path)
+    decide.begin(tiny_config(tmp_path, "horizon=2steps", f"run_dir={tmp_path / 'run'}")).fit([Look()])
+    assert "pace" in names
+    assert "pace" not in [thread.name for thread in threading.enumerate()]
+
+    entered = []
+
+    @contextlib.contextmanager
+    def recorded():
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(threads, "giving_way", recorded)
+    generate.main(["--checkpoint", str(tmp_path / "run"), "--prompt", "a", "--max-new-tokens", "2"])
+    assert entered
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_real_contention_is_seen(two_threads):
+    """Beside as many busy processes as there are processors, the threads sleep within seconds."""
+    x = torch.zeros(2, 40_000).add_(1)
+    before, deadline = teams(), time.monotonic() + 30
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        with giving_way():
+            while teams() == before and time.monotonic() < deadline:
+                x.add_(1)
+            assert teams() == before + SLEEPERS
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -1,0 +1,144 @@
+"""Each promise that docs/runs.md makes under "Nothing is lost", and docs/security.md, and the tests that hold it.
+
+A new sentence there needs a test, or it is withdrawn.
+"""
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from gpt.errors import UserError
+from gpt.exchange.loading import open_model
+from gpt.text.corpus.corpus import DataConfig
+from gpt.text.prepare.prepare import prepare
+from gpt.text.shards import open_shards
+from gpt.text.tokenizer import TokenizerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = {  # "test_faults.py::test_full_disk" for each test, whatever its folder
+    f"{file.name}::{name}"
+    for file in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)\(", file.read_text(encoding="utf-8"), re.M)
+}
+
+# The page, the beginning of a sentence -> the tests that fail if it is not true.
+PROMISES: dict[str, dict[str, list[str]]] = {
+    "docs/runs.md": {
+        "A resumed run continues bit for bit": [
+            "test_faults.py::test_stopped_and_killed_again_and_again",
+            "test_catalogue.py::test_other_environments",
+            "test_thousand_kills.py::test_killed_at_random",
+        ],
+        "This is promised for a horizon in steps": ["test_faults.py::test_stopped_and_killed_again_and_again"],
+        "With a time as horizon": ["test_stopping.py::test_stopped_and_resumed_it_ends_in_time"],
+        "Tests show this on CPUs": ["test_faults.py::test_killed_before_the_first_checkpoint"],
+        "On CUDA, `trainer.deterministic=true`": ["test_gpu.py::test_deterministic_resume_is_exact_on_cuda"],
+        "Without it, a resumed run": [],
+        "Neither has ever been tried": [],
+        "A checkpoint is verified by its checksum": [
+            "test_faults.py::test_damaged_checkpoint",
+            "test_resuming.py::test_is_refused_before_anything_changes",
+        ],
+        "`resume=` takes the newest intact checkpoint": [
+            "test_faults.py::test_damaged_checkpoint",
+            "test_catalogue.py::test_going_back_is_refused",
+        ],
+        "Ctrl-C, SIGTERM and a lost connection": [
+            "test_catalogue.py::test_signals",
+            "test_callbacks.py::test_first_signal_asks_and_second_ends",
+        ],
+        "A NaN or infinite gradient": [
+            "test_faults.py::test_weights_that_are_not_finite",
+            "test_train.py::test_weights_that_an_update_has_spoilt",
+            "test_fp16.py::test_gradient_that_stays_broken",
+        ],
+        "On CUDA, in bf16 and fp32": ["test_gpu.py::test_late_check_names_the_steps_and_saves_nothing_after_them"],
+        "A full disk, running out of memory, or a second process": [
+            "test_checkpoint.py::test_full_disk",
+            "test_catalogue.py::test_limited_file_size",
+            "test_faults.py::test_out_of_memory",
+            "test_faults.py::test_two_runs_in_one_directory",
+            "test_session.py::test_micro_batch_shrinks",
+        ],
+    },
+    "docs/security.md": {
+        "No checkpoint, weight file or text can run code": [
+            "test_checkpoint.py::test_pickle_in_an_archive_is_never_run"
+        ],
+        "Checkpoints load with `weights_only=True`": [
+            "test_checkpoint.py::test_pickle_in_an_archive_is_never_run",
+        ],
+        "Configurations in checkpoints are data": ["test_config.py::test_stored_configurations_are_literal"],
+        "Hugging Face weights are read from safetensors, or": [
+            "test_huggingface.py::test_pickled_code",
+            "test_promises.py::test_other_weights_are_not_read",
+        ],
+        "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
+        "Checkpoints are verified by their checksums": [
+            "test_faults.py::test_damaged_checkpoint",
+            "test_shards.py::test_damage_is_named",
+        ],
+        "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
+        "Nothing is downloaded except": ["test_download.py::test_wrong_hash", "test_loading.py::test_hub"],
+        "Lightning releases that were malicious": ["test_promises.py::test_unsafe_releases_are_excluded"],
+        "Not promised": [],
+    },
+}
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page's last section."""
+    text = (ROOT / page).read_text(encoding="utf-8").rpartition("\n\n## ")[2].split("\n", 1)[1]
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(text.split()))
+
+
+@pytest.mark.parametrize("page", PROMISES)
+def test_every_promise_has_its_tests(page):
+    """Each sentence is listed here, in order, and the tests exist."""
+    found = sentences(page)
+    promises = PROMISES[page]
+    assert [sentence for sentence, start in zip(found, promises, strict=True) if not sentence.startswith(start)] == []
+    assert {test for tests in promises.values() for test in tests} - TESTS == set()
+
+
+def test_other_weights_are_not_read(tmp_path):
+    """A folder whose only weights are a pickle is refused, and the pickle is not opened."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 1}))
+
+    class Trap:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "sprung",))
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(UserError):
+        open_model(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_names_in_a_manifest_are_not_followed(tmp_path):
+    """Token files are found by their numbers; what else a manifest names is not opened."""
+    (tmp_path / "text.txt").write_text("to be or not to be " * 50)
+    config = DataConfig("text", str(tmp_path / "text.txt"))
+    (prepared,) = prepare(config, TokenizerConfig("byte"), 8, tmp_path / "cache").sources
+    (file,) = tmp_path.glob("cache/*/manifest.json")
+    manifest = json.loads(file.read_text())
+    manifest["files"] = manifest["splits"]["train"]["files"] = ["/etc/passwd", "../text.txt"]
+    manifest["splits"]["train"]["name"] = "../../text"
+    file.write_text(json.dumps(manifest))
+    try:
+        assert (open_shards(file.parent).train[:] == prepared.train[:]).all()
+    except UserError as refusal:
+        assert "passwd" not in str(refusal)
+
+
+def test_unsafe_releases_are_excluded():
+    """Lightning comes after the malicious 2.6.2 and 2.6.3 and the unsafe loading up to 2.6.5.
+
+    Resuming sets counters that are private to Lightning, so the upper bound moves only with a look at them.
+    """
+    (bounds,) = re.findall(r'"lightning>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    low, high = (tuple(map(int, bound.split("."))) for bound in bounds)
+    assert (2, 6, 6) <= low < high <= (2, 7)

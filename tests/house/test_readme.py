@@ -1,0 +1,371 @@
+"""README.md and the pages in docs/ are true: their commands run, and what they name exists.
+
+The quick tests parse every command and run the cheap ones in this process. The slow ones run each command as a reader
+would, in a copy of the project, except that trainings are shorter and models smaller. docs/attention.md has its own
+test, test_docs.py.
+"""
+
+import csv
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+import generate
+from gpt.files import flatten
+from gpt.training.command import refuse_contradictions
+from gpt.training.config.loading import to_plain, validate
+from gpt.training.config.schedule import parse_horizon
+from gpt.training.config.schema import Config
+from harness import ROOT, train
+
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "data/README.md"]
+PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
+TEXT = "\n".join(text for name, text in PAGES.items() if name != "docs/attention.md")
+PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.S)
+NAMED = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", PROSE))))
+BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.S)
+COMMANDS = list(  # each of them once
+    dict.fromkeys(
+        [line for block in BLOCKS for line in block.strip().splitlines()] + re.findall(r"`(python\s.+?)`", PROSE)
+    )
+)
+SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+RECIPES = {
+    name: package + text
+    for package, name, text in re.findall(r"```yaml\n(# @package _global_\n)?# (\S+\.yaml)\n(.*?)```", TEXT, re.S)
+}
+SHORT = (
+    "horizon=2steps model.d_model=32 model.num_heads=2 model.num_layers=1 model.context_length=64 "
+    "trainer.tokens_per_step=256 trainer.validate_every=2"
+)
+# What stands for something of the reader's, or would take long.
+MEANING = {
+    "FILE": "book.txt",
+    "runs/NAME": "runs/first",
+    "trainer.devices=8": "trainer.devices=2",
+    "hydra/sweeper=search": "hydra/sweeper=search hydra.sweeper.n_trials=2",
+    "8000steps": "4steps",
+    "1000steps": "2steps",
+    '"horizon"': '"model": {"d_model": 32, "num_layers": 1}, "horizon"',
+}
+SETS_UP = "pip install -e '.[dev]' && python -m pytest"  # .ci/run runs it, and this test is part of it
+NOT_RUN = {
+    SETS_UP,
+    "python -m pytest",
+    "python -m pytest -m slow",
+    "python -m pytest -m faults",
+    "python train.py experiment=finetune init_from=gpt2 data=text data.path=FILE",  # downloads half a gigabyte
+}
+
+
+def adapted(command: str) -> str:
+    """Put in the reader's names, and make trainings short."""
+    command = re.sub(r"^pip install -e \S+ && ", "", command).replace(" ...", "")
+    for name, meaning in MEANING.items():
+        command = command.replace(name, meaning)
+    trains = command.startswith("python train.py") and "resume=runs" not in command and "--cfg" not in command
+    short = " ".join(word for word in SHORT.split() if "init_from=" not in command or not word.startswith("model."))
+    return f"{command} trainer.device=cpu {short}" if trains else command
+
+
+RUN = list(  # some differ in nothing but the reader's names
+    dict.fromkeys(
+        adapted(command) for command in COMMANDS if command not in NOT_RUN and command.split()[0] != "tensorboard"
+    )
+)
+TRAININGS = [command for command in RUN if "train.py" in command]
+
+
+def words(command: str) -> list[str]:
+    """Split a command as a shell does, and keep what follows a pipe."""
+    return shlex.split(command.split(" | ")[-1])
+
+
+def write_texts(folder: Path) -> None:
+    """The reader's own files: a book, articles, a poem, notes, a callback, and the recipes."""
+    book = [f"word{i % 97} is {i}" for i in range(6000)]
+    files = {"book.txt": "\n".join(book), "poem.txt": "\n".join(book[:200]), "notes/one.md": "\n".join(book[:200])}
+    files["mymodule.py"] = "from lightning import Callback\n\n\ndef make_callback():\n    return Callback()\n"
+    for i in range(30):
+        articles = [json.dumps({"text": " ".join(book[j : j + 50])}) for j in range(i, 6000, 200)]
+        files[f"articles/{i}.jsonl"] = "\n".join(articles) + "\n"
+    for name, text in (files | RECIPES).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory) -> Path:
+    """A copy of the project with the reader's own files in it."""
+    folder = tmp_path_factory.mktemp("house")
+    for name in ("gpt", "configs", "docs", "train.py", "generate.py"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
+    write_texts(folder)
+    return folder
+
+
+def test_the_commands_are_found():
+    """Both lines of set-up are there, and enough of each kind of command."""
+    assert {"pip install -e . && python train.py", SETS_UP, "tensorboard --logdir runs"} <= set(COMMANDS)
+    assert sum("generate.py" in command for command in COMMANDS) >= 4
+    assert len(TRAININGS) >= 20
+    assert set(COMMANDS) >= NOT_RUN
+    assert {Path(name).parts[-2] for name in RECIPES} == {"experiment", "model"}
+    assert not any((ROOT / name).exists() for name in RECIPES)
+    assert len(SNIPPETS) >= 4
+
+
+def test_ci_runs_the_commands_for_the_tests():
+    """The README's own line, then the slow tests; every marker that the pages name exists."""
+    script = (ROOT / ".ci/run").read_text()
+    (pattern,) = re.findall(r"""grep -m1 "(.*?)" README.md""", script)
+    assert re.match(pattern.replace("\\.", "[.]"), SETS_UP)
+    assert f"\n{SETS_UP}\n" in PAGES["README.md"]
+    assert "python -m pytest -m slow" in script
+    markers = (ROOT / "pyproject.toml").read_text()
+    for marker in re.findall(r"-m pytest -m (\w+)", " ".join(NOT_RUN)):
+        assert f'"{marker}: ' in markers
+
+
+def composed(folder: Path, overrides: list[str]) -> Config:
+    """The configuration of a command line, with the files of that folder's configs/."""
+    if overrides[:1] == ["--config-dir"]:
+        overrides = [f"hydra.searchpath=[file://{folder / overrides[1]}]", *overrides[2:]]
+    with initialize_config_dir(str(folder / "configs"), version_base="1.3"):
+        return validate(compose("train", overrides))
+
+
+@pytest.mark.parametrize("command", TRAININGS)
+def test_training_command_composes(command, house):
+    """Hydra and every check of the configuration accept it; of a sweep, each job."""
+    given = words(command)[2:]
+    extra = given[:2] if given[0] == "--config-dir" else []
+    overrides = [word for word in given[len(extra) :] if word != "job" and not word.startswith(("-", "hydra"))]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    choices = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if override.is_sweep_override()
+        else [text]
+        for override, text in zip(parsed, overrides, strict=True)
+    ]
+    jobs = list(itertools.product(*choices))
+    assert len(jobs) == (2 if " -m optim" in command else 1)
+    for job in jobs:
+        refuse_contradictions(composed(house, [*extra, *job]), list(job))
+
+
+@pytest.mark.parametrize("command", [command for command in RUN if command not in TRAININGS])
+def test_other_command_parses(command, capsys):
+    """Its program exists and knows every option."""
+    python, *rest = words(command)
+    assert python == "python"
+    if rest[0] == "docs/map.py":
+        assert (ROOT / rest[0]).exists()
+    elif rest[0] == "-m":
+        module = import_module(rest[1])
+        if hasattr(module, "parse_arguments"):
+            module.parse_arguments(rest[2:])
+        else:
+            assert rest[2:] == []
+            assert find_spec(rest[1]) is not None
+    else:
+        assert rest[0] == "generate.py"
+        if rest[1:] == ["--help"]:
+            with pytest.raises(SystemExit):
+                generate.parse_arguments(["--help"])
+            assert "--prompt" in capsys.readouterr().out
+        else:
+            generate.parse_arguments(rest[1:])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(house, name):
+    """What its file says arrives at its keys; a model file that says two keys leaves all others as they are."""
+    group, file = Path(name).parts[-2:]
+    said = OmegaConf.to_container(OmegaConf.create(RECIPES[name]))
+    said.pop("defaults", None)
+    said = flatten(said if group == "experiment" else {group: said})
+    overrides = [f"{group}={Path(file).stem}"] + (["data.path=poem.txt"] if file == "poem.yaml" else [])
+    folder = Path(name).parts[0]
+    config = composed(house, [*(["--config-dir", folder] if folder != "configs" else []), *overrides])
+    assert said.items() <= flatten(to_plain(config)).items()
+    if group == "model":
+        plain = flatten(to_plain(composed(house, [])))
+        assert {key for key, value in flatten(to_plain(config)).items() if value != plain[key]} == set(said)
+
+
+def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
+    """A training, sampling, splitting text, comparing and measuring runs, in this process; figures are all named."""
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path)
+    own = ["data.cache=cache", "trainer.device=cpu"]
+    done = train("data=text", "data.path=book.txt", "run_dir=runs/first", *own, *SHORT.split(), "trainer.log_every=1")
+    assert done.returncode == 0, done.stderr
+    for command in RUN:
+        arguments = words(command)
+        if module := re.search(r"-m (gpt\.(?:tokens|compare|evaluate))", command):
+            import_module(module[1]).main(arguments[3:])
+        elif "generate.py --prompt" in command:
+            generate.main([*arguments[2:], "--max-new-tokens", "3"])
+        else:
+            continue
+        assert capsys.readouterr().out.strip(), command
+    for snippet in SNIPPETS:
+        if "transformers" not in snippet:
+            exec(adapted(snippet).replace('"path"', '"cache": "cache", "path"'), {})
+    out = capsys.readouterr().out
+    assert "trained" not in out  # that is what `report` prints
+    assert len(list((tmp_path / "runs").glob("*_run/metrics.json"))) == 1
+    assert "Name: val/loss, dtype: float64" in out
+    assert re.search(r"\[\(b'.*', -\d", out)  # tokens with their log-probabilities
+
+    page = PAGES["docs/runs.md"]
+    assert set(json.loads((tmp_path / "runs/first/metrics.json").read_text())) - NAMED == set()
+    with (tmp_path / "runs/first/metrics.csv").open(newline="") as file:
+        tags = {row["tag"] for row in csv.DictReader(file)}
+    assert {"train/loss", "val/loss"} < tags
+    assert [tag for tag in sorted(tags) if f"`{tag}`" not in page and not abbreviated(tag, page)] == []
+    assert [name.name for name in (tmp_path / "runs/first").iterdir() if not row_of(name.name, page)] == []
+
+
+def abbreviated(tag: str, page: str) -> bool:
+    """Whether the page names a family of curves of which this is one, such as `weights/update_ratio/layer_...`."""
+    return any(tag.startswith(family) for family in re.findall(r"`([\w/]+/\w*)\.\.\.`", page))
+
+
+def row_of(name: str, page: str) -> bool:
+    """Whether the page's table of files names this one."""
+    rows = " ".join(re.findall(r"^\| (`.*?) \|", page, re.M))
+    return any(re.fullmatch(re.escape(file).replace(r"\*", ".*"), name) for file in re.findall(r"`([\w.*-]+)", rows))
+
+
+def test_every_key_and_choice_is_named():
+    """The table in docs/configuration.md names every key of the configuration, and every file in configs/."""
+    printed = train("--cfg", "job").stdout
+    keys = set(re.findall(r"^\s*(\w+):", printed, re.M)) - {"name", "experiment"}
+    assert {"horizon", "context_length", "tokens_per_step"} < keys
+    page = PAGES["docs/configuration.md"]
+    assert keys - set(re.findall(r"\w+", " ".join(re.findall(r"^\|.*", page, re.M)))) == set()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \|", page, re.M))
+    for group in [folder for folder in (ROOT / "configs").iterdir() if folder.is_dir() and folder.name != "hydra"]:
+        assert set(re.findall(r"`(\w+)`", rows[group.name])) == {file.stem for file in group.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/training.md"])
+def test_every_horizon_is_one(name):
+    """`2000steps` and the others in that sentence."""
+    (sentence,) = re.findall(r"`horizon` says how long to train: (.*?)[.;]", PAGES[name], re.S)
+    horizons = re.findall(r"`(\w+)`", sentence)
+    assert len(horizons) >= 6
+    for horizon in horizons:
+        parse_horizon(horizon)
+
+
+def test_every_option_of_generate_exists(capsys):
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--help"])
+    known = capsys.readouterr().out
+    named = re.findall(r"`(--[\w-]+)", PAGES["docs/sampling.md"])
+    assert len(named) >= 8
+    assert [option for option in named if option not in known] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/machines.md"])
+def test_benchmarks_exist(name):
+    """Each script in the table of speeds, with the option it is given there."""
+    table = PAGES[name].split("## How fast it is")[1]
+    commands = re.findall(r"\| `(\w+\.py)( --\w+)?[^`]*` \|$", table, re.M)
+    assert len(commands) >= 4
+    for script, option in commands:
+        assert not option or f'"{option.strip()}"' in (ROOT / "benchmarks" / script).read_text(), (script, option)
+
+
+@pytest.mark.parametrize("name", [*PAGES, "benchmarks/LOG.md"])
+def test_links_lead_somewhere(name):
+    """Each link to a file or to a heading of a page."""
+    for target in re.findall(r"\]\(((?!https?:)[^)]+)\)", (ROOT / name).read_text(encoding="utf-8")):
+        path, _, heading = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)", file.read_text(encoding="utf-8"), re.M) if heading else []
+        assert not heading or heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings]
+
+
+def run(folder: Path, command: str) -> str:
+    """Run a command that must succeed, in a shell whose `python` is this one; return what it prints."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"WANDB_MODE": "offline", "HOME": str(folder)}
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def lived_in(house) -> Path:
+    """The house with a first run."""
+    run(house, f"python train.py data=text data.path=book.txt run_dir=runs/first {SHORT}")
+    return house
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_command(lived_in, command):
+    """It succeeds and prints something."""
+    if "wandb" in command and find_spec("wandb") is None:
+        pytest.skip("NOT TESTED: wandb is not installed")
+    shutil.rmtree(lived_in / "my-model", ignore_errors=True)
+    assert run(lived_in, command).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=[re.search(r"import ([\w, ]+)", snippet)[1] for snippet in SNIPPETS])
+def test_snippet(lived_in, snippet):
+    """It runs as a program of its own."""
+    if "my-model" in snippet and not (lived_in / "my-model").exists():
+        run(lived_in, "python -m gpt.export --checkpoint runs/first --to my-model")
+    (lived_in / "snippet.py").write_text(adapted(snippet))
+    assert run(lived_in, "python snippet.py").strip()
+
+
+@pytest.mark.slow
+def test_tensorboard(lived_in):
+    """`tensorboard --logdir runs` finds the runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tensorboard = str(Path(sys.executable).parent / "tensorboard")
+    arguments = [tensorboard, "--logdir", "runs", "--port", str(port)]
+    server = subprocess.Popen(arguments, cwd=lived_in, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=10) as answer:
+                    if "first" in json.load(answer):
+                        break
+            except OSError:
+                pass
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+    finally:
+        server.terminate()
+        server.wait(timeout=30)

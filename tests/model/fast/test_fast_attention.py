@@ -1,0 +1,59 @@
+"""The faster routes of attention against their plain twin."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from gpt.model.attention import attention
+from gpt.model.fast.attention import in_halves, prefers_fused_kernel
+
+D = 5
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
+def test_halves_are_the_whole(T, S):
+    """Splitting the queries gives the output and gradients of the formula, with or without earlier keys."""
+    torch.manual_seed(5)
+    inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
+    mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
+    results = []
+    for function in (attention, partial(in_halves, attention)):
+        output = function(*inputs, mask)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
+    torch.testing.assert_close(results[0], results[1])
+    every = in_halves(attention, *inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
+    torch.testing.assert_close(every, results[0][0])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_halves_are_split_only_when_long(dropout):
+    """Up to 256 queries one call does all of it; beyond, two calls do, and the first needs no late key."""
+    calls = []
+
+    def recording(queries, keys, values, mask, dropout):
+        calls.append((len(queries), len(keys), len(values), tuple(mask.shape), dropout))
+        return attention(queries, keys, values, mask)
+
+    mask = torch.ones(301, 301, dtype=torch.bool).triu(1)
+    for T in (256, 257):
+        in_halves(recording, torch.zeros(T, D), torch.zeros(301, D), torch.zeros(301, D), mask[301 - T :], dropout)
+    assert calls == [
+        (256, 301, 301, (256, 301), dropout),
+        (128, 172, 172, (128, 172), dropout),
+        (129, 301, 301, (129, 301), dropout),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "requires_grad", "T", "expected"),
+    [
+        (torch.float32, True, 7, True),
+        (torch.bfloat16, False, 7, True),
+        (torch.bfloat16, True, 1025, True),
+        (torch.bfloat16, True, 1024, False),
+    ],
+)
+def test_preferred_path(dtype, requires_grad, T, expected):
+    """On a CPU the fused kernel is preferred, except for bfloat16 training on at most 1,024 tokens."""
+    assert prefers_fused_kernel(torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=requires_grad)) is expected

@@ -1,0 +1,269 @@
+"""The chunked loss against its plain twin and `F.cross_entropy`: its value, its gradients, its memory."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt.model.fast import loss as module
+from gpt.model.fast.loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE, next_token_loss
+
+N, C, V = 13, 7, 23
+
+
+class Recorder(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation returns, and the type of each matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.products = 0, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if operation.overloadpacket is torch.ops.aten.mm:
+            self.products.append(args[0].dtype)
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.largest = max(self.largest, value.numel())
+        return result
+
+
+def make_problem(ignored: slice = slice(0), n: int = N, v: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeded hidden (n, C) and head weight (v, C), both to be differentiated, and targets (n), some of them ignored."""
+    generator = torch.Generator().manual_seed(n)
+    hidden = torch.randn(n, C, generator=generator).requires_grad_()
+    weight = torch.randn(v, C, generator=generator).requires_grad_()
+    targets = torch.randint(v, (n,), generator=generator)
+    targets[ignored] = IGNORE
+    return hidden, weight, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same loss from all logits at once, independent of both twins."""
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+
+
+@pytest.fixture
+def set_rows(monkeypatch) -> Callable[..., None]:
+    """Have the loss compute that many rows of logits (v) at a time."""
+    return lambda rows, v=V, itemsize=4: monkeypatch.setitem(module.CHUNK_BYTES, "cpu", rows * v * itemsize)
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return ((value.float() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "ignored",
+    [slice(0), slice(None, None, 3), slice(5), slice(3, N), slice(1, None), slice(None)],
+    ids=["none", "some", "first-chunk", "later-chunks", "all-but-one", "all"],
+)
+@pytest.mark.parametrize("rows", [1, 5, N, 170])
+@pytest.mark.parametrize("width", [7, 2048])
+def test_equals_its_plain_twin(dtype, ignored, rows, width, monkeypatch, set_rows):
+    """However rows and vocabulary are cut, whatever is ignored, value and gradients are those of `next_token_loss`."""
+    monkeypatch.setattr(module, "SLICE", width)
+    set_rows(rows, itemsize=dtype.itemsize)
+    results = []
+    for function in (chunked_next_token_loss, next_token_loss):
+        hidden, weight, targets = make_problem(ignored, n=101)
+        hidden = hidden.detach().to(dtype).requires_grad_()
+        loss = function(hidden, weight, targets)
+        results.append((loss.detach(), *torch.autograd.grad(loss, [hidden, weight])))
+    assert [tensor.dtype for tensor in results[0]] == [torch.float32, dtype, torch.float32]
+    assert [tensor.dtype for tensor in results[1]] == [torch.float32, dtype, torch.float32]
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=2e-4 if dtype == torch.bfloat16 else 1e-6)
+    for fast, plain in zip(results[0][1:], results[1][1:], strict=True):
+        if dtype == torch.float32 or not plain.any():
+            torch.testing.assert_close(fast, plain, atol=1e-6, rtol=1e-5)
+        else:
+            assert relative_error(fast, plain.float()) < 0.005
+
+
+def test_gradients_are_given_once():
+    """They may be added to where they stand, so a second pass over the same loss is refused and not wrong."""
+    hidden, weight, targets = make_problem()
+    loss = chunked_next_token_loss(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="went to an earlier backward pass"):
+        loss.backward()
+
+
+def test_large_logits(set_rows):
+    """Logits of thousands neither overflow nor lose the loss."""
+    set_rows(5)
+    hidden, weight, targets = make_problem()
+    hidden = (1000 * hidden).detach().requires_grad_()
+    loss, expected = chunked_next_token_loss(hidden, weight, targets), reference(hidden, weight, targets)
+    assert expected > 1000
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [hidden, weight]), atol=1e-4, rtol=1e-4)
+
+
+def test_upstream_gradient(set_rows):
+    """What is done to the loss afterwards scales the gradients, and what came before receives them."""
+    set_rows(5)
+    hidden, weight, targets = make_problem()
+    mixer = torch.randn(C, C, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    parameters = [hidden, weight, mixer]
+    gradients = torch.autograd.grad(3 * chunked_next_token_loss(hidden @ mixer, weight, targets), parameters)
+    expected = torch.autograd.grad(reference(hidden @ mixer, weight, targets), parameters)
+    torch.testing.assert_close(gradients, tuple(3 * gradient for gradient in expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 170])
+@pytest.mark.parametrize("width", [None, 7, 22])
+def test_bfloat16(of_weight, rows, width, monkeypatch, set_rows):
+    """With hidden states in bfloat16 the products are, but softmax and sums are in fp32, and so is the loss."""
+    set_rows(rows, itemsize=2)
+    if width:
+        monkeypatch.setattr(module, "SLICE", width)
+    hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
+    exact = reference(hidden, weight, targets).item()
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    expected_gradients = torch.autograd.grad(expected, [hidden, weight])
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    weight = weight.detach().to(of_weight).requires_grad_()
+    with Recorder() as recorder:
+        loss = chunked_next_token_loss(hidden, weight, targets)
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    assert set(recorder.products) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, atol=0.0, rtol=2e-4)
+    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near that of fp32, but not the same
+    assert [gradient.dtype for gradient in gradients] == [hidden.dtype, weight.dtype]
+    tolerance = 0.004 if of_weight == torch.float32 else 0.02  # bfloat16 weights have theirs summed in bfloat16
+    assert all(relative_error(*pair) < tolerance for pair in zip(gradients, expected_gradients, strict=True))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context, set_rows):
+    """Where no gradients are wanted the value is the same, and nothing is kept for a backward pass."""
+    set_rows(5)
+    hidden, weight, targets = make_problem(slice(5))
+    with context(), Recorder() as recorder:
+        loss = chunked_next_token_loss(hidden, weight, targets)
+    assert not loss.requires_grad
+    assert len(recorder.products) == 3  # one of each chunk
+    assert torch.equal(loss, chunked_next_token_loss(hidden, weight, targets).detach())
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_input(frozen, set_rows):
+    """Only what requires a gradient gets one."""
+    set_rows(5)
+    problem = make_problem()
+    problem[frozen].requires_grad_(False)
+    chunked_next_token_loss(*problem).backward()
+    assert problem[frozen].grad is None
+    (expected,) = torch.autograd.grad(reference(*problem), [problem[1 - frozen]])
+    torch.testing.assert_close(problem[1 - frozen].grad, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_arguments_are_left_alone(set_rows):
+    """The loss works in place, but never on what it was given."""
+    set_rows(5)
+    problem = make_problem(slice(5))
+    copies = [tensor.detach().clone() for tensor in problem]
+    chunked_next_token_loss(*problem).backward()
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(problem, copies, strict=True))
+
+
+def test_second_derivative_is_refused():
+    """Gradients are made in the forward pass, so they have none of their own: an error, not silent zeros."""
+    hidden, weight, targets = make_problem()
+    (gradient,) = torch.autograd.grad(
+        chunked_next_token_loss(hidden, weight, targets).square(), hidden, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_never_holds_all_logits(set_rows):
+    """No tensor of forward and backward is larger than a chunk of logits, where plain cross-entropy makes them all."""
+    set_rows(11, 1009)
+    problem = make_problem(n=101, v=1009)
+    with Recorder() as chunked:
+        chunked_next_token_loss(*problem).backward()
+    with Recorder() as plain:
+        reference(*problem).backward()
+    assert chunked.largest == 11 * 1009
+    assert plain.largest == 101 * 1009
+
+
+def test_sliced_logits_are_a_chunk(monkeypatch, set_rows):
+    """In bfloat16 over slices, too, no tensor is larger than a chunk of logits and the inputs."""
+    set_rows(11, 1009, itemsize=2)
+    monkeypatch.setattr(module, "SLICE", 128)
+    hidden, weight, targets = make_problem(n=203, v=1009)
+    with Recorder() as recorder:
+        chunked_next_token_loss(hidden.bfloat16(), weight, targets).backward()
+    assert recorder.largest == 11 * 1009
+
+
+@pytest.mark.parametrize(("chunk_bytes", "rows"), [(4 * 11 * 1009 + 5, 11), (7, 1)])
+def test_default_rows(monkeypatch, chunk_bytes, rows):
+    """By default a chunk has as many rows as the device's share of memory allows, and at least one."""
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk_bytes)
+    hidden, weight, targets = make_problem(n=53, v=1009)
+    with Recorder() as recorder:
+        chunked_next_token_loss(hidden.detach(), weight.detach(), targets)
+    assert len(recorder.products) == math.ceil(53 / rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scored_slice_by_slice(dtype, monkeypatch):
+    """Without gradients no slice has to wait for the others, so a chunk is one of a slice's logits."""
+    monkeypatch.setattr(module, "SLICE", 128)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", dtype.itemsize * 53 * 128)
+    hidden, weight, targets = make_problem(slice(5), n=53, v=1009)
+    with torch.no_grad(), Recorder() as recorder:
+        loss = chunked_next_token_loss(hidden.to(dtype), weight, targets)
+    assert (len(recorder.products), recorder.largest) == (8, 53 * 128)
+    learning = chunked_next_token_loss(hidden.to(dtype), weight, targets)
+    assert loss.item() == pytest.approx(learning.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1536, 50257])
+@pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
+def test_slices(vocab_size, device, widest):
+    """They cover the vocabulary once; on a GPU all but fewer than 64 tokens are in one whose rows are aligned."""
+    slices = module._slices(vocab_size, device)
+    assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
+    widths = [part.stop - part.start for part in slices]
+    assert max(widths) <= widest
+    if device == "cuda":
+        assert all(width % 64 == 0 for width in widths[:-1]) and vocab_size - widths[0] < 64
+
+
+def test_scale():
+    """In fp16, whose smallest number is 6e-8, the gradients of many logits need the scale of the loss."""
+    hidden, weight, targets = make_problem(n=4001, v=5003)
+    weight = (weight * 0.02).detach().requires_grad_()  # all tokens nearly as likely, as at the start of a training
+    half = hidden.detach().half().requires_grad_()
+    expected = torch.autograd.grad(reference(half.float(), weight, targets), (half, weight))
+    errors = {}
+    for scale in (1.0, 65536.0, torch.tensor(65536.0)):
+        loss = chunked_next_token_loss(half, weight, targets, scale=scale)
+        gradients = torch.autograd.grad(loss * 65536 / 3, (half, weight))  # a third, as if gradients accumulated
+        pairs = zip(gradients, expected, strict=True)
+        errors[scale] = [relative_error(own.float() * 3 / 65536, right.float()) for own, right in pairs]
+    unscaled, scaled, as_tensor = errors.values()
+    assert as_tensor == scaled
+    assert max(scaled) < 0.006 < 0.012 < min(unscaled)
+
+    plain, with_scale = (
+        torch.autograd.grad(chunked_next_token_loss(hidden, weight, targets, scale=scale) * factor, (hidden, weight))
+        for scale, factor in ((1.0, 1.0), (64.0, 64.0))
+    )
+    for own, right in zip(with_scale, plain, strict=True):
+        assert torch.equal(own / 64, right)

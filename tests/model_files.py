@@ -1,0 +1,54 @@
+"""Small models with random weights, checkpoints of them, and a disk that is too small for them."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from gpt.exchange import checkpoint
+from gpt.model.transformer import GPT, GPTConfig, ModelConfig
+from gpt.text.tokenizer import Tokenizer, byte_tokenizer
+
+SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=2, num_heads=7)
+
+
+def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, seed: int = 3, scale: float = 0) -> GPT:
+    """A model whose every weight, biases and gains included, is `scale` times a random number off its initial value."""
+    torch.manual_seed(seed)
+    vocab_size = (tokenizer or byte_tokenizer()).vocab_size
+    model = GPT(GPTConfig(**asdict(shape), vocab_size=vocab_size)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return model
+
+
+def payload_of(model: GPT, tokenizer: Tokenizer | None = None, **record: object) -> dict:
+    """What a checkpoint of a model must hold, with what else is to be in the record."""
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"}
+    tokens = (tokenizer or byte_tokenizer()).to_dict()
+    return {"format": 1, "state_dict": weights, "config": {"model": shape}, "tokenizer": tokens} | record
+
+
+def write_run(folder: Path, *args, tokenizer: Tokenizer | None = None, record: dict | None = None, **options) -> GPT:
+    """Write a run directory whose best checkpoint is `small_model(*args, tokenizer, **options)`, and return that."""
+    model = small_model(*args, tokenizer=tokenizer, **options)
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(payload_of(model, tokenizer, **(record or {})), folder / "checkpoints/best.ckpt")
+    return model
+
+
+@contextlib.contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Let no file grow beyond a number of bytes, as where a disk is full."""
+    import resource  # which Windows lacks
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

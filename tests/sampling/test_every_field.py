@@ -1,0 +1,141 @@
+"""Each field of `ModelConfig`, turned away from its default: every way to run the model agrees with it, or refuses.
+
+A new field that a cache, a packed weight, a page or an export does not know about would otherwise be ignored there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from gpt.errors import UserError
+from gpt.exchange import gguf, huggingface
+from gpt.model.transformer import GPT, GPTConfig, ModelConfig
+from gpt.sampling.packed import pack_weights
+from gpt.text.tokenizer import byte_tokenizer
+from small_models import make_idx, make_model
+
+SMALL = GPTConfig(context_length=23, d_model=32, num_layers=2, num_heads=4, vocab_size=257)
+OTHER = {
+    "context_length": 29,
+    "d_model": 64,
+    "num_layers": 3,
+    "num_heads": 2,
+    "dropout": 0.3,
+    "qkv_bias": False,
+}
+T = 23
+
+
+def test_every_field_has_another_value():
+    """A new field gets its line in the table above, with a value that is not its default."""
+    fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+    assert OTHER.keys() == fields.keys(), "add each new field of ModelConfig to OTHER, with another value than usual"
+    assert [name for name, value in OTHER.items() if value in (fields[name], getattr(SMALL, name))] == []
+
+
+def plain(config: GPTConfig, idx: Tensor) -> Tensor:
+    """The logits as the attention notes compute them, by no kernel but the plain one."""
+    model = make_model(config, std=0.15)
+    for block in model.blocks:
+        block.attention.fused_kernel = False
+    return model(idx)
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER if name != "dropout"])  # which acts in training only
+@torch.no_grad()
+def test_every_field_changes_the_model(name):
+    idx = make_idx(257, 1, T)
+    assert not torch.allclose(plain(dataclasses.replace(SMALL, **{name: OTHER[name]}), idx), plain(SMALL, idx))
+
+
+def cached(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    caches = model.new_caches()
+    return torch.cat([model(idx[:, t : t + 1], caches) for t in range(T)], dim=1)
+
+
+def cached_in_parts(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    caches = model.new_caches()
+    return torch.cat([model(part, caches) for part in idx.split(7, dim=1)], dim=1)
+
+
+def padded(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    shorter, starts = torch.cat([idx[:, :1], idx[:, :-1]], dim=1), torch.tensor([1])
+    logits = model.head(model.hidden(shorter, starts=starts))[:, 1:]
+    return torch.cat([logits, model(idx)[:, -1:]], dim=1)  # of the padded row, the last token has no room
+
+
+def for_training(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    hidden, head = model.hidden_and_head(idx)
+    return hidden @ head.T
+
+
+def packed_bf16(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    return cached(pack_weights(model, "bf16"), idx, folder).float()
+
+
+def packed_int8(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    return cached(pack_weights(model, "int8"), idx, folder).float()
+
+
+def compiled(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):  # what is compiled, and not the compiler
+        return cached(pack_weights(model, "fp32", compiled=True), idx, folder)
+
+
+def in_transformers(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    huggingface.write(model, byte_tokenizer(), folder)
+    return AutoModelForCausalLM.from_pretrained(folder)(idx).logits
+
+
+def in_gguf(model: GPT, idx: Tensor, folder: Path) -> Tensor:
+    """What GPT-2 makes of the weights in the file, in whose every layer llama.cpp computes the same."""
+    gguf.write(model, byte_tokenizer(), folder / "model.gguf", "f32")
+    reader = GGUFReader(folder / "model.gguf")
+    shape = {ours: reader.fields[f"gpt2.{theirs}"].contents() for ours, theirs in GGUF_SHAPE.items()}
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=257, **shape)).eval()
+    state = {}
+    for tensor in reader.tensors:
+        *block, name, kind = tensor.name.split(".")
+        weight, place = torch.from_numpy(tensor.data.copy()), [GGUF_NAMES[name], kind]
+        if block:
+            place = ["transformer.h", block[1], *place]
+        is_linear = bool(block) and weight.ndim == 2
+        state[".".join(place)] = weight.T if is_linear else weight  # `transformers` keeps them (in, out)
+    state.pop("lm_head.weight", None)
+    theirs.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+    return theirs(idx).logits
+
+
+GGUF_SHAPE = {"n_positions": "context_length", "n_embd": "embedding_length", "n_layer": "block_count"}
+GGUF_SHAPE |= {"n_head": "attention.head_count", "layer_norm_epsilon": "attention.layer_norm_epsilon"}
+GGUF_NAMES = {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f"}
+GGUF_NAMES |= {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"}
+GGUF_NAMES |= {"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", "output": "lm_head"}
+
+WAYS: dict[Callable[[GPT, Tensor, Path], Tensor], float] = {  # and how far off they may be
+    **dict.fromkeys([cached, cached_in_parts, padded, for_training, compiled, in_transformers, in_gguf], 1e-5),
+    **dict.fromkeys([packed_bf16, packed_int8], 0.03),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", OTHER)
+@torch.no_grad()
+def test_every_way_agrees_or_refuses(name, way, tmp_path):
+    """The mean error of its logits, in standard deviations of the plain model's."""
+    config = dataclasses.replace(SMALL, **{name: OTHER[name]})
+    idx = make_idx(257, 1, T)
+    expected = plain(config, idx)
+    try:
+        result = way(make_model(config, std=0.15), idx, tmp_path)
+    except UserError:
+        return
+    error = (result - expected).abs().mean() / expected.std()
+    assert error < WAYS[way]

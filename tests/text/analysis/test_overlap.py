@@ -1,0 +1,44 @@
+"""Copied passages: what the slow search finds, at any size of the blocks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt.text.analysis import overlap
+from gpt.text.analysis.overlap import LEAST, find_overlap
+
+few = st.lists(st.integers(0, 1), max_size=41)  # of two tokens, so that texts have much in common
+
+
+def slow(text: list[int], corpus: list[int]) -> tuple[int, int]:
+    """The length and the start of the first longest common passage."""
+    inside = bytes(corpus)
+    for length in range(len(text), LEAST - 1, -1):
+        for start in range(len(text) - length + 1):
+            if bytes(text[start : start + length]) in inside:
+                return length, start
+    return 0, 0
+
+
+@given(few, few, few, few)
+def test_any_texts(a, b, c, d):
+    """The longest passage, and exactly the tokens that are in one of eight or more."""
+    text, corpus = a + b + c, d + b + a
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "AT_ONCE", 13)
+        found = find_overlap(np.array(text, int), np.array(corpus, "uint16"))
+    assert (found.length, found.start) == slow(text, corpus)
+    inside, copied = bytes(corpus), np.zeros(len(text), bool)
+    for start in range(len(text) - LEAST + 1):
+        if bytes(text[start : start + LEAST]) in inside:
+            copied[start : start + LEAST] = True
+    assert found.copied.tolist() == copied.tolist()
+
+
+def test_only_the_beginning_of_a_large_corpus(monkeypatch):
+    """What stands behind the searched part is not found."""
+    corpus = np.arange(97, dtype="uint32")
+    assert find_overlap(corpus[60:80].astype(int), corpus).length == 20
+    monkeypatch.setattr(overlap, "SEARCHED", 71)
+    assert find_overlap(corpus[60:80].astype(int), corpus).length == 11

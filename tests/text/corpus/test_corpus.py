@@ -1,0 +1,497 @@
+"""Corpora: their documents in pieces, their configuration, their hash, and one line for each mistake."""
+
+import dataclasses
+import errno
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpt.text.corpus.corpus
+import gpt.text.corpus.hashes
+from gpt.files import CACHE_TAG
+from gpt.text.cache import read_json, write_json
+from gpt.text.corpus import formats
+from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.corpus import Corpus, Piece, open_corpus
+from gpt.text.pieces import cut
+from harness import ROOT, refusal
+
+TEXT = "Naïve text: 10 € for a café, 中文 and 😀.\r\n\tIts lines\nstay as they are. \n"
+NOWHERE = Path("no cache is needed")
+
+
+def open_quietly(path: object, **more) -> Corpus:
+    """The corpus of the text at a path; whatever is said of it fails the test."""
+    return open_corpus(DataConfig("text", path if isinstance(path, list) else str(path), **more), NOWHERE, pytest.fail)
+
+
+def documents_of(corpus: Corpus) -> list[str]:
+    """The documents that a corpus consists of."""
+    return [text for _, text in whole(list(corpus.pieces()))]
+
+
+def read(path: object, **more) -> list[str]:
+    """The documents of the text at a path."""
+    return documents_of(open_quietly(path, **more))
+
+
+# --- documents ---
+
+
+def test_a_folder_of_every_format(tmp_path, fill):
+    """Each file as its name says, in one order; tables that are no format of ours are named, as they are raw text."""
+    fill(tmp_path, a__txt=TEXT, b__jsonl='{"text": "two"}\n{"text": "three"}', d__json="[4]", g__csv="eight,nine")
+    pq.write_table(pa.table({"text": ["five", None, "six"]}), tmp_path / "c.parquet")
+    said: list[str] = []
+    corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
+    assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
+    remedy = "commas and quotes included: convert to .jsonl or .parquet and set data.text_field=COLUMN"
+    assert said == [f"d.json and 1 more are tables, taken as raw text, {remedy}"]
+    (tmp_path / "g.csv").unlink()
+    open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
+    assert said[1:] == [f"d.json is a table, taken as raw text, {remedy}"]
+
+
+def test_text_field_and_errors(tmp_path, fill):
+    """What is configured reaches the reader; of many files the bad one is named."""
+    fill(tmp_path, a__jsonl=b'{"body": "caf\xe9", "text": "no"}')
+    assert read(tmp_path, text_field="body", errors="replace") == ["caf\ufffd"]
+    line = refusal(read, tmp_path, text_field="title", errors="replace")
+    assert line == f"{tmp_path / 'a.jsonl'}: line 1 has no text under 'title'; name the key with data.text_field="
+    fill(tmp_path / "many", **{f"{i}__txt": f"text {i}" for i in range(100, 200)} | {"150__txt": b"caf\xe9"})
+    remedy = "convert it first, for example with iconv -t utf-8, or set data.errors=replace"
+    bad = tmp_path / "many/150.txt"
+    assert refusal(read, tmp_path / "many") == f"{bad}: not UTF-8 (byte 0xe9 at offset 3); {remedy}"
+
+
+# --- mistakes ---
+
+
+def test_language_c(tmp_path, fill):
+    """Names, texts and messages do not depend on the language of the system."""
+    fill(tmp_path, **{"café__txt": TEXT, "中文__jsonl": '{"text": "一"}'})
+    code = (
+        "import sys; from pathlib import Path; from gpt.console import command_line; "
+        "from gpt.text.corpus.corpus import *\n"
+        "with command_line('x'):\n"
+        "    corpus = open_corpus(DataConfig('text', sys.argv[1]), Path(sys.argv[2]))\n"
+        "    texts = [*map(str().join, (blocks for file in corpus.files for blocks in corpus.read(file)))]\n"
+        "    print(corpus.sha256(Path(sys.argv[2])), ascii(texts))\n"
+        "    from gpt.text.corpus.files import *; find_text_files(sys.argv[1] + '/\\xe9', Path())"
+    )
+    for more in ({}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path, tmp_path / "cache"],
+            env={"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONPATH": str(ROOT), **more},
+            capture_output=True,
+        )
+        expected = f"{open_quietly(tmp_path).sha256(tmp_path / 'cache')} {[TEXT, '一']!a}"
+        assert done.stdout.decode("ascii").splitlines() == [expected]
+        assert done.returncode == 2
+        assert done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"x: data.path=")
+
+
+def test_url_without_a_hash():
+    """What is fetched is checked, so its hash has to be known."""
+    line = refusal(read, "https://example.com/a.txt")
+    assert line == "data.path='https://example.com/a.txt' needs the hash of its file: data.sha256="
+
+
+BY_NAME_AND_IN_A_FOLDER = pytest.mark.parametrize(
+    "named", [pytest.param(True, id="by name"), pytest.param(False, id="in a folder")]
+)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["broken disk", "stale handle"])
+@BY_NAME_AND_IN_A_FOLDER
+def test_file_that_fails(tmp_path, named, number, monkeypatch, fill):
+    """A file that can be opened but not read is named, and not passed over."""
+    file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
+
+    class Failing(io.FileIO):
+        def readinto(self, buffer):
+            raise OSError(number, os.strerror(number))
+
+    opened = Path.open
+
+    def open_failing(path: Path, *how, **more):
+        return io.BufferedReader(Failing(path)) if path == file else opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", open_failing)
+    reason = f"cannot be read ({os.strerror(number)}); fix that, or move the file away"
+    assert refusal(read, file if named else tmp_path) == f"{file}: {reason}"
+    assert refusal(open_quietly(tmp_path).sha256, tmp_path / "cache") == f"{file}: {reason}"
+
+
+def test_file_that_goes_away(tmp_path, fill):
+    """A file that vanishes after it was found."""
+    file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
+    corpus = open_quietly(tmp_path)
+    file.unlink()
+    reason = "cannot be read (No such file or directory); fix that, or move the file away"
+    for attempt in (corpus.stamp, lambda: corpus.sha256(tmp_path), lambda: list(corpus.pieces())):
+        assert refusal(attempt) == f"{file}: {reason}"
+
+
+# --- the configuration ---
+
+
+def test_config_that_is_valid():
+    """The default, and the least of each."""
+    assert dataclasses.asdict(DataConfig())["name"] == "python_docs"
+    assert DataConfig("text", "a", validation_bytes=1).paths == ["a"]
+    assert DataConfig("text", ["a", None, 1984, ""], validation_bytes=1_000_000_000).paths == ["a", "1984"]
+    assert DataConfig("text", 0).paths == ["0"]
+    assert DataConfig().paths == []
+    assert DataConfig("tinyshakespeare", errors="replace").paths == []
+    assert DataConfig("huggingface", "a/b", max_bytes=1).paths == ["a/b"]
+    assert DataConfig("mix", ["a.txt", "python_docs"], [0.001, 3]).paths == ["a.txt", "python_docs"]
+
+
+NEEDS_A_FILE = "data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'"
+NEEDS_A_NAME = "data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories"
+NEEDS_A_MIX = "data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'"
+ONLY_WITH_TEXT = "works only with data=text: add that, or leave the path out"
+NO_FIT = "does not fit: only data=mix takes weights, one for each data.path"
+RANGE = "is out of range: it must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (
+            "data.name='bible' is not known: choose from "
+            "python_docs, python_stdlib, tinyshakespeare, text, huggingface, mix",
+            {"name": "bible"},
+        ),
+        ("data.errors='ignore' is not known: choose from strict, replace", {"errors": "ignore"}),
+        (NEEDS_A_FILE, {"name": "text"}),
+        (NEEDS_A_FILE, {"name": "text", "path": ""}),
+        (NEEDS_A_FILE, {"name": "text", "path": []}),
+        (NEEDS_A_FILE, {"name": "text", "path": [""]}),
+        (NEEDS_A_NAME, {"name": "huggingface"}),
+        (NEEDS_A_NAME, {"name": "huggingface", "path": ["a", "b"]}),
+        (f"data.path='a.txt' {ONLY_WITH_TEXT}", {"path": "a.txt"}),
+        (f"data.path=['a', 'b'] {ONLY_WITH_TEXT}", {"name": "tinyshakespeare", "path": ["a", "b"]}),
+        (NEEDS_A_MIX, {"name": "mix"}),
+        (NEEDS_A_MIX, {"name": "mix", "path": "a.txt", "weights": [1]}),
+        (NEEDS_A_MIX, {"name": "mix", "path": ["a.txt", "a.txt"], "weights": [1, 2]}),
+        (f"data.weights=[] {NO_FIT}", {"name": "mix", "path": ["a", "b"]}),
+        (f"data.weights=[1, 2, 3] {NO_FIT}", {"name": "mix", "path": ["a", "b"], "weights": [1, 2, 3]}),
+        (f"data.weights=[1] {NO_FIT}", {"name": "text", "path": "a", "weights": [1]}),
+        *(
+            (
+                f"data.weights=[3, {weight}] is out of range: each must be above 0",
+                {"name": "mix", "path": ["a", "b"], "weights": [3, weight]},
+            )
+            for weight in (0, -0.5, float("inf"), float("nan"))
+        ),
+        (f"data.validation_bytes=0 {RANGE} and at most 1000000000", {"validation_bytes": 0}),
+        (f"data.validation_bytes=1000000001 {RANGE} and at most 1000000000", {"validation_bytes": 1_000_000_001}),
+        (f"data.max_bytes=0 {RANGE}", {"name": "huggingface", "path": "a", "max_bytes": 0}),
+    ],
+    ids=lambda value: str(value)[:37],
+)
+def test_config_that_contradicts_itself(message, arguments):
+    """What is wrong is named with its remedy."""
+    assert refusal(DataConfig, **arguments) == message
+
+
+# --- the hash ---
+
+
+def test_hash_by_hand(tmp_path, fill):
+    """Of the corpus and how it is read, then the suffixes and the hash of each file; the empty one is public."""
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    fill(tmp_path, a__txt="", b__jsonl__gz="")
+    expected = hashlib.sha256(f"text\nbody\nreplace\n.txt\n{empty}\n.jsonl.gz\n{empty}\n".encode()).hexdigest()
+    corpus = open_quietly(f"{tmp_path}/*", text_field="body", errors="replace")
+    assert corpus.sha256(tmp_path / "cache") == expected
+    assert not (tmp_path / "cache").exists()
+
+
+def test_hash_follows_the_documents(tmp_path, fill):
+    """Another text, order, key or way to decode is another hash; the same text elsewhere is the same."""
+
+    def hashed(name: str, files: dict[str, str], **more: str) -> str:
+        return open_quietly(fill(tmp_path / name, **files), **more).sha256(tmp_path / "cache")
+
+    two = {"a__txt": "a", "b__txt": "b"}
+    first = hashed("1", two)
+    assert first == hashed("1", two) == hashed("2", two) == hashed("3", {"c__txt": "a", "d__txt": "b"})
+    others = [
+        hashed("4", {"a__txt": "b", "b__txt": "a"}),
+        hashed("6", {"a__txt": "ab"}),
+        hashed("7", {**two, "c__txt": "c"}),
+        hashed("9", {"a__txt": "a", "b__jsonl": "b"}),
+        hashed("1", two, text_field="body"),
+        hashed("1", two, errors="replace"),
+    ]
+    assert len({first, *others}) == 7
+    turned = [str(tmp_path / "1" / name) for name in ("b.txt", "a.txt")]
+    assert open_quietly(turned).sha256(tmp_path / "cache") == others[0]
+
+
+def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
+    """The same bytes under another suffix are other documents, and so they are to a new or a changed reader."""
+    lines = '{"text": "a"}\n'
+    fill(tmp_path, a__txt=lines, a__jsonl=lines, a__xyz=lines)
+
+    def hashes() -> list[str]:
+        return [open_quietly(tmp_path / f"a.{kind}").sha256(tmp_path) for kind in ("txt", "jsonl", "xyz")]
+
+    assert read(tmp_path / "a.txt") == [lines]
+    assert read(tmp_path / "a.jsonl") == ["a"]
+    before = hashes()
+    assert len(set(before)) == 3
+    lines_reader = formats.READERS[".jsonl"]
+    monkeypatch.setitem(formats.READERS, ".xyz", formats.Reader(lines_reader.read))
+    monkeypatch.setitem(formats.READERS, ".jsonl", lines_reader._replace(version=1))
+    after = hashes()
+    assert read(tmp_path / "a.xyz") == ["a"]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
+    assert len({*before, *after}) == 5
+
+
+class Clock:
+    """The time as the hash memory sees it, seconds ahead of the real one."""
+
+    ahead = 0
+
+    def time(self) -> float:
+        """Seconds since the epoch."""
+        return time.time() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """One that can be put ahead, over files of which eleven bytes are much."""
+    clock = Clock()
+    monkeypatch.setattr(gpt.text.corpus.hashes, "time", clock)
+    monkeypatch.setattr(gpt.text.corpus.hashes, "REMEMBERED", 11)
+    return clock
+
+
+def remembered(file: Path, digest: str | None = None) -> dict:
+    """What is to be kept of a file: its size, inode and times, with its hash or another one."""
+    status = file.stat()
+    stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+    return {str(file): [stamp, digest or hashlib.sha256(file.read_bytes()).hexdigest()]}
+
+
+@pytest.fixture
+def large(tmp_path, fill) -> Path:
+    """A file of eleven bytes, in a folder with a smaller one."""
+    return fill(tmp_path / "text", a__txt="hello world", b__txt="small") / "a.txt"
+
+
+def test_large_files_are_remembered(tmp_path, clock, large, fill):
+    """Once it has stood still for some seconds; another corpus with the file knows it, and adds its own."""
+    cache = tmp_path / "made" / "for it"
+    clock.ahead = 3
+    first = open_quietly(large.parent).sha256(cache)
+    assert read_json(cache / "hashes.json") == remembered(large)
+    assert {file.name for file in cache.iterdir()} == {"hashes.json", CACHE_TAG}
+    other = fill(tmp_path / "other", c__txt="hello again") / "c.txt"
+    open_quietly(other).sha256(cache)
+    assert read_json(cache / "hashes.json") == remembered(large) | remembered(other)
+    assert open_quietly(large.parent).sha256(cache) == first
+
+
+def test_a_remembered_file_is_not_read(tmp_path, clock, large):
+    """Another hash under its stamp is taken for its own, which without the memory it is not."""
+    true = open_quietly(large).sha256(tmp_path)
+    write_json(tmp_path / "hashes.json", remembered(large, "0" * 64))
+    expected = hashlib.sha256(f"text\ntext\nstrict\n.txt\n{'0' * 64}\n".encode()).hexdigest()
+    assert open_quietly(large).sha256(tmp_path) == expected != true
+    clock.ahead = 3
+    assert open_quietly(large).sha256(tmp_path) == expected
+    (tmp_path / "hashes.json").unlink()
+    assert open_quietly(large).sha256(tmp_path) == true
+
+
+def test_a_file_just_written_is_not_remembered(tmp_path, clock, large):
+    """It could change once more within the same tick of the clock, also where it was given the time of long ago."""
+    first = open_quietly(large).sha256(tmp_path)
+    assert not (tmp_path / "hashes.json").exists()
+    clock.ahead = 1
+    os.utime(large, ns=(7, 11))
+    assert open_quietly(large).sha256(tmp_path) == first
+    assert not (tmp_path / "hashes.json").exists()
+
+
+def test_a_changed_file_is_read_again(tmp_path, clock, large, fill):
+    """Of the same size and with its time put back: the time of change of the file itself cannot be."""
+    clock.ahead = 3
+    first = open_quietly(large).sha256(tmp_path)
+    before = large.stat()
+    while large.stat().st_ctime_ns == before.st_ctime_ns:  # until the clock ticks
+        large.write_text("HELLO WORLD")
+        os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = large.stat()
+    assert (after.st_size, after.st_ino, after.st_mtime_ns) == (11, before.st_ino, before.st_mtime_ns)
+    second = open_quietly(large).sha256(tmp_path)
+    assert second != first
+    assert read_json(tmp_path / "hashes.json") == remembered(large)
+    replacement = fill(tmp_path, new="hello world") / "new"
+    replacement.replace(large)
+    assert open_quietly(large).sha256(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"garbage",
+        b"\xff\xfe",
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b"7",
+        b"{}",
+        b'{"PATH": [STAMP, "0"]}',
+    ],
+    ids=lambda content: ascii(content)[:37],
+)
+def test_damaged_memory_is_made_anew(tmp_path, clock, large, content):
+    """Whatever it has become, the file is read again, and remembered again."""
+    true = open_quietly(large).sha256(tmp_path)
+    [(path, (stamp, _))] = remembered(large).items()
+    content = content.replace(b"PATH", path.encode()).replace(b"STAMP", json.dumps(stamp).encode())
+    (tmp_path / "hashes.json").write_bytes(content)
+    clock.ahead = 3
+    assert open_quietly(large).sha256(tmp_path) == true
+    assert read_json(tmp_path / "hashes.json") == remembered(large)
+
+
+def test_memory_that_cannot_be_written(tmp_path, clock, large):
+    """The hash is the same where the cache is a file or the memory a folder."""
+    clock.ahead = 3
+    true = open_quietly(large).sha256(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "3" / "hashes.json").mkdir(parents=True)
+    assert [open_quietly(large).sha256(tmp_path / name) for name in ("file", "3")] == [true] * 2
+
+
+# --- pieces ---
+
+
+def whole(pieces: list[tuple[int, int, Piece]]) -> list[tuple[int, str]]:
+    """The documents that pieces make, each with the number of its file, after a check of their numbers and flags."""
+    documents: list[tuple[int, str]] = []
+    numbers: dict[int, int] = {}
+    open_document = False
+    for number, count, piece in pieces:
+        assert count == numbers.get(number, 0)
+        assert number >= max(numbers, default=0)
+        numbers[number] = count + 1
+        assert piece.begins != open_document
+        documents.append((number, piece.text) if piece.begins else (number, documents.pop()[1] + piece.text))
+        assert documents[-1][0] == number
+        assert piece.text
+        open_document = not piece.ends
+    assert not open_document
+    return documents
+
+
+def test_pieces_by_hand(tmp_path, monkeypatch, fill):
+    """A cut is before the first space with a word after it, from five characters on, or else after twenty."""
+    monkeypatch.setattr(gpt.text.corpus.corpus, "cut", functools.partial(cut, size=5))
+    fill(tmp_path, a__txt="ab cd  ef  gh ij", b__jsonl=json.dumps({"text": "x" * 23}) + '\n{"text": "a b"}')
+    assert list(open_quietly(tmp_path).pieces()) == [
+        (0, 0, Piece("ab cd ", True, False)),
+        (0, 1, Piece(" ef  gh", False, False)),
+        (0, 2, Piece(" ij", False, True)),
+        (1, 0, Piece("x" * 20, True, False)),
+        (1, 1, Piece("xxx", False, True)),
+        (1, 2, Piece("a b", True, True)),
+    ]
+
+
+WORDS = st.text(st.sampled_from("ab é\n"), max_size=31)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.lists(WORDS, max_size=3), max_size=5), max_size=4))
+def test_pieces_are_the_documents(files):
+    """Whatever the documents and their blocks, and from whichever file on."""
+
+    def open_file(file: Path) -> Iterator[Iterator[str]]:
+        return (iter(blocks) for blocks in files[int(file.name)])
+
+    paths = tuple(Path(str(number)) for number in range(len(files)))
+    corpus = Corpus("examples", paths, open_file)
+    documents = [(number, "".join(blocks)) for number, file in enumerate(files) for blocks in file]
+    documents = [(number, text) for number, text in documents if text]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.text.corpus.corpus, "cut", functools.partial(cut, size=5))
+        pieces = list(corpus.pieces())
+        assert whole(pieces) == documents
+        assert all(len(piece.text) <= 20 for _, _, piece in pieces)
+        for start in range(len(files) + 1):
+            assert list(corpus.pieces(start)) == [piece for piece in pieces if piece[0] >= start]
+
+
+# --- memory ---
+
+
+PEAK = """if True:
+    import sys
+    from pathlib import Path
+    import pyarrow.parquet  # what is imported later is not what reading takes
+    from gpt.text.corpus.corpus import DataConfig, open_corpus
+
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+    corpus = open_corpus(DataConfig("text", sys.argv[1]), Path("cache"), lambda line: None)
+    before = peak()
+    characters = sum(len(piece.text) for _, _, piece in corpus.pieces())
+    print(characters, peak() - before)
+"""
+MEGABYTES = 64
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak of memory from /proc/self/status")
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a.txt.zst", "a.json"])
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    """64 megabytes of text are read in less than 48 megabytes of memory above what the process had before."""
+    megabyte = "".join(f"line {i * i % 1009} of the text\n" for i in range(60_000))[: 1 << 20]
+    documents = [megabyte[i : i + 4096] for i in range(0, len(megabyte), 4096)]
+    file = tmp_path / name
+    match name:
+        case "a.parquet":
+            how = {"compression": "none", "use_dictionary": False}
+            with pq.ParquetWriter(file, pa.schema({"text": pa.string()}), **how) as writer:
+                writer.write_table(pa.table({"text": documents * MEGABYTES}))
+            assert file.stat().st_size > MEGABYTES << 20
+            assert pq.ParquetFile(file).num_row_groups == 1
+        case "a.jsonl":
+            file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents) * MEGABYTES)
+        case "a.json":
+            file.write_text("[" + f"{megabyte!r}, " * MEGABYTES)
+        case "a.txt.gz":
+            file.write_bytes(gzip.compress(megabyte.encode(), 1) * MEGABYTES)
+        case "a.txt.zst":
+            file.write_bytes(zstandard.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
+        case _:
+            file.write_bytes(megabyte.encode() * MEGABYTES)
+    command = [sys.executable, "-c", PEAK, str(file)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    characters, growth = map(int, ended.stdout.split())
+    assert characters >= MEGABYTES << 20
+    assert growth < 48_000_000

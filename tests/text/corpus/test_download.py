@@ -1,0 +1,445 @@
+"""Downloads from a real server on loopback that cuts, stalls, lies and fails, by processes that are killed."""
+
+import contextlib
+import hashlib
+import http.server
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gpt.files import is_output
+from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.corpus import open_corpus
+from gpt.text.corpus.download import OFFLINE, fetch_file, with_revision
+from gpt.text.prepare.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig
+from harness import ROOT, refusal
+
+CONTENT = random.Random(7).randbytes(3_000_017)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+CUT = 1_000_003  # bytes that an answer has before it fails
+NAME = f"{SHA256[:16]}-file.txt"
+TEXTS = [f"document {i}: " + "naïve € 😀 "[: i % 11] * (i % 7) for i in range(101)]
+COMMIT, CONVERTED = "5" * 40, "7" * 40  # of the data set, and of what the hub made of it
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers with the content, in the way that the first part of the path says; or as the hub does."""
+
+    server: "Server"
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        way, asked = self.path.split("/")[1], self.headers["Range"]
+        self.server.asked.append(f"{self.command} {self.path}" if way in ("api", "datasets") else asked)
+        first = len(self.server.asked) == 1
+        content, name = CONTENT, b""
+        if way in ("api", "datasets"):
+            name = re.sub(r"^/(api/)?datasets/me/", "", self.path).encode()
+            if (found := self.server.hub.get(name.decode())) is None:
+                return self.answer(
+                    404, b"", {"X-Error-Code": "RevisionNotFound" if b"revision" in name else "RepoNotFound"}
+                )
+            content = found
+        start = int(asked[6:].split("-")[0]) if asked and not way.startswith("ignore") else 0
+        status = 416 if start >= len(content) else 206 if start else 200
+        if way.isdigit() or (way == "moved"):
+            return self.answer(302 if way == "moved" else int(way), b"", {"Location": "/whole/file.txt"})
+        where = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        headers = {"Content-Range": where, "ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        if way == "encoded":
+            headers["Content-Encoding"] = "gzip"
+        cuts = way in ("short", "ignores") or (way in ("stalls", "datasets") and first and self.server.stalls)
+        self.answer(status, content[start:] if status < 400 else b"", headers, CUT if cuts else None)
+        if cuts and way in ("stalls", "datasets"):
+            self.server.gate.wait(60)
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            with contextlib.suppress(ConnectionError):  # the reader was killed
+                self.wfile.write(content[:cut])
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A server of a thread's own, which remembers the Range of each request, or what the hub was asked for."""
+
+    daemon_threads = False  # so that closing waits for all of them
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str | None] = []
+        self.hub: dict[str, bytes] = {}  # path below a data set's name -> content
+        self.stalls = True
+        self.gate = threading.Event()  # until it is set, an answer that stalls does
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def url(self, way: str = "") -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}" + f"/{way}/file.txt" * bool(way)
+
+    def stop(self) -> None:
+        self.gate.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    """A server, and no proxy before it."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    started = Server()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def downloads(tmp_path) -> Path:
+    """The folder of the cache that downloads go to."""
+    (tmp_path / "downloads").mkdir()
+    return tmp_path / "downloads"
+
+
+def fetch(server: Server, way: str, cache: Path, sha256: str = SHA256) -> Path:
+    return fetch_file(server.url(way), sha256, cache, [].append)
+
+
+def visible(folder: Path) -> list[Path]:
+    """All that is in a folder, but for the lock."""
+    return [file for file in folder.iterdir() if file.suffix != ".lock"]
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder has nothing that was downloaded."""
+    return all(file.suffix == ".part" and file.stat().st_size == 0 for file in visible(folder))
+
+
+def check(file: Path) -> None:
+    """The file is whole, and nothing else is in its folder."""
+    assert file.name == NAME
+    assert file.read_bytes() == CONTENT
+    assert visible(file.parent) == [file]
+
+
+def start(program: str, *arguments: object) -> subprocess.Popen:
+    """A process that ends as a command would."""
+    code = "import sys; from pathlib import Path; from gpt.console import command_line, say\n"
+    code += f"with command_line('x'):\n    {program}"
+    command = [sys.executable, "-u", "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_fetching(server: Server, way: str, cache: Path) -> subprocess.Popen:
+    program = "from gpt.text.corpus.download import *; print(fetch_file(*sys.argv[1:3], Path(sys.argv[3]), say))"
+    return start(program, server.url(way), SHA256, cache)
+
+
+# --- a file behind a URL ---
+
+
+@pytest.mark.parametrize("way", ["whole", "moved", "encoded"])
+def test_fetched_once(tmp_path, server, way):
+    """The bytes as they are, also behind a redirect; the second time nothing is said, asked or touched."""
+    said: list[str] = []
+    cache = tmp_path / "new" / "folder"
+    file = fetch_file(server.url(way), SHA256.upper(), cache, said.append)
+    check(file)
+    assert said == [f"downloading {server.url(way)}"]
+    assert server.asked == [None] * (2 if way == "moved" else 1)
+    assert is_output(cache)
+    server.stop()
+    time_before = file.stat().st_mtime_ns
+    assert fetch_file(server.url(way), SHA256, cache, pytest.fail) == file
+    assert file.stat().st_mtime_ns == time_before
+
+
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [
+        ("a%20b%C3%A9.txt.gz?raw=true/x#y", "a_b_.txt.gz"),
+        ("..%2F..%2Fetc", ".._.._etc"),
+        ("7" * 211 + ".txt", "7" * 96 + ".txt"),
+    ],
+)
+def test_name_is_safe(tmp_path, server, end, name):
+    """The last component of the path, without what a file name should not have, its end kept."""
+    file = fetch_file(server.url("whole").replace("file.txt", end), SHA256, tmp_path, [].append)
+    assert visible(tmp_path / "downloads") == [file] == [tmp_path / f"downloads/{SHA256[:16]}-{name}"]
+
+
+def test_short_answers_are_joined(tmp_path, server):
+    """Each answer ends early: the next begins where it did, as long as each brings something."""
+    check(fetch(server, "short", tmp_path))
+    starts = [0, *(int(asked[6:-1]) for asked in server.asked[1:])]
+    assert len(starts) >= 3
+    assert all(0 < there - here <= CUT for here, there in itertools.pairwise(starts))
+
+
+def test_killed_process_leaves_its_bytes(tmp_path, server):
+    """SIGKILL in the middle: the one that waits for it asks for the rest only."""
+    part = tmp_path / f"downloads/{NAME}.part"
+    with start_fetching(server, "stalls", tmp_path) as process:
+        deadline = time.monotonic() + 30
+        while not part.exists() or part.stat().st_size < CUT // 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with start_fetching(server, "stalls", tmp_path) as waiting:
+            line = f"process {process.pid} is downloading {server.url('stalls')}: waiting for it\n"
+            assert waiting.stdout.readline() == line
+            process.kill()
+            process.wait(30)
+            out, errors = waiting.communicate(timeout=30)
+    assert (out, errors) == (f"downloading {server.url('stalls')}\n{tmp_path / 'downloads' / NAME}\n", "")
+    check(tmp_path / "downloads" / NAME)
+    assert CUT // 2 <= int(server.asked[1][6:-1]) <= CUT
+
+
+@pytest.mark.parametrize(
+    ("way", "part", "asked"),
+    [
+        ("whole", CONTENT[:101], ["bytes=101-"]),
+        ("whole", CONTENT, ["bytes=3000017-"]),
+        ("ignored", CONTENT[:101], ["bytes=101-"]),
+    ],
+    ids=["good", "complete", "no ranges"],
+)
+def test_part_of_an_earlier_attempt(tmp_path, server, downloads, way, part, asked):
+    """It is continued, or all is downloaded anew where the server sends all."""
+    (downloads / f"{NAME}.part").write_bytes(part)
+    check(fetch(server, way, tmp_path))
+    assert server.asked == asked
+
+
+@pytest.mark.parametrize("part", [b"", bytes(101), CONTENT + b"more"], ids=["fresh", "another's part", "too long"])
+def test_wrong_hash(tmp_path, server, downloads, part):
+    """Refused, and nothing is left, so that the next attempt begins anew."""
+    wrong = SHA256 if part else hashlib.sha256(b"another").hexdigest()
+    (downloads / f"{wrong[:16]}-file.txt.part").write_bytes(part)
+    line = refusal(fetch, server, "whole", tmp_path, wrong)
+    assert re.fullmatch(
+        rf"{server.url('whole')}: the SHA-256 is [0-9a-f]{{16}}\.\.\., not {wrong[:16]}\.\.\.: the file has changed, "
+        r"or another server answered; check the URL and data\.sha256=, and run the command again",
+        line,
+    )
+    assert is_empty(downloads)
+    if part:
+        check(fetch(server, "whole", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [("404", "not found"), ("403", "403, message='Forbidden', url='URL'")],
+)
+def test_http_errors(tmp_path, server, downloads, way, reason):
+    """Nothing is left, or all that was there."""
+    message = f"{server.url(way)}: cannot be downloaded ({reason.replace('URL', server.url(way))}); "
+    assert refusal(fetch, server, way, tmp_path) == message + OFFLINE
+    assert is_empty(downloads)
+    (downloads / f"{NAME}.part").write_bytes(CONTENT[:101])
+    kept = "101 bytes are kept for the next attempt; "
+    assert refusal(fetch, server, way, tmp_path) == message + kept + OFFLINE
+    assert (downloads / f"{NAME}.part").read_bytes() == CONTENT[:101]
+
+
+def test_no_progress(tmp_path, server):
+    """A server that starts over each time, and gets no further, is given up."""
+    line = refusal(fetch, server, "ignores", tmp_path)
+    assert re.search(r"cannot be downloaded \(.+\); [\d,]+ bytes are kept for the next attempt; without", line)
+    assert 2 <= len(server.asked) < 20
+
+
+def test_unreachable(tmp_path, server):
+    """No server at all, or no URL to ask: one line, and nothing is left."""
+    server.stop()
+    for url in (server.url("whole"), "http://", "http://[::1/file", "http://127.0.0.1:99999/file"):
+        line = refusal(fetch_file, url, SHA256, tmp_path, [].append)
+        assert line.startswith(f"{url}: cannot be downloaded (") and line.endswith(OFFLINE)
+        assert is_empty(tmp_path / "downloads")
+
+
+@pytest.mark.parametrize("value", ["", SHA256[:-1], SHA256[:-1] + "g", SHA256 + "\n"])
+def test_no_such_hash(tmp_path, server, value):
+    """Refused before anything is asked or made."""
+    message = f"data.sha256={value!r} is not 64 hex digits: give what sha256sum FILE prints for {server.url('whole')}"
+    assert refusal(fetch, server, "whole", tmp_path, value) == message
+    assert (server.asked, visible(tmp_path)) == ([], [])
+
+
+def test_folder_that_cannot_be_written(tmp_path, server):
+    """A file where the folder should be: the line says which, and how to choose another."""
+    (tmp_path / "file").write_text("in the way")
+    line = refusal(fetch, server, "whole", tmp_path / "file")
+    assert line.startswith(f"{tmp_path}/file/downloads: cannot be written (File exists); fix that or name another")
+    assert (server.asked, (tmp_path / "file").read_text()) == ([], "in the way")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_full_disk(tmp_path, server, downloads):
+    """One line names the folder and the remedy; it is not taken for a fault of the network."""
+    (downloads / f"{NAME}.part").symlink_to("/dev/full")
+    said = refusal(fetch, server, "whole", tmp_path)
+    assert said.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
+
+
+# --- data sets of the hub ---
+
+
+def parquet(folder: Path, texts: list[str]) -> bytes:
+    pq.write_table(pa.table({"text": texts, "other": ["x"] * len(texts)}), folder / "rows.parquet", row_group_size=13)
+    return (folder / "rows.parquet").read_bytes()
+
+
+@pytest.fixture
+def hub(server, tmp_path, monkeypatch) -> Server:
+    """A hub with the data set me/set, of several subsets and splits; me/lines has only what the hub converted."""
+    files = {
+        "data/train-00000-of-00002.parquet": parquet(tmp_path, TEXTS[:37]),
+        "data/train-00001-of-00002.parquet": parquet(tmp_path, TEXTS[37:]),
+        "data/test-00000-of-00001.parquet": parquet(tmp_path, ["test"]),
+    }
+    several = {f"sample/{size}BT/{i}_0.parquet": parquet(tmp_path, [f"{size} {i}"]) for size in "12" for i in "01"}
+    converted = {"default/partial-train/0000.parquet": parquet(tmp_path, ["converted"])}
+    for name, commit, branch, content in [
+        ("set", COMMIT, "", {**files, "README.md": b""}),
+        ("several", COMMIT, "", several),
+        ("lines", COMMIT, "", {"a.jsonl": b""}),
+        ("lines", CONVERTED, "/revision/refs%2Fconvert%2Fparquet", converted),
+    ]:
+        info = {"id": f"me/{name}", "sha": commit, "siblings": [{"rfilename": file} for file in content]}
+        for path in (branch, f"/revision/{commit}"):
+            server.hub[name + path] = json.dumps(info).encode()
+        server.hub |= {f"{name}/resolve/{commit}/{file}": data for file, data in content.items()}
+    for key, value in {"HF_ENDPOINT": server.url(), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}.items():
+        monkeypatch.setenv(key, value)
+    server.stalls = False
+    return server
+
+
+OPEN = """
+    import json
+    from gpt.text.corpus.corpus import *
+    found = []
+    for settings in json.loads(sys.argv[1]):
+        try:
+            corpus = open_corpus(DataConfig("huggingface", **({"path": "me/set"} | settings)), Path(sys.argv[2]))
+            texts = ["".join(blocks) for file in corpus.files for blocks in corpus.read(file)]
+            found.append([texts, corpus.sha256(Path(sys.argv[2]))])
+        except UserError as error:
+            found.append(str(error))
+    print(json.dumps(found))
+"""
+
+
+def read(cache: Path, *configs: dict) -> list:
+    """The documents and the hash of data sets, or the line that refuses one.
+
+    They are read by one fresh process, since the library reads its settings once.
+    """
+    with start(OPEN.strip(), json.dumps(configs), cache) as process:
+        out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return json.loads(out.splitlines()[-1])
+
+
+def test_data_set(hub, tmp_path):
+    """All rows of the split in order; with its commit, another time needs no network and is the same corpus."""
+    (texts, sha256), again = read(tmp_path / "cache", {}, {"revision": COMMIT})
+    assert texts == TEXTS
+    assert again == [texts, sha256]
+    hub.stop()
+    again, line = read(tmp_path / "cache", {"revision": COMMIT}, {})
+    assert again == [texts, sha256]
+    assert f"; already fetched: data.revision={COMMIT}; without a network, use" in line
+
+
+def test_what_a_data_set_is_made_of(hub, tmp_path):
+    """Split, column and subset; and what the hub converted, by the name of its branch or by its commit."""
+    expected = [
+        ({"split": "test"}, ["test"]),
+        ({"text_field": "other"}, ["x"] * 101),
+        ({"path": "me/several", "subset": "sample-2BT"}, ["2 0", "2 1"]),
+        ({"path": "me/lines", "revision": "refs/convert/parquet"}, ["converted"]),
+        ({"path": "me/lines", "revision": CONVERTED}, ["converted"]),
+    ]
+    found = read(tmp_path, *(settings for settings, _ in expected))
+    assert [texts for texts, _ in found] == [texts for _, texts in expected]
+    assert len({sha256 for _, sha256 in found}) == 4
+
+
+@pytest.mark.parametrize("count", [7, 37, 41])
+def test_limit(hub, tmp_path, count):
+    """`data.max_bytes` is never exceeded, ends at a document, and fetches no more files than that takes."""
+    size, added = (sum(len(text.encode()) for text in texts) for texts in (TEXTS[:count], TEXTS[count : count + 1]))
+    found = read(tmp_path, {"max_bytes": size}, {"max_bytes": size}, {"max_bytes": size + added - 1})
+    assert [texts for texts, _ in found] == [TEXTS[:count]] * 3
+    assert found[0] == found[1]
+    fetched = {line for line in hub.asked if "resolve" in line and line.startswith("GET")}
+    assert len(fetched) == (1 if count == 7 else 2)
+
+
+def test_interrupted_data_set(hub, tmp_path):
+    """Of two files the second is missing at first: the next command fetches only that one."""
+    name = f"set/resolve/{COMMIT}/data/train-00001-of-00002.parquet"
+    content = hub.hub.pop(name)
+    assert "the hub does not provide it" in read(tmp_path, {})[0]
+    hub.hub[name] = content
+    assert read(tmp_path, {})[0][0] == TEXTS
+    fetched = [line.split("/")[-1] for line in hub.asked if line.startswith("GET") and "resolve" in line]
+    assert fetched.count("train-00000-of-00002.parquet") == 1
+
+
+def test_mistakes(hub, tmp_path):
+    """Each is one line that says what there is."""
+    expected = [
+        ({"split": "dev"}, "no parquet files of data.split='dev' and data.subset=None, only in data; "),
+        ({"subset": "x"}, "no parquet files of data.split='train' and data.subset='x', only in data; "),
+        (
+            {"path": "me/lines"},
+            "only in none; data.revision=refs/convert/parquet has what the hub makes of other formats",
+        ),
+        ({"path": "me/several"}, "has several subsets: choose one with data.subset= (sample/1BT, sample/2BT)"),
+        ({"path": "me/nothing"}, "the hub does not provide it (RepositoryNotFoundError: 404 Client Error."),
+        ({"text_field": "n"}, "'n' is not a column of text; name one with data.text_field= (text, other)"),
+    ]
+    for line, (_, message) in zip(read(tmp_path, *(settings for settings, _ in expected)), expected, strict=True):
+        assert message in line and "\n" not in line
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    """The line says how to install it; a configuration with a commit, or of other corpora, needs no network."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    line = refusal(open_corpus, DataConfig("huggingface", "me/set"), tmp_path)
+    assert line.endswith("this needs huggingface_hub, which is not installed: pip install -e '.[huggingface]'")
+    for config in (DataConfig("huggingface", "me/set", revision=COMMIT), DataConfig()):
+        assert with_revision(config, tmp_path) == config
+
+
+def test_the_tokens_of_a_data_set(hub, tmp_path):
+    """They are those of the same parquet files at hand, bit for bit."""
+    read(tmp_path / "cache", {"revision": COMMIT})
+    files = sorted(tmp_path.glob("cache/downloads/datasets--me--set/snapshots/*/data/train*.parquet"))
+    [here] = prepare(DataConfig("text", list(map(str, files))), TokenizerConfig("byte"), 7, tmp_path / "1").sources
+    data = DataConfig("huggingface", "me/set", revision=COMMIT)
+    [there] = prepare(data, TokenizerConfig("byte"), 7, tmp_path / "cache").sources
+    assert here.manifest["splits"] == there.manifest["splits"]

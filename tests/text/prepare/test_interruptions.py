@@ -1,0 +1,513 @@
+"""Whatever interrupts preparing, and whoever prepares the same at once: the same files come of it."""
+
+import contextlib
+import errno
+import functools
+import io
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gpt.text.corpus.python_docs
+import gpt.text.prepare.encode
+import gpt.text.prepare.prepare
+import harness
+from gpt.errors import UserError
+from gpt.files import hold
+from gpt.text.cache import write_json
+from gpt.text.corpus.config import DataConfig
+from gpt.text.shards import SPLITS
+from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer
+from workshop import (
+    CONTEXT,
+    DOCUMENTS,
+    LARGE,
+    SMALL,
+    constants,
+    content,
+    entries,
+    fail_with,
+    folder_of,
+    halves,
+    lists,
+    make,
+    obvious,
+    remount,
+    watching,
+    write_documents,
+    write_files,
+    write_text,
+)
+
+
+def refusal(*arguments, **more) -> str:
+    """The one line that refuses to prepare."""
+    return harness.refusal(make, *arguments, **more)
+
+
+# --- interrupted ---
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error")], ids=repr)
+def test_going_on(tmp_path, many, undisturbed, error):
+    """What is safe on disk is not encoded again, and that is said; the rest is, each piece once."""
+    cache, said = tmp_path / "cache", list[str]()
+    with constants(SMALL):
+        with watching() as everything:
+            make(many, tmp_path / "whole")
+        with watching(100, fail_with(error)), pytest.raises(UserError if isinstance(error, OSError) else type(error)):
+            make(many, cache)
+        working = folder_of(cache)
+        assert working.name.startswith(".preparing-text-byte-")
+        progress = json.loads((working / "progress.json").read_text())
+        with watching() as rest:
+            make(many, cache, say=said.append)
+    done = sum(progress["splits"][name]["bytes"] for name in SPLITS)
+    size = sum(len(piece.encode()) for piece in everything)
+    assert 1511 <= done < size
+    assert said[0] == f"resuming the preparation of text at {done / size:.0%}"
+    assert [line.split()[0] for line in said[1:]] == ["prepared"]
+    assert sum(len(piece.encode()) for piece in rest) == size - done
+    assert not Counter(rest) - Counter(everything)
+    assert content(folder_of(cache)) == undisturbed
+
+
+def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
+    """Also where the machine ends and not only the process: all that a journal counts was synced before."""
+    synced: dict[int, int] = {}
+    safe: list[bool] = []
+    fsync = os.fsync
+
+    def watched_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def watched_write(path: Path, stored: dict) -> None:
+        if path.name in ("progress.json", "manifest.json"):
+            for name in SPLITS:
+                size = sum(synced.get(file.stat().st_ino, 0) for file in path.parent.glob(f"{name}-*"))
+                safe.append(size >= 2 * stored["splits"][name]["tokens"])
+        write_json(path, stored)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(gpt.text.prepare.encode, "write_json", watched_write)
+    monkeypatch.setattr(gpt.text.prepare.prepare, "write_json", watched_write)
+    with constants(SMALL):
+        make(many, tmp_path / "cache")
+    assert safe == [True] * 8  # three journals, the manifest
+
+
+def test_interrupted_and_small(tmp_path, many, undisturbed):
+    """A text that fits into the sample is encoded from memory the first time, and read again after an interruption."""
+    cache = tmp_path / "cache"
+    with constants(LARGE):
+        for journaled in (False, True):
+            with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+                make(many, cache)
+            assert (folder_of(cache) / "progress.json").exists() == journaled
+        make(many, cache)
+    assert content(folder_of(cache)) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("third", [1, 2, 3])
+def test_killed_at_every_step(tmp_path, workshop, many, undisturbed, third):
+    """Wherever the file system is touched, a kill there changes nothing of what the next one makes."""
+    for number in itertools.count(third, 3):
+        values = LARGE if number % 5 == 0 else SMALL
+        cache = tmp_path / str(number)
+        code, said = workshop.run(many, cache, values, at=("", number, signal.SIGKILL))
+        assert code in (0, -signal.SIGKILL), said
+        if code == 0:
+            break
+        code, said = workshop.run(many, cache, values)
+        assert code == 0, said
+        assert content(folder_of(cache)) == undisturbed, number
+        shutil.rmtree(cache)
+    assert number > 30
+
+
+def test_killed_again_and_again(tmp_path, workshop, many, undisturbed):
+    """At any moment, until it is done: each goes on from where the last one came, and the result is the same."""
+    cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
+    values = SMALL | {"gpt.text.prepare.encode.PROGRESS_BYTES": 101}
+    for attempt in itertools.count(1):
+        number = workshop.start(many, cache, values)
+        time.sleep(chooser.random() * 0.01 * attempt)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+        code = workshop.wait(number)
+        outputs.append(workshop.said(number))
+        assert code in (0, -signal.SIGKILL), outputs[-1]
+        if code == 0:
+            break
+    assert attempt > 2
+    assert content(folder_of(cache)) == undisturbed
+    shares = [int(share) for output in outputs for share in re.findall(r"resuming .* at (\d+)%", output)]
+    assert shares == sorted(shares)
+
+
+def test_killed_before_the_tokenizer_is_kept(tmp_path, workshop, many):
+    """The next process learns the very same one."""
+    cache = tmp_path / "cache"
+    with constants(SMALL):
+        make(many, tmp_path / "whole", TokenizerConfig("bpe", 307))
+    assert workshop.run(many, cache, at=("tokenizer.json", 1, signal.SIGKILL), tokenizer="bpe")[0] == -signal.SIGKILL
+    code, said = workshop.run(many, cache, tokenizer="bpe")
+    assert code == 0, said
+    assert content(folder_of(cache)) == content(folder_of(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
+def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, number):
+    """What a failed preparation has not yet deleted is never taken for work to continue."""
+    cache = tmp_path / "cache"
+    code, _ = workshop.run(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000)
+    assert code == -signal.SIGKILL
+    code, said = workshop.run(many, cache)
+    assert code == 0, said
+    assert content(folder_of(cache)) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [1, 2])
+def test_ctrl_c_at_every_step(tmp_path, workshop, many, undisturbed, half):
+    """It ends at once with 130 and without a word more, and the next one goes on."""
+    for number in itertools.count(half * 3, 6):
+        cache = tmp_path / str(number)
+        code, said = workshop.run(many, cache, at=("", number, signal.SIGINT))
+        if code == 0:
+            break
+        assert code == 130, said
+        assert not [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "prepared")]
+        code, said = workshop.run(many, cache)
+        assert code == 0, said
+        assert content(folder_of(cache)) == undisturbed, number
+    assert number > 30
+
+
+# --- text that changes ---
+
+
+CHANGED = "text: its files changed while they were read: run the command again"
+
+
+@pytest.mark.parametrize(
+    ("change", "when", "message"),
+    [
+        ("longer", "read", CHANGED),
+        ("longer", "encoded", CHANGED),
+        ("as long", "read", CHANGED),
+        ("as long", "encoded", CHANGED),
+        ("gone", "read", "{file}: cannot be read (No such file or directory)"),
+        ("gone", "encoded", "{file}: cannot be read (No such file or directory)"),
+    ],
+)
+def test_text_that_changes(tmp_path, change, when, message):
+    """It is named, nothing is kept, and the next preparation is of the text as it is then."""
+    data, cache = write_files(tmp_path / "text"), tmp_path / "cache"
+    file = tmp_path / "text/041.txt"
+
+    def happen() -> None:
+        if change == "gone":
+            file.unlink()
+        else:
+            file.write_text(DOCUMENTS[41].swapcase() + "!" * (change == "longer"), encoding="utf-8")
+
+    with constants(SMALL | {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9}):
+        with watching(when == "encoded", happen):
+            said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
+        assert said.startswith(message.format(file=file))
+        assert entries(cache) == []
+        shards = make(data, cache)
+        assert lists(shards) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
+
+
+@pytest.mark.parametrize("when", ["read", "encoded"])
+def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
+    """What was read of another text is not gone on with once the text is that of before again."""
+    cache = tmp_path / "cache"
+    shutil.copytree(many.path, tmp_path / "text")
+    data, file = DataConfig("text", str(tmp_path / "text")), tmp_path / "text/4.jsonl"
+    before = file.read_text()
+
+    def change(line: str = "") -> None:
+        file.write_text(before.replace("caf", "CAF") + before)
+
+    with constants(SMALL):
+        ends = pytest.raises((MemoryError, UserError))
+        at = 150 if when == "encoded" else 60  # after the file was read again, or before
+        with ends, watching(at, fail_with(MemoryError())), watching(when == "encoded", change):
+            make(data, cache, say=change if when == "read" else [].append)
+        assert file.read_text() != before
+        file.write_text(before)
+        make(data, cache)
+    assert content(folder_of(cache)) == undisturbed
+
+
+# --- several processes at once ---
+
+
+def two_at_once(workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("progress.json", 5), **of_first):
+    """The numbers of two processes: one that is stopped while it prepares, and one that says it waits for it."""
+    first = workshop.start(data, cache, at=(*at, signal.SIGSTOP), **of_first)
+    assert workshop.wait(first) is None
+    second = workshop.start(data, cache)
+    workshop.wait_until_said(second, "waiting")
+    return first, second
+
+
+def test_two_processes_at_once(tmp_path, workshop, many, undisturbed):
+    """One waits and says so, and then has what the other has made; nothing is prepared twice."""
+    cache = tmp_path / "cache"
+    first, second = two_at_once(workshop, many, cache)
+    os.kill(first, signal.SIGCONT)
+    assert [workshop.wait(first), workshop.wait(second)] == [0, 0]
+    assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "prepared"]
+    assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
+    assert content(folder_of(cache)) == undisturbed
+
+
+def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
+    """One of seven prepares, the others have it; none is left with an error, whoever comes when."""
+    cache = tmp_path / "cache"
+    numbers = [workshop.start(many, cache) for _ in range(7)]
+    assert [workshop.wait(number) for number in numbers] == [0] * 7
+    said = [workshop.said(number) for number in numbers]
+    assert sum("\nprepared" in lines for lines in said) == 1
+    assert content(folder_of(cache)) == undisturbed
+
+
+@pytest.mark.parametrize("touches", [1, 12])
+def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, touches):
+    """The one that waits goes on with what the other has left, be it nothing or a part."""
+    cache = tmp_path / "cache"
+    place = ("plan.json" if touches == 1 else "progress.json", touches)
+    first, second = two_at_once(workshop, many, cache, place)
+    os.kill(first, signal.SIGKILL)
+    assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
+    waiting, then, *_ = workshop.said(second).splitlines()
+    assert waiting == f"process {first} is preparing this text: waiting for it"
+    assert then.split()[0] == ("reading" if touches == 1 else "resuming")
+    assert content(folder_of(cache)) == undisturbed
+
+
+def test_ctrl_c_while_waiting(tmp_path, workshop, many, undisturbed):
+    """The one that waited is gone, and the other is not disturbed by that."""
+    cache = tmp_path / "cache"
+    first, second = two_at_once(workshop, many, cache)
+    os.kill(second, signal.SIGINT)
+    assert workshop.wait(second) == 130
+    os.kill(first, signal.SIGCONT)
+    assert workshop.wait(first) == 0
+    assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
+    assert content(folder_of(cache)) == undisturbed
+
+
+@pytest.mark.parametrize(("context_length", "code"), [(CONTEXT, 0), (100_000, 2)], ids=["succeeds", "fails"])
+def test_taking_a_lock_that_is_gone(tmp_path, workshop, many, undisturbed, context_length, code):
+    """Between the opening of its file and the locking, the folder of the other has got its name, or was removed."""
+    cache = tmp_path / "cache"
+    first = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP), context_length=context_length)
+    assert workshop.wait(first) is None
+    second = workshop.start(many, cache, at=("fcntl.flock", 1, signal.SIGSTOP))
+    assert workshop.wait(second) is None
+    os.kill(first, signal.SIGCONT)
+    assert workshop.wait(first) == code
+    os.kill(second, signal.SIGCONT)
+    assert workshop.wait(second) == 0, workshop.said(second)
+    assert "waiting" not in workshop.said(second)
+    assert content(folder_of(cache)) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("removal", "number"),
+    [
+        ("plan.json', -1)", 2),
+        *((f"os.remove ('{name}'", 1) for name in ("progress.json", "train-00000.bin", "validation-00000.bin")),
+    ],
+    ids=["plan", "journal", "train", "validation"],
+)
+def test_beginning_while_one_clears_away(tmp_path, workshop, many, undisturbed, removal, number):
+    """What one that has failed still has to remove is not what the next one makes meanwhile."""
+    cache = tmp_path / "cache"
+    first = workshop.start(many, cache, at=(removal, number, signal.SIGSTOP), context_length=100_000)
+    assert workshop.wait(first) is None
+    second = workshop.start(many, cache, at=("progress.json", 5, signal.SIGSTOP))
+    workshop.wait_until_said(second, "text")
+    begun = "waiting" not in workshop.said(second)
+    assert not begun or workshop.wait(second) is None
+    os.kill(first, signal.SIGCONT)
+    assert workshop.wait(first) == 2
+    assert begun or workshop.wait(second) is None
+    os.kill(second, signal.SIGCONT)
+    assert workshop.wait(second) == 0, workshop.said(second)
+    assert content(folder_of(cache)) == undisturbed
+
+
+# --- what others have left ---
+
+
+def leave(cache: Path, name: str, days: float) -> Path:
+    """The remains of a preparation that ended so long ago."""
+    folder = cache / name
+    folder.mkdir(parents=True)
+    for file in (".lock", "train-00000.bin"):
+        (folder / file).write_bytes(b"half")
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - days * 24 * 3600,) * 2)
+    return folder
+
+
+def test_remains_of_long_ago_are_swept(tmp_path):
+    """After a week nobody goes on with them, unless a process still holds them."""
+    cache = tmp_path / "cache"
+    old, fresh, held = (leave(cache, f".preparing-{name}", days) for name, days in (("a", 7.1), ("b", 6.9), ("c", 8)))
+    recent = leave(cache, ".preparing-d", 8)
+    os.utime(recent / "train-00000.bin")
+    lock = hold(cache / ".c.lock")
+    for path in (held, held / ".lock"):
+        os.utime(path, (0, 0))
+    make(write_documents(tmp_path), cache)
+    lock.release()
+    assert not old.exists() and not (cache / ".a.lock").exists()
+    for folder in (fresh, held, recent):
+        assert (folder / "train-00000.bin").read_bytes() == b"half"
+    assert len(entries(cache)) == 4
+
+
+# --- the disk ---
+
+
+REMEDY = "fix that or name another folder with data.cache=, and run the command again"
+
+
+@pytest.mark.parametrize("below", ["", "cache"])
+def test_cache_that_cannot_be_written(tmp_path, below):
+    """A file where the folder should be: the line says which, and how to choose another."""
+    data, cache = write_documents(tmp_path), tmp_path / "file" / below
+    (tmp_path / "file").write_text("in the way")
+    reason = "Not a directory" if below else "File exists"
+    assert refusal(data, cache) == f"{cache}: cannot be written ({reason}); {REMEDY}"
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_read_only_cache(tmp_path, disk):
+    """What was prepared is used; what was not is refused in a line."""
+    data, cache = write_text(tmp_path, "a text " * 101), disk / "cache"
+    whole = make(data, cache)
+    remount(disk, "ro")
+    assert lists(make(data, cache)) == lists(whole)
+    reason = f"cannot be written (Read-only file system); {REMEDY}"
+    for place in (cache, disk / "other"):
+        assert refusal(write_documents(tmp_path), place) == f"{place}: {reason}"
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_full_disk(workshop, disk, many, undisturbed, half):
+    """Wherever it runs full, one line says so, and what was done by then is gone on with once there is room."""
+    cache, outputs = disk / "cache", []
+    for pages in itertools.count(1 + half, 2):
+        remount(disk, f"size={4096 * pages}")
+        code, said = workshop.run(many, cache)
+        if code == 0:
+            break
+        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming")]
+        assert code == 2
+        assert len(lines) == 1, said
+        assert re.match(rf"prepare: {cache}: the disk is full \(No space left on device\); {REMEDY}", lines[0])
+        remount(disk, "size=8m")
+        code, said = workshop.run(many, cache)
+        assert code == 0, said
+        assert content(folder_of(cache)) == undisturbed
+        outputs.append(said.split()[0])
+        shutil.rmtree(cache)
+    assert pages > 7
+    assert {"reading", "resuming"} <= set(outputs)
+
+
+@pytest.mark.parametrize("number", ["EDQUOT", "EFBIG", "EIO", "ESTALE"])
+@pytest.mark.parametrize("call", ["fsync", "write", "replace", "replace a folder", "mkdir"])
+def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, number, call):
+    """At whichever call and of whichever kind: one line names the cache, and the next preparation goes on."""
+    cache, error = tmp_path / "cache", getattr(errno, number)
+    text, failed = os.strerror(error), 0
+    cache.mkdir()
+    with constants(SMALL):
+        for at in (1, 2, 4, 7):
+            calls = itertools.count(1)
+
+            def fail(*arguments, real, calls=calls, at=at, **more):
+                folder = call == "replace a folder"
+                if (at == 1 and os.path.isdir(arguments[0])) if folder else next(calls) == at:
+                    raise OSError(error, text)
+                return real(*arguments, **more)
+
+            with monkeypatch.context() as patch:
+                if call == "write":
+                    patch.setattr(Path, "open", functools.partialmethod(open_on_a_failing_disk, Path.open, fail))
+                else:
+                    name = call.split()[0]
+                    patch.setattr(os, name, functools.partial(fail, real=getattr(os, name)))
+                try:
+                    make(many, cache)
+                except UserError as caught:
+                    failed += 1
+                    full = number in ("EDQUOT", "EFBIG")
+                    what = "the disk is full" if full else "cannot be written"
+                    assert f": {what} ({text}); {REMEDY}" in str(caught)
+                    assert str(caught).startswith(str(cache))
+            if not any(folder.name.startswith(".preparing-") for folder in entries(cache)):
+                shutil.rmtree(cache)  # the disk failed before there was anything, or where it does not matter
+                cache.mkdir()
+        make(many, cache)
+    assert failed
+    assert content(folder_of(cache)) == undisturbed
+
+
+def open_on_a_failing_disk(path: Path, real: Callable, fail: Callable, mode: str = "r", *how, **more):
+    """A file that may fail when it is written."""
+
+    class Disk(io.FileIO):
+        def write(self, content):
+            return fail(content, real=super().write)
+
+    if "w" not in mode and "+" not in mode:
+        return real(path, mode, *how, **more)
+    file = io.BufferedRandom(Disk(path, mode.replace("b", "") if "+" in mode else mode.replace("b", "") + "+"))
+    return file if "b" in mode else io.TextIOWrapper(file, encoding=more["encoding"])
+
+
+@pytest.mark.parametrize("name", ["plan.json", "progress.json", "tokenizer.json", "train-00001.bin"])
+@pytest.mark.parametrize("damage", ["gone", "emptied", "garbage", "another", "flipped"])
+def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
+    """What an interrupted preparation left is not trusted: it is made anew, at the latest by the next command."""
+    cache = tmp_path / "cache"
+    with constants(SMALL):
+        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+            make(many, cache)
+        file = folder_of(cache) / name
+        before = file.read_bytes()
+        flipped = before.replace(b"1", b"2") if name.endswith(".json") else bytes([before[0] ^ 1]) + before[1:]
+        file.write_bytes({"garbage": b"\xff\xfe{", "another": b"{}", "flipped": flipped}.get(damage, b""))
+        if damage == "gone":
+            file.unlink()
+        try:
+            make(many, cache)
+        except UserError as caught:
+            assert re.search(
+                "was damaged while the preparation was interrupted|; delete .* and it will be", str(caught)
+            )
+            shutil.rmtree(folder_of(cache), ignore_errors=True) if entries(cache) else None
+            make(many, cache)
+    assert content(folder_of(cache)) == undisturbed

@@ -1,0 +1,262 @@
+"""Preparing: the tokens of every document in order, once, and one line for a text that is too short."""
+
+import hashlib
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import harness
+from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.corpus import open_corpus
+from gpt.text.pieces import cut
+from gpt.text.prepare.prepare import FORMAT, TooShortError
+from gpt.text.prepare.split import survey
+from gpt.text.shards import SPLITS
+from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
+from workshop import (
+    CONTEXT,
+    DOCUMENTS,
+    LARGE,
+    SMALL,
+    constants,
+    content,
+    documents_of,
+    entries,
+    folder_of,
+    halves,
+    lists,
+    make,
+    obvious,
+    write_documents,
+    write_text,
+)
+
+
+def refusal(*arguments, **more) -> str:
+    """The one line that refuses to prepare."""
+    return harness.refusal(make, *arguments, **more)
+
+
+# --- what is written ---
+
+
+@pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
+@pytest.mark.parametrize("values", [{}, LARGE], ids=["as it is", "in small portions"])
+def test_tokens_are_the_split(tmp_path, name, values):
+    """Every document of each part after an end-of-text, and the tokenizer is the one configured."""
+    data = write_documents(tmp_path)
+    with constants(values):
+        shards = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
+        train, validation = halves(data)
+    expected = {"bpe": lambda: train_bpe(train, 307), "gpt2": gpt2_tokenizer, "byte": byte_tokenizer}[name]()
+    assert shards.tokenizer.to_dict() == expected.to_dict()
+    assert lists(shards) == (obvious(train, expected), obvious(validation, expected))
+    assert documents_of(shards.train, expected) == train
+    assert documents_of(shards.validation, expected) == validation
+    assert len(train) > 40 and len(validation) > 1
+
+
+@pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
+def test_tokens_of_a_long_text(tmp_path, name):
+    """A text of several pieces is encoded as a whole would be, its run of a million letters included."""
+    chooser = random.Random(7)
+    words = "".join(chooser.choice([" café", " the", "\n\n\n", "  42", "\t😀", " it's"]) for _ in range(60_000))
+    text = words + "".join(chooser.choice("abc") for _ in range(600_000)) + words
+    shards = make(write_text(tmp_path, text), tmp_path / "cache", TokenizerConfig(name, 263))
+    end = len(text) * 9 // 10
+    assert len(list(cut([text[:end]]))) == 4
+    assert lists(shards) == (obvious([text[:end]], shards.tokenizer), obvious([text[end:]], shards.tokenizer))
+
+
+def test_bytes_by_hand(tmp_path):
+    """Ten characters: nine to learn from and one that validates."""
+    shards = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7)
+    assert lists(shards) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
+
+
+def test_manifest(tmp_path):
+    """The counts are those of the texts, the hashes those of the files."""
+    data, cache = write_documents(tmp_path), tmp_path / "cache"
+    with constants({"gpt.text.shards.SHARD_BYTES": 2003}):
+        shards = make(data, cache)
+    folder = folder_of(cache)
+    counts, names = {}, ["manifest.json", "tokenizer.json"]
+    for name, documents in zip(SPLITS, halves(data), strict=True):
+        size = sum(len(document.encode()) for document in documents)
+        tokens = size + len(documents)
+        files = [folder / f"{name}-{number:05}.bin" for number in range(-(-tokens // 1001))]
+        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        counts[name] = {"tokens": tokens, "bytes": size, "documents": len(documents), "sha256": digests}
+        names += [file.name for file in files]
+        assert len(getattr(shards, name)) == tokens
+        assert [file.stat().st_size for file in files] == [2002] * (tokens // 1001) + [2 * (tokens % 1001)]
+    assert counts["train"]["documents"] + counts["validation"]["documents"] == 53
+    corpus = open_corpus(data, cache).sha256(cache)
+    key = {"format": FORMAT, "corpus": corpus, "tokenizer": {"name": "byte"}, "validation_bytes": 1_000_000}
+    assert shards.manifest == {
+        "key": key,
+        "corpus": "text",
+        "tokenizer": byte_tokenizer().sha256,
+        "dtype": "uint16",
+        "shard_bytes": 2003,
+        "splits": counts,
+    }
+    stored = json.loads((folder / "manifest.json").read_text())
+    assert len(stored.pop("seal")) == 64
+    assert stored == shards.manifest
+    assert sorted(file.name for file in folder.iterdir()) == sorted(names)
+    assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
+
+
+def test_lone_surrogates_are_counted_as_written(tmp_path):
+    """JSON can spell half a pair, which becomes U+FFFD: that is said, and the bytes are those of what is learnt."""
+    said: list[str] = []
+    shards = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache", say=said.append)
+    [train] = documents_of(shards.train, shards.tokenizer)
+    assert train == "\ufffd" * 5 + "x" * 85
+    assert shards.manifest["splits"]["train"]["bytes"] == len(train.encode())
+    assert "the text contains U+FFFD 5 times, in place of bytes that are not UTF-8" in said
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
+def test_portions_do_not_matter(tmp_path, documents):
+    """Read once or twice, in tasks of a character or of all, journaled always or never: the very same files."""
+    data = write_documents(tmp_path, documents)
+    results = []
+    for i, changes in enumerate(
+        [
+            {},
+            {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9},
+            {"gpt.text.prepare.encode.TASK": 1},
+            {"gpt.text.prepare.encode.TASK": 10**9},
+            {"gpt.text.prepare.encode.PROGRESS_BYTES": 101},
+            {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9},
+        ]
+    ):
+        with constants(SMALL | changes):
+            make(data, tmp_path / str(i))
+        results.append(content(folder_of(tmp_path / str(i))))
+    assert results == [results[0]] * 6
+    assert {"manifest.json", "tokenizer.json", "train-00000.bin", "validation-00000.bin"} <= results[0].keys()
+
+
+def test_sample_to_train_the_tokenizer(tmp_path):
+    """Of a text that is too large, one in so many pieces, without what validates; and that is said."""
+    data, said = write_documents(tmp_path), list[str]()
+    with constants(SMALL):
+        shards = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), say=said.append)
+        found = survey((piece for _, _, piece in open_corpus(data, tmp_path).pieces()), data.validation_bytes)
+        sample = list(found.training_sample())
+        train, _ = halves(data)
+    assert found.stride == 8
+    assert f"training the byte-pair encoding on an even sample, one in {found.stride} pieces of the text" in said
+    assert shards.tokenizer.to_dict() == train_bpe(sample, 307).to_dict()
+    assert shards.tokenizer.sha256 != train_bpe(train, 307).sha256
+
+
+# --- when it is written ---
+
+
+def test_second_time_comes_from_the_cache(tmp_path):
+    """That is said, and no file is touched, also for the same text elsewhere and another context."""
+    said: list[str] = []
+    first = make(write_documents(tmp_path), tmp_path / "cache", say=said.append)
+    assert [line.split()[0] for line in said] == ["reading", "prepared"]
+    folder = folder_of(tmp_path / "cache")
+    times = {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]}
+    for place, context_length in (("", CONTEXT), ("elsewhere", CONTEXT), ("", 101)):
+        data = write_documents(tmp_path / place)
+        again = make(data, tmp_path / "cache", context_length=context_length, say=said.append)
+        assert lists(again) == lists(first)
+        assert again.manifest == first.manifest
+    assert said[2:] == [f"text is already prepared, in {folder}"] * 3
+    assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
+
+
+def test_what_is_said(tmp_path):
+    """How many files are read, and what came of them: 10 bytes and 2 ends of text."""
+    said: list[str] = []
+    make(write_text(tmp_path, "abcdefghij"), tmp_path / "cache", context_length=7, say=said.append)
+    assert said == [
+        "reading text (1 file)",
+        "prepared 10 bytes as 12 tokens (0.83 bytes per token, vocabulary 257); 1 bytes are for validation",
+    ]
+
+
+def test_every_change_is_another_folder(tmp_path):
+    """Changed text, tokenizer, size of the vocabulary or of the validation never meets old tokens."""
+    cache, data = tmp_path / "cache", write_documents(tmp_path)
+    limited = DataConfig("text", data.path, validation_bytes=101)
+    changes = [
+        make(data, cache),
+        make(data, cache, TokenizerConfig("gpt2")),
+        make(data, cache, TokenizerConfig("bpe", 263)),
+        make(data, cache, TokenizerConfig("bpe", 269)),
+        make(limited, cache),
+        make(data, cache, tokenizer=byte_tokenizer()),
+        make(write_documents(tmp_path, DOCUMENTS[::-1]), cache),
+        make(write_documents(tmp_path, [*DOCUMENTS, "x"]), cache),
+    ]
+    assert len(entries(cache)) == len(changes)
+    assert [shards.tokenizer.vocab_size for shards in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
+    sizes = [shards.manifest["splits"]["validation"]["bytes"] for shards in changes]
+    assert sizes[4] <= 101 < sizes[0]
+
+
+def test_tokenizer_of_a_model(tmp_path):
+    """That of a model to fine-tune is taken as it is; another one has another folder."""
+    data, cache = write_documents(tmp_path), tmp_path / "cache"
+    model = train_bpe(["Document café seats " * 7], 293)
+    shards = make(data, cache, model)
+    assert shards.tokenizer.to_dict() == model.to_dict()
+    assert lists(shards) == tuple(obvious(documents, model) for documents in halves(data))
+    assert folder_of(cache).name.startswith("text-bpe-")
+    make(data, cache, tokenizer=train_bpe(["another text " * 7], 293))
+    assert len(entries(cache)) == 2
+
+
+# --- too short ---
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("hello world", 10), ("é" * 7, 13), ("ab", 2), ("a", 0), ("\ufeffa", 0)], ids=ascii
+)
+def test_too_short_a_text(tmp_path, text, tokens):
+    """The error holds the longest context that the text fills, if there is one, and that one works; nothing is left."""
+    cache, data = tmp_path / "cache", write_text(tmp_path, text)
+    with pytest.raises(TooShortError) as caught:
+        make(data, cache)
+    advice = f"fewer than a context of {CONTEXT} and a target: give more text"
+    assert str(caught.value) == f"the training text has {tokens} tokens, {advice}"
+    assert caught.value.longest_context == max(0, tokens - 1)
+    assert entries(cache) == []
+    if tokens:
+        assert len(make(data, cache, context_length=tokens - 1).train) == tokens
+        assert f"has {tokens} tokens" in refusal(data, cache, context_length=tokens)  # and what is prepared stays
+        assert len(entries(cache)) == 1
+
+
+@pytest.mark.parametrize("documents", [[], [""], ["", "", ""]], ids=["no lines", "an empty one", "empty ones"])
+def test_no_text(tmp_path, documents):
+    """Lines without a document are named, and nothing is left."""
+    data, cache = write_documents(tmp_path, documents), tmp_path / "cache"
+    if not documents:
+        Path(data.path).write_text("\n\n")
+    assert (
+        refusal(data, cache) == f"{data.path}: every document is empty; give a text, or its key with data.text_field="
+    )
+    assert entries(cache) == []
+
+
+def test_after_damage(tmp_path):
+    """What the line says to delete is made anew; test_shards.py has every kind of damage."""
+    data, cache = write_documents(tmp_path), tmp_path / "cache"
+    whole = lists(make(data, cache))
+    (folder_of(cache) / "validation-00000.bin").write_bytes(b"\0")
+    assert refusal(data, cache).endswith(f"; delete {folder_of(cache)} and it will be made anew")
+    shutil.rmtree(folder_of(cache))
+    assert lists(make(data, cache)) == whole

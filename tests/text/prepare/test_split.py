@@ -1,0 +1,213 @@
+"""The split: by hand, and held to an oracle that has the whole corpus in memory; and the sample of the one reading."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpt.text.prepare.split
+from gpt.text.corpus.corpus import Piece
+from gpt.text.pieces import cut
+from gpt.text.prepare.split import ENOUGH_DOCUMENTS, PIECE_BYTES, Survey, survey
+
+PIECE = 31  # characters, at least, of the pieces of a long document here
+EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+DOCUMENTS = [f"document {i:03} " + "é" * (i % 7) for i in range(101)]
+
+
+def pieces_of(documents: Iterable[str], piece: int = PIECE) -> Iterator[Piece]:
+    """The documents as a corpus gives them."""
+    for document in documents:
+        texts = list(cut([document], piece))
+        for i, text in enumerate(texts):
+            yield Piece(text, i == 0, i == len(texts) - 1)
+
+
+def sides(found: Survey, documents: Iterable[str], piece: int = PIECE) -> tuple[list[str], list[str]]:
+    """The documents of both parts, after a check that each piece is there once, and its beginning and end too."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    characters = 0
+    for whole in pieces_of(documents, piece):
+        halves = found.split.sides(whole, characters)
+        assert "".join(part.text for part, _ in halves) == whole.text
+        assert [part.ends for part, _ in halves] == [False] * (len(halves) - 1) + [whole.ends]
+        assert halves[0][0].begins or not whole.begins
+        for part, validates in halves:
+            assert part.text
+            if part.begins:
+                parts[validates].append("")
+            parts[validates][-1] += part.text
+        characters += len(whole.text)
+    return parts
+
+
+def split(documents: list[str], validation_bytes: int = 1_000_000, piece: int = PIECE) -> tuple[list[str], list[str]]:
+    """Training and validation, documents each."""
+    return sides(survey(pieces_of(documents, piece), validation_bytes), documents, piece)
+
+
+def key(document: str) -> int:
+    """The number that draws a document: the first eight bytes of its hash."""
+    return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "little")
+
+
+def size(documents: Iterable[str]) -> int:
+    """Their bytes in UTF-8."""
+    return sum(len(document.encode()) for document in documents)
+
+
+def oracle(documents: list[str], validation_bytes: int, piece: int = PIECE) -> tuple[list[str], list[str]]:
+    """Both parts in the obvious way: equal documents are drawn together, by their key, until the next do not fit."""
+    limit = min(size(documents) // 10, validation_bytes)
+    count = Counter(documents)
+    short = [text for text in count if 2 * size([text]) <= limit and len(list(cut([text], piece))) == 1]
+    drawn: set[str] = set()
+    left = limit
+    for document in sorted(short, key=key):
+        left -= size([document]) * count[document]
+        if left < 0:
+            break
+        drawn.add(document)
+    validation = [document for document in documents if document in drawn]
+    if sum(count.values()) - count[""] >= ENOUGH_DOCUMENTS and 2 * size(validation) >= limit:
+        return [document for document in documents if document and document not in drawn], validation
+    end = sum(map(len, documents)) * 9 // 10
+    while size(["".join(documents)[end:]]) > validation_bytes:
+        end += 1
+    parts: tuple[list[str], list[str]] = ([], [])
+    for document in documents:
+        for part, text in zip(parts, (document[:end], document[end:]), strict=True):
+            part.extend([text] if text else [])
+        end = max(0, end - len(document))
+    return parts
+
+
+# --- whole documents ---
+
+
+def test_whole_documents_by_hand():
+    """A hundred of equal length give ten, or the three that fit; of these, those with the smallest hashes."""
+    documents = [f"{i:07}" for i in range(100)]
+    assert [len(part) for part in split(documents)] == [90, 10]
+    train, validation = split(documents, 7 * 3 + 6)
+    assert len(train) == 97
+    assert validation == sorted(sorted(documents, key=key)[:3]) == ["0000010", "0000015", "0000065"]
+
+
+def test_number_of_documents_decides():
+    """One document fewer than enough, and the end of the text validates."""
+    documents = ["longer", *(f"{i:05}" for i in range(ENOUGH_DOCUMENTS - 1))]  # a tenth begins within a document
+    train, validation = split(documents)
+    assert sorted(train + validation) == sorted(documents)
+    assert 5 <= size(validation) <= 10
+    assert split(documents[1:]) == (documents[1:18], documents[18:])
+    assert split([*documents[1:], "", ""]) == (documents[1:18], documents[18:])  # an empty document is none
+
+
+# --- against the oracle ---
+
+TEXTS = st.one_of(
+    st.lists(st.text("aé😀 ", max_size=40), max_size=60),  # about as long as each other
+    st.lists(st.text("ab", min_size=1, max_size=3), min_size=20, max_size=100),  # many of them equal
+    st.lists(st.text("a€ ", max_size=300), max_size=25),  # in pieces
+)
+
+
+@EXAMPLES
+@given(TEXTS, st.integers(1, 300))
+def test_the_split_is_the_oracle(documents, validation_bytes):
+    """Of any documents, the very same ones, or the very same text; so nothing is lost, doubled or too much."""
+    train, validation = split(documents, validation_bytes)
+    assert (train, validation) == oracle(documents, validation_bytes)
+    assert "".join(sorted("".join(train + validation))) == "".join(sorted("".join(documents)))
+    assert size(validation) <= validation_bytes
+    assert sum(map(len, validation)) <= -(-sum(map(len, documents)) // 10) or size(validation) <= size(documents) / 10
+
+
+@EXAMPLES
+@given(TEXTS, st.integers(1, 100), st.randoms(use_true_random=False))
+def test_the_order_of_documents_does_not_matter(documents, validation_bytes, chance):
+    """Which documents validate is the same in any order, unless the end of the text does."""
+    found = survey(pieces_of(documents), validation_bytes)
+    shuffled = chance.sample(documents, len(documents))
+    again = survey(pieces_of(shuffled), validation_bytes)
+    assert (found.split.threshold, found.split.largest) == (again.split.threshold, again.split.largest)
+    if found.split.threshold:
+        assert Counter(sides(found, documents)[1]) == Counter(sides(again, shuffled)[1])
+
+
+class Eager(gpt.text.prepare.split._Candidates):
+    """Candidates that are pruned each time, not only where there are many."""
+
+    def add(self, document: bytes, bytes_before: int) -> None:
+        """As ever, with no patience."""
+        self._drop_at = 0
+        super().add(document, bytes_before)
+
+
+@EXAMPLES
+@given(TEXTS, st.integers(1, 30))
+def test_pruning_changes_nothing(documents, validation_bytes):
+    """The candidates that are dropped are those that can no longer be drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.text.prepare.split, "_Candidates", Eager)
+        found = survey(pieces_of(documents), validation_bytes)
+    assert found == survey(pieces_of(documents), validation_bytes)
+    assert sides(found, documents) == oracle(documents, validation_bytes)
+
+
+# --- the one reading ---
+
+
+def test_what_is_counted():
+    """Documents, bytes and replaced characters; who waits is told the bytes of each piece."""
+    told: list[int] = []
+    found = survey(pieces_of(["a\ufffd", "", " word" * 20, "\ufffd\ufffdé"]), 10, told.append)
+    assert (found.documents, found.bytes, found.replaced) == (3, 4 + 100 + 8, 3)
+    assert told == [4, 35, 35, 30, 8]
+
+
+def test_sample_of_all(monkeypatch):
+    """A corpus of exactly the limit is kept as a whole; of one byte more, every other piece."""
+    documents = [f"{i:07}" for i in range(13)]
+    pieces = list(pieces_of(documents))
+    monkeypatch.setattr(gpt.text.prepare.split, "SAMPLE_BYTES", 13 * (7 + PIECE_BYTES))
+    found = survey(iter(pieces), 10)
+    assert found.stride == 1
+    assert found.sample == [(piece, 7 * i) for i, piece in enumerate(pieces)]
+    monkeypatch.setattr(gpt.text.prepare.split, "SAMPLE_BYTES", 13 * (7 + PIECE_BYTES) - 1)
+    found = survey(iter(pieces), 10)
+    assert found.stride == 2
+    assert found.sample == [(pieces[i], 7 * i) for i in range(0, 13, 2)]
+
+
+@EXAMPLES
+@given(TEXTS, st.integers(1, 20_000))
+def test_sample_is_even(documents, limit):
+    """Every so many-th piece, with its place, and no more than the limit."""
+    pieces = list(pieces_of(documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.text.prepare.split, "SAMPLE_BYTES", limit)
+        found = survey(iter(pieces), 50)
+    places = [sum(len(before.text) for before in pieces[:i]) for i in range(len(pieces))]
+    assert found.sample == list(zip(pieces, places, strict=True))[:: found.stride]
+    kept, whole = (size(p.text for p in part) + len(part) * PIECE_BYTES for part in (pieces[:: found.stride], pieces))
+    assert kept <= limit or len(found.sample) == 1
+    assert found.stride & (found.stride - 1) == 0
+    assert (found.stride == 1) == (whole <= limit or len(pieces) == 1)
+
+
+def test_sample_to_learn_from(monkeypatch):
+    """Nothing that validates is in it, to the character."""
+    text = " word" * 100
+    found = survey(pieces_of([text]), 1_000_000)
+    assert found.stride == 1
+    assert "".join(found.training_sample()) == text[:450]
+    train, validation = split(DOCUMENTS)
+    assert list(survey(pieces_of(DOCUMENTS), 1_000_000).training_sample()) == train
+    monkeypatch.setattr(gpt.text.prepare.split, "SAMPLE_BYTES", 30 * (20 + PIECE_BYTES))
+    sample = list(survey(pieces_of(DOCUMENTS), 1_000_000).training_sample())
+    assert sample == [document for document in DOCUMENTS[::4] if document not in validation]

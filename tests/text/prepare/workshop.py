@@ -1,0 +1,297 @@
+"""Texts to prepare, and real processes that prepare them and may be hurt."""
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from gpt.console import command_line
+from gpt.files import CACHE_TAG
+from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.corpus import open_corpus
+from gpt.text.pieces import cut
+from gpt.text.prepare.prepare import prepare
+from gpt.text.prepare.split import survey
+from gpt.text.shards import Shards, Tokens
+from gpt.text.tokenizer import Tokenizer, TokenizerConfig
+
+ROOT = Path(__file__).parents[3]
+CONTEXT = 13
+BYTE = TokenizerConfig("byte")
+EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
+# Of a small text many pieces, tasks and files, read a second time to encode it, and a journal that is written often.
+SMALL = {
+    "gpt.text.corpus.corpus.cut": 31,
+    "gpt.text.prepare.split.SAMPLE_BYTES": 10_007,
+    "gpt.text.prepare.encode.TASK": 199,
+    "gpt.text.prepare.encode.PROGRESS_BYTES": 1511,
+    "gpt.text.shards.SHARD_BYTES": 2 * 2503,
+}
+LARGE = SMALL | {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9}  # all of it is kept from the first reading
+
+
+def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
+    """The configuration that reads the documents from a file of JSON lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return DataConfig("text", str(file))
+
+
+def write_files(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
+    """The configuration that reads the documents from a file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, document in enumerate(documents):
+        (folder / f"{i:03}.txt").write_text(document, encoding="utf-8", newline="")
+    return DataConfig("text", str(folder))
+
+
+def write_text(folder: Path, text: str) -> DataConfig:
+    """The configuration that reads a single text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text(text, encoding="utf-8", newline="")
+    return DataConfig("text", str(folder / "text.txt"))
+
+
+def make(
+    data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
+) -> Shards:
+    """Prepare one corpus without a word."""
+    [shards] = prepare(data, tokenizer, context_length, cache, **({"say": [].append} | more)).sources
+    return shards
+
+
+@contextlib.contextmanager
+def constants(values: dict[str, int]) -> Iterator[None]:
+    """Other constants for a while; that of `cut` is the size of the pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(name, functools.partial(cut, size=value) if name == "gpt.text.corpus.corpus.cut" else value)
+        yield
+
+
+def folder_of(cache: Path) -> Path:
+    """The one folder in a cache, which holds nothing else, hidden or not."""
+    [folder] = entries(cache)
+    return folder
+
+
+def entries(cache: Path) -> list[Path]:
+    """All that is in a cache, hidden or not, but for its mark and the locks beside its folders."""
+    return [entry for entry in cache.iterdir() if entry.suffix != ".lock" and CACHE_TAG not in entry.name]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All that is in a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def lists(shards: Shards) -> tuple[list[int], list[int]]:
+    """The ids of both parts."""
+    return shards.train[:].tolist(), shards.validation[:].tolist()
+
+
+def documents_of(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
+    """The texts between the ends of text, the first of which stands at the very start."""
+    ids = tokens[:]
+    starts = np.flatnonzero(ids == tokenizer.end_of_text)
+    assert starts[0] == 0
+    return [tokenizer.decode(part[1:]) for part in np.split(ids, starts[1:])]
+
+
+def halves(data: DataConfig) -> tuple[list[str], list[str]]:
+    """The documents to learn from, and those that validate."""
+    corpus = open_corpus(data, Path("unused"))
+    pieces = [piece for _, _, piece in corpus.pieces()]
+    split = survey(pieces, data.validation_bytes).split
+    parts: tuple[list[str], list[str]] = ([], [])
+    characters = 0
+    for whole in pieces:
+        for piece, validates in split.sides(whole, characters):
+            parts[validates].extend([""] * piece.begins)
+            parts[validates][-1] += piece.text
+        characters += len(whole.text)
+    return parts
+
+
+def obvious(documents: list[str], tokenizer: Tokenizer) -> list[int]:
+    """The ids of documents, each after an end-of-text."""
+    return [id for document in documents for id in (tokenizer.end_of_text, *tokenizer.encode(document))]
+
+
+@contextlib.contextmanager
+def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
+    """The pieces that are encoded meanwhile, on whatever thread; before piece number `at`, something happens."""
+    pieces: list[str] = []
+    encode_piece = Tokenizer.encode_piece
+
+    def watched(tokenizer: Tokenizer, piece: str) -> np.ndarray:
+        pieces.append(piece)
+        if len(pieces) == at:
+            happens()
+        return encode_piece(tokenizer, piece)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "encode_piece", watched)
+        yield pieces
+
+
+def fail_with(error: BaseException) -> Callable[[], None]:
+    """What raises an error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+# --- processes to be hurt: they are forked from one that has everything imported, since that takes seconds ---
+
+
+def serve() -> None:
+    """For each order on stdin begin a process, or wait until one has stopped or ended; its number, or how it ended."""
+    gc.freeze()
+    print("null", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], os.WUNTRACED)
+            print("null" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status), flush=True)
+        elif number := os.fork():
+            print(number, flush=True)
+        else:
+            obey(**order)
+
+
+def obey(
+    data: dict, cache: str, output: str, values: dict, at: tuple | None, tokenizer: str, context_length: int
+) -> NoReturn:
+    """Prepare as a command line would; `at` is what is done to the file system, how many times, when a signal comes."""
+    signal.alarm(60)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stream = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    if at:
+        what, number, signal_number = at
+        touches = itertools.count(1)
+
+        def touch(event: str, arguments: tuple) -> None:
+            changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.fsync", "fcntl.flock")
+            here = changes or (event == "open" and cache in str(arguments))
+            if here and what in f"{event} {arguments}" and next(touches) == number:
+                os.kill(os.getpid(), signal_number)
+
+        os.fsync = lambda descriptor: touch("os.fsync", ())  # a signal spares what the system has not yet written
+        sys.addaudithook(touch)
+    code: object = 0
+    try:
+        with constants(values), command_line("prepare"):
+            say = functools.partial(print, flush=True)
+            prepare(DataConfig(**data), TokenizerConfig(tokenizer, 307), context_length, Path(cache), say=say)
+    except SystemExit as end:
+        code = end.code
+    sys.stderr.flush()
+    os._exit(int(str(code)))  # the way out of Python takes a second that has nothing to do with this
+
+
+class Workshop:
+    """Real processes that prepare."""
+
+    def __init__(self, outputs: Path):
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "default::ResourceWarning", "-c", "import workshop; workshop.serve()"],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/text/prepare'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._outputs = outputs
+        self._living: set[int] = set()
+        assert self._answer() is None
+
+    def _ask(self, order: dict) -> int | None:
+        assert self._server.stdin is not None
+        print(json.dumps(order), file=self._server.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> int | None:
+        assert self._server.stdout is not None
+        return json.loads(self._server.stdout.readline())
+
+    def start(
+        self,
+        data: DataConfig,
+        cache: Path,
+        values: dict[str, int] = SMALL,
+        at: tuple[str, int, int] | None = None,
+        tokenizer: str = "byte",
+        context_length: int = CONTEXT,
+    ) -> int:
+        """The number of a process that prepares, and is to get a signal `at` something, the how many-th time."""
+        output = self._outputs / str(time.monotonic_ns())
+        output.touch()
+        number = self._ask(
+            {
+                "data": {"name": data.name, "path": data.path, "weights": data.weights},
+                "cache": str(cache),
+                "output": str(output),
+                "values": values,
+                "at": at,
+                "tokenizer": tokenizer,
+                "context_length": context_length,
+            }
+        )
+        assert number is not None
+        self._living.add(number)
+        (self._outputs / f"of {number}").unlink(missing_ok=True)  # numbers come round again
+        (self._outputs / f"of {number}").symlink_to(output)
+        return number
+
+    def wait(self, number: int) -> int | None:
+        """Its exit code, negative where a signal ended it; None where one has stopped it."""
+        code = self._ask({"wait": number})
+        if code is not None:
+            self._living.remove(number)
+        return code
+
+    def said(self, number: int) -> str:
+        """What a process has printed so far."""
+        return (self._outputs / f"of {number}").read_text()
+
+    def run(self, *arguments, **more) -> tuple[int | None, str]:
+        """Prepare to the end: the exit code, and all that was printed."""
+        number = self.start(*arguments, **more)
+        return self.wait(number), self.said(number)
+
+    def wait_until_said(self, number: int, text: str) -> None:
+        """Wait for a line of a process."""
+        deadline = time.monotonic() + 30
+        while text not in self.said(number):
+            assert time.monotonic() < deadline, self.said(number)
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End all that is left."""
+        for number in self._living:
+            os.kill(number, signal.SIGKILL)
+        self._server.communicate()
+
+
+def remount(disk: Path, options: str) -> None:
+    """Give a disk another size, or make it read-only."""
+    subprocess.run(["mount", "-o", f"remount,{options}", disk], check=True)

@@ -1,0 +1,277 @@
+"""What follows a step, part by part: clock, curves, journal, validation, samples, saving, progress, signals."""
+
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import Callback
+
+from gpt.errors import NonFiniteError
+from gpt.exchange import checkpoint
+from gpt.sampling.scoring import Score
+from gpt.training import decide, runs
+from gpt.training.callbacks.base import Clock, StepCallback
+from gpt.training.checkpoints.journal import Journal
+from gpt.training.checkpoints.saving import CheckpointFiles, git_commit, versions
+from gpt.training.checkpoints.signals import StopSignals
+from gpt.training.metrics.curves import Curves
+from gpt.training.session import Session
+from harness import StopAt, read_curves, tiny_config
+
+
+class Recorder(StepCallback):
+    """Notes what it hears, and what the trainer says at that moment."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.validations: list[tuple[int, Score]] = []
+        self.metrics: list[float] = []
+        self.clock_ran: list[bool] = []
+
+    def on_step_end(self, trainer, module, step: int) -> None:
+        self.steps.append(step)
+
+    def on_validated(self, trainer, module, step: int, score: Score) -> None:
+        self.validations.append((step, score))
+        self.metrics.append(float(trainer.callback_metrics["val/loss"]))
+        clock = next(callback for callback in trainer.callbacks if isinstance(callback, Clock))
+        before = clock.seconds
+        time.sleep(0.001)
+        self.clock_ran.append(clock.seconds != before)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_folder) -> tuple[Session, Recorder]:
+    """A run of 12 steps, with dropout and two micro-batches a step, and what a callback heard of it."""
+    session = decide.begin(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={corpus_folder / 'run'}"))
+    recorder = Recorder()
+    session.fit([recorder])
+    return session, recorder
+
+
+def test_steps_are_counted_once(trained):
+    """However many micro-batches a step takes, callbacks hear of it once."""
+    assert trained[0].schedule.accumulation == 2
+    assert trained[1].steps == list(range(1, 13))
+
+
+def test_callbacks_hear_of_validations(trained):
+    """Four times in 12 steps, with the score, which `trainer.callback_metrics` has as well; the clock stands still."""
+    session, recorder = trained
+    assert [step for step, _ in recorder.validations] == [3, 6, 9, 12]
+    assert recorder.metrics == pytest.approx([score.nats_per_token for _, score in recorder.validations])
+    assert recorder.clock_ran == [False] * 4
+    assert session.metrics["val_loss"] == recorder.validations[-1][1].nats_per_token
+
+
+def test_both_rates_have_a_curve(trained):
+    """`train/matrix_lr` is the rate of Muon, which trains the blocks; `train/lr` is AdamW's."""
+    curves, optim = read_curves(trained[0].run_dir), trained[0].config.optim
+    assert [step for step, _ in curves["train/matrix_lr"]] == [3, 6, 9, 12]
+    for (_, rate), (_, matrix_rate) in zip(curves["train/lr"], curves["train/matrix_lr"], strict=True):
+        assert matrix_rate / rate == pytest.approx(optim.matrix_lr / optim.lr)
+
+
+def test_best_and_last_checkpoints(trained):
+    """best.ckpt is of the best step; last.ckpt of the last, the same file where these are one."""
+    folder, metrics = trained[0].run_dir / "checkpoints", trained[0].metrics
+    assert checkpoint.load(folder / "best.ckpt")["step"] == metrics["best_step"]
+    assert checkpoint.load(folder / "last.ckpt")["step"] == 12
+    assert checkpoint.load(folder / "previous.ckpt")["step"] == 11
+    assert (folder / "best.ckpt").samefile(folder / "last.ckpt") == (metrics["best_step"] == 12)
+
+
+# --- clock ---
+
+
+def test_clock_leaves_pauses_out():
+    """It counts between the start and the end, without pauses, on top of what a checkpoint brought."""
+    clock = Clock()
+    clock.load_state_dict({"seconds": 100.0})
+    assert clock.seconds == 100.0
+    clock.on_train_start(None, None)
+    time.sleep(0.02)
+    with clock.paused():
+        at_pause = clock.seconds
+        time.sleep(0.05)
+        assert clock.seconds == at_pause
+    clock.on_train_end(None, None)
+    assert 100.02 <= clock.seconds < 100.05 + (at_pause - 100.02)
+    assert clock.state_dict() == {"seconds": clock.seconds}
+
+
+# --- curves ---
+
+
+@pytest.mark.parametrize(
+    ("stored", "world_size", "rank", "expected"),
+    [([6.0], 1, 0, 6.0), ([2.0, 4.0], 2, 1, 4.0), ([2.0, 4.0], 1, 0, 3.0), ([6.0], 2, 1, 6.0)],
+)
+def test_each_rank_gets_its_own_sum_back(tmp_path, stored, world_size, rank, expected):
+    """The partial sum of train/loss is restored by rank; where their number has changed, the mean is."""
+    curves = Curves(tmp_path, Clock(), None)
+    curves.load_state_dict({"losses": stored, "num_losses": 2})
+    trainer = SimpleNamespace(world_size=world_size, global_rank=rank, global_step=5, is_global_zero=False)
+    curves.on_train_start(trainer, None)  # type: ignore[arg-type]
+    assert float(curves._losses) == expected
+    assert curves._num_losses == 2
+
+
+# --- journal ---
+
+
+def test_journal_cuts_back(tmp_path):
+    """Files get their lengths of the checkpoint back, and are never lengthened; later ones go, others' stay."""
+    names = ["samples.md", *(f"events.out.tfevents.{i}.host.1.0.run" for i in (1000, 2000)), "events.out.tfevents.3000"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"0123456789")
+    journal = Journal(tmp_path, Curves(tmp_path, Clock(), None))
+    journal.load_state_dict({"samples.md": 4, names[1]: 17})
+    journal.on_train_start(SimpleNamespace(is_global_zero=True), None)  # type: ignore[arg-type]
+    assert [len(file.read_bytes()) for file in sorted(tmp_path.iterdir())] == [10, 10, 4]
+    assert not (tmp_path / names[2]).exists()
+
+
+# --- signals ---
+
+
+def test_first_signal_asks_and_second_ends(capfd):
+    """The first is remembered and answered on stderr; the second ends the process with 128 + signal."""
+    signals, before = StopSignals(), signal.getsignal(signal.SIGTERM)
+    signals.install()
+    signals.install()  # as after Lightning's own
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        assert "stopping after this step" in capfd.readouterr().err
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert end.value.code == 130
+    finally:
+        signals.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_stop_and_resume(trained, tmp_path, capfd):
+    """A signal saves after the step and ends with 143; the rest of the run has the bits of an uninterrupted one."""
+    folder, run_dir = trained[0].run_dir.parent, tmp_path / "run"
+    config = dataclasses.replace(trained[0].config, run_dir=str(run_dir))
+    with pytest.raises(SystemExit) as end:
+        decide.begin(config).fit([StopAt(5)])
+    assert end.value.code == 143
+    assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
+    step = checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"]
+    assert 5 <= step <= 6
+    resumed = decide.resume(str(run_dir))
+    assert resumed is not None
+    resumed.fit()
+    whole, parts = (checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (folder / "run", run_dir))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert read_curves(run_dir) == read_curves(folder / "run")
+    assert decide.resume(str(run_dir)) is None
+    assert "is complete" in capfd.readouterr().out
+
+
+# --- saving ---
+
+
+def test_a_loaded_checkpoint_is_given_away_once(tmp_path):
+    """What was read already is not read again, and not kept."""
+    payload = {"format": 1, "state_dict": {}, "config": {}, "tokenizer": {}}
+    checkpoint.save(payload | {"step": 7}, tmp_path / "a.ckpt")
+    files = CheckpointFiles(payload)
+    assert files.load_checkpoint(tmp_path / "a.ckpt") is payload
+    assert files.loaded is None
+    assert files.load_checkpoint(tmp_path / "a.ckpt")["step"] == 7
+    files.remove_checkpoint(tmp_path / "a.ckpt")
+    files.remove_checkpoint(tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "warnings"),
+    [
+        ({"previous": 5, "best": 9}, ["last.ckpt is missing; going on from best.ckpt of step 9"]),
+        ({"previous": 5, "last": 7, "best": 9}, []),
+    ],
+)
+def test_newest_checkpoint(trained, tmp_path, files, warnings):
+    """A run goes on from the newest of its checkpoints, which may be best.ckpt, and says if last.ckpt is missing."""
+    payload = checkpoint.load(trained[0].run_dir / "checkpoints/last.ckpt")
+    for name, step in files.items():
+        checkpoint.save(payload | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
+    said: list[str] = []
+    found = runs.load_newest(tmp_path, said.append)
+    assert found and (found[0].name, found[1]["step"]) == ("best.ckpt", 9)
+    assert said == [f"{tmp_path}/checkpoints/{line}" for line in warnings]
+
+
+class Counter(Callback):
+    """A user's callback with a state of its own, which changes its type."""
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % module.schedule.accumulation == 0:
+            self.steps = (self.steps or 0) + 1
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("from_the_beginning", [True, False])
+def test_callbacks_with_a_state(trained, tmp_path, from_the_beginning):
+    """A user's callback continues with its state of the checkpoint, and may be new to a run."""
+    config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
+    with pytest.raises(SystemExit):
+        decide.begin(config).fit([StopAt(5), *([Counter()] if from_the_beginning else [])])
+    resumed, counter = decide.resume(str(tmp_path / "run")), Counter()
+    assert resumed is not None
+    done = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"]
+    resumed.fit([counter])
+    assert counter.steps == (12 if from_the_beginning else 12 - done)
+
+
+def test_validation_that_is_not_finite(trained, tmp_path, monkeypatch):
+    """A validation loss of nan ends the run, rather than counting as none."""
+    monkeypatch.setattr("gpt.training.callbacks.validation.score", lambda *_: Score(math.nan, 10, 20))
+    config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
+    with pytest.raises(NonFiniteError, match="step 3: the validation loss is nan"):
+        decide.begin(config).fit()
+    assert not (tmp_path / "run/metrics.json").exists()
+
+
+# --- record ---
+
+
+def test_checkpoints_record_their_origin(trained):
+    """Versions, commit, threads, schedule and configuration are in every checkpoint as plain types."""
+    payload = checkpoint.load(trained[0].run_dir / "checkpoints/best.ckpt")
+    assert payload["versions"] == versions()
+    assert payload["threads"] == torch.get_num_threads()
+    assert payload["schedule"] == dataclasses.asdict(trained[0].schedule)
+    assert payload["config"] == dataclasses.asdict(trained[0].config)
+
+
+def test_git_commit(tmp_path):
+    """The commit of a checkout; None outside one."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    outside.mkdir()
+    assert git_commit(outside) is None
+    assert git_commit(tmp_path / "nowhere") is None
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "init", "-q", inside], check=True)
+    subprocess.run(["git", *identity, "-C", inside, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
+    head = (inside / ".git" / (inside / ".git/HEAD").read_text().split()[1]).read_text().strip()
+    assert git_commit(inside) == head

@@ -1,0 +1,154 @@
+"""What a person sees while a run trains, on terminals of any width, and what a log keeps."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from types import SimpleNamespace
+
+import pytest
+from tqdm.utils import disp_len
+
+from gpt.console import say
+from gpt.sampling.scoring import Score
+from gpt.training.callbacks.base import Clock
+from gpt.training.callbacks.progress import Line, Progress
+from gpt.training.callbacks.samples import Samples
+from gpt.training.callbacks.validation import Validation
+from gpt.training.metrics.curves import Curves
+from harness import ROOT, TINY, command, write_corpus
+
+FACTS = ["train 2.500 val 3.000", "2.164 bits/byte", "12.3k tok/s"]
+
+
+class Terminal(io.StringIO):
+    """Text that takes itself for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def line_at(step: int, width: int, total: int = 4000) -> str:
+    """What stands on a terminal of so many columns after a step, at ten steps a second."""
+    with Line(total=total, file=Terminal(), ncols=width) as line:
+        line.facts, line.n = FACTS, step
+        line.format_dict  # noqa: B018
+        line.start_t -= step / 10
+        return str(line).rstrip()
+
+
+def test_the_line_fits_every_width():
+    """The facts give way from the last on, and the bar takes what is left; a narrow terminal keeps the steps."""
+    assert line_at(500, 79) == " 500/4000 12%   5m50s left  train 2.500 val 3.000  2.164 bits/byte  12.3k tok/s"
+    assert line_at(500, 78) == " 500/4000 12%  #2           5m50s left  train 2.500 val 3.000  2.164 bits/byte"
+    assert line_at(500, 120) == line_at(500, 79).replace("12%", f"12%  {'###7':30}")
+    assert line_at(500, 31) == " 500/4000 12%   5m50s left"
+    assert line_at(500, 11) == " 500/4000 1"
+    for width in range(1, 131):
+        assert disp_len(line_at(500, width)) <= width
+
+
+def test_the_line_does_not_jump():
+    """Its end stays where it is, from the first step to the last but one."""
+    assert {len(line_at(step, 131)) for step in (1, 7, 97, 401, 1009, 3999)} == {len(line_at(500, 131))}
+
+
+def progress(folder, sample: str = "") -> tuple[Progress, Curves, Validation]:
+    curves, validation, samples = Curves(folder, Clock(), None), Validation(folder, Clock()), Samples(folder, None)
+    samples.latest = ["of another prompt", sample] if sample else []
+    return Progress(Clock(), validation, curves, samples), curves, validation
+
+
+def test_both_losses_in_one_unit(tmp_path):
+    """Training and validation loss are in nats per token; before they are known, their places are kept."""
+    shown, curves, validation = progress(tmp_path)
+    assert shown._facts() == ["train     - val     -", "    - bits/byte", "    - tok/s"]
+    curves.loss, curves.tokens_per_second = 2.5, 12345.6
+    validation.latest = Score(nats=30.0, tokens=10, bytes=20)
+    assert shown._facts() == FACTS
+    curves.loss = 10.8254
+    assert shown._facts()[0] == "train 10.83 val 3.000"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_validation(tmp_path, monkeypatch, terminal):
+    """A terminal gets one line above the bar, with what the model writes; a log the figures, and the sample below."""
+    monkeypatch.setenv("COLUMNS", "41")
+    out = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    shown, curves, validation = progress(tmp_path, "Once upon\n\na time there were three little pigs")
+    trainer = SimpleNamespace(is_global_zero=True, global_step=0)
+    settings = SimpleNamespace(log_every=10)
+    schedule = SimpleNamespace(total_steps=4000, due=lambda step, every: step % every == 0)
+    config = SimpleNamespace(trainer=settings)
+    module = SimpleNamespace(schedule=schedule, config=config, expected_steps=lambda: 4000)
+    shown.on_train_start(trainer, module)
+    curves.loss, curves.tokens_per_second = 2.5, 12345.6
+    validation.latest = Score(nats=30.0, tokens=10, bytes=20)
+    shown.on_validated(trainer, module, 500, validation.latest)
+    shown.teardown(trainer, module, "fit")
+    if terminal:
+        assert out.getvalue() == "step  500  val 3.000  Once upon ⏎ a time…\n"
+    else:
+        assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
+
+
+def test_a_line_above_the_bar(monkeypatch):
+    """The bar is cleared, the line is written, and the bar is drawn again below it."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Line(total=7, file=screen, ncols=26, leave=False):
+        before = len(screen.getvalue())
+        say("a warning", screen)
+        assert re.fullmatch(r"\r +\ra warning\n\r0/7  0%       \? left", screen.getvalue()[before:])
+
+
+def test_an_error_clears_the_bar(tmp_path, monkeypatch):
+    """What is said of it then does not stand beside half a bar."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    shown, *_ = progress(tmp_path)
+    module = SimpleNamespace(expected_steps=lambda: 7)
+    shown.on_train_start(SimpleNamespace(is_global_zero=True, global_step=0), module)
+    assert "0/7" in sys.stderr.getvalue()
+    shown.on_exception(None, module, MemoryError())
+    assert re.search(r"\r +\r$", sys.stderr.getvalue())
+
+
+def columns(raw: str) -> list[str]:
+    """The pieces of a terminal's output that each begin in its first column."""
+    return [piece for piece in re.split(r"[\r\n]+", raw) if piece.strip()]
+
+
+@pytest.mark.slow
+def test_on_a_terminal(tmp_path):
+    """A training that a person watches: nothing is wider than the terminal, samples stand above, and the bar goes."""
+    write_corpus(tmp_path)
+    settings = [f"data.path={tmp_path / 'corpus.txt'}", f"data.cache={tmp_path / 'cache'}", "horizon=40steps"]
+    settings += ["trainer.validate_every=10", "data.prompts=[a\tb]", f"run_dir={tmp_path / 'run'}"]
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (23, 79))
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    shown = b""
+    with subprocess.Popen(command(*TINY, *settings), cwd=ROOT, stdout=end, stderr=end, env=environment) as process:
+        os.close(end)
+        while True:
+            try:
+                shown += os.read(terminal, 4096)
+            except OSError:  # of Linux, at the end
+                break
+    os.close(terminal)
+    assert process.returncode == 0, shown.decode()
+    raw = shown.decode()
+    assert "\x1b" not in raw
+    bars = [piece for piece in columns(raw) if re.match(r" *\d+/40 ", piece)]
+    samples = [piece for piece in columns(raw) if piece.startswith("step ")]
+    assert len({len(piece.rstrip()) for piece in bars if "tok/s" in piece}) == 1
+    assert max(disp_len(piece.rstrip()) for piece in [*bars, *samples]) <= 79
+    assert [re.match(r"step (\d+)  val \d\.\d{3}  \[a→b\]", one)[1] for one in samples] == ["10", "20", "30", "40"]
+    after = raw[raw.rindex(samples[-1]) :]
+    assert re.search(r"tok/s *\r +\r\r\ntrained +40  steps: ", after), after[:500]  # in place of the bar, spaces

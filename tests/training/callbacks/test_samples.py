@@ -1,0 +1,44 @@
+"""Samples of a run on one's own text begin with words of it, and so does the command that the run ends with."""
+
+import re
+import shlex
+
+import pytest
+import yaml
+
+import generate
+from gpt.text.corpus.corpus import DataConfig
+from gpt.text.prepare.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig
+from gpt.training.callbacks.samples import longest_copy
+from harness import TINY, train, write_corpus
+
+
+@pytest.mark.parametrize(
+    ("setting", "prompt"),
+    [(["data.prompts=null"], "one of a kind"), (["data.prompts=['once','-x\ny']", "logger=[]"], "-x")],
+)
+def test_prompts(tmp_path, setting, prompt):
+    """The prompts are stored, so that a resumed run has the same; the last one is offered, as one line."""
+    corpus = write_corpus(tmp_path)
+    corpus.write_text(corpus.read_text() + "\n\none of a kind and no more\n" * 3)
+    places = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    done = train(*TINY, *places, "horizon=3steps", *setting)
+    assert done.returncode == 0, done.stderr
+    stored = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["data"]["prompts"]
+    assert stored == (["once", "-x\ny"] if len(setting) > 1 else ["", prompt])
+    (command,) = re.findall(r"^sample it: +python generate\.py (.*)$", done.stdout, re.M)
+    assert generate.parse_arguments(shlex.split(command)).prompt == [prompt]
+    assert f"**{stored[-1]}**" in (tmp_path / "run/samples.md").read_text()
+
+
+def test_longest_copy(tmp_path):
+    """The longest passage of the samples that the training text holds is found over the borders of neither."""
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("we hold these truths to be self-evident, that all men are created equal " * 9)
+    data = DataConfig("text", str(corpus))
+    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None)
+    tokens = lambda text: list(text.encode())  # noqa: E731
+    samples = [tokens("we hold fast; truths to be self-evid"), tokens("ent, that all ships are"), []]
+    assert longest_copy(samples, corpora) == " truths to be self-evid"
+    assert longest_copy([tokens("ships are not equa")], corpora) == ""

@@ -1,0 +1,176 @@
+"""Callbacks named on the command line: how they are found, what is refused, and that no run brings its own."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from lightning import Callback
+from lightning.pytorch.callbacks import Timer
+
+from gpt.errors import UserError
+from gpt.exchange import checkpoint
+from gpt.training import decide
+from gpt.training.callbacks.user import load_callbacks
+from gpt.training.config.loading import to_plain, validate
+from harness import TINY, StopAt, refusal, tiny_config, train
+
+MODULE = """
+from lightning import Callback
+
+class Counter(Callback):
+    def __init__(self):
+        self.steps = 0
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % module.schedule.accumulation == 0:
+            self.steps += 1
+    def on_train_end(self, trainer, module):
+        print("counted", self.steps)
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+def make():
+    return Counter()
+
+made = Counter()
+seven = 7
+
+def fails():
+    raise RuntimeError("no\\nluck")
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The current directory, with a module of callbacks."""
+    (tmp_path / "of_mine.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def (:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield tmp_path
+    for name in ("of_mine", "broken"):
+        sys.modules.pop(name, None)
+
+
+def test_functions_classes_and_callbacks(place):
+    """Each form is taken, from the current directory or from what is installed."""
+    made, of_class, instance = load_callbacks(["of_mine:make", "of_mine:Counter", "of_mine:made"])
+    assert {type(callback).__name__ for callback in (made, of_class, instance)} == {"Counter"}
+    assert instance is sys.modules["of_mine"].made
+    assert isinstance(load_callbacks(["lightning.pytorch.callbacks:Timer"])[0], Timer)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("of_mine", r"'of_mine' is not of the form module:name, as in lightning\.pytorch\.callbacks:Timer"),
+        (":make", r"':make' is not of the form module:name, .*"),
+        (
+            "nowhere:make",
+            r"nowhere:make cannot be imported and made \(ModuleNotFoundError: No module named 'nowhere'\)",
+        ),
+        (
+            "of_mine:missing",
+            r"of_mine:missing cannot be imported and made \(AttributeError: .* has no attribute 'missing'\)",
+        ),
+        ("broken:make", r"broken:make cannot be imported and made \(SyntaxError: .*\)"),
+        ("of_mine:fails", r"of_mine:fails cannot be imported and made \(RuntimeError: no luck\)"),
+        (
+            "lightning.pytorch.callbacks:EarlyStopping",
+            r"EarlyStopping cannot be imported and made \(TypeError: .*'monitor'\)",
+        ),
+        ("of_mine:seven", r"of_mine:seven is of type int, not a lightning\.Callback"),
+    ],
+)
+def test_what_is_no_callback(place, name, words):
+    """One line says what is wrong with it."""
+    assert re.fullmatch(f"callbacks: .*{words}", refusal(load_callbacks, [name]))
+
+
+def test_a_mistake_comes_first(place):
+    """A callback that cannot be had ends the command before anything is prepared or made."""
+    done = train(*TINY, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", "callbacks=of_mine:fails")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "callbacks: of_mine:fails cannot be imported and made (RuntimeError: no luck)" in done.stderr
+    assert not (place / "run").exists()
+    done = train("callbacks=7")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "callbacks: '7' is not of the form module:name, as in " in done.stderr
+
+
+@pytest.mark.slow
+def test_never_stored_and_allowed_on_resuming(place, corpus_folder):
+    """A callback goes on with its state when it is named again; the run itself does not know of it."""
+    run_dir = place / "run"
+    text = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
+    run = [*TINY, *text, f"run_dir={run_dir}", "logger=[]"]
+    stop = "harness:STOP_AT_5"
+    sys.modules["harness"].STOP_AT_5 = StopAt(5)  # type: ignore[attr-defined]
+    done = train(*run, "horizon=7steps", f"callbacks=[of_mine:make,{stop}]")
+    assert done.returncode == 143, done.stderr
+    assert "counted 5" in done.stdout
+    assert "of_mine" not in (run_dir / "config.yaml").read_text()
+    payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    assert payload["callbacks"]["Counter"] == {"steps": 5}
+    assert "callbacks" not in payload["config"]
+    done = train(f"resume={run_dir}", "callbacks=of_mine:make")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "counted 7" in done.stdout
+
+
+def test_no_run_brings_callbacks(place, corpus_folder):
+    """A crafted checkpoint or config.yaml that names one is refused, and nothing is imported."""
+    (place / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
+    session = decide.begin(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={place / 'run'}"))
+    config = session.run_dir / "config.yaml"
+    stored = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump(stored | {"callbacks": ["evil:make"]}))
+    with pytest.raises(UserError, match="there is no key 'callbacks'"):
+        decide.resume(str(session.run_dir))
+    config.write_text(yaml.safe_dump(stored))
+    session.fit()
+    last = session.run_dir / "checkpoints/last.ckpt"
+    payload = checkpoint.load(last)
+    payload["config"]["callbacks"] = ["evil:make"]
+    checkpoint.save(payload, last)
+    with pytest.raises(UserError, match=r"cannot be continued: there is no key 'callbacks'"):
+        decide.resume(str(session.run_dir))
+    with pytest.raises(UserError, match="there is no key 'callbacks'"):
+        validate(to_plain(session.config) | {"callbacks": []})
+    assert not (place / "ran").exists()
+
+
+class Hoards(Callback):
+    """A callback whose state no checkpoint could be read with."""
+
+    def state_dict(self) -> dict:
+        return {"values": [1.0, {"mean": np.float64(2.0)}]}
+
+
+def test_state_that_cannot_be_read_back(corpus_folder, tmp_path):
+    """It is named instead of saved: a checkpoint with it would be lost."""
+    session = decide.begin(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    with pytest.raises(UserError, match=r"callback Hoards: its state cannot be stored \(Unsupported: float64\)"):
+        session.fit([Hoards()])
+    assert not list(session.run_dir.glob("checkpoints/*"))
+
+
+def test_the_same_state_twice(corpus_folder, tmp_path):
+    """Two callbacks of which a checkpoint could keep one are refused in one line."""
+    names = ["lightning.pytorch.callbacks:Timer"] * 2
+    text = [f"data.path={corpus_folder}/corpus.txt", f"data.cache={corpus_folder}/cache"]
+    done = train(*TINY, *text, f"run_dir={tmp_path / 'run'}", f"callbacks={names}")
+    assert done.returncode == 2
+    assert "the state of Timer would be stored twice: name it once" in done.stderr.splitlines()[-1]
+
+
+def test_not_from_a_file(tmp_path):
+    """A configuration file cannot name callbacks."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text('# @package _global_\ncallbacks: ["os:getcwd"]\n')
+    done = train("--config-dir", tmp_path, "experiment=mine")
+    assert (done.returncode, "name callbacks on the command line" in done.stderr) == (2, True)

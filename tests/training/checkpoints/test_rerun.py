@@ -1,0 +1,108 @@
+"""Starting the run of a stored configuration again."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+import gpt.training.command  # noqa: F401
+from gpt.errors import UserError
+from gpt.files import flatten
+from gpt.training.config.loading import repeated, to_plain, to_yaml, validate
+from gpt.training.config.schema import Config
+from harness import ROOT, TINY, differences, tiny_config, train, write_corpus
+
+AUTO = ("device", "precision", "compile", "micro_batch_size")
+
+
+@pytest.fixture
+def stored(tmp_path) -> Path:
+    """A run directory whose configuration differs from the defaults in every way that matters here."""
+    config = tiny_config(tmp_path, "optim=adamw", "optim.lr=0.004", "seed=7", "run_dir=elsewhere", "trainer.device=cpu")
+    config.data.path = "${oc.env:HOME}/book.txt"
+    config.optim.betas = [0.7, 0.8]
+    config.trainer.precision, config.trainer.compile = "bf16", "false"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return tmp_path / "run"
+
+
+def rerun(run: Path, *overrides: str) -> Config:
+    """The configuration of `python train.py rerun=RUN ...`."""
+    overrides = (f"rerun={run}", *overrides)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return validate(repeated(compose("train", list(overrides)), list(overrides)))
+
+
+def changes(run: Path, config: Config) -> dict:
+    """What differs from the stored configuration, by dotted key."""
+    before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    return {key: value for key, value in flatten(to_plain(config)).items() if value != flatten(before)[key]}
+
+
+def test_everything_is_the_same(stored):
+    """All but where the run wrote; nothing in it is interpolated."""
+    config = rerun(stored)
+    assert changes(stored, config) == {"run_dir": None}
+    assert config.data.path == "${oc.env:HOME}/book.txt"
+
+
+def test_keys_and_groups_win(stored):
+    """A key replaces one value, a group the whole group; a key that is taken out has its default."""
+    steps = ["trainer.tokens_per_step=640"]
+    config = rerun(stored, "seed=2", "data.path=other.txt", "model=mini", "model.num_layers=5", *steps, "~optim.betas")
+    assert (config.seed, config.data.path, config.trainer.tokens_per_step) == (2, "other.txt", 640)
+    assert dataclasses.astuple(config.model) == (128, 128, 5, 4, 0.0, True)
+    assert (config.optim.name, config.optim.lr, config.optim.betas) == ("adamw", 0.004, Config().optim.betas)
+    assert rerun(stored, "optim=muon").optim.lr == 0.006
+
+
+@pytest.mark.parametrize(
+    ("override", "automatic"),
+    [
+        ("seed=3", []),
+        ("trainer.log_every=5", []),
+        ("model.num_layers=1", ["micro_batch_size"]),
+        ("trainer.tokens_per_step=160", ["micro_batch_size"]),
+        ("trainer.device=cpu", ["precision", "compile", "micro_batch_size"]),
+        ("trainer=default", [*AUTO]),
+    ],
+)
+def test_what_was_decided_for_the_machine(stored, override, automatic):
+    """It stays, as the same bits need it, unless what it was decided for changes."""
+    config = rerun(stored, override)
+    assert [key for key in AUTO if getattr(config.trainer, key) == "auto"] == automatic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["experiment=shakespeare"], "experiment and rerun exclude each other"),
+        (["resume=runs/x"], "resume and rerun exclude each other"),
+        (["rerun=/nowhere"], "/nowhere: not a run directory"),
+        (["rerun="], "rerun= is empty"),
+        (["seed=-1"], "seed=-1 is out of range"),
+    ],
+)
+def test_mistakes(stored, overrides, words):
+    """One line each."""
+    with pytest.raises(UserError, match=words) as caught:
+        rerun(stored, *overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_same_bits(tmp_path, monkeypatch):
+    """The run that it starts is the same in every bit; a sweep starts several, each with its own override."""
+    monkeypatch.chdir(tmp_path)
+    settings = [*TINY, f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}", "horizon=20steps"]
+    assert train(*settings, "seed=5", "trainer.device=cpu", "run_dir=first").returncode == 0
+    done = train("-m", "rerun=first", "seed=5,6")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "job 1: rerun=first seed=6\n" in done.stdout
+    same, other = sorted((tmp_path / "runs").iterdir())
+    assert same.name.endswith("_corpus-rerun")
+    assert differences(same, tmp_path / "first") == []
+    assert changes(same, validate(yaml.safe_load((other / "config.yaml").read_text()))) == {"seed": 6}

@@ -1,0 +1,285 @@
+"""Runs that continue: with a longer horizon, by the same command, and only from a checkpoint that fits them."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt.exchange import checkpoint
+from gpt.training import decide, runs
+from gpt.training.config.loading import read, to_yaml
+from gpt.training.optim import OptimConfig, lr_factor
+from harness import TINY, StopAt, differences, refusal, tiny_config, train, write_corpus
+
+STEADY = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_folder) -> Path:
+    """A run of 61 steps."""
+    run_dir = corpus_folder / "trained"
+    decide.begin(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}")).fit()
+    return run_dir
+
+
+@pytest.fixture
+def short(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+# --- a longer horizon ---
+
+
+def test_rates_by_hand():
+    """From a tenth of the peak at step 20 they rise by a quarter a step, and meet the schedule of 40 steps."""
+    config = OptimConfig(warmup_steps=4, schedule="linear", decay_from=0.5, final_lr=0.0)
+    factors = [lr_factor(step, 40, config, 20, 0.1) for step in (20, 21, 22, 23, 24, 30, 39, 40)]
+    assert factors == pytest.approx([0.35, 0.6, 0.85, 17 / 20, 16 / 20, 0.5, 0.05, 0.0], abs=1e-12)
+
+
+def test_before_the_rates_fall(corpus_folder, tmp_path):
+    """A run that is extended before its rates fall is, bit for bit, the run of that horizon from the start."""
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    with pytest.raises(SystemExit):
+        config = tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}")
+        decide.begin(config).fit([StopAt(13)])
+    decide.begin(tiny_config(corpus_folder, STEADY, "horizon=83steps", f"run_dir={whole}")).fit()
+    assert train(f"resume={run_dir}", "horizon=83steps").returncode == 0
+    assert [d for d in differences(run_dir, whole) if "extended_at" not in d] == []
+
+
+def test_after_the_end(short):
+    """The rates rise again, more is learnt, and configuration and checkpoint name the new horizon."""
+    before = json.loads((short / "metrics.json").read_text())
+    done = train(f"resume={short}", "horizon=97steps")
+    assert done.returncode == 0
+    assert "extending the run from horizon=61steps to 97steps, from step 61 on" in done.stdout
+    after = json.loads((short / "metrics.json").read_text())
+    assert (after["steps"], before["steps"]) == (97, 61)
+    assert after["val_loss"] < before["val_loss"]
+    assert read(short / "config.yaml").horizon == "97steps"
+    done = train(f"resume={short}", "horizon=97steps")
+    assert (done.returncode, "is complete: it has trained all of its 97 steps" in done.stdout) == (0, True)
+
+
+def test_patience_begins_anew(corpus_folder, tmp_path):
+    """A run that ran out of patience while its rates were at their peak trains to the new horizon's validations."""
+    run_dir, wild = tmp_path / "run", ["optim.decay_from=1.0", "optim.lr=5.0"]
+    config = tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}", *wild)
+    decide.begin(dataclasses.replace(config, patience=1)).fit()
+    stopped = json.loads((run_dir / "metrics.json").read_text())["steps"]
+    assert stopped < 61
+    session = decide.resume(str(run_dir), "83steps")
+    assert session is not None
+    assert session.schedule.extended_at == stopped
+    session.fit()
+    assert session.metrics["steps"] > stopped + 1
+    assert decide.resume(str(run_dir)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_extension(short, tmp_path, number):
+    """A run that is stopped or killed while it is extended ends with the same bits, and needs no second horizon."""
+    whole = Path(shutil.copytree(short, tmp_path / "whole"))
+    assert train(f"resume={whole}", "horizon=97steps").returncode == 0
+    child = os.fork()
+    if child == 0:
+        session = decide.resume(str(short), "97steps")
+        assert session is not None
+        try:
+            session.fit([StopAt(79, number)])
+        finally:
+            os._exit(143)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (143 if number == signal.SIGTERM else -9)
+    time.sleep(1.1)  # TensorBoard orders event files by the second in their names
+    assert train(f"resume={short}").returncode == 0
+    assert differences(short, whole) == []
+
+
+def test_killed_between_two_files(short):
+    """A kill between the extended last.ckpt and config.yaml leaves the old horizon there; resuming mends it."""
+    before = (short / "config.yaml").read_bytes()
+    session = decide.resume(str(short), "97steps")
+    assert session is not None
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(62)])
+    extended = (short / "config.yaml").read_bytes()
+    (short / "config.yaml").write_bytes(before)
+    session = decide.resume(str(short))
+    assert session is not None
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(63)])
+    assert (short / "config.yaml").read_bytes() == extended != before
+
+
+def test_a_kept_checkpoint_that_a_kill_prevented(corpus_folder, tmp_path):
+    """It is made when the run is resumed at its step."""
+    run_dir, keep = tmp_path / "run", ["horizon=9steps", "trainer.keep_every=4", "trainer.checkpoint_every=4"]
+    with pytest.raises(SystemExit):
+        decide.begin(tiny_config(corpus_folder, *keep, f"run_dir={run_dir}")).fit([StopAt(4)])
+    kept = run_dir / "checkpoints/step-00000004.ckpt"
+    content = kept.read_bytes()
+    kept.unlink()
+    session = decide.resume(str(run_dir))
+    assert session is not None
+    session.fit()
+    assert kept.read_bytes() == content
+
+
+def test_reached_already(short):
+    """A horizon that has been reached is one line, and changes nothing."""
+    files = {file: file.read_bytes() for file in short.rglob("*") if file.is_file()}
+    line = refusal(decide.resume, str(short), "1epochs")
+    assert re.match(r"horizon=1epochs is behind this run, which has trained 61 steps in \d+s: give a longer", line)
+    assert {file: file.read_bytes() for file in short.rglob("*") if file.is_file()} == files
+
+
+def test_without_a_checkpoint(corpus_folder, tmp_path):
+    """A run that never saved begins with the new horizon, and its config.yaml says so once it trains."""
+    run_dir = tmp_path / "run"
+    decide.begin(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}"))
+    session = decide.resume(str(run_dir), "7steps")
+    assert session is not None
+    session.fit()
+    assert (session.metrics["steps"], read(run_dir / "config.yaml").horizon) == (7, "7steps")
+
+
+# --- a checkpoint that does not fit ---
+
+
+def damage(change):
+    """Change a checkpoint, with a matching checksum."""
+
+    def apply(run_dir: Path) -> None:
+        payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+        change(payload)
+        for name in ("best", "previous"):
+            (run_dir / f"checkpoints/{name}.ckpt").unlink()
+        checkpoint.save(payload, run_dir / "checkpoints/last.ckpt")
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda p: p.pop("schedule"), "it has no 'schedule'"),
+        (lambda p: p["schedule"].update(more=1), "unexpected keyword argument 'more'"),
+        (lambda p: p["schedule"].update(micro_batch_size=7), "its schedule does not fit its configuration"),
+        (lambda p: p.update(step=62), "its schedule does not fit its configuration"),
+        (lambda p: p["config"]["model"].update(num_layers=-1), "model.num_layers=-1 is out of range"),
+        (lambda p: p.update(threads=10**6), "its number of threads is 1000000"),
+        (lambda p: p["callbacks"].pop("Clock"), "it has no 'Clock'"),
+        (lambda p: p["callbacks"].pop("Validation"), "it has no 'Validation'"),
+        (lambda p: p["callbacks"]["Curves"].pop("losses"), "it has no 'losses'"),
+        (lambda p: p["state_dict"].pop("final_norm.bias"), "Missing key"),
+        (
+            lambda p: p["state_dict"].update({"final_norm.bias": p["state_dict"]["final_norm.bias"][:5]}),
+            "size mismatch",
+        ),
+        (lambda p: p["optimizer_states"].pop(), "it has the states of 0 optimizers"),
+        (lambda p: p["optimizer_states"][0]["state"].pop(0), "does not fit the model's weights"),
+        (
+            lambda p: p["optimizer_states"][0]["state"][0].update(exp_avg=p["state_dict"]["final_norm.bias"]),
+            "does not fit the model's weights",
+        ),
+        (lambda p: p["optimizer_states"][0]["param_groups"].pop(), "different number of parameter groups"),
+    ],
+)
+def test_is_refused_before_anything_changes(short, change, problem):
+    """One line, exit code 2, and every file stays as it is."""
+    damage(change)(short)
+    before = {file: file.read_bytes() for file in short.rglob("*") if file.is_file()}
+    done = train(f"resume={short}", "horizon=97steps")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"train.py: {short}/checkpoints/last.ckpt: cannot be continued: ")
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {file: file.read_bytes() for file in short.rglob("*") if file.is_file()} == before
+
+
+def test_another_text(short):
+    """A run continues only on the text and the tokens that it has learnt."""
+    damage(lambda p: p["corpus"].update(corpus="0" * 64))(short)
+    assert "the corpus was 000000" in (line := refusal(decide.resume, str(short), "97steps"))
+    assert f"start a new run with init_from={short}/checkpoints/last.ckpt" in line
+
+
+# --- resume=auto ---
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """A command for a job queue."""
+    places = [f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    return [*TINY, "data.prompts=null", *places, "resume=auto", "horizon=5steps", "trainer.checkpoint_every=2"]
+
+
+def test_begun_continued_and_complete(arguments, tmp_path):
+    """A run that was stopped after two steps ends like one that never was, and then there is nothing to do."""
+    assert train(*arguments).returncode == 0
+    whole = (tmp_path / "run").rename(tmp_path / "whole")
+    runs.release(tmp_path / "run")
+    stored = yaml.safe_load((whole / "config.yaml").read_text())
+    assert (stored["resume"], stored["run_dir"]) == (None, str(tmp_path / "run"))
+    assert len(stored["data"]["prompts"]) == 2  # as they were taken from the text
+
+    # As a kill leaves it: nothing but the lock and a file that was being written.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock").touch()
+    (tmp_path / "run/.config.yaml.4321").touch()
+    begun = train(*arguments)
+    assert (begun.returncode, begun.stderr) == (0, "")
+    assert "continuing" not in begun.stdout
+    (tmp_path / "run/checkpoints/last.ckpt").unlink()
+    (tmp_path / "run/checkpoints/best.ckpt").unlink()
+    continued = train(*arguments)
+    assert continued.returncode == 0
+    assert re.search(r"continuing \S+/run at step \d of 5", continued.stdout)
+    assert differences(tmp_path / "run", whole) == []
+    complete = train(*arguments)
+    assert (complete.returncode, complete.stderr) == (0, "")
+    assert "is complete: it has trained all of its 5 steps" in complete.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("seed=3", "seed=3 here, and 1 in the run of run_dir="),
+        ("model.num_layers=1", "model.num_layers=1 here, and 2 in the run"),
+        ("horizon=7steps", "horizon=7steps here, and 5steps in the run of"),
+        ("data.prompts=[once]", "data.prompts=['once'] here, and ['', 'beta'] in the run of"),
+        ("trainer.micro_batch_size=2", "trainer.micro_batch_size=2 here, and 3 in the run of"),
+    ],
+)
+def test_other_settings(tmp_path, change, line):
+    """A repeated command that says something else is refused, naming the key, both values and the remedy."""
+    write_corpus(tmp_path)
+    config = tiny_config(tmp_path, "horizon=5steps", "data.prompts=['',beta]")
+    runs.make(str(tmp_path / "run"), "run", to_yaml(config))
+    asked = ["data.prompts=null", "resume=auto", f"run_dir={tmp_path / 'run'}", "horizon=5steps"]
+    assert line in (found := refusal(decide.new_or_resumed, tiny_config(tmp_path, *asked, change)))
+    assert "resume=" in found
+    assert decide.new_or_resumed(tiny_config(tmp_path, *asked)).resume == str(tmp_path / "run")
+
+
+def test_what_the_run_has_decided(tmp_path):
+    """`auto`, and a model that came with its weights, are no differences; a run_dir is needed."""
+    write_corpus(tmp_path)
+    stored = tiny_config(tmp_path, "horizon=2h", "init_from=gpt2", "model.num_layers=7")
+    runs.make(str(tmp_path / "run"), "run", to_yaml(stored))
+    asked = ["resume=auto", "init_from=gpt2", "trainer.micro_batch_size=auto", "horizon=2h"]
+    there = [*asked, f"run_dir={tmp_path / 'run'}"]
+    assert decide.new_or_resumed(tiny_config(tmp_path, *there)).resume == str(tmp_path / "run")
+    dropout = tiny_config(tmp_path, *there, "model.dropout=0.2")
+    assert "model.dropout=0.2 here" in refusal(decide.new_or_resumed, dropout)
+    assert "add run_dir=DIR" in refusal(decide.new_or_resumed, tiny_config(tmp_path, *asked))

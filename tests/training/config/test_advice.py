@@ -1,0 +1,205 @@
+"""What a run is told without asking: settings that do not suit its text, and the step from which it memorises."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from gpt.sampling.scoring import Score
+from gpt.training import decide
+from gpt.training.callbacks.stopping import MemorisingWarning
+from gpt.training.config.advice import warnings
+from gpt.training.config.loading import to_plain, validate
+from gpt.training.config.schema import Config
+from gpt.training.decide import load_corpora, make_schedule
+from gpt.training.session import Session
+from harness import StopAt, differences, tiny_config, write_corpus
+
+CHINESE = "人人生而自由在尊严和权利上一律平等他们赋有理性和良心并应以兄弟关系的精神相对待"
+
+SPELLING = random.Random(2)
+WORDS = ["".join(SPELLING.choices("abcdefghilmnoprstuvw", k=SPELLING.randint(2, 9))) for _ in range(2000)]
+FREQUENCIES = [1 / (rank + 3) for rank in range(len(WORDS))]
+
+
+def told(config: Config) -> list[str]:
+    """The lines for a configuration, each of which fits a wide terminal."""
+    settings = dataclasses.replace(config.trainer, micro_batch_size="1")
+    corpora = load_corpora(config)
+    schedule = make_schedule(dataclasses.replace(config, trainer=settings), corpora.train_tokens, False)
+    lines = warnings(config, schedule, corpora)
+    assert all(len(line) < 165 and line.isprintable() for line in lines)
+    return lines
+
+
+def settings(folder: Path, content: str | list[str], *changes: str) -> Config:
+    """The default configuration on a text, or on documents, with changes as on the command line."""
+    lines = content if isinstance(content, list) else []
+    file = folder / ("text.jsonl" if lines else "text.txt")
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines) or str(content), encoding="utf-8")
+    return changed(validate({"data": {"name": "text", "path": str(file), "cache": str(folder / "cache")}}), *changes)
+
+
+def changed(config: Config, *changes: str) -> Config:
+    """A configuration with changes as on the command line."""
+    given = [re.sub("^(data|tokenizer)=", r"\1.name=", change.replace("'", "")) for change in changes]
+    return validate(OmegaConf.merge(OmegaConf.create(to_plain(config)), OmegaConf.from_dotlist(given)))
+
+
+def words(count: int, seed: int = 3) -> str:
+    """Lines of made-up words, some of which are frequent, as in a language; about 7 bytes a word."""
+    chooser = random.Random(seed)
+    return "".join(word + chooser.choice("    \n") for word in chooser.choices(WORDS, FREQUENCIES, k=count))
+
+
+# --- settings that do not suit the text ---
+
+
+def test_poem(tmp_path):
+    """Three lines for three kilobytes at the defaults; the settings that they name leave what none can mend."""
+    config = settings(tmp_path, words(450))
+    repeats, vocabulary, validation = told(config)
+    assert re.match(
+        r"4,000 steps would read the text [34],\d\d\d times; beyond about 50 .*: try horizon=30steps$", repeats
+    )
+    assert re.match(
+        r"the validation text has \d\d\d tokens \(\d\d\d bytes\), under 4,000: .* by 1\d%; only", validation
+    )
+    assert re.match(r"a vocabulary of \d\d\d .* fewer than 4: try tokenizer=bpe tokenizer.vocab_size=320$", vocabulary)
+    remedies = [word for line in (repeats, vocabulary) for word in line.split() if "=" in word]
+    [left] = told(changed(config, *remedies))
+    assert left.startswith("the validation text has ")
+
+
+def test_megabyte(tmp_path):
+    """Nothing is said of a larger text at the defaults, nor with GPT-2's tokens, nor of its documents."""
+    text = words(80_000)
+    assert told(settings(tmp_path, text)) == []
+    assert told(settings(tmp_path, text, "tokenizer=gpt2")) == []
+    articles = [words(400, seed) for seed in range(199)]
+    assert told(settings(tmp_path, articles)) == []
+    [small] = told(settings(tmp_path, text, "data.validation_bytes=5003"))
+    assert small.endswith("%; try data.validation_bytes=1000000")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [[], ["data=python_stdlib"], ["data=python_stdlib", "tokenizer=gpt2", "model.context_length=1024"]],
+    ids=["quick start", "code", "code in GPT-2's tokens"],
+)
+def test_python(tmp_path, changes):
+    """Nothing is said of the quick start, some of whose documents are short, nor of code with its many spaces."""
+    assert told(changed(Config(), f"data.cache={tmp_path}", *changes)) == []
+
+
+def test_short_documents(tmp_path):
+    """The context to set is one that still divides a step; few documents, or a few long ones, are no reason."""
+    documents = [words(20, seed) for seed in range(1201)]
+    config = settings(tmp_path, documents, "horizon=7steps")
+    [line] = told(config)
+    found = re.match(r"95% of the text .* of at most (\d\d) tokens, so a window of 128 mixes .*: try (.*=64)$", line)
+    assert found and 32 < int(found[1]) <= 64
+    assert told(changed(config, found[2])) == []
+    for others in (documents[:90], [*documents, words(2000)]):
+        assert not any("model.context_length" in line for line in told(settings(tmp_path, others)))
+
+
+def test_cut_into_bytes(tmp_path):
+    """GPT-2's tokenizer on Chinese; with the one that the line names, nothing is left to say."""
+    chooser = random.Random(7)
+    text = "".join("".join(chooser.choices(CHINESE, k=chooser.randint(3, 19))) + "。" for _ in range(9_000))
+    config = settings(tmp_path, text, "tokenizer=gpt2", "horizon=100steps")
+    [line] = told(config)
+    found = re.match(r"GPT-2's .* into 1\.\d bytes a token, .*: try (tokenizer=bpe) (.*_size=\d+)$", line)
+    assert found and told(changed(config, found[1], found[2])) == []
+    assert not any("GPT-2" in line for line in told(settings(tmp_path, "    x = 1_1\n" * 3001, "tokenizer=gpt2")))
+
+
+def test_mixture(tmp_path):
+    """A small part of a mixture is seen too often, at these weights; nothing is said where the horizon is a time."""
+    (tmp_path / "poem.txt").write_text(words(450), encoding="utf-8")
+    config = settings(tmp_path, words(30_000), "horizon=1000steps")
+    paths = [config.data.path, str(tmp_path / "poem.txt")]
+    for weights, horizon, said in (([2, 3], "1000steps", True), ([2, 0.01], "1000steps", False), ([2, 3], "1h", False)):
+        mix = dataclasses.replace(config.data, name="mix", path=paths, weights=weights)
+        lines = told(dataclasses.replace(config, data=mix, horizon=horizon))
+        line = (
+            r"1,000 steps would read poem [\d,]+ times; beyond about 50 .*: try a smaller weight for it in data.weights"
+        )
+        assert [bool(re.match(line, one)) for one in lines] == [True] * said
+
+
+def test_begin_says_it(tmp_path, capsys):
+    """On stderr, before the first step, whether the text is newly prepared or in the cache."""
+    write_corpus(tmp_path)
+    config = tiny_config(tmp_path)
+    for run in ("one", "two"):
+        decide.begin(dataclasses.replace(config, run_dir=str(tmp_path / run)))
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split(" has ")[0] for line in lines] == [
+            "train.py: 4,000 steps would read the text 106 times; beyond about 50 a model only memorises it: try "
+            "horizon=377steps",
+            "train.py: the validation text",
+        ]
+
+
+# --- validation that turns ---
+
+NO_TURN = -1
+
+
+@pytest.mark.parametrize(
+    ("validation", "training", "expected"),
+    [
+        ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, 3.0, 2.5, 2.0, 1.5], 4),
+        ([5.0, 4.0, 4.03, 4.03, 4.03], [4.0, 3.0, 2.5, 2.0, 1.5], NO_TURN),  # within the margin
+        ([5.0, 4.0, 4.2, 3.9, 4.1], [4.0, 3.0, 2.5, 2.0, 1.5], NO_TURN),  # not in a row
+        ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, 3.0, 3.1, 3.0, 2.95], NO_TURN),  # training does not fall either
+        ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, math.nan, 2.5, 2.0, 1.5], 5),  # compared with the first point of its curve
+        ([4.0, 4.2, 4.3, 3.5, 4.2, 4.3], [4.0, 3.0, 2.5, 2.0, 1.5, 1.0], 3),  # and not again
+    ],
+)
+def test_turning(capsys, validation, training, expected):
+    """Two validations in a row above the best by more than the margin, while the training loss is below its then."""
+    best, curves = SimpleNamespace(best_loss=math.inf, best_step=-1), SimpleNamespace(loss=math.nan)
+    turning = MemorisingWarning(best, curves)
+    module = SimpleNamespace(config=Config(), corpora=SimpleNamespace(train_tokens=10**9))
+    said = []
+    for step, (loss, curves.loss) in enumerate(zip(validation, training, strict=True), start=1):
+        if loss < best.best_loss:
+            best.best_loss, best.best_step = loss, step
+        turning.on_validated(SimpleNamespace(is_global_zero=True), module, step, Score(loss, 1, 1))
+        said += [(step, line) for line in capsys.readouterr().err.splitlines()]
+    assert [step for step, _ in said] == ([] if expected == NO_TURN else [expected])
+    best_then = validation.index(min(validation[:expected])) + 1
+    assert all(f"lowest at step {best_then} " in line and f"horizon={best_then}steps" in line for _, line in said)
+
+
+@pytest.mark.slow
+def test_said_once_across_resumes(tmp_path, worse, capsys):
+    """Stopped before and after the line, a run says it once, and equals one that was never stopped."""
+    write_corpus(tmp_path)
+    config = tiny_config(tmp_path, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
+    line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "
+    line += "model is memorising. best.ckpt holds step 6; try horizon=6steps"
+
+    def said(session: Session | None, stop: int = 0) -> int:
+        assert session
+        with pytest.raises(SystemExit) if stop else nullcontext():
+            session.fit([StopAt(stop)] if stop else [])
+        return capsys.readouterr().err.splitlines().count(line)
+
+    whole, parts = (tmp_path / name for name in ("whole", "parts"))
+    assert said(decide.begin(dataclasses.replace(config, run_dir=str(whole)))) == 1
+    assert said(decide.begin(dataclasses.replace(config, run_dir=str(parts))), stop=10) == 0
+    assert said(decide.resume(str(parts)), stop=14) == 1
+    assert said(decide.resume(str(parts))) == 0
+    assert differences(parts, whole) == []

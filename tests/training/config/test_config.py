@@ -1,0 +1,413 @@
+"""The configuration: everything shipped composes and holds, and every mistake becomes a line that names its key."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from gpt.errors import UserError
+from gpt.files import flatten
+from gpt.model.transformer import GPTConfig, ModelConfig
+from gpt.text.corpus.corpus import DataConfig
+from gpt.text.tokenizer import TokenizerConfig
+from gpt.training.command import describe  # registers the defaults under which configs/train.yaml composes
+from gpt.training.config.loading import read, to_plain, to_yaml, unknown_key, validate
+from gpt.training.config.schedule import Horizon, parse_horizon
+from gpt.training.config.schema import Config, TrainerConfig
+from gpt.training.optim import OptimConfig
+from harness import refusal
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
+NEEDS_PATH = {"data=text", "data=huggingface"}  # they are for what the user names
+
+EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def composed(*overrides: str) -> DictConfig:
+    """What `python train.py` composes from these arguments."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        return compose("train", overrides=list(overrides))
+
+
+def composed_with_experiment(folder: Path, content: str) -> DictConfig:
+    """What an experiment file of this content composes to."""
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}\n", encoding="utf-8")
+    return composed(f"hydra.searchpath=[file://{folder}]", "experiment=mine")
+
+
+def with_path(choice: str) -> list[str]:
+    return [choice, "data.path=some.txt"] if choice in NEEDS_PATH else [choice]
+
+
+def write_and_read(config: Config, file: Path) -> Config:
+    """The configuration out of the YAML file that a run would keep of it."""
+    file.write_text(to_yaml(config), encoding="utf-8")
+    return read(file)
+
+
+# --- what is shipped ---
+
+
+@pytest.mark.parametrize("choice", SHIPPED)
+def test_shipped_config(choice, tmp_path):
+    """Each shipped file composes, is valid, means what it says, and comes back the same from what a run stores."""
+    valid = validate(composed(*with_path(choice)))
+    config = flatten(to_plain(valid))
+    group, name = choice.split("=")
+    content = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
+    content.pop("defaults", None)
+    expected = flatten(content if group == "experiment" else {group: content})
+    expected = {key: value for key, value in expected.items() if value is not None}  # null: decided by the dataclass
+    assert expected
+    assert {key: config[key] for key in expected} == expected
+    assert validate(to_plain(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
+
+
+def test_defaults_hold_every_key():
+    """So that each key can be set without a plus, and none is there that the dataclasses lack, but for two."""
+    plain = OmegaConf.to_container(composed())
+    assert flatten(plain).keys() == flatten(to_plain(Config())).keys() | {"callbacks", "plan"}
+
+
+def test_experiments_choose_their_groups():
+    """What an experiment says of other groups holds, and the command line has the last word."""
+    config = validate(composed("experiment=gpt2_small"))
+    assert (config.model, config.tokenizer.name) == (ModelConfig(1024, 768, 12, 12), "gpt2")
+    config = validate(composed("experiment=gpt2_small", "model=mini", "tokenizer=byte", "optim.lr=0.5"))
+    assert (config.model.d_model, config.tokenizer.name, config.optim.lr) == (128, "byte", 0.5)
+    assert validate(composed("experiment=finetune")).optim.name == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "expected"),
+    [
+        ("mini", 1536, (1536 + 128) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),  # embeddings, blocks, last norm
+        ("gpt2_small", 50257, 124_439_808),
+        ("gpt2_medium", 50257, 354_823_168),
+        ("gpt2_large", 50257, 774_030_080),
+        ("gpt2_xl", 50257, 1_557_611_200),
+    ],
+)
+def test_parameter_counts(name, vocab_size, expected):
+    """Each model's size, counted without allocating it; GPT-2's are the published ones, which their files name."""
+    shape = validate(composed(f"model={name}", "trainer.tokens_per_step=1024")).model
+    assert GPTConfig(vocab_size=vocab_size, **dataclasses.asdict(shape)).num_parameters == expected
+    stated = f"{expected / 1e6:.1f} million" if name == "mini" else f"{expected:,}"
+    assert stated in (CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("optim:\n  lrr: 3", "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("horzon: 3steps", "there is no key 'horzon'; did you mean 'horizon'?"),
+        ("modle:\n  d_model: 64", "there is no key 'modle'; see configs/ for the keys there are"),
+        ("model:\n  d_model: null", "model.d_model=None is not of type int"),
+        ("model: null", "model=None stands where keys such as model.context_length belong"),
+        ("optim:\n  betas: [0.9, x]", "optim.betas[1]='x' is not of type float"),
+        ("seed: 1.5", "seed=1.5 is not of type int"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path, content, line):
+    """A wrong name or type in a YAML file is one line that names the key."""
+    assert refusal(validate, composed_with_experiment(tmp_path, content)) == line
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("+optim.lrr=3", "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("++trainer.log_evry=3", "there is no key 'trainer.log_evry'; did you mean 'trainer.log_every'?"),
+        ("+model.vocab_size=5", "there is no key 'model.vocab_size'; did you mean 'tokenizer.vocab_size'?"),
+        ("model.d_model=true", "model.d_model=True is not of type int"),
+        ("model.dropout=high", "model.dropout='high' is not of type float"),
+        ("model.qkv_bias=maybe", "model.qkv_bias='maybe' is not of type bool"),
+        ("data.text_field=null", "data.text_field=None is not of type str"),
+        ("data.text_field=[a]", "data.text_field=['a'] is not of type str"),
+        ("optim.betas=null", "optim.betas=None is not of type list"),
+        ("optim.lr=true", "optim.lr=True is not of type float"),
+    ],
+)
+def test_mistakes_on_the_command_line(override, line):
+    """So it is on the command line, with a plus too."""
+    assert refusal(validate, composed(override)) == line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=3", r"'optim\.lrr'; did you mean 'optim\.lr'"),
+        ("d_model=64", r"'d_model'; did you mean 'model\.d_model'"),
+        ("modle=mini", r"'modle'"),
+        ("model=gpt3", r"^model=gpt3 .*choose from gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini$"),
+        ("experiment=mine", r"^experiment=mine .*choose from finetune, gpt2_small, shakespeare$"),
+        ("optim.lr", r"^'optim\.lr' is not key=value"),
+        ("data.path=a=b", r"^'data\.path=a=b' is not key=value.*quotes"),
+    ],
+)
+def test_mistakes_that_hydra_refuses(override, message):
+    """What Hydra itself refuses, train.py says in a line that names the key too."""
+    with pytest.raises(HydraException) as caught:
+        composed(override)
+    line = describe(caught.value)
+    assert "\n" not in line
+    assert re.search(message, line)
+
+
+def test_experiment_without_its_first_line(tmp_path):
+    """One that chooses groups fails in Hydra, which then names neither the file's fault nor the remedy."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("# mine\n# @package _global_\ndefaults:\n  - override /data: text\n")
+    with pytest.raises(HydraException) as caught:
+        composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+    assert describe(caught.value) == "an experiment file must begin with the line: # @package _global_"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": {"d_model": 130, "num_heads": 4}}, r"model\.d_model=130 .*model\.num_heads=4.*d_model=132"),
+        ({"model": {"context_length": 0}}, r"model\.context_length=0 .*at least 1"),
+        ({"model": {"dropout": 1.0}}, r"model\.dropout=1\.0 .*at least 0 and below 1"),
+        ({"tokenizer": {"vocab_size": 256}}, r"tokenizer\.vocab_size=256 .*at least 257 .*at most 1000000"),
+        ({"tokenizer": {"name": "char"}}, r"tokenizer\.name='char' .*choose from bpe, gpt2, byte"),
+        ({"data": {"name": "web"}}, r"data\.name='web' .*choose from python_docs, python_stdlib, tinyshakespeare"),
+        ({"data": {"name": "text"}}, r"data\.path=FILE"),
+        ({"data": {"path": "a.txt"}}, r"data\.path='a\.txt' .*data=text"),
+        ({"data": {"name": "huggingface"}}, r"data=huggingface needs data\.path=NAME"),
+        ({"data": {"name": "mix", "path": "a.txt", "weights": [1]}}, r"data=mix needs .* two different corpora"),
+        ({"data": {"name": "mix", "path": ["a", "a"], "weights": [1, 2]}}, r"data=mix needs .* two different corpora"),
+        ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1]}}, r"data\.weights=\[1\.0\] does not fit"),
+        ({"data": {"name": "text", "path": ["a", "b"], "weights": [1, 1]}}, r"data\.weights=.* does not fit"),
+        ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1, 0]}}, r"data\.weights=.* must be above 0"),
+        ({"data": {"errors": "ignore"}}, r"data\.errors='ignore' .*choose from strict, replace"),
+        ({"data": {"validation_bytes": 2 * 10**9}}, r"data\.validation_bytes=2000000000 .*at most 1000000000"),
+        ({"data": {"max_bytes": 0}}, r"data\.max_bytes=0 .*at least 1"),
+        ({"data": {"validation_bytes": 0}}, r"data\.validation_bytes=0 .*at least 1"),
+        ({"trainer": {"device": "tpu"}}, r"trainer\.device='tpu' .*choose from auto, cpu, cuda, mps"),
+        ({"trainer": {"precision": "fp8"}}, r"trainer\.precision='fp8' .*choose from auto, fp32, bf16, fp16"),
+        ({"trainer": {"compile": "maybe"}}, r"trainer\.compile='maybe' .*choose from auto, true, false"),
+        ({"trainer": {"devices": 0}}, r"trainer\.devices=0 .*at least 1"),
+        ({"trainer": {"log_every": 0}}, r"trainer\.log_every=0 .*at least 1"),
+        ({"trainer": {"validate_every": -1}}, r"trainer\.validate_every=-1 .*at least 1"),
+        ({"trainer": {"checkpoint_every": 0}}, r"trainer\.checkpoint_every=0 .*at least 1"),
+        ({"trainer": {"checkpoint_minutes": 0}}, r"trainer\.checkpoint_minutes=0\.0 .*above 0"),
+        ({"trainer": {"micro_batch_size": 0}}, r"trainer\.micro_batch_size=0 .*auto or at least 1"),
+        ({"trainer": {"micro_batch_size": "many"}}, r"trainer\.micro_batch_size=many .*auto or at least 1"),
+        ({"seed": -1}, r"seed=-1 .*at least 0 and below 2\^63"),
+        ({"seed": 2**63}, r"seed=9223372036854775808 .*below 2\^63"),
+        ({"horizon": 1000}, r"horizon='1000' .*a unit"),
+        ({"horizon": "0steps"}, r"horizon='0steps' .*above 0"),
+        ({"resume": "a", "init_from": "b"}, r"resume and init_from exclude each other"),
+        ({"logger": ["csv", "comet"]}, r"logger='comet' .*choose from tensorboard, csv, wandb, mlflow"),
+        ({"logger": ["csv", "csv"]}, r"logger=\['csv', 'csv'\] lists a logger twice"),
+    ],
+)
+def test_values_out_of_range(values, message):
+    """A value out of its range is an error that names the key, the value and the limit."""
+    with pytest.raises(UserError, match=message):
+        validate(values)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"tokens_per_step": 1000}, r"tokens_per_step=1000 .*context_length=64 times 1 devices: try 960"),
+        ({"tokens_per_step": 63}, r"tokens_per_step=63 .*try 64"),
+        ({"tokens_per_step": 960, "devices": 2}, r"tokens_per_step=960 .* times 2 devices: try 896"),
+        ({"tokens_per_step": 960, "micro_batch_size": 4}, r"micro_batch_size=4 does not divide the 15 windows"),
+        ({"tokens_per_step": 896, "devices": 2, "micro_batch_size": 14}, r"micro_batch_size=14 .* the 7 windows"),
+    ],
+)
+def test_tokens_per_step_must_divide(trainer, message):
+    """Steps are whole windows on every device, and whole micro-batches; the remedy named is valid."""
+    with pytest.raises(UserError, match=message) as caught:
+        validate({"model": {"context_length": 64}, "trainer": trainer})
+    if "try" in str(caught.value):
+        trainer = trainer | {"tokens_per_step": int(str(caught.value).split("try ")[1])}
+        validate({"model": {"context_length": 64}, "trainer": trainer})
+
+
+def test_interpolation_is_a_mistake_of_the_user():
+    """A reference to a key that does not exist is the user's error, and names where it stands."""
+    assert refusal(validate, OmegaConf.create({"data": {"prompts": ["${nowhere}"]}})).startswith("data.prompts[0]: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\", "???"]
+)
+def test_stored_configurations_are_literal(text, tmp_path):
+    """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment, nor be missing."""
+    config = validate({"data": {"prompts": [text]}})
+    assert config.data.prompts == [text]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read(tmp_path / "config.yaml").data.prompts == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("model: {", "cannot be read"),
+        ("horizon: 3steps", "holds no configuration of a run"),
+        ("[model]", "holds no configuration of a run"),
+        ("model: 3", "model=3 stands where keys such as model.context_length belong"),
+    ],
+)
+def test_stored_file_that_is_none(tmp_path, content, words):
+    """A config.yaml that holds something else is refused."""
+    (tmp_path / "config.yaml").write_text(content)
+    assert words in refusal(read, tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("stored", [[], 3, None, "text"])
+def test_configuration_that_is_no_dictionary(stored):
+    """A checkpoint's configuration of another type is one line."""
+    assert "not a dictionary" in refusal(validate, stored)
+
+
+# --- numbers as people write them ---
+
+
+def test_numbers_and_words_as_yaml_reads_them():
+    """`compile: true` is a bool to YAML, and 1e3 a float; both are taken as what their keys want."""
+    config = validate(composed("trainer.log_every=1e1", "seed=1.2e3", "optim.lr=1e-3"))
+    values = (config.trainer.log_every, config.seed, config.optim.lr)
+    assert [(value, type(value)) for value in values] == [(10, int), (1200, int), (0.001, float)]
+    values = {"compile": True, "micro_batch_size": 4, "tokens_per_step": 8192}
+    trainer = validate({"trainer": values}).trainer
+    assert (trainer.compile, trainer.micro_batch_size) == ("true", "4")
+    assert validate(composed("trainer.compile=False", "trainer.micro_batch_size=2")).trainer.compile == "false"
+    assert validate(composed("logger=csv")).logger == ["csv"]
+    assert validate({"seed": "7", "optim": {"lr": "1e-3"}, "model": {"qkv_bias": "False"}}) == Config(
+        seed=7, optim=OptimConfig(lr=0.001), model=ModelConfig(qkv_bias=False)
+    )
+
+
+# --- the horizon ---
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [
+        ("2000steps", 2000, "steps"),
+        ("5ksteps", 5000, "steps"),
+        ("100Mtokens", 100_000_000, "tokens"),
+        ("1.5Btokens", 1_500_000_000, "tokens"),
+        ("0.5epoch", 0.5, "epochs"),
+        ("90s", 90, "seconds"),
+        ("3min", 180, "seconds"),
+        ("1.5h", 5400, "seconds"),
+        (" 2 k steps ", 2000, "steps"),
+    ],
+)
+def test_horizons(text, amount, unit):
+    """Every unit, singular and plural, with its factor."""
+    assert parse_horizon(text) == Horizon(amount, unit)
+
+
+MALFORMED = """
+    3 steps 0steps 0.0h -3steps +3steps 1e3steps 1_000steps 1,000steps .5h 5.h 3m 3sec 3hours 1day 100mtokens 3Ksteps
+    3kepochs 3Ms 3Steps 3stepss nansteps infsteps
+"""
+
+
+@pytest.mark.parametrize("text", ["", *MALFORMED.split(), "3 steps each", "3st eps", "3steps 4steps"])
+def test_malformed_horizons(text):
+    """Anything else is refused by a line with the value and examples that are themselves horizons."""
+    line = refusal(parse_horizon, text)
+    assert line.startswith(f"horizon={text!r} is not a horizon: ")
+    examples = line.split("such as ")[1].replace(" or ", ", ").split(", ")
+    assert len(examples) == 6
+    assert all(parse_horizon(example).amount > 0 for example in examples)
+
+
+@EXAMPLES
+@given(st.text(alphabet="0123456789.-+ekMBsteponhmidays ", max_size=12))
+def test_whatever_is_read_is_positive(text):
+    """No text gives anything but an amount above 0 of a known unit, or a ValueError."""
+    try:
+        horizon = parse_horizon(text)
+    except ValueError as error:
+        assert repr(text) in str(error)
+    else:
+        assert horizon.amount > 0
+        assert horizon.unit in ("steps", "tokens", "epochs", "seconds")
+
+
+# --- there and back ---
+
+
+def test_plain_values_are_plain():
+    """What goes into checkpoints and YAML files is of Python's own types throughout."""
+    plain = to_plain(validate(composed()))
+    assert type(plain["optim"]) is dict
+    flat = [item for value in flatten(plain).values() for item in (value if isinstance(value, list) else [value])]
+    assert {type(item) for item in flat} == {str, int, float, bool, type(None)}
+
+
+@settings(EXAMPLES, max_examples=30)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    lr=st.floats(0, 10, exclude_min=True),
+    betas=st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
+    final_lr=st.floats(0, 1),
+    prompts=st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x85"), max_size=12)),
+    run_dir=st.sampled_from([None, "runs/a", "null", "true", "1e3", "0x10", "1:30", "2026-01-01", "~", "no", "#"]),
+)
+def test_round_trip_of_any_values(tmp_path_factory, seed, lr, betas, final_lr, prompts, run_dir):
+    """So it does whatever the values: no digit is lost, and no string is taken for something else."""
+    config = Config(
+        data=DataConfig(prompts=prompts),
+        optim=OptimConfig(lr=lr, betas=betas, final_lr=final_lr),
+        seed=seed,
+        run_dir=run_dir,
+    )
+    assert validate(to_plain(config)) == config
+    assert write_and_read(config, tmp_path_factory.getbasetemp() / "config.yaml") == config
+
+
+def test_validate_leaves_its_argument_alone():
+    """Checking does not change what it checks."""
+    values = {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
+    validate(values)
+    assert values == {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
+
+
+def test_what_is_not_given_has_its_default():
+    """An empty configuration is the default one, and what is given changes nothing else."""
+    assert validate({}) == Config()
+    assert validate({"trainer": {"log_every": 3}}) == Config(trainer=TrainerConfig(log_every=3))
+    sections = {"model": ModelConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optim": OptimConfig}
+    assert all(getattr(Config(), name) == section() for name, section in sections.items())
+
+
+# --- suggestions ---
+
+
+@pytest.mark.parametrize(
+    ("key", "suggested"),
+    [
+        ("optm.lr", "optim.lr"),
+        ("model.dmodel", "model.d_model"),
+        ("lr", "optim.lr"),
+        ("context_length", "model.context_length"),
+        ("model.warmup_steps", "optim.warmup_steps"),
+        *((key + key[-1], key) for key in flatten(to_plain(Config()))),
+    ],
+)
+def test_unknown_key_suggests_the_nearest(key, suggested):
+    """A misspelt key, or the right one in the wrong place, gets the key that was meant."""
+    assert unknown_key(key) == f"there is no key {key!r}; did you mean {suggested!r}?"

@@ -1,0 +1,88 @@
+"""Keys of nanoGPT, Hugging Face and Lightning get a line that says what to write; so do other habits of a shell."""
+
+import re
+import shlex
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from gpt.errors import UserError
+from gpt.training.command import _for_hydra
+from gpt.training.config.loading import keys_of, unknown_key, validate
+from gpt.training.config.other_trainers import OTHER_TRAINERS, quoted
+from gpt.training.config.schema import Config
+from harness import refusal, train
+
+
+def told(*arguments: str) -> str:
+    """The one line with which train.py refuses these arguments."""
+    done = train(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("train.py: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["max_iters=5000"], "there is no key 'max_iters': write horizon=Nsteps"),
+        (["++data.batch_size=3"], "there is no key 'data.batch_size': write trainer.tokens_per_step, which counts"),
+        (["seed=3", "-m", "n_layer=2,3"], "there is no key 'n_layer': write model.num_layers"),
+        (["--seed", "3"], "--seed: keys are written key=value"),
+    ],
+)
+def test_command_line(arguments, line):
+    """Bare, with a group and plus signs, in a sweep, and with dashes."""
+    assert line in told(*arguments)
+
+
+def test_in_a_file():
+    """All keys of another's model file are answered at once."""
+    line = refusal(validate, {"model": {"n_embd": 96, "n_head": 6}})
+    assert line == "; ".join(unknown_key(f"model.{key}") for key in ("n_embd", "n_head"))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), OTHER_TRAINERS.items())
+def test_every_key_in_the_table_exists(theirs, ours):
+    """What the table says to write is a key here, and what it replaces is none."""
+    named = re.findall(r"(?<![\w.])((?:trainer|model|optim|data)\.\w+|horizon|run_dir|resume|init_from|logger)", ours)
+    assert named or ours.startswith(("optim=", "leave it out"))
+    assert [key for key in named if key not in keys_of(Config)] == []
+    with pytest.raises(UserError):
+        validate({theirs: 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["seed=3", "-m", "optim.lr=1,2"], ["-m", "seed=3", "optim.lr=1,2"]),
+        (["seed=3", "--config-dir", "mine", "model=own"], ["--config-dir", "mine", "seed=3", "model=own"]),
+        (["data.path=~/a", "+data.cache=~", "data.path=a~b"], ["data.path=/me/a", "+data.cache=/me", "data.path=a~b"]),
+    ],
+)
+def test_for_hydra(words, expected, monkeypatch):
+    """What Hydra would refuse, as it takes it: options first, and `~` as the home directory, however it comes."""
+    monkeypatch.setenv("HOME", "/me")
+    assert _for_hydra(words) == expected
+    config = validate({"run_dir": "~/a", "resume": "~/b", "data": {"cache": "~/c"}})
+    assert (config.run_dir, config.resume, config.data.cache) == ("/me/a", "/me/b", "/me/c")
+
+
+@pytest.mark.parametrize(
+    "value", ["a=b", "a,b", "a b, c", "it's", 'say "a"', "[a", "{a}", "né", "a#b", "a;b", "a\\b", "~/a", "[a=b, c]"]
+)
+def test_quoting_gives_the_value_as_it_stands(value):
+    """The word that is advised, read by a shell and then by Hydra, is the value; in a list, each of its values."""
+    (word,) = shlex.split(quoted(f"data.path={value}"))
+    read = OverridesParser.create().parse_override(word).value()
+    listed = value.startswith("[") and value.endswith("]")
+    assert read == [part.strip() for part in value[1:-1].split(",")] if listed else str(read) == value
+
+
+def test_the_advised_quoting_is_told(tmp_path):
+    """The line that refuses a value without quotes ends with it; spaces need no more than the shell's."""
+    assert told("data=text", "data.path=a,b").endswith(f"quotes inside quotes: {quoted('data.path=a,b')}\n")
+    assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in told("seed=1,2")
+    line = told("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
+    assert f"data.path='{tmp_path}/a b.txt' names no text file" in line

@@ -1,0 +1,178 @@
+"""trainer.strategy=fsdp: what it computes is what DDP computes, and what it saves is what everybody else saves."""
+
+import csv
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt import load
+from gpt.errors import UserError
+from gpt.exchange import checkpoint
+from gpt.training import decide
+from harness import ROOT, differences, flatten, tiny_config, train_apart, write_corpus
+
+STEPS = 22
+# 13 rows of an embedding, 37 channels and 3 layers do not divide by the number of processes.
+SETTINGS = [
+    "model.context_length=13",
+    "model.d_model=37",
+    "model.num_layers=3",
+    "model.num_heads=1",
+    "trainer.device=cpu",
+    "trainer.devices=2",
+    "trainer.precision=fp32",
+    "trainer.tokens_per_step=78",
+    "trainer.micro_batch_size=1",
+    "trainer.log_every=1",
+    "trainer.validate_every=5",
+    "trainer.checkpoint_every=11",
+    "tokenizer=byte",
+    "data=text",
+    "data.validation_bytes=403",
+    "optim=adamw",
+    "optim.warmup_steps=3",
+    f"horizon={STEPS}steps",
+    "model.dropout=0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sharding")
+    write_corpus(folder)
+    return folder
+
+
+def run(folder: Path, name: str, *changes: str) -> Path:
+    """A training of two processes in `folder`, and where it has written."""
+    places = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={folder / name}"]
+    done = train_apart(*SETTINGS, *places, *changes)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def replicated(folder: Path) -> Path:
+    return run(folder, "ddp")
+
+
+@pytest.fixture(scope="module")
+def sharded(folder: Path) -> Path:
+    return run(folder, "fsdp", "trainer.strategy=fsdp", "trainer.keep_every=11")
+
+
+def curve(run_dir: Path, tag: str) -> list[float]:
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as table:
+        return [float(row["value"]) for row in csv.DictReader(table) if row["tag"] == tag]
+
+
+@pytest.mark.slow
+def test_learns_as_without_sharding(replicated, sharded):
+    for tag, points in {"train/loss": STEPS, "train/grad_norm": STEPS, "val/loss": 5}.items():
+        whole, parts = curve(replicated, tag), curve(sharded, tag)
+        assert len(whole) == len(parts) == points
+        assert parts == pytest.approx(whole, rel=0, abs=1e-5)
+    assert curve(sharded, "val/loss")[-1] < curve(sharded, "val/loss")[0] - 0.1
+    assert (sharded / "samples.md").read_bytes() == (replicated / "samples.md").read_bytes()
+
+
+@pytest.mark.slow
+def test_saves_the_same_whole_files(replicated, sharded):
+    names = ("best", "last", "previous")
+    assert {file.stem for file in (sharded / "checkpoints").iterdir()} == {*names, "step-00000011", "step-00000022"}
+    for name in names:
+        loaded = [flatten(checkpoint.load(run / f"checkpoints/{name}.ckpt")) for run in (replicated, sharded)]
+        whole, parts = ({key: one[key] for key in one if "Journal" not in key} for one in loaded)  # names of files
+        assert list(parts) == list(whole)
+        assert parts[".step"] == whole[".step"]
+        for key in whole:
+            assert type(parts[key]) is type(whole[key]), key
+            if isinstance(whole[key], torch.Tensor):
+                assert parts[key].shape == whole[key].shape
+                assert parts[key].dtype == whole[key].dtype
+                if ".W_qkv.bias" not in key and ".state_dict" in key:  # keys' biases have no gradient but rounding
+                    torch.testing.assert_close(parts[key], whole[key], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_sampled_without_sharding(replicated, sharded):
+    texts = [
+        load(str(run_dir)).generate("alpha ", max_new_tokens=29, temperature=0) for run_dir in (replicated, sharded)
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, sharded):
+    shutil.copytree(sharded, folder / "resumed")
+    checkpoints = folder / "resumed/checkpoints"
+    (checkpoints / "step-00000011.ckpt").rename(checkpoints / "first")
+    for file in checkpoints.glob("*.ckpt"):
+        file.unlink()
+    (checkpoints / "first").rename(checkpoints / "last.ckpt")
+    done = train_apart(f"resume={folder / 'resumed'}")
+    assert done.returncode == 0, done.stderr
+    assert "at step 11 of 22" in done.stdout
+    assert differences(folder / "resumed", sharded) == []
+
+
+@pytest.mark.slow
+def test_starts_from_weights_that_only_rank_0_has_read(folder, replicated):
+    settings = ["trainer.strategy=fsdp", "horizon=1steps", "trainer.activation_checkpointing=true"]
+    shape = ("model.context_length", "model.d_model", "model.num_layers", "model.num_heads", "tokenizer=")
+    left_out = [s for s in SETTINGS if not s.startswith(shape)]
+    tuned = folder / "tuned"
+    places = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={tuned}"]
+    done = train_apart(*left_out, *places, *settings, f"init_from={replicated}", "optim.lr=1e-9")
+    assert done.returncode == 0, done.stderr
+    assert curve(tuned, "val/loss")[-1] == pytest.approx(curve(replicated, "val/loss")[-1], abs=1e-5)
+
+
+BREAKS_A_WEIGHT = """
+import torch
+from lightning import Callback
+
+class Broken(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 5 and trainer.global_rank == 1:
+            with torch.no_grad():
+                module.model.token_embedding.weight.to_local()[0, 0] = torch.nan
+"""
+
+
+@pytest.mark.slow
+def test_all_ranks_see_a_weight_that_is_broken_on_one(folder, monkeypatch):
+    (folder / "breaks_a_weight.py").write_text(BREAKS_A_WEIGHT, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
+    places = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={folder / 'broken'}"]
+    done = train_apart(*SETTINGS, *places, "trainer.strategy=fsdp", 'callbacks=["breaks_a_weight:Broken"]')
+    assert done.returncode == 3
+    assert "step 5: the update has left weights that are not finite (token_embedding.weight)" in done.stderr
+    assert not list((folder / "broken").glob("checkpoints/*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["optim=muon", "trainer.devices=2"], "muon needs whole ones: add optim=adamw"),
+        (["optim=adamw", "trainer.devices=1", "trainer.num_nodes=1"], "there is 1: leave it out; trainer.activation"),
+        (["optim=adamw", "trainer.device=cpu", "trainer.compile=true"], "one graph of all blocks on a CPU"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(changes, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)):
+        tiny_config(tmp_path, "trainer.strategy=fsdp", *changes)
+
+
+def test_one_device_by_default_is_refused_before_anything_is_written(tmp_path):
+    write_corpus(tmp_path)
+    config = tiny_config(tmp_path, "optim=adamw", "trainer.strategy=fsdp", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(UserError, match=r"trainer\.strategy=fsdp splits the model among several devices"):
+        decide.begin(config)
+    assert not (tmp_path / "run").exists()

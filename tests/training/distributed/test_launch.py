@@ -1,0 +1,356 @@
+"""Several processes: who they are, how they meet, and that none outlives the others."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from lightning import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from gpt.exchange import checkpoint
+from gpt.training.checkpoints import signals
+from gpt.training.checkpoints.resuming import on_devices
+from gpt.training.config.loading import read, validate
+from gpt.training.config.schedule import Schedule
+from gpt.training.decide import begin, new_or_resumed, resume
+from gpt.training.distributed.launch import Ranks, as_launched, ranks
+from harness import CONCERNS, ROOT, TINY, command, read_curves, refusal, tiny_config, train_apart, wait_for_file
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_NODES": "2"}
+
+
+@pytest.fixture
+def settings(corpus_folder) -> list[str]:
+    given = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
+    return [*TINY, "trainer.device=cpu", *given]
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Set the variables of a launcher."""
+    return lambda given: [monkeypatch.setenv(name, value) for name, value in given.items()]
+
+
+# --- who they are ---
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (TORCHRUN, Ranks(3, 6, 1, 2)),
+        (SRUN, Ranks(5, 6, 2, 3)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"} | TORCHRUN, Ranks(3, 6, 1, 2)),  # torchrun in srun
+        ({}, Ranks()),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Ranks()),
+        ({"LOCAL_RANK": "1"}, Ranks()),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Ranks()),  # within an allocation, but not by srun
+    ],
+)
+def test_ranks(variables, given, expected):
+    variables(given)
+    assert ranks() == expected
+    assert ranks().num_nodes == expected.world_size // expected.devices
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK= WORLD_SIZE=2"),
+        (TORCHRUN | {"RANK": "6"}, "RANK=6 WORLD_SIZE=6"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2: not what torchrun or srun sets"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4: not what torchrun or srun sets, with as many"),
+        (SRUN | {"SLURM_PROCID": "one"}, "SLURM_PROCID=one"),
+    ],
+)
+def test_variables_that_do_not_fit(variables, given, shown):
+    variables(given)
+    assert shown in (line := refusal(ranks))
+    assert "unset WORLD_SIZE" in line or "unset SLURM_STEP_NUM_TASKS" in line
+
+
+def test_configured_and_started_processes(variables):
+    """What the user gives must agree with the launcher; what they leave out comes from it."""
+    assert (as_launched(None, None), as_launched(5, None)) == ((1, 1), (5, 1))
+    assert refusal(as_launched, None, 2).startswith("trainer.num_nodes=2: start train.py with torchrun or srun on each")
+    variables(TORCHRUN)
+    assert as_launched(None, None) == as_launched(2, 3) == (2, 3)
+    for given in ((4, None), (None, 2)):
+        assert "but 6 processes were started on 3 machines" in refusal(as_launched, *given)
+
+
+def test_several_devices_take_several_processes(corpus_folder, tmp_path):
+    """From Python, without a launcher: one line, and nothing is written."""
+    line = refusal(begin, tiny_config(corpus_folder, "trainer.devices=2", f"run_dir={tmp_path / 'run'}"))
+    assert line.startswith("trainer.devices=2 takes 2 processes, and this is one: use python train.py, or start this")
+    assert not (tmp_path / "run").exists()
+
+
+class Watcher(Callback):
+    """Sees what Lightning has made of a job of SLURM's."""
+
+    def on_train_batch_end(self, trainer, *rest) -> None:
+        self.handler = signal.getsignal(signal.SIGUSR1)
+        self.environment = trainer._accelerator_connector.cluster_environment
+
+
+def test_lightning_finds_no_slurm(corpus_folder, tmp_path, variables):
+    """It takes over no signal with which to save files of its own and to requeue the job."""
+    variables(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"})
+    watcher = Watcher()
+    begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}")).fit([watcher])
+    assert watcher.handler == signal.SIG_DFL
+    assert type(watcher.environment) is LightningEnvironment
+
+
+# --- on other numbers of devices ---
+
+
+def test_windows_stay_the_same(corpus_folder):
+    """Any number of devices that divides the windows of a step has the same windows in each step."""
+    config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 windows
+    schedule = Schedule(12, 4, 3)
+    for devices, num_nodes, size, accumulation in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
+        changed, new = on_devices(config, schedule, devices, num_nodes)
+        assert (new.micro_batch_size, new.accumulation) == (size, accumulation)
+        assert new.micro_batch_size * new.accumulation * devices * num_nodes == 12
+        assert changed.trainer.world_size == devices * num_nodes
+        assert validate(dataclasses.asdict(changed)) == changed
+    assert on_devices(config, schedule, 1, 1) == (config, schedule)
+    assert "12 windows, which 5 devices cannot share evenly" in refusal(on_devices, config, schedule, 5, 1)
+
+
+def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
+    """A job queue may give `resume=auto` other devices each time."""
+    session = begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    given = dataclasses.replace(session.config, resume="auto", run_dir=str(session.run_dir))
+    for devices in (None, 2):
+        decided = new_or_resumed(
+            dataclasses.replace(given, trainer=dataclasses.replace(given.trainer, devices=devices))
+        )
+        assert (decided.resume, decided.trainer.devices) == (str(session.run_dir), devices)
+
+
+# --- signals ---
+
+
+def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
+    """A Ctrl-C reaches a process twice, and once more stops at once only later; above rank 0 nothing is said."""
+    stop = signals.StopSignals()
+    stop.install()
+    try:
+        monkeypatch.setenv(signals.TORCHRUN, "none")
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == signal.SIGINT
+        monkeypatch.setattr(signals, "TOGETHER", 0.0)
+        monkeypatch.setenv("RANK", "1")
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(SystemExit, match="143"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    finally:
+        stop.restore()
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+
+
+# --- real processes ---
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def slurm(rank: int, count: int, port: str) -> dict[str, str]:
+    """The variables of a task that srun starts on this machine."""
+    numbers = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_NUM_NODES": 1}
+    names = {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": 1, "MASTER_PORT": port}
+    return {name: str(value) for name, value in (numbers | names).items()}
+
+
+class Group:
+    """Real processes of one training, started in one of three ways."""
+
+    def __init__(self, how: str, count: int, *arguments: str, second: tuple[str, ...] = ()):
+        script, port = command(*arguments), free_port()
+        if how == "own":
+            commands = [[*script, f"trainer.devices={count}"]]
+        elif how == "torchrun":
+            commands = [[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *script[1:]]]
+        else:
+            commands = [[*script, *(second if rank else ())] for rank in range(count)]
+        self.how, self.count = how, count
+        self.processes = []
+        for rank, words in enumerate(commands):
+            env = os.environ | (slurm(rank, count, port) if how == "srun" else {})
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            self.processes.append(subprocess.Popen(words, cwd=ROOT, env=env, **streams))
+
+    def ranks(self) -> list[psutil.Process]:
+        """All ranks in order, once they have started; a process has its children in the order of their ranks."""
+        deadline = time.monotonic() + 60
+        while True:
+            found = [psutil.Process(process.pid) for process in self.processes]
+            if self.how != "srun":
+                found = found[0].children()
+                found = [one for one in found if "resource_tracker" not in " ".join(one.cmdline())]
+            if len(found) == self.count:
+                return sorted(found, key=lambda one: one.pid)
+            assert time.monotonic() < deadline, found
+            time.sleep(0.01)
+
+    def outputs(self) -> list[str]:
+        return [CONCERNS.sub("", process.communicate(timeout=120)[0]) for process in self.processes]
+
+
+DIED = "another process of this training has died, and so all end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "count", "victim", "line"),
+    [
+        ("own", 3, 1, "process 1 of 3 died; all others were ended"),
+        ("own", 2, 0, "process 0 of 2 died; all others were ended"),
+        ("torchrun", 2, 1, ""),  # which prints its own report
+        ("srun", 2, 0, DIED),
+    ],
+)
+def test_no_rank_outlives_another(settings, tmp_path, how, count, victim, line):
+    """Whichever is killed, all are gone within 35 s, and one line says which died."""
+    run_dir = tmp_path / "run"
+    long = ["horizon=100000steps", "trainer.micro_batch_size=1", f"run_dir={run_dir}", "trainer.validate_every=100000"]
+    group = Group(how, count, *settings, *long)
+    wait_for_file(run_dir / "checkpoints/last.ckpt", 300)
+    everyone = group.ranks()
+    everyone[victim].kill()
+    _, alive = psutil.wait_procs(everyone, timeout=35)
+    assert not alive
+    output = "".join(group.outputs())
+    lines = [found for found in output.splitlines() if found.startswith("train.py:")]
+    assert lines == ([f"train.py: {line}"] if line else [])
+    if how == "own":
+        assert group.processes[0].returncode == 1
+    assert how == "torchrun" or "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_processes_that_are_left_alone_stop(settings, tmp_path):
+    """When the process that started them is killed, the ranks save and end."""
+    run_dir = tmp_path / "run"
+    group = Group("own", 2, *settings, "horizon=100000steps", f"run_dir={run_dir}", "trainer.checkpoint_every=100000")
+    wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
+    everyone = group.ranks()
+    group.processes[0].kill()
+    _, alive = psutil.wait_procs(everyone, timeout=60)
+    assert not alive
+    assert f"continue with: python train.py resume={run_dir}" in group.outputs()[0]
+    assert (run_dir / "checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("second", "line"),
+    [
+        (("seed=7",), "was not started like process 0, but differs in seed=7: start all with the same"),
+        (("seed=7", "optim.lr=-1"), "did not meet the others"),
+    ],
+)
+def test_processes_that_differ(settings, tmp_path, monkeypatch, second, line):
+    """Other arguments, and one that never comes: one line of rank 0, exit code 2, and nothing is made."""
+    code = "import gpt.training.distributed.launch as launch; launch.JOIN_SECONDS = 8; "
+    code += "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
+    port, run_dir = free_port(), tmp_path / "run"
+    words = [sys.executable, "-c", code, "train.py", *settings, "horizon=2steps", f"run_dir={run_dir}"]
+    ours = [
+        subprocess.Popen(
+            [*words, *(second if rank else ())],
+            cwd=ROOT,
+            env=os.environ | slurm(rank, 2, port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [CONCERNS.sub("", process.communicate(timeout=120)[1]) for process in ours]
+    assert [process.returncode for process in ours] == [2, 2]
+    assert line in errors[0]
+    assert errors[0].count("\n") == 1
+    assert not run_dir.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["own", "torchrun"])
+def test_stops_and_continues(settings, tmp_path, how):
+    """On SIGTERM to whatever started them, all ranks stop after the same step; the run continues to the same bits."""
+    exact = ["trainer.micro_batch_size=3", "horizon=200steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert train_apart(*settings, *exact, "trainer.devices=2", f"run_dir={whole}").returncode == 0
+    group = Group(how, 2, *settings, *exact, f"run_dir={run_dir}")
+    wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
+    group.processes[0].send_signal(signal.SIGTERM)
+    output = group.outputs()[0]
+    assert how == "torchrun" or group.processes[0].returncode == 143
+    assert output.count("stopped at step ") == output.count("stopping after this step") == 1
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] < 200
+    done = train_apart(f"resume={run_dir}")  # with two processes of its own
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read_curves(run_dir) == read_curves(whole)
+
+
+@pytest.mark.slow
+def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
+    """1, 2 and 3 processes, and a run begun on 2 and continued on 1 and 3, agree to 1e-5 over 50 steps in fp32."""
+    same = ["optim=adamw", "trainer.precision=fp32", "model.dropout=0", "trainer.log_every=1", "horizon=50steps"]
+    same += ["trainer.micro_batch_size=auto", "trainer.keep_every=20"]
+    losses = {}
+    for devices in (1, 2, 3):
+        done = train_apart(*settings, *same, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
+        assert (done.returncode, done.stderr) == (0, "")
+        losses[f"{devices}"] = dict(read_curves(tmp_path / f"{devices}")["train/loss"])
+    for devices in (1, 3):
+        run_dir = tmp_path / f"2 then {devices}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "config.yaml").write_text((tmp_path / "2/config.yaml").read_text())
+        (run_dir / "checkpoints/last.ckpt").write_bytes((tmp_path / "2/checkpoints/step-00000020.ckpt").read_bytes())
+        done = train_apart(f"resume={run_dir}", f"trainer.devices={devices}")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"continuing on {devices} devices instead of 2: the same windows in each step" in done.stdout
+        losses[run_dir.name] = dict(read_curves(run_dir)["train/loss"])
+        stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+        assert stored["config"]["trainer"]["devices"] == read(run_dir / "config.yaml").trainer.devices == devices
+    with capsys.disabled():
+        print("\nstep " + "".join(f"{name:>12}" for name in losses))
+        for step in (1, 20, 21, 35, 50):
+            print(f"{step:4} " + "".join(f"{values.get(step, float('nan')):12.7f}" for values in losses.values()))
+    for name, values in losses.items():
+        assert set(values) == set(range(21 if "then" in name else 1, 51))
+        assert max(abs(value - losses["1"][step]) for step, value in values.items()) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_time_as_horizon_is_rank_0s(settings, tmp_path):
+    """All ranks stop after the same step, and the run ends in time."""
+    run_dir = tmp_path / "run"
+    done = train_apart(*settings, "horizon=3s", "trainer.devices=2", f"run_dir={run_dir}")
+    assert (done.returncode, done.stderr) == (0, "")
+    payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    assert payload["schedule"]["total_steps"] == payload["step"]
+    assert 3 <= payload["callbacks"]["Clock"]["seconds"] < 4
+
+
+def test_a_run_without_checkpoints_begins_again(corpus_folder, tmp_path, capsys):
+    """Its configuration stays what it was."""
+    session = begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    again = resume(str(session.run_dir))
+    assert again is not None
+    assert (again.config, again.schedule) == (session.config, session.schedule)
+    assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out

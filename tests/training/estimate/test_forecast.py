@@ -1,0 +1,109 @@
+"""What plan=true says of a run is what the run then takes."""
+
+import json
+import re
+
+import pytest
+
+from gpt.training.estimate.forecast import describe
+from harness import TINY, train, train_apart, write_corpus
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """A run on a text that is prepared already."""
+    folder = tmp_path_factory.mktemp("forecast")
+    text = [f"data.path={write_corpus(folder)}", f"data.cache={folder / 'cache'}", "data.prompts=[]"]
+    return folder, [*TINY, *text, "horizon=4steps"]
+
+
+@pytest.fixture(scope="module")
+def figures(arguments):
+    """What plan=json prints of that run, before it is trained."""
+    folder, given = arguments
+    done = train(*given, "plan=json", f"run_dir={folder / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert [file.name for file in folder.iterdir() if file.name != "cache"] == ["corpus.txt"]
+    return json.loads(done.stdout)
+
+
+def test_counts_are_those_of_the_run(arguments, figures):
+    """Steps, tokens, epochs, parameters and the size of a checkpoint; the schedule itself has left no trace."""
+    folder, given = arguments
+    run = folder / "run"
+    assert train(*given, f"run_dir={run}").returncode == 0
+    metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+    assert figures["epochs"] == {"text": pytest.approx(metrics["epochs"])}
+    assert all(figures[key] == metrics[key] for key in ("steps", "tokens", "parameters"))
+    assert figures["validations"] == (run / "samples.md").read_text(encoding="utf-8").count("## Step") == 4
+    tensors = 4 * figures["parameters"]
+    assert tensors < figures["checkpoint_bytes"] < (run / "checkpoints/last.ckpt").stat().st_size
+    assert min(figures["memory"]["peak"], figures["memory"]["process"]) > 2**27
+
+
+def test_text(figures):
+    """A person reads the figures and every warning."""
+    figures = figures | {"epochs": {"prose": 3.0, "verse": 5000.0}, "train_seconds": 7300.0, "warnings": ["too long"]}
+    text = describe(figures)
+    assert "4 steps of 96 tokens see each byte 3 times in prose, 5e+03 times in verse" in text
+    assert "2h01m at" in text
+    assert re.search(r"^ +\d+ MiB  activations$", text, re.M)
+    assert text.endswith("\n\ntoo long")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["plan=maybe"], "plan=maybe is not known: choose from true, json, false"),
+        (["plan=true", "resume=runs/x"], "plan=true describes a new run, and resume continues one: leave one of the"),
+        (
+            ["plan=json", "-m", "seed=1,2"],
+            "plan=json describes one run, and -m is for several: leave one of the two out",
+        ),
+        (["plan=true", "model.num_heads=7"], "model.d_model=128 is not divisible by model.num_heads=7"),
+        (["plan=true", "optim=adamw", "optim.matrix_lr=0.1"], "optim.matrix_lr=0.1 has no effect with optim=adamw"),
+    ],
+)
+def test_refusals(given, message):
+    """One line, before anything slow."""
+    done = train(*given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_other_ways_to_train(arguments, tmp_path):
+    """Several devices, a time as horizon, and the weights of another run; each leaves nothing behind."""
+    folder, given = arguments
+    run = folder / "earlier"
+    assert train(*given, f"run_dir={run}").returncode == 0
+    without_model = [one for one in given if not one.startswith(("model", "tokenizer"))]
+    for changes, key, value in (
+        ([*given, "trainer.devices=2", "trainer.micro_batch_size=auto", "horizon=2epochs"], "epochs", 2),
+        ([*given, "horizon=9s", "trainer.precision=fp32"], "train_seconds", 9),
+        ([*without_model, f"init_from={run}"], "steps", 4),
+    ):
+        done = train(*changes, "plan=json", f"run_dir={tmp_path / 'run'}")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)[key]
+        assert (found["text"] if key == "epochs" else found) == pytest.approx(value, rel=0.02)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [[], ["trainer.precision=fp32", "optim=adamw", "trainer.micro_batch_size=8"]])
+def test_memory(arguments, tmp_path, changes):
+    """The peak of a real run is within a fifth of the schedule, for a model that takes more memory than the process."""
+    given = [*arguments[1], "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
+    given += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
+    given += changes
+    planned = train_apart(*given, "plan=json")
+    assert planned.returncode == 0, planned.stderr
+    done = train_apart(*given, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    peak = json.loads((tmp_path / "run/metrics.json").read_text(encoding="utf-8"))["peak_memory_bytes"]
+    found = json.loads(planned.stdout)["memory"]
+    assert found["peak"] == pytest.approx(peak, rel=0.2)
+    parts = sum(size for name, size in found.items() if name != "peak")
+    assert parts == pytest.approx(peak, rel=0.3)

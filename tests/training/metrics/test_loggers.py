@@ -1,0 +1,199 @@
+"""Where a run logs: metrics.csv, TensorBoard's HPARAMS tab, wandb, mlflow, and Lightning's own logging."""
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from gpt.errors import UserError
+from gpt.training import decide
+from gpt.training.callbacks.base import Clock
+from gpt.training.metrics.curves import Curves
+from gpt.training.metrics.loggers import UserCurves, open_loggers
+from gpt.training.session import Session
+from harness import StopAt, differences, read_curves, read_table, tiny_config
+
+
+class Logging(Callback):
+    """Logs in all the ways of Lightning: at each step, at some, after validations, at the end, and past the module."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if (batch_idx + 1) % module.schedule.accumulation == 0:
+            module.log("mine/step", float(trainer.global_step))
+            if trainer.global_step == 4:
+                module.log("mine/once", 4.0)
+            if trainer.global_step % 5 == 0:
+                trainer.logger.log_metrics({"mine/direct": trainer.global_step / 2}, step=trainer.global_step)
+
+    def on_validation_end(self, trainer, module) -> None:
+        module.log("mine/double", 2 * trainer.callback_metrics["val/loss"])
+
+    def on_train_epoch_end(self, trainer, module) -> None:
+        module.log("mine/end", 7.0)
+
+
+def users() -> list[Callback]:
+    return [Logging(), LearningRateMonitor()]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus_folder) -> Session:
+    """A run of 13 steps of two micro-batches, with callbacks that log."""
+    run_dir = f"run_dir={corpus_folder / 'run'}"
+    session = decide.begin(tiny_config(corpus_folder, "horizon=13steps", "data.prompts=[]", run_dir))
+    session.fit(users())
+    return session
+
+
+def again(session: Session, folder: Path, **changes) -> Session:
+    """Begin the same run in another folder, with changes to its configuration."""
+    return decide.begin(dataclasses.replace(session.config, run_dir=str(folder / "run"), **changes))
+
+
+# --- metrics.csv and TensorBoard ---
+
+
+def test_table_and_tensorboard_agree(whole):
+    """Every scalar is in both, and each curve has one point a step."""
+    table, shown = read_table(whole.run_dir), read_curves(whole.run_dir)
+    scalars = {tag: points for tag, points in shown.items() if tag in table}
+    assert {"train/loss", "train/lr", "val/loss", "val/bits_per_byte", "mine/double"} <= scalars.keys()
+    assert scalars.keys() == {tag for tag in table if not tag.startswith("work/")}
+    for tag, points in scalars.items():
+        assert [step for step, _ in points] == [step for step, _ in table[tag]], tag
+        assert [value for _, value in points] == pytest.approx([value for _, value in table[tag]]), tag
+        assert len({step for step, _ in points}) == len(points), tag
+    assert table["val/loss"][-1] == (13, whole.metrics["val_loss"])
+
+
+def test_what_callbacks_log(whole):
+    """`module.log` counts steps as our curves do, at log points; what goes past the module is taken as it is."""
+    table = read_table(whole.run_dir)
+    assert table["mine/step"] == [(step, float(step)) for step in (3, 6, 9, 12, 13)]
+    assert table["mine/once"] == [(step, 4.0) for step in (6, 9, 12, 13)]
+    assert table["mine/direct"] == [(5, 2.5), (10, 5.0)]
+    assert table["mine/end"] == [(13, 7.0)]
+    losses = dict(table["val/loss"])  # at 3, 6, 9, 12 and 13
+    assert table["mine/double"] == [(step, pytest.approx(2 * losses[step])) for step in (3, 6, 9, 12, 13)]
+    rates = {tag: points for tag, points in table.items() if tag.startswith("lr-")}
+    assert [[step for step, _ in points] for points in rates.values()] == [[0, 2, 5, 8, 11]] * len(rates)
+    assert len(rates) == 3
+
+
+def test_resumed_run_has_the_same_table(whole, tmp_path, capfd):
+    """Interrupted between two log points and killed later, a run ends with the files of an uninterrupted one."""
+    session = again(whole, tmp_path)
+    with pytest.raises(SystemExit):
+        session.fit([*users(), StopAt(5)])
+    assert "mine/once" not in read_table(session.run_dir)  # logged at step 4, to be written at 6
+    with (session.run_dir / "metrics.csv").open("a") as table:
+        table.write("6,train/loss,7.0\n")  # as if killed later
+    resumed = decide.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit(users())
+    assert differences(session.run_dir, whole.run_dir) == []
+
+
+def test_hparams_tab(whole):
+    """TensorBoard's HPARAMS tab gets every setting, beside the curves that it compares by, without a run of its own."""
+    events = EventAccumulator(str(whole.run_dir))
+    events.Reload()
+    start, experiment = (
+        HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
+        for name in ("session_start_info", "experiment")
+    )
+    hparams = start.session_start_info.hparams
+    assert hparams["optim.lr"].number_value == whole.config.optim.lr
+    assert hparams["optim.betas"].string_value == str(whole.config.optim.betas)
+    assert hparams["horizon"].string_value == "13steps"
+    assert [info.name.tag for info in experiment.experiment.metric_infos][:2] == ["val/loss", "val/bits_per_byte"]
+    assert len(list(whole.run_dir.glob("events.*"))) == 1
+
+
+def test_no_loggers(whole, tmp_path):
+    """With `logger=[]` there are no curves, and a callback that needs a logger says so in one line."""
+    session = again(whole, tmp_path, logger=[], horizon="1steps")
+    session.fit()
+    names = {file.name for file in session.run_dir.iterdir()}
+    assert names == {".lock", "config.yaml", "checkpoints", "metrics.json", "samples.md"}
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger"):
+        again(whole, tmp_path / "other", logger=[], horizon="1steps").fit([LearningRateMonitor()])
+
+
+def test_values_that_are_no_numbers():
+    """A NaN that a callback logs stays out of checkpoints, which would be refused with it."""
+    curves = Curves(Path(), Clock(), None)
+    values = UserCurves(curves)
+    values.on_train_start(SimpleNamespace(logged_metrics={"a": float("nan"), "b": 2.0}), None)  # type: ignore[arg-type]
+    assert values.state_dict() == {"b": 2.0}
+
+
+# --- which loggers ---
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_loggers_that_are_not_installed(whole, tmp_path, name, monkeypatch):
+    """Nothing begins where a package is missing, and nothing goes on."""
+    monkeypatch.setattr("gpt.training.decide.find_spec", lambda package: None)
+    needs = f"logger={name} needs a package that is not installed: pip install {name}"
+    with pytest.raises(UserError, match=needs):
+        again(whole, tmp_path, logger=["csv", name])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_wandb(whole, tmp_path, monkeypatch, capfd):
+    """wandb gets the run, offline, and after an interruption the same run."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed, so logging to it is NOT tested")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    session = again(whole, tmp_path, logger=["wandb"])
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(5)])
+    assert wandb.run is None
+    name = (session.run_dir / "wandb_run.txt").read_text().strip()
+    resumed = decide.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit(users())
+    assert (session.run_dir / "wandb_run.txt").read_text().strip() == name
+    records = list(session.run_dir.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    assert len(records) == 2
+    tags = (b"val/loss", b"train/loss", b"mine/step", b"trainer/global_step", b"matrix_lr")
+    deadline = time.monotonic() + 30  # wandb's own process may write on for a moment
+    while missing := [tag for tag in tags if not any(tag in file.read_bytes() for file in records)]:
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # mlflow's own
+def test_mlflow(whole, tmp_path, monkeypatch, capfd):
+    """mlflow gets the run, and after an interruption the same run; one that its store does not know is named."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed, so logging to it is NOT tested")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    session = again(whole, tmp_path, logger=["mlflow"])
+    with pytest.raises(SystemExit):
+        session.fit([StopAt(5)])
+    resumed = decide.resume(str(session.run_dir))
+    assert resumed is not None
+    resumed.fit(users())
+    name = (session.run_dir / "mlflow_run.txt").read_text().strip()
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    run = client.get_run(name)
+    assert run.info.run_name == session.run_dir.name
+    assert run.info.status == "FINISHED"
+    assert float(run.data.params["optim/lr"]) == session.config.optim.lr
+    assert run.data.metrics["val/loss"] == pytest.approx(resumed.metrics["val_loss"])
+    assert sorted({point.step for point in client.get_metric_history(name, "val/loss")}) == [3, 6, 9, 12, 13]
+    assert "mine/step" in run.data.metrics
+    (session.run_dir / "mlflow_run.txt").write_text("0" * 32)
+    with pytest.raises(UserError, match=r"logger=mlflow: cannot be started \(.*not found.*\): check its login"):
+        open_loggers(session.config, session.run_dir)

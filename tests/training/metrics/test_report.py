@@ -1,0 +1,118 @@
+"""The end of a run in words: its figures are those of metrics.json, and the commands fit how it went."""
+
+from pathlib import Path
+
+import pytest
+from tqdm.utils import disp_len
+
+from gpt.training.metrics.report import closing_lines, duration, one_line
+
+FIGURES = {
+    "train_loss": 2.45678,
+    "val_loss": 2.91684,
+    "val_nats_per_byte": 1.05398,
+    "val_bits_per_byte": 1.52057,
+    "best_val_loss": 2.81,
+    "best_step": 700,
+    "steps": 1100,
+    "tokens": 1126400,
+    "epochs": 1.2217,
+    "train_seconds": 7265.84,
+    "tokens_per_second": 155.03,
+    "parameters": 1006336,
+    "peak_memory_bytes": 558345748,
+    "references": {
+        "unigram": {"bits_per_byte": 3.51234, "passed_at": 100},
+        "xz -9e": {"bits_per_byte": 1.50004, "passed_at": None},
+    },
+    "mix": {
+        "docs": {"epochs": 2.5, "val_bits_per_byte": 1.25},
+        "book": {"epochs": 0.125, "val_bits_per_byte": 2.0625},
+    },
+}
+
+
+def test_a_run_that_turned(monkeypatch):
+    """Every figure once, aligned; at most three samples, of two lines each; the commands are quoted."""
+    monkeypatch.setenv("COLUMNS", "47")
+    samples = ["of the first prompt", "Once\n\nupon a time", "x" * 30 + " " + "y" * 40 + " " + "z" * 30, "\ta\x1b[31m"]
+    lines = list(closing_lines(FIGURES, samples, "-it's", 500, "2200steps", Path("runs/a b")))
+    assert (
+        "\n".join(lines)
+        == """
+trained            1100  steps: 1,126,400 tokens, 1.22 epochs
+time             7265.8  seconds (2h01m): 155 tokens/s, 0.52 GiB at peak
+training loss    2.4568  nats per token
+validation loss  2.9168  nats per token
+best validation  2.8100  nats per token, at step 700, which best.ckpt keeps
+validation       1.5206  bits per byte
+  docs           1.2500  bits per byte, after 2.50 epochs
+  book           2.0625  bits per byte, after 0.12 epochs
+  unigram        3.5123  passed at step 100
+  xz -9e         1.5000  not passed
+
+samples after step 1100, more in samples.md:
+- Once ⏎ upon a time
+- xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+  yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy …
+- a<1b>[31m
+
+the run:      runs/a b
+sample it:    python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s'
+see why:      python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s' --insight page.html
+its curves:   tensorboard --logdir runs
+run shorter:  python train.py 'rerun=runs/a b' horizon=500steps"""
+    )
+
+
+def test_what_is_not_known_is_left_out():
+    """No training loss yet, no samples, no memory on Windows, one corpus, and a text too short for references."""
+    missing = {"peak_memory_bytes": 0, "references": {}, "best_step": 1100, "train_seconds": 3.21}
+    figures = {key: value for key, value in FIGURES.items() if key not in ("train_loss", "mix")} | missing
+    lines = list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))
+    assert "time                3.2  seconds: 155 tokens/s" in lines
+    assert "best validation  2.8100  nats per token, at step 1100, the last" in lines
+    assert lines[6:8] == ["", "the run:      runs/a"]
+    assert "sample it:    python generate.py --checkpoint runs/a --prompt ''" in lines
+
+
+@pytest.mark.parametrize(
+    ("best", "longer", "command"),
+    [
+        (1100, "2200steps", "train longer: python train.py resume=runs/a horizon=2200steps"),
+        (1100, "", "go on:        python train.py resume=runs/a"),
+        (700, "", "run shorter:  python train.py rerun=runs/a horizon=500steps"),
+    ],
+    ids=["still falling", "stopped", "turned"],
+)
+def test_the_last_command_fits_the_outcome(best, longer, command):
+    """Longer while validation falls, on where a callback has stopped it, and shorter once it has turned."""
+    turned = {} if best == 700 else {"best_val_loss": FIGURES["val_loss"] / 1.009}  # less is noise
+    figures = FIGURES | {"best_step": best} | turned
+    assert list(closing_lines(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "line"),
+    [
+        ("\n one  two \n\n  three\n", 23, "one  two ⏎ three"),
+        ("thirteen char", 13, "thirteen char"),
+        ("thirteen char", 11, "thirteen c…"),
+        ("tab\tbell\x07\x9b·\u202e", 31, "tab→bell<07><c2><9b>·<e2><80><ae>"[:30] + "…"),
+        ("犬も歩けば棒に当たる", 11, "犬も歩けば…"),
+        ("犬も歩けば棒に当たる", 20, "犬も歩けば棒に当たる"),
+        ("", 7, ""),
+    ],
+)
+def test_one_line(text, width, line):
+    """Ends of lines and control characters have signs, and no line is wider than it may be, in columns."""
+    assert one_line(text, width) == line
+    assert disp_len(line) <= width
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (86399, "23h59m"), (277777, "3d05h")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
