@@ -18,3 +18,13 @@ def corpus_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A folder whose runs/ holds one run, of the tiny model that never ends a text."""
+    from small_models import make_writer, write_run
+
+    folder = tmp_path_factory.mktemp("project")
+    write_run(folder / "runs" / "tiny", make_writer())
+    return folder

@@ -46,7 +46,7 @@ TINY = [
     "data=text",
     "data.prompts=[alpha]",  # sampling is half of such a run
 ]
-# What every tiny run is told of its text (test_concerns.py), so that other tests may ask for an empty stderr.
+# What every tiny run is told of its text (config/test_advice.py), so that other tests may ask for an empty stderr.
 CONCERNS = re.compile(
     r"train\.py: (the validation text has|[\d,]+ steps would|a vocabulary of|validation loss was) .*\n"
 )

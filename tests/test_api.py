@@ -14,25 +14,17 @@ import generate
 import gpt
 from gpt.errors import UserError
 from gpt.sampling.language_model import LanguageModel, TokenLogprob
-from small_models import CONTEXT, EOT, make_writer, write_run
+from small_models import CONTEXT, EOT
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load"}
 TEXT = "2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59"  # longer than two contexts
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder whose runs/ holds the tiny model."""
-    folder = tmp_path_factory.mktemp("project")
-    write_run(folder / "runs" / "tiny", make_writer())
-    return folder
-
-
 @pytest.fixture
-def language_model(folder, monkeypatch) -> LanguageModel:
+def language_model(project, monkeypatch) -> LanguageModel:
     """The newest run of the current folder, opened without a name."""
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(project)
     return gpt.load()
 
 

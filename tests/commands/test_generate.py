@@ -34,19 +34,11 @@ PROGRAM = Path(generate.__file__).resolve()
 NOTE = r"generate\.py: sampling .+ with seed \d+\n"  # what stderr says of every text
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A folder whose runs/ holds the tiny model."""
-    folder = tmp_path_factory.mktemp("project")
-    write_run(folder / "runs" / "tiny", make_writer())
-    return folder
-
-
 @pytest.fixture
-def here(folder, monkeypatch) -> Path:
-    """That folder as the current one, so that its only run is the newest."""
-    monkeypatch.chdir(folder)
-    return folder
+def here(project, monkeypatch) -> Path:
+    """The project as the current folder, so that its only run is the newest."""
+    monkeypatch.chdir(project)
+    return project
 
 
 @torch.no_grad()
@@ -114,16 +106,16 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
             process.kill()  # it has ended long ago, if all is well
 
 
-def test_process_prints_and_ends_well(folder):
+def test_process_prints_and_ends_well(project):
     """The prompt comes first, then its continuation and a newline; the exit code is 0."""
-    with started(folder, "--prompt", "2 3 5 ", "--max-new-tokens", "7", "--temperature", "0") as process:
+    with started(project, "--prompt", "2 3 5 ", "--max-new-tokens", "7", "--temperature", "0") as process:
         out, error = process.communicate(timeout=60)
     assert process.returncode == 0
     assert re.fullmatch(NOTE, error.decode())
     assert out.decode() == "2 3 5 " + expected_text(b"2 3 5 ", 7) + "\n"
 
 
-def test_imports_stay_light(folder):
+def test_imports_stay_light(project):
     """Sampling imports none of the training's frameworks, nor PyTorch's compiler, which takes a second."""
     code = (
         "import sys, gpt.sampling.generation, generate\n"
@@ -134,7 +126,7 @@ def test_imports_stay_light(folder):
     )
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[] True")
 
 
@@ -150,20 +142,20 @@ def test_arguments_are_checked_before_slow_imports(arguments):
     assert done.stderr == "False False\n"
 
 
-def test_closed_pipe(folder):
+def test_closed_pipe(project):
     """As with `| head -c 5`: when the reader has gone, the program ends quietly, long before its text would."""
-    with started(folder, "--prompt", "2 3 5 7", "--max-new-tokens", "1000000") as process:
+    with started(project, "--prompt", "2 3 5 7", "--max-new-tokens", "1000000") as process:
         assert process.stdout.read(5) == b"2 3 5"
         process.stdout.close()
         assert process.wait(timeout=60) == 0
         assert re.fullmatch(NOTE, process.stderr.read().decode())
 
 
-def test_ctrl_c(folder):
+def test_ctrl_c(project):
     """Text is streamed as it is made, and Ctrl-C in the middle of it ends with 130 and not another word."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
     try:
-        with started(folder, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
+        with started(project, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
             text = b"".join(process.stdout.read(1) for _ in range(53))  # by then it is in the midst of its text
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
@@ -178,9 +170,9 @@ def test_ctrl_c(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals(folder, number):
+def test_other_signals(project, number):
     """Stopped and continued from the shell it goes on; a signal that ends it does so without a word."""
-    with started(folder, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
+    with started(project, "--prompt", "2 3 5 7 ", "--max-new-tokens", "1000000") as process:
         assert process.stdout.read(8) == b"2 3 5 7 "
         process.send_signal(signal.SIGTSTP)
         process.send_signal(signal.SIGCONT)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import TINY, Process, differences, train, train_apart, wait_for_file, write_corpus
+from harness import TINY, Process, differences, train, train_apart, wait_for_file
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +26,9 @@ def faults(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("below")
-    write_corpus(folder)
-    assert train(*arguments(folder), f"run_dir={folder / 'reference'}").returncode == 0
-    return folder
+def folder(corpus_folder) -> Path:
+    assert train(*arguments(corpus_folder), f"run_dir={corpus_folder / 'reference'}").returncode == 0
+    return corpus_folder
 
 
 def arguments(folder: Path) -> list[str]:

@@ -12,21 +12,19 @@ from test_catalogue import StopAt
 
 from gpt.exchange import checkpoint
 from gpt.training import decide, runs
-from harness import tiny_config, train, write_corpus
+from harness import tiny_config, train
 
 MUTATIONS = 80
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(corpus_folder) -> Path:
     """A folder with a whole run (`reference`) and one that was stopped half-way (`stopped`)."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    write_corpus(folder)
     small = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
-    decide.begin(tiny_config(folder, *small, f"run_dir={folder / 'reference'}")).fit()
+    decide.begin(tiny_config(corpus_folder, *small, f"run_dir={corpus_folder / 'reference'}")).fit()
     with pytest.raises(SystemExit):
-        decide.begin(tiny_config(folder, *small, f"run_dir={folder / 'stopped'}")).fit([StopAt(13)])
-    return folder
+        decide.begin(tiny_config(corpus_folder, *small, f"run_dir={corpus_folder / 'stopped'}")).fit([StopAt(13)])
+    return corpus_folder
 
 
 def damage(file: Path, chance: random.Random) -> str:

@@ -15,7 +15,7 @@ from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import decide
 from gpt.training.module import GPTModule
-from harness import TINY, StopAt, differences, tiny_config, train, write_corpus
+from harness import TINY, StopAt, differences, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
 FIRST_SCALE = 2.0**22  # of which every gradient here overflows
@@ -23,14 +23,14 @@ GROWTH = 3  # steps without an overflow, after which the scale doubles
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(corpus_folder) -> Path:
     """A folder with a corpus, and a run in fp16 of 17 steps (`reference`) whose gradients overflow again and again."""
-    folder = tmp_path_factory.mktemp("fp16")
-    write_corpus(folder)
     with pytest.MonkeyPatch.context() as patch:
         overflow_often(patch)
-        decide.begin(tiny_config(folder, FP16, "horizon=17steps", f"run_dir={folder / 'reference'}")).fit()
-    return folder
+        decide.begin(
+            tiny_config(corpus_folder, FP16, "horizon=17steps", f"run_dir={corpus_folder / 'reference'}")
+        ).fit()
+    return corpus_folder
 
 
 @pytest.fixture

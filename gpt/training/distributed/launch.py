@@ -196,7 +196,7 @@ def as_one_of_many() -> Iterator[None]:
         if world_size == 1 or not ("gloo" in str(error) or isinstance(error, distributed.DistError)):
             raise
         time.sleep(GRACE)
-        if rank < 2:  # one of them is alive
+        if rank < 2 and not distributed.is_torchelastic_launched():  # which tells of it; one of these two is alive
             say("train.py: another process of this training has died, and so all end", sys.stderr)
         sys.exit(1)
     finally:

@@ -21,7 +21,6 @@ import pytest
 import gpt.text.corpus.python_docs
 import gpt.text.prepare.encode
 import gpt.text.prepare.prepare
-import harness
 from gpt.errors import UserError
 from gpt.files import hold
 from gpt.text.cache import write_json
@@ -42,18 +41,13 @@ from workshop import (
     lists,
     make,
     obvious,
+    refusal,
     remount,
     watching,
     write_documents,
     write_files,
     write_text,
 )
-
-
-def refusal(*arguments, **more) -> str:
-    """The one line that refuses to prepare."""
-    return harness.refusal(make, *arguments, **more)
-
 
 # --- interrupted ---
 

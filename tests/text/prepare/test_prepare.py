@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import harness
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
@@ -31,15 +30,10 @@ from workshop import (
     lists,
     make,
     obvious,
+    refusal,
     write_documents,
     write_text,
 )
-
-
-def refusal(*arguments, **more) -> str:
-    """The one line that refuses to prepare."""
-    return harness.refusal(make, *arguments, **more)
-
 
 # --- what is written ---
 

@@ -75,6 +75,13 @@ def make(
     return shards
 
 
+def refusal(*arguments, **more) -> str:
+    """The one line that refuses to prepare."""
+    import harness  # here, because the process that workshop starts does not have it on its path
+
+    return harness.refusal(make, *arguments, **more)
+
+
 @contextlib.contextmanager
 def constants(values: dict[str, int]) -> Iterator[None]:
     """Other constants for a while; that of `cut` is the size of the pieces."""

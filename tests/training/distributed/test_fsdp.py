@@ -40,30 +40,26 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("sharding")
-    write_corpus(folder)
-    return folder
+def places(folder: Path, name: str) -> list[str]:
+    return [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={folder / name}"]
 
 
 def run(folder: Path, name: str, *changes: str) -> Path:
     """A training of two processes in `folder`, and where it has written."""
-    places = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={folder / name}"]
-    done = train_apart(*SETTINGS, *places, *changes)
+    done = train_apart(*SETTINGS, *places(folder, name), *changes)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return folder / name
 
 
 @pytest.fixture(scope="module")
-def replicated(folder: Path) -> Path:
-    return run(folder, "ddp")
+def replicated(corpus_folder: Path) -> Path:
+    return run(corpus_folder, "ddp")
 
 
 @pytest.fixture(scope="module")
-def sharded(folder: Path) -> Path:
-    return run(folder, "fsdp", "trainer.strategy=fsdp", "trainer.keep_every=11")
+def sharded(corpus_folder: Path) -> Path:
+    return run(corpus_folder, "fsdp", "trainer.strategy=fsdp", "trainer.keep_every=11")
 
 
 def curve(run_dir: Path, tag: str) -> list[float]:
@@ -109,29 +105,29 @@ def test_a_checkpoint_is_sampled_without_sharding(replicated, sharded):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one(folder, sharded):
-    shutil.copytree(sharded, folder / "resumed")
-    checkpoints = folder / "resumed/checkpoints"
+def test_a_resumed_run_equals_an_uninterrupted_one(corpus_folder, sharded):
+    shutil.copytree(sharded, corpus_folder / "resumed")
+    checkpoints = corpus_folder / "resumed/checkpoints"
     (checkpoints / "step-00000011.ckpt").rename(checkpoints / "first")
     for file in checkpoints.glob("*.ckpt"):
         file.unlink()
     (checkpoints / "first").rename(checkpoints / "last.ckpt")
-    done = train_apart(f"resume={folder / 'resumed'}")
+    done = train_apart(f"resume={corpus_folder / 'resumed'}")
     assert done.returncode == 0, done.stderr
     assert "at step 11 of 22" in done.stdout
-    assert differences(folder / "resumed", sharded) == []
+    assert differences(corpus_folder / "resumed", sharded) == []
 
 
 @pytest.mark.slow
-def test_starts_from_weights_that_only_rank_0_has_read(folder, replicated):
+def test_starts_from_weights_that_only_rank_0_has_read(corpus_folder, replicated):
     settings = ["trainer.strategy=fsdp", "horizon=1steps", "trainer.activation_checkpointing=true"]
     shape = ("model.context_length", "model.d_model", "model.num_layers", "model.num_heads", "tokenizer=")
     left_out = [s for s in SETTINGS if not s.startswith(shape)]
-    tuned = folder / "tuned"
-    places = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={tuned}"]
-    done = train_apart(*left_out, *places, *settings, f"init_from={replicated}", "optim.lr=1e-9")
+    done = train_apart(
+        *left_out, *places(corpus_folder, "tuned"), *settings, f"init_from={replicated}", "optim.lr=1e-9"
+    )
     assert done.returncode == 0, done.stderr
-    assert curve(tuned, "val/loss")[-1] == pytest.approx(curve(replicated, "val/loss")[-1], abs=1e-5)
+    assert curve(corpus_folder / "tuned", "val/loss")[-1] == pytest.approx(curve(replicated, "val/loss")[-1], abs=1e-5)
 
 
 BREAKS_A_WEIGHT = """
@@ -147,14 +143,14 @@ class Broken(Callback):
 
 
 @pytest.mark.slow
-def test_all_ranks_see_a_weight_that_is_broken_on_one(folder, monkeypatch):
-    (folder / "breaks_a_weight.py").write_text(BREAKS_A_WEIGHT, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{folder}")
-    places = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={folder / 'broken'}"]
-    done = train_apart(*SETTINGS, *places, "trainer.strategy=fsdp", 'callbacks=["breaks_a_weight:Broken"]')
+def test_all_ranks_see_a_weight_that_is_broken_on_one(corpus_folder, monkeypatch):
+    (corpus_folder / "breaks_a_weight.py").write_text(BREAKS_A_WEIGHT, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{corpus_folder}")
+    changes = [*places(corpus_folder, "broken"), "trainer.strategy=fsdp", 'callbacks=["breaks_a_weight:Broken"]']
+    done = train_apart(*SETTINGS, *changes)
     assert done.returncode == 3
     assert "step 5: the update has left weights that are not finite (token_embedding.weight)" in done.stderr
-    assert not list((folder / "broken").glob("checkpoints/*.ckpt"))
+    assert not list((corpus_folder / "broken").glob("checkpoints/*.ckpt"))
 
 
 @pytest.mark.parametrize(
