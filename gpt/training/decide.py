@@ -65,43 +65,29 @@ def _agreed(make: Callable[[], Session | None]) -> Session | None:
     connect()
     made: Session | None = None
 
-    def described() -> dict[str, Any] | None:
+    def decisions() -> tuple | None:
+        """What the others need to know: all but the text, the weights and the checkpoint, which each reads itself."""
         nonlocal made
-        made = make()
-        return _described(made) if made else None
+        if (made := make()) is None:
+            return None
+        file = made.start.file and made.start.file.absolute()
+        start = dataclasses.replace(made.start, file=file, payload=None, weights=None)
+        return made.config, made.schedule, _text_key(made.corpora), made.run_dir.absolute(), start
 
-    if (told := from_rank_0(described)) is None:
+    if (told := from_rank_0(decisions)) is None:
         return None
-    return on_all_ranks(lambda: made or _followed(told))
+    return on_all_ranks(lambda: made or _followed(*told))
 
 
-def _described(session: Session) -> dict[str, Any]:
-    """A session in plain types, for the other ranks."""
-    start = session.start
-    return {
-        "config": to_plain(session.config),
-        "schedule": dataclasses.asdict(session.schedule),
-        "tokenizer": start.tokenizer and start.tokenizer.to_dict(),
-        "text": _text_key(session.corpora),
-        "run_dir": str(session.run_dir.absolute()),
-        "checkpoint": start.file and str(start.file.absolute()),
-        "threads": start.threads,
-        "amended": start.amended,
-    }
-
-
-def _followed(told: dict[str, Any]) -> Session:
+def _followed(config: Config, schedule: Schedule, text: str, run_dir: Path, start: Start) -> Session:
     """The same session on another rank."""
-    config, tokenizer = validate(told["config"]), told["tokenizer"] and Tokenizer.from_dict(told["tokenizer"])
     require_devices(config)
-    corpora, run_dir = load_corpora(config, tokenizer, quiet=True), Path(told["run_dir"])
-    if _text_key(corpora) != told["text"]:
+    corpora = load_corpora(config, start.tokenizer, quiet=True)
+    if _text_key(corpora) != text:
         raise UserError("the text is not the same as for process 0: copy it to this machine")
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir}: is not on this machine: all machines must share the folder")
-    file = told["checkpoint"] and Path(told["checkpoint"])
-    start = Start(file, tokenizer=tokenizer, threads=told["threads"], amended=told["amended"])
-    return Session(config, Schedule(**told["schedule"]), corpora, run_dir, start)
+    return Session(config, schedule, corpora, run_dir, start)
 
 
 def _text_key(corpora: Corpora) -> str:
@@ -142,7 +128,8 @@ def make_schedule(config: Config, train_tokens: int, automatic: bool) -> Schedul
     """The schedule of a run on `train_tokens` tokens, whose micro-batch is decided, and was chosen if `automatic`."""
     trainer = config.trainer
     windows, size = trainer.tokens_per_step // config.model.context_length, int(trainer.micro_batch_size)
-    schedule = Schedule(windows, size, windows // (size * trainer.world_size), automatic)
+    accumulation = windows // (size * trainer.world_size)
+    schedule = Schedule(windows, size, accumulation, automatic and trainer.world_size == 1)
     return schedule.until(parse_horizon(config.horizon), trainer.tokens_per_step, train_tokens, trainer.validate_every)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt.console import say
-from gpt.errors import UserError
 from gpt.exchange.loading import open_model
 from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
 from gpt.text.shards import Corpora
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from lightning import Callback
 
 # Importing Lightning takes seconds, so trainer.py waits until the configuration has been found to be right.
-
-MICRO_BATCH = "trainer.micro_batch_size"
 
 
 def warn(line: str) -> None:
@@ -87,7 +84,10 @@ class Session:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._use_less_memory()
+            size = self.schedule.micro_batch_size
+            self.schedule = self.schedule.with_smaller_micro_batch()
+            smaller = f"going on with {self.schedule.micro_batch_size} and as many tokens a step"
+            warn(f"out of memory at trainer.micro_batch_size={size}: {smaller}")
             release_memory()
             newest = runs.load_newest(self.run_dir, warn)  # saved on the way out, unless it failed within an update
             if newest is not None:
@@ -141,15 +141,6 @@ class Session:
             f"horizon={shorter_steps(self.config, self.corpora, best)}steps, will probably do better"
         )
 
-    def _use_less_memory(self) -> None:
-        """Take half the micro-batch, or raise `UserError` if that is not ours to decide."""
-        size = self.schedule.micro_batch_size
-        if size == 1 or not self.schedule.automatic or self.config.trainer.world_size > 1:
-            raise UserError(out_of_memory(self.schedule)) from None
-        self.schedule = self.schedule.with_smaller_micro_batch()
-        smaller = f"going on with {self.schedule.micro_batch_size} and as many tokens a step"
-        warn(f"out of memory at {MICRO_BATCH}={size}: {smaller}")
-
     def report(self) -> None:
         """Print the final figures, samples, and commands to try next."""
         if not is_rank_0():
@@ -161,12 +152,3 @@ class Session:
             longer = ""
         for line in closing_lines(self.metrics, self.samples, prompt, shorter, longer, self.run_dir):
             say(line)
-
-
-def out_of_memory(schedule: Schedule) -> str:
-    """A line about a micro-batch that does not fit, and what to do."""
-    size = schedule.micro_batch_size
-    if size == 1:
-        return f"out of memory at {MICRO_BATCH}=1, the least: choose a smaller model"
-    smaller = schedule.with_smaller_micro_batch().micro_batch_size
-    return f"out of memory at {MICRO_BATCH}={size}: try {MICRO_BATCH}={smaller}"

@@ -62,7 +62,7 @@ def on_devices(config: Config, schedule: Schedule, devices: int, num_nodes: int)
         "strategy": strategy,
         "micro_batch_size": str(size),
     }
-    schedule = replace(schedule, micro_batch_size=size, accumulation=windows // size)
+    schedule = replace(schedule, micro_batch_size=size, accumulation=windows // size, automatic=False)
     return replace(config, trainer=replace(trainer, **numbers)), schedule
 
 

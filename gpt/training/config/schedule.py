@@ -47,7 +47,7 @@ class Schedule:
     windows_per_step: int  # over all devices
     micro_batch_size: int  # windows on each device
     accumulation: int  # micro-batches per step, on each device
-    automatic: bool = False  # whether the micro-batch may shrink when memory runs out
+    automatic: bool = False  # whether the micro-batch may shrink when memory runs out, as a single process may do alone
     total_steps: int = MOST_STEPS
     seconds: float = 0.0  # of training, where the horizon is a time, else 0
     validate_every: int = MOST_STEPS
@@ -86,7 +86,14 @@ class Schedule:
         return replace(self, total_steps=steps, seconds=0.0, validate_every=often)
 
     def with_smaller_micro_batch(self) -> "Schedule":
-        """The same steps in micro-batches of half the size, or of the next smaller size that divides a step."""
-        windows = self.micro_batch_size * self.accumulation
-        size = next(size for size in range(max(1, self.micro_batch_size // 2), 0, -1) if windows % size == 0)
-        return replace(self, micro_batch_size=size, accumulation=windows // size)
+        """The same steps in micro-batches of half the size, or of the next smaller size that divides a step.
+
+        Raises `UserError`, about memory that has run out, if the size is 1 or not ours to choose.
+        """
+        size, windows = self.micro_batch_size, self.micro_batch_size * self.accumulation
+        if size == 1:
+            raise UserError("out of memory at trainer.micro_batch_size=1, the least: choose a smaller model")
+        smaller = next(size for size in range(size // 2, 0, -1) if windows % size == 0)
+        if not self.automatic:
+            raise UserError(f"out of memory at trainer.micro_batch_size={size}: try trainer.micro_batch_size={smaller}")
+        return replace(self, micro_batch_size=smaller, accumulation=windows // smaller)

@@ -148,18 +148,10 @@ def _end_together(problem: str) -> None:
 
 
 def from_rank_0(make: Callable[[], Result]) -> Result:
-    """Return on every rank what rank 0 makes, which must be of plain types; its `UserError` ends them all."""
-    if ranks().world_size == 1:
-        return make()
-    box: list[Any] = [None, None]
-    if is_rank_0():
-        try:
-            box[0] = make()
-        except UserError as error:
-            box[1] = str(error)
-    distributed.broadcast_object_list(box, 0)
-    if box[1] is not None:
-        _end_together(box[1])
+    """Return on every rank what rank 0 makes, which pickle must be able to store; its `UserError` ends them all."""
+    box: list[Any] = [on_all_ranks(lambda: make() if is_rank_0() else None)]
+    if ranks().world_size > 1:
+        distributed.broadcast_object_list(box, 0)
     return box[0]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
 from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
 from gpt.hardware.threads import giving_way
@@ -24,7 +23,6 @@ from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.loop import make_batch
 from gpt.training.module import GPTModule
-from gpt.training.session import out_of_memory
 
 
 def measure(config: Config, schedule: Schedule, corpora: Corpora) -> tuple[Schedule, float]:
@@ -37,8 +35,6 @@ def measure(config: Config, schedule: Schedule, corpora: Corpora) -> tuple[Sched
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if not schedule.automatic or schedule.micro_batch_size == 1:
-                raise UserError(out_of_memory(schedule)) from None
         release_memory()
         schedule = schedule.with_smaller_micro_batch()
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import csv
-import io
 import math
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -22,7 +22,6 @@ from gpt.training.optim import OPTIMIZERS
 from gpt.training.runs import require_present
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
-    from PIL.Image import Image
     from torch.utils.tensorboard import SummaryWriter
 
 TABLE = "metrics.csv"  # a row for each point of a curve
@@ -73,6 +72,8 @@ class Curves(StepCallback):
         from gpt.training.metrics.tensorboard import opening
 
         threading.excepthook = self._on_thread_error
+        while any(self._run_dir.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.1)  # TensorBoard reads files in the order of their names, which begin with the second
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
@@ -127,18 +128,6 @@ class Curves(StepCallback):
             self._table.flush()
         for logger in self.loggers if everywhere else ():
             logger.log_metrics(scalars, step)
-
-    def write_picture(self, tag: str, picture: "Image", step: int) -> None:
-        """Add a picture to TensorBoard, whose own `add_image` takes ten times as long to compress it."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        assert self.writer is not None
-        png = io.BytesIO()
-        picture.save(png, "PNG", compress_level=1)
-        image = Summary.Image(
-            width=picture.width, height=picture.height, colorspace=3, encoded_image_string=png.getvalue()
-        )
-        self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def close(self) -> None:
         """Write what is still buffered. Lightning has no hook that always runs at the end."""

@@ -70,5 +70,5 @@ def test_rates_follow_the_clock():
 )
 def test_smaller_micro_batch(size, accumulation, smaller):
     """Half, or the next divisor below: the windows of a step stay the same."""
-    schedule = Schedule(size * accumulation, size, accumulation).with_smaller_micro_batch()
+    schedule = Schedule(size * accumulation, size, accumulation, automatic=True).with_smaller_micro_batch()
     assert (schedule.micro_batch_size, schedule.accumulation) == smaller
