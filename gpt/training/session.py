@@ -121,11 +121,11 @@ class Session:
             training.run(files, start.file)
         finally:
             self.schedule = training.module.schedule  # which knows its steps now, if the horizon is a time
-        if training.last.stopped_by:
+        if training.checkpoints.stopped_by:
             if is_rank_0():
                 step = training.module.global_step
                 say(f"stopped at step {step}; continue with: python train.py resume={self.run_dir}")
-            sys.exit(128 + training.last.stopped_by)
+            sys.exit(128 + training.checkpoints.stopped_by)
         self.metrics, self.samples = training.metrics.latest, training.samples.latest
         if training.early.step and is_rank_0():
             self._tell_of_early_stop(training.early.step, training.early.by_patience, training.validation.best_step)

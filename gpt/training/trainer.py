@@ -28,7 +28,7 @@ from gpt.training.callbacks.stopping import Deadline, EarlyStop, MemorisingWarni
 from gpt.training.callbacks.validation import Validation
 from gpt.training.checkpoints.journal import Journal
 from gpt.training.checkpoints.resuming import restoring
-from gpt.training.checkpoints.saving import BestCheckpoint, CheckpointFiles, LastCheckpoint, Record
+from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Record
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
@@ -78,14 +78,14 @@ class Training:
         self.samples = Samples(run_dir, self.curves)
         self.metrics = Metrics(run_dir, clock, self.validation, self.curves)
         self.early = EarlyStop(self.validation)
-        self.last = LastCheckpoint(run_dir, clock, self.validation, amended)
+        self.checkpoints = Checkpoints(run_dir, clock, self.validation, amended)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
         before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
         score = [self.validation]
         after = [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
         after += [Embeddings(run_dir, self.curves), self.metrics, self.early, self.user_curves]
-        save = [Record(), BestCheckpoint(run_dir, clock, self.validation), self.last]
+        save = [Record(), self.checkpoints]
         show = [Progress(clock, self.validation, self.curves, self.samples)]
         self.callbacks: list[Callback] = [*before, *callbacks, *score, *after, *save, *show]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
@@ -103,7 +103,7 @@ class Training:
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
                 trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
         except Exception as error:
-            if file is not None and not self.last.began:
+            if file is not None and not self.checkpoints.began:
                 with restoring(file):
                     raise
             # A callback that needs a logger where there is none, or a curve that nobody writes.
@@ -111,7 +111,7 @@ class Training:
                 raise UserError(" ".join(str(error).split())) from error
             raise
         finally:
-            self.last.close()
+            self.checkpoints.close()
             self.curves.close()
             close_loggers(others)
 

@@ -67,23 +67,12 @@ def git_commit(folder: Path) -> str | None:
     return answer.stdout.strip()
 
 
-class BestCheckpoint(StepCallback):
-    """Saves best.ckpt after each step whose validation is the best so far."""
-
-    def __init__(self, run_dir: Path, clock: Clock, validation: Validation):
-        self._file, self._clock, self._validation = run_dir / "checkpoints/best.ckpt", clock, validation
-
-    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        if self._validation.best_step == step:
-            with self._clock.paused():
-                trainer.save_checkpoint(self._file)
-
-
-class LastCheckpoint(StepCallback):
+class Checkpoints(StepCallback):
     """Saves last.ckpt at intervals, at the end, on a stop signal, and when something fails between two updates.
 
-    The checkpoint before it stays as previous.ckpt, and those of every `keep_every` steps under names of their own. A
-    run that continues with another configuration than its checkpoint's, `amended`, is saved before its first step.
+    The checkpoint before it stays as previous.ckpt, that of the best validation as best.ckpt, and those of every
+    `keep_every` steps under names of their own. A run that continues with another configuration than its checkpoint's,
+    `amended`, is saved before its first step.
     """
 
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation, amended: bool = False):
@@ -113,6 +102,9 @@ class LastCheckpoint(StepCallback):
                 self._keep(step)  # a kill may have come before it
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if self._validation.best_step == step:
+            with self._clock.paused():
+                trainer.save_checkpoint(self._run_dir / "checkpoints/best.ckpt")
         settings, schedule = module.config.trainer, module.schedule
         late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
         received = self._signals.received
