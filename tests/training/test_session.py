@@ -61,7 +61,7 @@ def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
     again = decide.resume(str(begun.run_dir))
     assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
     assert again is not None
-    assert (again.run_dir, again.schedule) == (begun.run_dir, begun.schedule)
+    assert (again.run_dir, again.config, again.schedule) == (begun.run_dir, begun.config, begun.schedule)
 
 
 class Weights(Callback):

@@ -159,26 +159,6 @@ def test_first_signal_asks_and_second_ends(capfd):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_stop_and_resume(trained, tmp_path, capfd):
-    """A signal saves after the step and ends with 143; the rest of the run has the bits of an uninterrupted one."""
-    folder, run_dir = trained[0].run_dir.parent, tmp_path / "run"
-    config = dataclasses.replace(trained[0].config, run_dir=str(run_dir))
-    with pytest.raises(SystemExit) as end:
-        decide.begin(config).fit([StopAt(5)])
-    assert end.value.code == 143
-    assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
-    step = checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"]
-    assert 5 <= step <= 6
-    resumed = decide.resume(str(run_dir))
-    assert resumed is not None
-    resumed.fit()
-    whole, parts = (checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (folder / "run", run_dir))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert read_curves(run_dir) == read_curves(folder / "run")
-    assert decide.resume(str(run_dir)) is None
-    assert "is complete" in capfd.readouterr().out
-
-
 # --- saving ---
 
 

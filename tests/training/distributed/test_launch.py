@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from gpt.training.checkpoints import signals
 from gpt.training.checkpoints.resuming import on_devices
 from gpt.training.config.loading import read, validate
 from gpt.training.config.schedule import Schedule
-from gpt.training.decide import begin, new_or_resumed, resume
+from gpt.training.decide import begin, new_or_resumed
 from gpt.training.distributed.launch import Ranks, as_launched, ranks
 from harness import CONCERNS, ROOT, TINY, command, read_curves, refusal, tiny_config, train_apart, wait_for_file
 
@@ -26,7 +27,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_NODES": "2"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def settings(corpus_folder) -> list[str]:
     given = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
     return [*TINY, "trainer.device=cpu", *given]
@@ -287,14 +288,23 @@ def test_processes_that_differ(settings, tmp_path, monkeypatch, second, line):
     assert not run_dir.exists()
 
 
+EXACT = ["trainer.micro_batch_size=3", "horizon=200steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+
+
+@pytest.fixture(scope="module")
+def whole(settings, tmp_path_factory) -> Path:
+    """A run of two processes to which nothing happens."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    assert train_apart(*settings, *EXACT, "trainer.devices=2", f"run_dir={run_dir}").returncode == 0
+    return run_dir
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["own", "torchrun"])
-def test_stops_and_continues(settings, tmp_path, how):
+def test_stops_and_continues(settings, tmp_path, whole, how):
     """On SIGTERM to whatever started them, all ranks stop after the same step; the run continues to the same bits."""
-    exact = ["trainer.micro_batch_size=3", "horizon=200steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    assert train_apart(*settings, *exact, "trainer.devices=2", f"run_dir={whole}").returncode == 0
-    group = Group(how, 2, *settings, *exact, f"run_dir={run_dir}")
+    run_dir = tmp_path / "run"
+    group = Group(how, 2, *settings, *EXACT, f"run_dir={run_dir}")
     wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
     group.processes[0].send_signal(signal.SIGTERM)
     output = group.outputs()[0]
@@ -345,12 +355,3 @@ def test_a_time_as_horizon_is_rank_0s(settings, tmp_path):
     payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
     assert payload["schedule"]["total_steps"] == payload["step"]
     assert 3 <= payload["callbacks"]["Clock"]["seconds"] < 4
-
-
-def test_a_run_without_checkpoints_begins_again(corpus_folder, tmp_path, capsys):
-    """Its configuration stays what it was."""
-    session = begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    again = resume(str(session.run_dir))
-    assert again is not None
-    assert (again.config, again.schedule) == (session.config, session.schedule)
-    assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
