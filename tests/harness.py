@@ -96,10 +96,14 @@ def train(*arguments: str | Path) -> Done:
     return Done(code, out.getvalue(), CONCERNS.sub("", err.getvalue()))
 
 
+def tiny_arguments(folder: Path, *changes: str) -> list[str]:
+    """The arguments of a tiny run on the corpus in `folder`."""
+    return [*TINY, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", *changes]
+
+
 def tiny_config(folder: Path, *changes: str) -> Config:
-    """The configuration of a tiny run below `folder`, with the changes written as on the command line."""
-    given = [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", *changes]
-    values = dict(argument.split("=", 1) for argument in [*TINY, *given])
+    """The configuration of a tiny run on the corpus in `folder`, with the changes written as on the command line."""
+    values = dict(argument.split("=", 1) for argument in tiny_arguments(folder, *changes))
     values = {f"{key}.name" if key in ("data", "tokenizer", "optim") else key: value for key, value in values.items()}
     return validate(OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()]))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import TINY, Process, differences, train, train_apart, wait_for_file
+from harness import Process, differences, tiny_arguments, train, train_apart, wait_for_file
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def folder(corpus_folder) -> Path:
 
 
 def arguments(folder: Path) -> list[str]:
-    return [*TINY, f"data.path={folder}/corpus.txt", f"data.cache={folder}/cache", "horizon=151steps"]
+    return tiny_arguments(folder, "horizon=151steps")
 
 
 def environment(library: Path, call: str, number: int, path: str, when: Path) -> dict[str, str]:

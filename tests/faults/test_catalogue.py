@@ -28,6 +28,7 @@ from harness import (
     StopAt,
     command,
     differences,
+    tiny_arguments,
     tiny_config,
     train,
     train_apart,
@@ -206,7 +207,7 @@ def test_absurd_arguments(folder, tmp_path, monkeypatch, argument, words):
 
 @pytest.fixture
 def settings(folder) -> list[str]:
-    return [*TINY, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", "horizon=41steps"]
+    return tiny_arguments(folder, "horizon=41steps")
 
 
 @pytest.mark.slow

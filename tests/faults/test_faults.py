@@ -16,16 +16,15 @@ from lightning import Callback
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import decide, runs
-from harness import TINY, Process, StopAt, differences, tiny_config, train, wait_for_file, write_corpus
+from harness import TINY, Process, StopAt, differences, tiny_arguments, tiny_config, train, wait_for_file
 
 HORIZON = "horizon=101steps"
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> list[str]:
+def settings(corpus_folder) -> list[str]:
     """The arguments of every run here."""
-    folder = tmp_path_factory.mktemp("text")
-    return [*TINY, HORIZON, f"data.path={write_corpus(folder)}", f"data.cache={folder / 'cache'}"]
+    return tiny_arguments(corpus_folder, HORIZON)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +37,11 @@ def reference(settings, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stopped(settings, tmp_path_factory) -> Path:
+def stopped(corpus_folder, tmp_path_factory) -> Path:
     """A run that was asked to stop on its way, to be copied and hurt."""
     run_dir = tmp_path_factory.mktemp("runs") / "stopped"
-    folder = Path(next(word for word in settings if word.startswith("data.path=")).partition("=")[2]).parent
     with pytest.raises(SystemExit):
-        decide.begin(tiny_config(folder, HORIZON, f"run_dir={run_dir}")).fit([StopAt(29)])
+        decide.begin(tiny_config(corpus_folder, HORIZON, f"run_dir={run_dir}")).fit([StopAt(29)])
     runs.release(run_dir)
     return run_dir
 

@@ -19,7 +19,7 @@ from gpt.training import decide
 from gpt.training.checkpoints.saving import CheckpointFiles
 from gpt.training.decide import decide_hardware, load_corpora, make_schedule
 from gpt.training.estimate.timing import seconds_per_step
-from harness import TINY, read_curves, refusal, tiny_config, train
+from harness import read_curves, refusal, tiny_arguments, tiny_config, train
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(corpus_folder) -> Path:
 @pytest.fixture
 def settings(folder) -> list[str]:
     """The arguments of a short training on two CPU processes, or on as many as a test says."""
-    return [*TINY, "trainer.device=cpu", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
+    return tiny_arguments(folder, "trainer.device=cpu")
 
 
 def test_begin_decides_everything(folder, tmp_path):

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import ROOT, TINY, train
+from harness import ROOT, tiny_arguments, train
 
 
 @pytest.fixture
 def settings(corpus_folder, tmp_path, monkeypatch) -> list[str]:
     """The arguments of short trainings, in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    paths = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
-    return [*TINY, *paths, "trainer.device=cpu", "horizon=2steps"]
+    return tiny_arguments(corpus_folder, "trainer.device=cpu", "horizon=2steps")
 
 
 def rates(folder: Path) -> list[float]:

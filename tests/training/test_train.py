@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt.exchange import checkpoint
 from gpt.training.callbacks.attention_maps import CELL, GAP
 from gpt.training.config.loading import validate
-from harness import CONCERNS, ROOT, TINY, Done, differences, read_curves, train, write_corpus
+from harness import CONCERNS, ROOT, Done, differences, read_curves, tiny_arguments, train
 
 SCALARS = {
     *(f"train/{name}" for name in ("loss", "lr", "matrix_lr", "grad_norm")),
@@ -28,10 +28,9 @@ SCALARS = {
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> list[str]:
+def settings(corpus_folder) -> list[str]:
     """The arguments of every run here."""
-    folder = tmp_path_factory.mktemp("text")
-    return [*TINY, f"data.path={write_corpus(folder)}", f"data.cache={folder / 'cache'}"]
+    return tiny_arguments(corpus_folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,17 @@ from gpt.training.config.loading import read
 from gpt.training.config.schedule import Schedule
 from gpt.training.optim import OptimConfig, lr_factor
 from gpt.training.session import Session
-from harness import ROOT, TINY, StopAt, differences, read_curves, read_table, refusal, tiny_config, train_apart
+from harness import (
+    ROOT,
+    StopAt,
+    differences,
+    read_curves,
+    read_table,
+    refusal,
+    tiny_arguments,
+    tiny_config,
+    train_apart,
+)
 
 
 def begin(folder: Path, tmp_path: Path, *changes: str) -> Session:
@@ -245,10 +255,9 @@ def test_two_processes_stop_together(corpus_folder, tmp_path, name, step):
         "        if trainer.global_rank == 1 and trainer.global_step == 7:\n"
         "            trainer.should_stop = True\n"
     )
-    text = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
     two = ["trainer.device=cpu", "trainer.devices=2", "horizon=40steps", "trainer.validate_every=5"]
-    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = train_apart(*TINY, *text, *two, f"run_dir={tmp_path / 'run'}", f"callbacks=stoppers:{name}", env=path)
+    run = tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}", f"callbacks=stoppers:{name}")
+    done = train_apart(*run, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert (done.returncode, done.stderr) == (0, "")
     assert f"stopped early at step {step}, as a callback asked" in done.stdout
     assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == step

@@ -15,7 +15,7 @@ from gpt.exchange import checkpoint
 from gpt.training import decide
 from gpt.training.callbacks.user import load_callbacks
 from gpt.training.config.loading import to_plain, validate
-from harness import TINY, StopAt, refusal, tiny_config, train
+from harness import TINY, StopAt, refusal, tiny_arguments, tiny_config, train
 
 MODULE = """
 from lightning import Callback
@@ -106,8 +106,7 @@ def test_a_mistake_comes_first(place):
 def test_never_stored_and_allowed_on_resuming(place, corpus_folder):
     """A callback goes on with its state when it is named again; the run itself does not know of it."""
     run_dir = place / "run"
-    text = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
-    run = [*TINY, *text, f"run_dir={run_dir}", "logger=[]"]
+    run = tiny_arguments(corpus_folder, f"run_dir={run_dir}", "logger=[]")
     stop = "harness:STOP_AT_5"
     sys.modules["harness"].STOP_AT_5 = StopAt(5)  # type: ignore[attr-defined]
     done = train(*run, "horizon=7steps", f"callbacks=[of_mine:make,{stop}]")
@@ -162,8 +161,7 @@ def test_state_that_cannot_be_read_back(corpus_folder, tmp_path):
 def test_the_same_state_twice(corpus_folder, tmp_path):
     """Two callbacks of which a checkpoint could keep one are refused in one line."""
     names = ["lightning.pytorch.callbacks:Timer"] * 2
-    text = [f"data.path={corpus_folder}/corpus.txt", f"data.cache={corpus_folder}/cache"]
-    done = train(*TINY, *text, f"run_dir={tmp_path / 'run'}", f"callbacks={names}")
+    done = train(*tiny_arguments(corpus_folder, f"run_dir={tmp_path / 'run'}", f"callbacks={names}"))
     assert done.returncode == 2
     assert "the state of Timer would be stored twice: name it once" in done.stderr.splitlines()[-1]
 

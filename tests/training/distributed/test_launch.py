@@ -21,7 +21,17 @@ from gpt.training.config.loading import read, validate
 from gpt.training.config.schedule import Schedule
 from gpt.training.decide import begin, new_or_resumed
 from gpt.training.distributed.launch import Ranks, as_launched, ranks
-from harness import CONCERNS, ROOT, TINY, command, read_curves, refusal, tiny_config, train_apart, wait_for_file
+from harness import (
+    CONCERNS,
+    ROOT,
+    command,
+    read_curves,
+    refusal,
+    tiny_arguments,
+    tiny_config,
+    train_apart,
+    wait_for_file,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_NODES": "2"}
@@ -29,8 +39,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", 
 
 @pytest.fixture(scope="module")
 def settings(corpus_folder) -> list[str]:
-    given = [f"data.path={corpus_folder / 'corpus.txt'}", f"data.cache={corpus_folder / 'cache'}"]
-    return [*TINY, "trainer.device=cpu", *given]
+    return tiny_arguments(corpus_folder, "trainer.device=cpu")
 
 
 @pytest.fixture
