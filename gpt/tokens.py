@@ -1,9 +1,8 @@
-"""The command `python -m gpt.tokens`: show how a text splits into tokens."""
+"""The command `python -m gpt.tokens`: show how a text splits into tokens, or check prepared tokens for damage."""
 
 import argparse
 import functools
 import io
-import itertools
 import json
 import os
 import sys
@@ -11,28 +10,31 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.console import Parser, command_line
+from gpt.console import Parser, command_line, progress_bar, say
 from gpt.errors import UserError
 from gpt.exchange.loading import open_tokenizer
+from gpt.text.cache import CACHE
 from gpt.text.pieces import cut, decoded, label, visible, well_formed
+from gpt.text.shards import open_shards, verify, width
 from gpt.text.tokenizer import Tokenizer
 
 SHORT = 40  # up to this many tokens are also listed one by one
-PASTELS = (189, 194, 223, 217, 159)  # backgrounds for black letters, from a terminal's 256 colours
-BORDER = "│"  # between tokens when there are no colours
+BORDER = "│"  # between tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print how the given text splits, for people or as JSON."""
+    """Print how the given text splits, for people or as JSON; or check prepared corpora."""
     args = parse_arguments(arguments)
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    if args.verify is not None:
+        verify_corpora(args.verify)
+        return
     with open_text(args) as stream:
         tokenizer = open_tokenizer(args.tokenizer)
         pieces = cut(decoded(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input")))
         if args.json:
             print(json.dumps(report(tokenizer, pieces)))
         else:
-            show(tokenizer, pieces, PASTELS if color else ())
+            show(tokenizer, pieces)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -42,6 +44,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
     text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file to split")
+    check = "check the hash of every file of prepared corpora instead (default: all in data/cache)"
+    text.add_argument("--verify", metavar="FOLDER", nargs="*", type=Path, help=check)
     parser.add_argument("--json", action="store_true", help="print one JSON object, with the bytes in hexadecimal")
     return parser.parse_args(arguments)
 
@@ -60,47 +64,36 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         raise UserError(f"{args.file}: cannot be read ({error.strerror})") from None
 
 
-def show(tokenizer: Tokenizer, pieces: Iterable[str], colors: tuple[int, ...]) -> None:
-    """Print how a text splits while it is being read, then the counts; tokens take turns with the colours, if any."""
+def show(tokenizer: Tokenizer, pieces: Iterable[str]) -> None:
+    """Print how a text splits while it is being read, then the counts."""
     look = functools.cache(lambda token: visible(tokenizer.decode_bytes([token])))
-    turns = itertools.cycle(colors or (None,))
-    beginning: list[tuple[int, int | None]] = []
+    beginning: list[int] = []
     tokens = size = characters = 0
     gap = ""  # printed before the next token: a border, and the line break that the last token ended with
     for piece in pieces:
-        ids = tokenizer.encode_piece(piece).tolist()
-        out = []
-        for token, color in zip(ids, turns, strict=False):
-            if len(beginning) < SHORT:
-                beginning.append((token, color))
-            shown = look(token)
+        ids, out = tokenizer.encode_piece(piece).tolist(), []
+        for shown in map(look, ids):
             body = shown.removesuffix("\n")
-            out.append(gap + paint(body, color))
-            gap = ("" if colors else BORDER) + shown[len(body) :]
+            out.append(gap + body)
+            gap = BORDER + shown[len(body) :]
         print("".join(out), end="")
+        beginning += ids[: SHORT - len(beginning)]
         tokens, size, characters = tokens + len(ids), size + len(piece.encode("utf-8")), characters + len(piece)
     if tokens:
         print("\n")
     if 0 < tokens <= SHORT:
-        print("".join(describe(tokenizer, *one) for one in beginning))
+        print("".join(describe(tokenizer, token) for token in beginning))
     counts = f"{_count(tokens, 'token')}, {_count(size, 'byte')}, {_count(characters, 'character')}"
     ratio = f": {size / tokens:.2f} bytes per token" if tokens else ""
     print(f"{counts}{ratio}; vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}...")
 
 
-def describe(tokenizer: Tokenizer, token: int, color: int | None) -> str:
+def describe(tokenizer: Tokenizer, token: int) -> str:
     """Format one line about a token: its id, its bytes, itself, and the pair it was merged from."""
     data, parts = tokenizer.decode_bytes([token]), tokenizer.merged_from(token)
     shown, *merged = (label(part) for part in (data, *parts))
     merge = f" = {' + '.join(merged)}" if len(merged) > 1 else ""
-    return f"{token:>6}  {data.hex(' '):<23}  {paint(shown, color)}{merge}\n"
-
-
-def paint(shown: str, color: int | None) -> str:
-    """Put a background colour, if any, behind a token, but not behind the line break at its end."""
-    if color is None:
-        return shown
-    return "\n".join(f"\x1b[38;5;16;48;5;{color}m{line}\x1b[0m" for line in shown.split("\n"))
+    return f"{token:>6}  {data.hex(' '):<23}  {shown}{merge}\n"
 
 
 def _count(number: int, noun: str) -> str:
@@ -115,6 +108,21 @@ def report(tokenizer: Tokenizer, pieces: Iterable[str]) -> dict:
     known = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256}
     counts = {"tokens": len(ids), "bytes": len(text), "characters": len(text.decode("utf-8"))}
     return known | counts | {"ids": ids, "pieces": [part.hex() for part in parts]}
+
+
+def verify_corpora(folders: list[Path]) -> None:
+    """Print a line for each prepared corpus; `UserError` at the first that is damaged."""
+    folders = folders or sorted(manifest.parent for manifest in CACHE.glob("[!.]*/manifest.json"))
+    if not folders:
+        raise UserError(f"{CACHE} holds no prepared corpus: name the folder of one")
+    for folder in folders:
+        if not os.path.isfile(folder / "manifest.json"):  # rather than advise to delete what is something else
+            raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of {CACHE}")
+        shards = open_shards(folder)
+        tokens = len(shards.train) + len(shards.validation)
+        with progress_bar(tokens * width(shards.tokenizer).itemsize) as bar:
+            verify(folder, shards.manifest, bar.update)
+        say(f"{folder}: {tokens:,} tokens, vocabulary {shards.tokenizer.vocab_size:,}, every hash matches")
 
 
 if __name__ == "__main__":

@@ -5,17 +5,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
 
 import harness
 from gpt import tokens
 from gpt.exchange import checkpoint
+from gpt.text import shards
+from gpt.text.cache import write_json
 from gpt.text.pieces import cut
-from gpt.text.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
+from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer, train_bpe
 
 STORY = """It was the best of times, it was the worst of times; it was the age of wisdom, it was the age of foolishness.
     def main(argument, *arguments):\n        return 1234567890 + len(arguments)  # 2²³ ≠ 10 €, naïve café\r
 """
-SINGLE = {bytes([byte]): byte for byte in range(256)}
 GPT2, BYTE, BPE = gpt2_tokenizer(), byte_tokenizer(), train_bpe([STORY * 3], 307)
 
 
@@ -38,8 +43,9 @@ def give_stdin(monkeypatch, content: bytes) -> None:
 
 
 def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
-    """Run the command in a process of its own, as UTF-8."""
-    line = [sys.executable, "-m", "gpt.tokens", *arguments]
+    """Run the command in a process of its own, as UTF-8, which then says whether it has imported torch."""
+    code = "import runpy, sys; runpy.run_module('gpt.tokens', run_name='__main__'); print('torch' in sys.modules)"
+    line = [sys.executable, "-c", code, *arguments]
     environment = os.environ | {"PYTHONUTF8": "1"}
     return subprocess.run(line, cwd=harness.ROOT, env=environment, input=stdin, capture_output=True, text=True)
 
@@ -73,9 +79,9 @@ def test_shows_a_text(capsys, monkeypatch, tmp_path):
 
 
 def test_as_a_process():
-    """`python -m gpt.tokens` prints and ends well, and an error is one line on stderr."""
+    """It prints and ends well, without torch, whose import takes seconds; an error is one line on stderr."""
     shown = command(stdin=GREETING)
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, GREETED, "")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, GREETED + "False\n", "")
     refused = command("--text", "a", "--file", "b")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("gpt.tokens: argument --file: not allowed with argument --text; see python -m")
@@ -88,30 +94,6 @@ def test_shows_what_cannot_be_seen(capsys):
     assert "\n    10  0a                       ⏎\n    27  1b                       <1b>\n" in out
     assert "\x1b" not in out
     assert tokens.visible("x\u3000é€\n\n\x85".encode() + b"\xe2\x82") == "x<e3><80><80>é€⏎\n⏎\n<c2><85><e2><82>"
-
-
-def test_in_color(capsys, monkeypatch):
-    """On a terminal that wants them, colours in turn, of which none goes beyond a line."""
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    arguments = ["byte", "--text", "ab\n\ncdé"]
-    plain = output(capsys, *arguments)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    starts = [f"\x1b[38;5;16;48;5;{color}m" for color in tokens.PASTELS]
-    a, b, c, d, e, f, g, h = (starts[i % len(starts)] for i in range(8))
-    end = "\x1b[0m"
-    assert output(capsys, *arguments).startswith(
-        f"{a}a{end}{b}b{end}{c}⏎{end}\n{d}⏎{end}\n{e}c{end}{f}d{end}{g}<c3>{end}{h}<a9>{end}\n\n"
-        f"    97  61                       {a}a{end}\n"
-    )
-    assert "\x1b" not in output(capsys, "--json", "--text", "ab")
-    two_lines = Tokenizer("odd", SINGLE | {b"\n\n": 256}, GPT2_PATTERN)
-    tokens.show(two_lines, ["\n\n", "a"], tokens.PASTELS)
-    assert capsys.readouterr().out.startswith(f"{a}⏎{end}\n{a}⏎{end}\n{b}a{end}\n\n")
-    for name, value in [("NO_COLOR", "1"), ("TERM", "dumb")]:
-        with monkeypatch.context() as environment:
-            environment.setenv(name, value)
-            assert output(capsys, *arguments) == plain
 
 
 def test_counts(capsys):
@@ -153,7 +135,7 @@ def test_json(capsys):
 
 
 def test_takes_a_long_text_in_pieces(capsys, tmp_path):
-    """Ids, counts, colours and borders go on from piece to piece, and characters from block to block of bytes."""
+    """Ids, counts and borders go on from piece to piece, and characters from block to block of bytes."""
     text = "€ and seven words\n" * 29_989
     assert len(list(cut([text]))) == 5
     file = tmp_path / "long"
@@ -202,13 +184,6 @@ def test_takes_arguments_that_are_not_utf8(capsys):
     assert output(capsys, "byte", "--text", "a\udcff").startswith("a│<ef>│<bf>│<bd>\n\n")
 
 
-def test_starts_fast():
-    """The default tokenizer needs no torch, whose import takes seconds."""
-    program = "import sys; from gpt.tokens import main; main(['--text', 'a']); print('torch' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], cwd=harness.ROOT, capture_output=True, text=True)
-    assert said.stdout.endswith("\nFalse\n")
-
-
 def test_ends_quietly_with_its_reader():
     """An endless text into a reader that takes a line, as `head -n 1` does."""
     endless = "import os\nwhile True: os.write(1, b'y\\n' * 4096)"
@@ -230,3 +205,58 @@ def test_ends_quietly_with_its_reader():
         assert shown.wait(30) == 0
         assert shown.stderr.read() == b""
         assert source.wait(30) != 0
+
+
+# --- prepared tokens ---
+
+IN_ORDER = "134 tokens, vocabulary 257, every hash matches"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache of two prepared corpora, a and b, of 103 and 31 tokens in files of 50 bytes."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 50)
+    monkeypatch.setattr(tokens, "CACHE", tmp_path / "cache")
+    for name in ("b", "a"):
+        folder, splits = tmp_path / "cache" / name, {}
+        folder.mkdir(parents=True)
+        for split, count in zip(shards.SPLITS, (103, 31), strict=True):
+            with shards.Writer(folder, split, np.dtype("uint16")) as writer:
+                writer.append(np.arange(count, dtype=np.uint16))
+                writer.close()
+            splits[split] = {"tokens": count, "sha256": writer.hashes}
+        manifest = {"tokenizer": BYTE.sha256, "dtype": "uint16", "shard_bytes": 50, "splits": splits}
+        write_json(folder / "manifest.json", manifest)
+        (folder / "tokenizer.json").write_text(json.dumps(BYTE.to_dict()))
+    return tmp_path / "cache"
+
+
+def flip(folder: Path) -> str:
+    """Flip one bit in the second file of the second split, and return how a line about it begins."""
+    content = bytearray((folder / "validation-00001.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "validation-00001.bin").write_bytes(content)
+    return f"{folder}/validation-00001.bin: damaged"
+
+
+@pytest.mark.parametrize("hashed_when_opened", [shards.VERIFY_BYTES, 0])
+def test_verify(cache, capsys, monkeypatch, hashed_when_opened):
+    """All of the cache, in order, except what is still being prepared, or what is named; large corpora are hashed."""
+    monkeypatch.setattr(shards, "VERIFY_BYTES", hashed_when_opened)
+    (cache / "downloads").mkdir()
+    (cache / ".preparing-c").mkdir()
+    (cache / ".preparing-c/manifest.json").touch()
+    assert output(capsys, "--verify") == f"{cache}/a: {IN_ORDER}\n{cache}/b: {IN_ORDER}\n"
+    damage = flip(cache / "b")
+    assert output(capsys, "--verify", str(cache / "a")) == f"{cache}/a: {IN_ORDER}\n"
+    assert refusal("--verify").startswith(damage)
+    assert capsys.readouterr().out == f"{cache}/a: {IN_ORDER}\n"
+
+
+def test_nothing_to_verify(tmp_path, monkeypatch):
+    """No prepared corpus at all, and none in the folder named."""
+    monkeypatch.setattr(tokens, "CACHE", tmp_path)
+    assert refusal("--verify") == f"{tmp_path} holds no prepared corpus: name the folder of one"
+    for other in ("elsewhere", str(tmp_path), "/dev/zero", "a" * 300):  # never "delete it, and it will be made anew"
+        line = f"{other}: not a prepared corpus, which has a manifest.json: name a folder of {tmp_path}"
+        assert refusal("--verify", other) == line

@@ -139,10 +139,7 @@ def test_wheel_holds_every_module():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        (
-            "gpt.text.prepare.prepare, gpt.text.corpus.download, gpt.tokens, gpt.verify",
-            ["torch", "lightning", "hydra"],
-        ),
+        ("gpt.text.prepare.prepare, gpt.text.corpus.download, gpt.tokens", ["torch", "lightning", "hydra"]),
         ("gpt.sampling.generation, gpt.exchange.loading", ["lightning", "hydra", "omegaconf", "train"]),
         ("gpt.training.session", ["lightning", "hydra"]),
         ("gpt.model.transformer", ["lightning", "omegaconf", "tiktoken", "numpy.f2py"]),
