@@ -1,4 +1,4 @@
-"""The command `python -m gpt.evaluate`: how well a model predicts a text, or answers multiple-choice questions."""
+"""The command `python -m gpt.evaluate`: how well a model predicts a text."""
 
 import argparse
 import contextlib
@@ -7,28 +7,21 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt.console import Parser, command_line, progress_bar, say
+from gpt.console import Parser, command_line, say
 from gpt.errors import UserError, require_range
 from gpt.exchange.loading import find_checkpoint, open_with_record
 from gpt.text.cache import CACHE
 from gpt.text.corpus.corpus import Corpus
 from gpt.text.corpus.files import find_text_files
-from gpt.text.corpus.formats import explain_unreadable, read_documents
+from gpt.text.corpus.formats import read_documents
 from gpt.text.shards import Tokens, find_shards, width
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
-    from gpt.model.transformer import GPT
-
-LINE_BYTES = 1 << 20  # of a question, at most
-FORM = '{"ctx": TEXT, "endings": [TEXT, TEXT, ...], "label": NUMBER OF THE RIGHT ONE, FROM 0}'  # HellaSwag's
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
-# What the readers of text call by the keys of a configuration, and the same here.
-OPTIONS = {"data.path=": "--text=", "data.text_field=": "--text-field=", ", or set data.errors=replace": ""}
 
 
 @contextlib.contextmanager
@@ -37,10 +30,8 @@ def our_options() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        message = str(error)
-        for key, option in OPTIONS.items():
-            message = message.replace(key, option)
-        raise UserError(message) from None
+        message = str(error).replace("data.path=", "--text=").replace("data.text_field=", "--text-field=")
+        raise UserError(message.replace(", or set data.errors=replace", "")) from None
 
 
 @our_options()
@@ -64,45 +55,47 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dict[str, Any]:
-    """Load a model, and measure what the command line asks for."""
+    """Load a model, and score what the command line asks for; several validation texts count together."""
     from gpt.hardware.device import DTYPES, choose_device
+    from gpt.sampling.scoring import strided_score, sum_of
 
     device = choose_device(args.device)
     model, tokenizer, record = open_with_record(path)
     model.to(device).compute_in(DTYPES[args.precision])
-    report: dict[str, Any] = {"checkpoint": str(path), "precision": args.precision}
-    if args.choices:
-        return report | {"choices": str(args.choices)} | answer(model, tokenizer, args.choices)
     context = model.config.context_length
     stride = context if args.stride is None else args.stride
     require_range("--stride", stride, 1, context, note="(the model's context)")
     texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
-    name = ", ".join(args.text) if args.text else "the run's validation text"
-    return report | {"text": name, "context": context, "stride": stride} | measure(model, texts, stride)
+    score = sum_of(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
+    if not score.nats_per_token < MOST_NATS:
+        needs = f"the model needs {score.nats_per_token:.4g} nats per token"
+        raise UserError(f"{needs}, so its weights are probably damaged: use another checkpoint")
+    figures = ("bytes", "tokens", "nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
+    return {
+        "checkpoint": str(path),
+        "precision": args.precision,
+        "text": ", ".join(args.text) if args.text else "the run's validation text",
+        "context": context,
+        "stride": stride,
+        "documents": sum(text.documents for text in texts),
+        **{name: getattr(score, name) for name in figures},
+    }
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and check whatever can be checked before a model is loaded."""
-    parser = Parser("python -m gpt.evaluate", "Measure how well a model predicts a text, or answers multiple choice.")
+    parser = Parser("python -m gpt.evaluate", "Measure how well a model predicts a text.")
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
-    what = parser.add_mutually_exclusive_group()
     text = "files, folders or quoted globs, as for data.path (default: the validation text of the checkpoint's run)"
-    what.add_argument("--text", metavar="PATH", nargs="+", help=text)
-    what.add_argument("--choices", metavar="FILE", type=Path, help=f"a .jsonl of multiple choice: {FORM}")
+    add("--text", metavar="PATH", nargs="+", help=text)
     add("--text-field", metavar="KEY", default="text", help="holds the text in .jsonl and .parquet (default: text)")
     add("--stride", metavar="N", type=int, help="slide the context by N tokens (default: all of it, without overlap)")
     precisions = ["fp32", "bf16", "fp16"]
     add("--precision", default="fp32", choices=precisions, help="of the products, as in training (default: fp32)")
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    args = parser.parse_args(arguments)
-    if args.stride is not None and args.choices:
-        raise UserError("--stride and --choices exclude each other: give one of them")
-    return args
-
-
-# --- a text ---
+    return parser.parse_args(arguments)
 
 
 class Text(NamedTuple):
@@ -137,93 +130,12 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
 def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> list[Text]:
     """Return the validation text of a checkpoint's run, or the several of a mixture, as training prepared it.
 
-    `record` is what the checkpoint says. `UserError` if the text is not in the cache.
+    `record` is what the checkpoint says. `UserError` if the text is not in the cache, or if there is no run.
     """
-    if not record:
-        raise UserError(f"{path}: belongs to no run whose validation text could be used: give a text with --text")
     if not (sources := find_shards(record, tokenizer, CACHE)):
-        raise UserError(f"{path}: the text of its run is not in {CACHE}: give a text with --text")
+        raise UserError(f"{path}: the validation text of its run, if any, is not in {CACHE}: give a text with --text")
     counts = [source.manifest["splits"]["validation"] for source in sources]
     return [Text(source.validation, n["documents"], n["bytes"]) for source, n in zip(sources, counts, strict=True)]
-
-
-def measure(model: "GPT", texts: list[Text], stride: int) -> dict[str, int | float]:
-    """Score texts together; `strided_score` says which tokens count and what context they have."""
-    from gpt.sampling.scoring import strided_score, sum_of
-
-    score = sum_of(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
-    require_sane(score.nats_per_token)
-    figures = ("bytes", "tokens", "nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
-    return {"documents": sum(text.documents for text in texts)} | {name: getattr(score, name) for name in figures}
-
-
-def require_sane(nats: float) -> None:
-    """Raise `UserError` for nats per token that only a broken model needs."""
-    if not nats < MOST_NATS:
-        raise UserError(
-            f"the model needs {nats:.4g} nats per token, so its weights are probably damaged: use another checkpoint"
-        )
-
-
-# --- multiple choice ---
-
-
-def answer(model: "GPT", tokenizer: Tokenizer, file: Path) -> dict[str, int | float]:
-    """Answer the questions of a file with the likeliest endings, and return the shares of right answers.
-
-    As in lm_eval, `acc` compares log-likelihoods, and `acc_norm` divides them by the characters of the ending.
-    """
-    from gpt.sampling.scoring import continuation_nats
-
-    count = right = right_norm = 0
-    for place, context, endings, label in read_questions(file):
-        limit = model.config.context_length
-        rows = [encode_ending(tokenizer, context, ending, limit) for ending in endings]
-        if (longest := max(tokens for _, tokens in rows)) > limit:
-            too_long = f"an ending of {longest} tokens does not fit into the model's context of {limit}"
-            raise UserError(f"{place}: {too_long}: leave the question out")
-        nats = np.array(continuation_nats(model, rows))
-        require_sane(float(nats.max()) / longest)
-        count += 1
-        right += int(nats.argmin() == label)
-        right_norm += int((nats / [len(ending) for ending in endings]).argmin() == label)
-    if not count:
-        raise UserError(f"{file}: holds no questions; give a .jsonl file with one on each line")
-    return {"questions": count, "acc": right / count, "acc_norm": right_norm / count}
-
-
-def encode_ending(tokenizer: Tokenizer, context: str, ending: str, limit: int) -> tuple[list[int], int]:
-    """Return the ids of a context, a space and an ending, and how many of them count as the ending.
-
-    As in lm_eval, white space at the end of the context counts as the ending's, since tokens begin with it; an empty
-    context is an end-of-text; and of a context that is too long for the model, the end stays.
-    """
-    ids, before = tokenizer.encode(f"{context} {ending}"), len(tokenizer.encode(context.rstrip()))
-    return (ids if before else [tokenizer.end_of_text, *ids])[-limit - 1 :], len(ids) - before
-
-
-def read_questions(file: Path) -> Iterator[tuple[str, str, list[str], int]]:
-    """Yield the place, context, endings and label of each question; `UserError` names the first line that is none."""
-    with explain_unreadable(file), file.open("rb") as stream, progress_bar(file.stat().st_size, delay=1) as bar:
-        for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES), b""), start=1):
-            if line.strip():
-                place = f"{file}: line {number}"
-                yield place, *parse_question(line, place)
-            bar.update(len(line))
-
-
-def parse_question(line: bytes, place: str) -> tuple[str, list[str], int]:
-    """Parse HellaSwag's form; a label may also be a string."""
-    try:
-        record = json.loads(line)
-        context, endings = record["ctx"], record["endings"]
-        label = [str(i) for i in range(len(endings))].index(str(record["label"]))
-        texts = [context, *endings] if isinstance(endings, list) and all(endings) else []
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        texts = []
-    if len(texts) < 3 or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{place} is not a question: give {FORM}, in at most {LINE_BYTES:,} bytes")
-    return context, endings, label
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -98,22 +97,3 @@ def strided_score(model: GPT, tokens: Array, num_bytes: int, stride: int) -> Sco
     count = -(-len(tokens) // (B * stride))
     bar = tqdm(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
     return score(model, bar, num_bytes)
-
-
-@torch.no_grad()
-def continuation_nats(model: GPT, rows: Sequence[tuple[list[int], int]]) -> list[float]:
-    """The nats of each row's end: the last `count` of its ids given those before them, for every (ids, count).
-
-    A row has at least one id before those that count. Rows are padded on the right, where no token sees it. The model
-    must be in evaluation mode.
-    """
-    block = torch.zeros(len(rows), max(len(ids) for ids, _ in rows), dtype=torch.long)  # (B, T + 1)
-    counts = torch.zeros_like(block, dtype=torch.bool)
-    for i, (ids, count) in enumerate(rows):
-        block[i, : len(ids)] = torch.tensor(ids)
-        counts[i, len(ids) - count : len(ids)] = True
-    device = model.token_embedding.weight.device
-    block, counts = block.to(device), counts[:, 1:].to(device)
-    logits = model.head(model.hidden(block[:, :-1])[counts]).float()  # (N, V) of all rows' ends
-    nats = F.cross_entropy(logits, block[:, 1:][counts], reduction="none")  # (N,)
-    return [end.sum().item() for end in nats.split([count for _, count in rows])]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from gpt import evaluate
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import open_model
 from gpt.model.loss import IGNORE
-from gpt.model.transformer import GPT
+from gpt.sampling import scoring
 from gpt.sampling.scoring import score, sum_of
 from gpt.text.batches import validation_batches
 from gpt.text.corpus.corpus import DataConfig
@@ -232,104 +233,11 @@ def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
 def test_out_of_memory(home, monkeypatch):
     """If memory runs out, that is said in one line."""
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
-    monkeypatch.setattr(evaluate, "measure", lambda *arguments: (_ for _ in ()).throw(RuntimeError(message)))
+    monkeypatch.setattr(scoring, "strided_score", mock.Mock(side_effect=RuntimeError(message)))
     assert refusal("--checkpoint", home / "run").startswith("memory has run out: choose a smaller model")
 
 
-# --- multiple choice ---
-
-
-def write_questions(file: Path, *questions: object) -> Path:
-    """Write one question, or whatever else, on each line."""
-    file.write_text("\n".join(json.dumps(question) for question in questions))
-    return file
-
-
-def slow_nats(model: GPT, context: str, ending: str) -> float:
-    """The nats of a space and an ending after a context, in bytes, each token alone; no window is exceeded."""
-    nats, ids = 0.0, list(context.encode()) or [EOT]
-    for token in f" {ending}".encode():
-        with torch.no_grad():
-            nats += F.cross_entropy(model(torch.tensor([ids]))[0, -1], torch.tensor(token)).item()
-        ids.append(token)
-    return nats
-
-
-def test_choices(home, capsys, tmp_path):
-    """Right answers are counted by the nats of each ending, and by nats per character."""
-    model, _ = open_model(home / "run")
-    endings = ["ypsilon", "é", "a b", "my", "日本語", "x" * 9]
-    questions, likeliest = [], {"acc": [], "acc_norm": []}
-    for context in ("", "abc", "é", "q", "one", "the", "two", "z y"):
-        few = [ending for ending in endings if len(f"{context} {ending}".encode()) <= T]
-        nats = np.array([slow_nats(model, context, ending) for ending in few])
-        likeliest["acc"].append(int(nats.argmin()))
-        likeliest["acc_norm"].append(int((nats / [len(ending) for ending in few]).argmin()))
-        questions.append({"ctx": context, "endings": few, "label": 0})
-    assert likeliest["acc"] != likeliest["acc_norm"]
-    for name, other in (("acc", "acc_norm"), ("acc_norm", "acc")):
-        for i, (question, label) in enumerate(zip(questions, likeliest[name], strict=True)):
-            question["label"] = str(label) if i % 2 else label
-        questions[3]["label"] = (likeliest[name][3] + 1) % len(questions[3]["endings"])
-        found = figures(capsys, "--checkpoint", home / "run", "--choices", write_questions(tmp_path / "q", *questions))
-        both = sum(a == b for i, (a, b) in enumerate(zip(*likeliest.values(), strict=True)) if i != 3)
-        assert (found["questions"], found[name]) == (8, 7 / 8)
-        assert found[other] == pytest.approx((both + (likeliest[other][3] == questions[3]["label"])) / 8)
-
-
-@pytest.mark.parametrize(
-    ("context", "ending", "ids", "count"),
-    [
-        ("ab", "cd", [97, 98, 32, 99, 100], 3),
-        ("ab \n", "c", [97, 98, 32, 10, 32, 99], 4),
-        ("", "c", [EOT, 32, 99], 2),
-        (" ", "c", [EOT, 32, 32, 99], 3),
-        ("0123456789", "xyz", [*b"0123456789 xyz"], 4),
-        ("-0123456789", "xyz", [*b"0123456789 xyz"], 4),
-        ("a", "123456789abc", [*b"a 123456789abc"], 13),
-    ],
-)
-def test_ids_of_an_ending(context, ending, ids, count):
-    """The space belongs to the ending; a long context keeps its end, and a model sees one token less than a row has."""
-    assert evaluate.encode_ending(byte_tokenizer(), context, ending, T) == (ids, count)
-
-
-def test_an_ending_that_is_too_long(home, tmp_path):
-    """The line of the question is named."""
-    file = write_questions(tmp_path / "q", GOOD, GOOD | {"endings": ["b", "é23456789abc"]})
-    fits = "an ending of 14 tokens does not fit into the model's context of 13"
-    assert refusal("--checkpoint", home / "run", "--choices", file) == f"{file}: line 2: {fits}: leave the question out"
-
-
 # --- mistakes ---
-
-GOOD = {"ctx": "a", "endings": ["b", "c"], "label": 0}
-BAD_LINES = ['{"ctx": "a", ', "[" * 100_000, '["ctx"]', '{"ctx": "\xff"}', json.dumps(GOOD | {"ctx": "a" * (1 << 20)})]
-BAD_VALUES: list[dict] = [
-    *({"ctx": 3}, {"ctx": None}),
-    *({"endings": None}, {"endings": ["b"]}, {"endings": ["b", ""]}, {"endings": ["b", 3]}, {"endings": "bc"}),
-    *({"label": 2}, {"label": "-1"}, {"label": True}, {"label": ""}, {"label": None}),
-]
-
-
-@pytest.mark.parametrize("line", [*BAD_LINES, *(json.dumps(GOOD | values) for values in BAD_VALUES)])
-def test_bad_questions(home, tmp_path, line):
-    """The first line that is no question is named; empty lines count as lines."""
-    file = tmp_path / "questions.jsonl"
-    file.write_bytes(f"{json.dumps(GOOD)}\n\n{line}\n".encode("latin-1"))
-    shown = refusal("--checkpoint", home / "run", "--choices", file)
-    assert shown == f"{file}: line 3 is not a question: give {evaluate.FORM}, in at most 1,048,576 bytes"
-
-
-def test_no_questions(home, tmp_path):
-    """A file without questions, none at all, and one that never ends a line."""
-    write_questions(tmp_path / "empty").write_text("\n \n")
-    run_of = ("--checkpoint", home / "run", "--choices")
-    holds_none = f"{tmp_path}/empty: holds no questions; give a .jsonl file with one on each line"
-    assert refusal(*run_of, tmp_path / "empty") == holds_none
-    missing = "cannot be read (No such file or directory); fix that, or move the file away"
-    assert refusal(*run_of, tmp_path / "no") == f"{tmp_path}/no: {missing}"
-    assert refusal(*run_of, "/dev/zero").startswith("/dev/zero: line 1 is not a question")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +245,6 @@ def test_no_questions(home, tmp_path):
     [
         (["--stride", "0"], "--stride=0 is out of range: it must be at least 1 and at most 13 (the model's context)"),
         (["--stride", "14"], "--stride=14 is out of range: it must be at least 1 and at most 13 (the model's context)"),
-        (["--stride", "5", "--choices", "FILE"], "--stride and --choices exclude each other: give one of them"),
         (["--text", "nowhere"], "--text='nowhere' names no text file: "
          "give the path of a file, a folder or a quoted glob"),
         (["--text", "{home}/empty.txt"], "{home}/empty.txt: the file is empty; give a file with text in it"),
@@ -362,7 +269,7 @@ def test_mistakes(home, arguments, complaint):
 def test_no_validation_text(home, theirs, tmp_path):
     """The text of another run, of none, of one with another tokenizer, or damaged, is not taken for this run's."""
     key = prepare_text(home, "text", str(home / "corpus.txt")).key
-    gone = f"the text of its run is not in {home}/cache: give a text with --text"
+    gone = f"the validation text of its run, if any, is not in {home}/cache: give a text with --text"
     mixed = {"mix": [key, key | {"corpus": "0" * 64}]}
     strange: list = [None, "text", {"mix": 3}, {"mix": []}, torch.ones(2), {"corpus": torch.ones(2)}]
     for corpus in (key | {"corpus": "0" * 64}, mixed, *strange):
@@ -371,8 +278,7 @@ def test_no_validation_text(home, theirs, tmp_path):
     bpe = train_bpe(["ab " * 5], 257)  # merges nothing, but is no byte tokenizer
     file = save(tmp_path / "other.ckpt", key, bpe)
     assert refusal("--checkpoint", file) == f"{file}: {gone}"
-    no_run = "belongs to no run whose validation text could be used: give a text with --text"
-    assert refusal("--checkpoint", theirs) == f"{theirs}: {no_run}"
+    assert refusal("--checkpoint", theirs) == f"{theirs}: {gone}"
 
 
 def test_damaged_texts(home, capsys, monkeypatch, tmp_path):
@@ -389,12 +295,9 @@ def test_damaged_texts(home, capsys, monkeypatch, tmp_path):
     assert re.fullmatch(f"{tokens.parent}: {reason}", refusal("--checkpoint", file))
 
 
-@pytest.mark.parametrize("what", ["--text", "--choices"])
-def test_damaged_model(home, what):
+def test_damaged_model(home):
     """A model that predicts nothing finite, or next to nothing, is no figure."""
-    file = save(home / "wild.ckpt", None, scale=1e19)
-    given = home / "corpus.txt" if what == "--text" else write_questions(home / "questions.jsonl", GOOD)
-    line = refusal("--checkpoint", file, what, given)
+    line = refusal("--checkpoint", save(home / "wild.ckpt", None, scale=1e19), "--text", home / "corpus.txt")
     assert re.fullmatch(
         r"the model needs \S+ nats per token, so its weights are probably damaged: use another checkpoint", line
     )

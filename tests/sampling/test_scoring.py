@@ -16,7 +16,7 @@ from tqdm import tqdm
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import scoring
-from gpt.sampling.scoring import continuation_nats, score, strided_score
+from gpt.sampling.scoring import score, strided_score
 from gpt.text.batches import validation_batches
 from small_models import make_idx, make_model
 
@@ -122,17 +122,3 @@ def test_progress(monkeypatch):
         strided_score(model, tokens, 211, CONTEXT)
         assert ("| 2/2 [" in screen.getvalue()) == is_terminal
         assert not screen.getvalue().split("\r")[-2 * is_terminal :][0].strip()
-
-
-def test_continuation_nats_equals_a_slow_sum():
-    """The nats of the ends of rows of several lengths, alone and together, up to the model's whole context."""
-    model, rows = make_model(SHAPE), []
-    for length, count in ((2, 1), (7, 3), (CONTEXT + 1, 1), (CONTEXT + 1, CONTEXT), (5, 4)):
-        rows.append((make_idx(VOCAB, 1, length)[0].tolist(), count))
-    slow = []
-    for ids, count in rows:
-        row = torch.tensor(ids)
-        slow.append(sum(slow_nats(model, row[:i], row[i]) for i in range(len(ids) - count, len(ids))))
-    assert continuation_nats(model, rows) == pytest.approx(slow, rel=1e-5)
-    assert [continuation_nats(model, [row])[0] for row in rows] == pytest.approx(slow, rel=1e-5)
-    assert len({round(nats, 3) for nats in slow}) == len(rows)
