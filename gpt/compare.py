@@ -36,6 +36,7 @@ class Run:
 
     folder: Path
     config: dict[str, Any]  # by dotted keys
+    tokens_per_step: int
     figures: dict[str, float]  # metrics.json; empty before the first validation
 
     @cached_property
@@ -45,7 +46,7 @@ class Run:
         The seconds add up from the throughput, which is logged with the training loss. Without metrics.csv there is
         one validation, the last.
         """
-        points, end, tokens = read_curves(self.folder), self.figures["steps"], self.config["trainer.tokens_per_step"]
+        points, end, tokens = read_curves(self.folder), self.figures["steps"], self.tokens_per_step
         steps, bits = np.array(points[LOSS] or [(end, self.figures["val_bits_per_byte"])]).T
         logged, speeds = np.array(points[SPEED] or [(end, self.figures["tokens_per_second"])]).T
         clock = np.cumsum(np.diff(logged, prepend=0) * tokens / speeds)
@@ -111,12 +112,11 @@ def read_run(folder: Path) -> Run:
     if not (file := folder / "config.yaml").is_file():
         raise UserError(f"{folder}: not a run directory (it has no config.yaml); give one of those in {RUNS}/")
     try:
-        run = Run(folder, flatten(read_yaml(file)), {})
-        require_figures(run.config["trainer.tokens_per_step"])
+        config = flatten(read_yaml(file))
+        run = Run(folder, config, int(config["trainer.tokens_per_step"]), {})
         if (file := folder / "metrics.json").is_file():
             stored = json.loads(read_text(file))
             run.figures = {key: stored[key] for key in FIGURES}
-            require_figures(*run.figures.values())
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -133,18 +133,10 @@ def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
         with file.open(encoding="utf-8", newline="") as stream:
             for row in csv.DictReader(stream):
                 if row["tag"] in points:
-                    point = float(row["step"]), float(row["value"])
-                    require_figures(1 + point[0], point[1])
-                    points[row["tag"]].append(point)
+                    points[row["tag"]].append((float(row["step"]), float(row["value"])))
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise damaged(file, error) from None
     return points
-
-
-def require_figures(*values: float) -> None:
-    """Raise `ValueError` unless all values are numbers that can be compared."""
-    if not all(0 < value < math.inf for value in values):
-        raise ValueError("a figure is not above 0 and finite")
 
 
 def damaged(file: Path, error: Exception) -> UserError:

@@ -34,11 +34,13 @@ tags: [gpt2]
 ---
 # {name}
 
-A GPT-2 with {parameters:,} parameters, trained with mini-gpt{steps}.
+A GPT-2 with {config.num_parameters:,} parameters, trained with mini-gpt{steps}.
 
 | | |
 | --- | --- |
-{rows}
+| layers, heads, width | {config.num_layers}, {config.num_heads}, {config.d_model} |
+| context | {config.context_length:,} tokens |
+| tokenizer | {tokenizer.name}, {tokenizer.vocab_size:,} tokens |
 
 Trained on: (describe the text here: where it is from, its language and its licence)
 """
@@ -69,7 +71,9 @@ def export(args: argparse.Namespace) -> None:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
-        write_text(folder / "README.md", card(args.to.name, model, tokenizer, record))
+        steps = f", {record['step']:,} steps" if "step" in record else ""
+        card = CARD.format(name=args.to.name, config=model.config, steps=steps, tokenizer=tokenizer)
+        write_text(folder / "README.md", card)
         compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
@@ -96,9 +100,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if not os.path.isdir(args.to.parent):
         raise UserError(f"--to={args.to}: there is no folder {args.to.parent}: make it first")
     return args
-
-
-# --- what was written is what we have ---
 
 
 def real_text(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> tuple[str, str]:
@@ -157,21 +158,6 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
     if not difference <= TOLERANCE * largest:
         raise UserError(f"logits at {where} differ by {difference:.2g} of {largest:.2g}, so nothing was written")
     return f"logits at {where} differ by at most {difference:.1e} (the largest is {largest:.1f})"
-
-
-# --- the model card ---
-
-
-def card(name: str, model: "GPT", tokenizer: Tokenizer, record: dict[str, Any]) -> str:
-    """Write the model card, which the user is to complete."""
-    config, steps = model.config, f", {record['step']:,} steps" if "step" in record else ""
-    rows = {
-        "layers, heads, width": f"{config.num_layers}, {config.num_heads}, {config.d_model}",
-        "context": f"{config.context_length:,} tokens",
-        "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens",
-    }
-    table = "\n".join(f"| {label} | {shown} |" for label, shown in rows.items())
-    return CARD.format(name=name, parameters=model.config.num_parameters, steps=steps, rows=table)
 
 
 if __name__ == "__main__":

@@ -129,14 +129,12 @@ def test_not_a_run(tmp_path, runs, monkeypatch):
         ("config.yaml", "trainer: [", "cannot be read (while parsing"),
         ("config.yaml", "seed: 1", "damaged (it has no 'trainer.tokens_per_step')"),
         ("config.yaml", "- 1", "damaged ('list' object has no attribute"),
-        ("config.yaml", "trainer: {tokens_per_step: many}", "damaged ('<' not supported"),
+        ("config.yaml", "trainer: {tokens_per_step: many}", "damaged (invalid literal for int"),
         ("metrics.json", "{", "damaged (Expecting"),
         ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
         ("metrics.json", "[]", "damaged (list indices"),
         ("metrics.json", "[" * 10**5, "damaged (maximum recursion"),
-        *(("metrics.json", value, "damaged (a figure is not above 0") for value in ("NaN", "Infinity", "0", "-1")),
         ("metrics.csv", "x,val/bits_per_byte,3", "damaged (could not convert"),
-        ("metrics.csv", "1,val/bits_per_byte,nan", "damaged (a figure is not above 0 and finite)"),
         ("metrics.csv", "1,val/bits_per_byte", "damaged (float"),
     ],
 )
@@ -144,10 +142,6 @@ def test_damaged_run(runs, capsys, file, content, reason):
     """The file is named in one line; the table of all runs leaves that run out."""
     if file == "metrics.csv":
         content = f"step,tag,value\n{content}"
-    elif file == "metrics.json" and content[0] in "NI0-":
-        content = (
-            (runs / "fast" / file).read_text().replace('"val_bits_per_byte": 3.5', f'"val_bits_per_byte": {content}')
-        )
     (runs / "fast" / file).write_text(content, encoding="utf-8")
     line = refusal(compare.main, ["slow", "fast"])
     assert line.startswith(f"runs/fast/{file}: {reason}")
