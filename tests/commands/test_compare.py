@@ -1,8 +1,6 @@
 """`python -m gpt.compare`: the best runs first, what differs, and losses at equal tokens and time."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import yaml
 
 from gpt import compare
 from gpt.training import decide
-from harness import ROOT, refusal, tiny_config, write_corpus
+from harness import refusal, tiny_config, write_corpus
 
 # Bits per byte at steps of 100 tokens, the seconds that 2 steps take, and settings.
 RUNS = {
@@ -151,17 +149,3 @@ def test_damaged_run(runs, capsys, file, content, reason):
         assert shown.err == f"gpt.compare: {line}\n"
         assert "  fast" not in shown.out
     assert "  slow" in shown.out
-
-
-def test_as_a_program(runs):
-    """Mistakes end with exit code 2 and without torch, and the table needs neither it nor TensorBoard."""
-    code = "import sys, runpy; sys.argv[1:] = {}; runpy.run_module('gpt.compare', run_name='__main__'); "
-    code += "print([name for name in ('torch', 'tensorboard', 'lightning') if name in sys.modules])"
-    for arguments, code_wanted, words in (
-        (["slow", "fast"], 0, "\n[]\n"),
-        (["nowhere"], 2, "gpt.compare: runs/nowhere:"),
-    ):
-        command = [sys.executable, "-c", code.format(arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT)})
-        assert done.returncode == code_wanted, done.stderr
-        assert words in (done.stderr if code_wanted else done.stdout)

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +22,7 @@ from gpt.text.batches import validation_batches
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
-from harness import ROOT, TINY, train, write_corpus
+from harness import TINY, train, write_corpus
 from model_files import SHAPE, payload_of, small_model
 
 T = SHAPE.context_length
@@ -310,12 +308,3 @@ def test_skipped_files_are_named(home, capsys, tmp_path):
     out, err = printed(capsys, "--checkpoint", home / "run", "--text", tmp_path, "--json")
     assert (json.loads(out)["tokens"], err.count("\n")) == (5, 1)
     assert err.startswith("skipping 1 of 2 files")
-
-
-def test_as_a_process():
-    """The module is a command, and mistakes come before torch is imported."""
-    code = "import runpy, sys; sys.argv[1:] = ['--text', 'nowhere']\ntry:\n    "
-    code += "runpy.run_module('gpt.evaluate', run_name='__main__')\nfinally:\n    print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "False\n")
-    assert done.stderr.startswith("gpt.evaluate: --text='nowhere' names no text file")

@@ -1,9 +1,7 @@
 """Exported folders: `transformers` says in them what we say, and they come back bit for bit."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -264,17 +262,3 @@ def test_full_disk(trained):
         line = refusal("--checkpoint", trained, "--to", trained.parent / "out")
     assert "the weights cannot be written" in line
     assert listing(trained.parent) == before
-
-
-def test_command(exported, tmp_path):
-    """The command as a process: exit code 2 and one line for a mistake, before torch is imported."""
-    code = (
-        "import runpy, sys, atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
-        f"sys.argv = ['export', '--to', {str(exported / 'out')!r}]; runpy.run_module('gpt.export', run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=harness.ROOT, capture_output=True, text=True, env=os.environ
-    )
-    assert (done.returncode, done.stdout) == (2, "False\n")
-    line = f"gpt.export: --to={exported / 'out'} exists already: give another name, or move it away first\n"
-    assert done.stderr == line

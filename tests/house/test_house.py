@@ -139,7 +139,8 @@ def test_wheel_holds_every_module():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("gpt.text.prepare.prepare, gpt.text.corpus.download, gpt.tokens", ["torch", "lightning", "hydra"]),
+        ("gpt.text.prepare.prepare, gpt.text.corpus.download", ["torch", "lightning", "hydra"]),
+        ("gpt.compare, gpt.evaluate, gpt.export, gpt.tokens", ["torch", "lightning", "hydra", "tensorboard"]),
         ("gpt.sampling.generation, gpt.exchange.loading", ["lightning", "hydra", "omegaconf", "train"]),
         ("gpt.training.session", ["lightning", "hydra"]),
         ("gpt.model.transformer", ["lightning", "omegaconf", "tiktoken", "numpy.f2py"]),
