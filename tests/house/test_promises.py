@@ -4,14 +4,12 @@ A new sentence there needs a test, or it is withdrawn.
 """
 
 import json
-import pickle
 import re
 from pathlib import Path
 
 import pytest
 
 from gpt.errors import UserError
-from gpt.exchange.loading import open_model
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.shards import open_shards
@@ -72,10 +70,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "test_checkpoint.py::test_pickle_in_an_archive_is_never_run",
         ],
         "Configurations in checkpoints are data": ["test_config.py::test_stored_configurations_are_literal"],
-        "Hugging Face weights are read from safetensors, or": [
-            "test_huggingface.py::test_pickled_code",
-            "test_promises.py::test_other_weights_are_not_read",
-        ],
+        "Hugging Face weights are read from safetensors, or": ["test_huggingface.py::test_pickled_code"],
         "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
         "Checkpoints are verified by their checksums": [
             "test_faults.py::test_damaged_checkpoint",
@@ -102,20 +97,6 @@ def test_every_promise_has_its_tests(page):
     promises = PROMISES[page]
     assert [sentence for sentence, start in zip(found, promises, strict=True) if not sentence.startswith(start)] == []
     assert {test for tests in promises.values() for test in tests} - TESTS == set()
-
-
-def test_other_weights_are_not_read(tmp_path):
-    """A folder whose only weights are a pickle is refused, and the pickle is not opened."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 1}))
-
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "sprung",))
-
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(UserError):
-        open_model(tmp_path)
-    assert not (tmp_path / "sprung").exists()
 
 
 def test_names_in_a_manifest_are_not_followed(tmp_path):
