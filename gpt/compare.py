@@ -150,11 +150,9 @@ def differences(runs: list[Run], most: int) -> list[list[str]]:
         {key: json.dumps(value, default=str) for key, value in run.config.items() if key not in NOT_LEARNT}
         for run in runs
     ]
-    counts: dict[str, Counter] = {}
-    for config in configs:
-        for key, value in config.items():
-            counts.setdefault(key, Counter())[value] += 1
-    return [[key for key in config if len(counts[key]) > 1 and counts[key][config[key]] <= most] for config in configs]
+    counts = Counter(pair for config in configs for pair in config.items())
+    values = Counter(key for key, _ in counts)  # how many there are of a key
+    return [[key for key, value in c.items() if values[key] > 1 and counts[key, value] <= most] for c in configs]
 
 
 def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt.exchange.checkpoint import save
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.text.tokenizer import byte_tokenizer
+from model_files import payload_of
 
 EOT = 256  # the byte tokenizer's end-of-text
 CONTEXT = 17  # of the model in a run
@@ -61,7 +61,6 @@ def make_writer() -> GPT:
 
 def write_run(run: Path, model: GPT) -> Path:
     """A run directory with the best checkpoint that a training would have left."""
-    payload = {"format": 1, "state_dict": model.state_dict(), "config": {"model": asdict(SHAPE)}}
     run.mkdir(parents=True)
-    save(payload | {"tokenizer": byte_tokenizer().to_dict()}, run / "checkpoints" / "best.ckpt")
+    save(payload_of(model), run / "checkpoints" / "best.ckpt")
     return run

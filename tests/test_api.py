@@ -41,46 +41,11 @@ def test_names():
         gpt.GTP  # noqa: B018
 
 
-def run(code: str) -> str:
-    """What a program of its own prints."""
-    return subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
-
-
 def test_imports_are_few():
-    """`import gpt` loads two of its own files, and all its names hardly more than torch: none of the frameworks."""
-    assert run(
-        "import sys, gpt, gpt.errors\nprint(sorted(name for name in sys.modules if name.startswith('gpt')))"
-    ) == ("['gpt', 'gpt.errors']\n")
-    code = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "from gpt import *\n"
-        "import gpt.exchange.loading, gpt.sampling.language_model\n"
-        "print('\\n'.join(set(sys.modules) - before))"
-    )
-    packages = {name.split(".")[0] for name in run(code).split()}
-    heavy = {"lightning", "pytorch_lightning", "hydra", "omegaconf", "tensorboard", "transformers", "huggingface_hub"}
-    assert {"gpt", "tiktoken"} <= packages
-    assert packages & {*heavy, "tokenizers", "pyarrow", "pandas", "wandb", "mlflow"} == set()
-
-
-@pytest.mark.slow
-def test_import_time():
-    """All names together take at most 1.2 times the CPU time of torch alone."""
-    code = (
-        "import time\n"
-        "times = [time.process_time()]\n"
-        "import torch\n"
-        "times.append(time.process_time())\n"
-        "from gpt import *\n"
-        "times.append(time.process_time())\n"
-        "print(*times)"
-    )
-    shares = []
-    for _ in range(3):
-        start, torch_done, done = map(float, run(code).split())
-        shares.append((done - start) / (torch_done - start))
-    assert min(shares) <= 1.2
+    """`import gpt` loads two of its own files."""
+    code = "import sys, gpt, gpt.errors\nprint(sorted(name for name in sys.modules if name.startswith('gpt')))"
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
+    assert printed == "['gpt', 'gpt.errors']\n"
 
 
 def test_types_are_told():
