@@ -12,7 +12,7 @@ from gpt.errors import UserError
 from gpt.evaluate import validation_texts
 from gpt.exchange import gguf, huggingface
 from gpt.exchange.loading import find_checkpoint, open_with_record
-from gpt.files import publish, sync, write_text
+from gpt.files import publish, sync
 from gpt.text.corpus.python_docs import builtin_docs
 from gpt.text.tokenizer import Tokenizer
 
@@ -24,26 +24,6 @@ COMPARED_LOGITS = 1024  # positions: two cores need seconds for them in GPT-2 12
 # Of the largest logit. The two programs add the same fp32 numbers in other orders, which makes 1e-6 in the mini model
 # and up to 4e-6 in GPT-2 124M. The smallest mistakes, an epsilon of 1e-6 or the other form of GELU, make 1e-4 or more.
 TOLERANCE = 5e-5
-
-CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2]
-# license: choose the licence of your model, which may follow from that of its text
----
-# {name}
-
-A GPT-2 with {config.num_parameters:,} parameters, trained with mini-gpt{steps}.
-
-| | |
-| --- | --- |
-| layers, heads, width | {config.num_layers}, {config.num_heads}, {config.d_model} |
-| context | {config.context_length:,} tokens |
-| tokenizer | {tokenizer.name}, {tokenizer.vocab_size:,} tokens |
-
-Trained on: (describe the text here: where it is from, its language and its licence)
-"""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,9 +51,6 @@ def export(args: argparse.Namespace) -> None:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
-        steps = f", {record['step']:,} steps" if "step" in record else ""
-        card = CARD.format(name=args.to.name, config=model.config, steps=steps, tokenizer=tokenizer)
-        write_text(folder / "README.md", card)
         compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}

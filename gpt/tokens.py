@@ -3,7 +3,6 @@
 import argparse
 import functools
 import io
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -23,18 +22,14 @@ BORDER = "│"  # between tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print how the given text splits, for people or as JSON; or check prepared corpora."""
+    """Print how the given text splits, or check prepared corpora."""
     args = parse_arguments(arguments)
     if args.verify is not None:
         verify_corpora(args.verify)
         return
     with open_text(args) as stream:
         tokenizer = open_tokenizer(args.tokenizer)
-        pieces = cut(decoded(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input")))
-        if args.json:
-            print(json.dumps(report(tokenizer, pieces)))
-        else:
-            show(tokenizer, pieces)
+        show(tokenizer, cut(decoded(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input"))))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -46,7 +41,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file to split")
     check = "check the hash of every file of prepared corpora instead (default: all in data/cache)"
     text.add_argument("--verify", metavar="FOLDER", nargs="*", type=Path, help=check)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with the bytes in hexadecimal")
     return parser.parse_args(arguments)
 
 
@@ -98,16 +92,6 @@ def describe(tokenizer: Tokenizer, token: int) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def report(tokenizer: Tokenizer, pieces: Iterable[str]) -> dict:
-    """Collect the same for scripts, as plain types."""
-    ids = [token for piece in pieces for token in tokenizer.encode_piece(piece).tolist()]
-    parts = [tokenizer.decode_bytes([token]) for token in ids]
-    text = b"".join(parts)
-    known = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256}
-    counts = {"tokens": len(ids), "bytes": len(text), "characters": len(text.decode("utf-8"))}
-    return known | counts | {"ids": ids, "pieces": [part.hex() for part in parts]}
 
 
 def verify_corpora(folders: list[Path]) -> None:

@@ -60,7 +60,7 @@ def listing(folder: Path) -> list[str]:
 def exported(tmp_path_factory) -> Path:
     """A folder that holds a run and what was exported of it."""
     folder = tmp_path_factory.mktemp("export")
-    write_run(folder / "run", step=1009)
+    write_run(folder / "run")
     run("--checkpoint", folder / "run", "--to", folder / "out")
     return folder
 
@@ -124,23 +124,13 @@ def test_pipeline(exported):
 
 def test_files(exported):
     """The usual files, which everybody may read who may read the others, and none of them a program."""
-    names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    names = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
     files = sorted((exported / "out").iterdir())
     assert [file.name for file in files] == names.split()
     assert len({file.stat().st_mode for file in files}) == 1
     config = json.loads((exported / "out/config.json").read_text())
     assert (config["n_ctx"], config["n_positions"], config["eos_token_id"]) == (97, 97, BPE.end_of_text)
     assert sorted(path.name for path in exported.iterdir()) == ["out", "run"]
-
-
-def test_card(exported):
-    """The card has the shape of the model, and names what is to be added."""
-    card = (exported / "out/README.md").read_text()
-    parameters = 307 * 60 + 97 * 60 + 3 * (12 * 60**2 + 13 * 60) + 2 * 60
-    assert f"# out\n\nA GPT-2 with {parameters:,} parameters, trained with mini-gpt, 1,009 steps.\n" in card
-    for row in ("layers, heads, width | 3, 5, 60", "context | 97 tokens", "tokenizer | bpe, 307 tokens"):
-        assert f"| {row} |\n" in card
-    assert "Trained on: (describe the text here" in card
 
 
 def test_compares_on_the_validation_text(tmp_path, capsys, monkeypatch):
