@@ -122,18 +122,12 @@ def test_mistakes(language_model, tmp_path):
     """Each is a `UserError`, which is a `ValueError`, that names the value, the limit or the remedy."""
     with pytest.raises(UserError, match="max_new_tokens=0 is out of range: it must be at least 1"):
         language_model.generate("a", max_new_tokens=0)
-    with pytest.raises(UserError, match=r"temperature=-1\.0 is out of range"):
-        language_model.generate("a", temperature=-1.0)
     with pytest.raises(TypeError, match="temprature"):
         language_model.generate("a", temprature=1.0)
-    with pytest.raises(UserError, match="ask for fewer texts or fewer new tokens"):
-        language_model.generate("a", max_new_tokens=10**15)
     with pytest.raises(UserError, match="the prompt is of type list: give one text, and call again for another"):
         language_model.generate(["a", "b"])
     with pytest.raises(UserError, match="stop='' would end the text before it begins"):
         language_model.generate("a", stop=["b", ""])
-    with pytest.raises(UserError, match="device 'abacus' is not known"):
-        gpt.load(device="abacus")
     with pytest.raises(ValueError, match=r"a folder without checkpoints/best\.ckpt"):
         gpt.load(tmp_path)
 
