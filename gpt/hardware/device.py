@@ -27,13 +27,12 @@ _IGNORED_WORDS = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # wh
 
 def choose_device(name: str = "auto") -> torch.device:
     """Return the named device; `auto` prefers CUDA, then Apple's MPS, then the CPU."""
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [device for device in found if found[device]]
     if name == "auto":
-        name = next(device for device in ("cuda", "mps", "cpu") if available[device])
+        name = available[0]
     if name not in available:
-        raise UserError(f"device {name!r} is not known: choose from auto, {', '.join(available)}")
-    if not available[name]:
-        raise UserError(f"device {name!r} is not on this machine: choose auto or cpu")
+        raise UserError(f"device {name!r} is not on this machine: choose from auto, {', '.join(available)}")
     if name == "cuda":  # for `arithmetic`: PyTorch looks once, at the first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)

@@ -252,7 +252,6 @@ def test_out_of_memory(home, monkeypatch):
          "name the key with --text-field="),
         (["--text", "{home}/rows.jsonl", "--text-field", "a"], "{home}/rows.jsonl: every document is empty; "
          "give a text, or its key with --text-field="),
-        (["--device", "tpu"], "device 'tpu' is not known: choose from auto, cpu, cuda, mps"),
     ],
 )  # fmt: skip
 def test_mistakes(home, arguments, complaint):

@@ -39,10 +39,8 @@ def test_named_device(monkeypatch):
     pretend(monkeypatch, cuda=True, mps=True)
     assert [choose_device(name) for name in ("cpu", "cuda", "mps")] == [CPU, CUDA, MPS]
     pretend(monkeypatch)
-    for name in ("cuda", "mps"):
-        assert refusal(choose_device, name) == f"device '{name}' is not on this machine: choose auto or cpu"
-    for name in ("", "gpu", "CPU", "cuda:7"):
-        assert refusal(choose_device, name) == f"device '{name}' is not known: choose from auto, cpu, cuda, mps"
+    for name in ("cuda", "mps", "", "gpu", "CPU", "cuda:7"):
+        assert refusal(choose_device, name) == f"device '{name}' is not on this machine: choose from auto, cpu"
 
 
 def test_device_count(monkeypatch):
