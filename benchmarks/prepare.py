@@ -151,14 +151,10 @@ def sparse(folder: Path, tokens: int) -> Path:
     tokenizer = byte_tokenizer()
     splits = {}
     for split, length in {"train": tokens, "validation": 1000}.items():
-        size = 2 * length
-        files = shards.shard_files(folder, split, -(-size // shards.SHARD_BYTES))
-        for number, file in enumerate(files):
-            with file.open("wb") as stream:
-                stream.truncate(min(shards.SHARD_BYTES, size - number * shards.SHARD_BYTES))
-        splits[split] = {"tokens": length, "bytes": length, "documents": 1, "sha256": ["0" * 64] * len(files)}
-    manifest = {"key": {}, "corpus": "zeros", "tokenizer": tokenizer.sha256, "dtype": "uint16", "splits": splits}
-    write_json(folder / "manifest.json", manifest | {"shard_bytes": shards.SHARD_BYTES})
+        with (folder / f"{split}.bin").open("wb") as stream:
+            stream.truncate(2 * length)
+        splits[split] = {"tokens": length, "bytes": length, "documents": 1, "sha256": "0" * 64}
+    write_json(folder / "manifest.json", {"key": {}, "tokenizer": tokenizer.sha256, "splits": splits})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 

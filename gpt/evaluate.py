@@ -18,7 +18,7 @@ from gpt.text.cache import CACHE
 from gpt.text.corpus.corpus import Corpus
 from gpt.text.corpus.files import find_text_files
 from gpt.text.corpus.formats import read_documents
-from gpt.text.shards import Tokens, find_shards, width
+from gpt.text.shards import find_shards, width
 from gpt.text.tokenizer import Tokenizer
 
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
@@ -101,7 +101,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 class Text(NamedTuple):
     """A text's token ids, with an end-of-text before each document, and its counts of documents and bytes."""
 
-    tokens: np.ndarray | Tokens
+    tokens: np.ndarray
     documents: int
     bytes: int
 

@@ -1,14 +1,18 @@
-"""Small models with random weights, checkpoints of them, and a disk that is too small for them."""
+"""Small models with random weights, checkpoints of them, a prepared corpus, and a disk that is too small."""
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gpt.exchange import checkpoint
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
+from gpt.text.cache import write_json
 from gpt.text.tokenizer import Tokenizer, byte_tokenizer
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=2, num_heads=7)
@@ -39,6 +43,25 @@ def write_run(folder: Path, *args, tokenizer: Tokenizer | None = None, record: d
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.save(payload_of(model, tokenizer, **(record or {})), folder / "checkpoints/best.ckpt")
     return model
+
+
+def write_prepared(
+    folder: Path,
+    tokenizer: Tokenizer | None = None,
+    train: Sequence[int] = range(103),
+    validation: Sequence[int] = range(31),
+    **changes: object,
+) -> Path:
+    """Write a prepared corpus in the obvious way: the ids of each split, and what the manifest says of them."""
+    tokenizer, splits = tokenizer or byte_tokenizer(), {}
+    folder.mkdir(parents=True)
+    for name, ids in (("train", train), ("validation", validation)):
+        content = np.array(ids, "uint16" if tokenizer.vocab_size <= 65_536 else "uint32").tobytes()
+        (folder / f"{name}.bin").write_bytes(content)
+        splits[name] = {"tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}
+    write_json(folder / "manifest.json", {"tokenizer": tokenizer.sha256, "splits": splits} | changes)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
+    return folder
 
 
 @contextlib.contextmanager

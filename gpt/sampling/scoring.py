@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT
-from gpt.text.batches import Array, validation_batches
+from gpt.text.batches import validation_batches
 
 TOKENS_AT_ONCE = 4096
 
@@ -82,7 +83,7 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     return Score(nats, tokens, num_bytes)
 
 
-def strided_score(model: GPT, tokens: Array, num_bytes: int, stride: int) -> Score:
+def strided_score(model: GPT, tokens: np.ndarray, num_bytes: int, stride: int) -> Score:
     """Score a text in windows that may overlap; its token ids have an end-of-text before each document.
 
     Every token but the first counts once. With a stride of the whole context, the windows are those of validation:

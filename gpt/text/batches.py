@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.text.shards import MIXTURE_WINDOWS, Tokens
-
-Array = np.ndarray | Tokens
+from gpt.text.shards import MIXTURE_WINDOWS
 
 
 def training_batch(
-    corpora: Sequence[Array], shares: Sequence[int], seed: int, first: int, batch_size: int, context_length: int
+    corpora: Sequence[np.ndarray], shares: Sequence[int], seed: int, first: int, batch_size: int, context_length: int
 ) -> tuple[Tensor, Tensor]:
     """Return windows `first` to `first + batch_size` of the whole training, as inputs and targets, each (B, T).
 
@@ -59,7 +57,7 @@ def windows_given(count: int, shares: Sequence[int], seed: int) -> list[int]:
     return [blocks * share + int((source == i).sum()) for i, share in enumerate(shares)]
 
 
-def _windows(tokens: Array, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
+def _windows(tokens: np.ndarray, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
     """Return the windows of one corpus with these numbers: (B, T + 1) token ids."""
     n, T = len(tokens), context_length
     assert n > T, "prepare refuses a text this short"
@@ -83,7 +81,7 @@ def _pair(block: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def validation_batches(
-    tokens: Array, batch_size: int, context_length: int, ignore: int, stride: int | None = None
+    tokens: np.ndarray, batch_size: int, context_length: int, ignore: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets, each (B, T), that predict every token but the first exactly once.
 

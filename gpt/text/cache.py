@@ -12,9 +12,7 @@ from gpt.errors import UserError, is_disk_full
 from gpt.files import HeldError, hold, mark_as_cache, write_text
 
 CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # where prepared text is kept by default
-ABANDONED = 7 * 24 * 3600  # seconds after which an interrupted preparation is deleted
-PLAN = "plan.json"  # written once split and tokenizer are decided; without it, nothing in a working folder counts
-_WORKING = ".preparing-"
+JOURNAL = "progress.json"  # what is decided and done; without it, nothing in a working folder counts
 
 
 @contextlib.contextmanager
@@ -86,9 +84,8 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
     """
     with explain_unwritable(folder.parent):
         make_cache(folder.parent)
-        _delete_abandoned(folder.parent)
     with one_at_a_time(folder.parent / f".{folder.name}.lock", "preparing this text", say):
-        working = folder.with_name(_WORKING + folder.name)
+        working = folder.with_name(f".preparing-{folder.name}")
         try:
             yield working
         except UserError:
@@ -99,18 +96,5 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
 def delete(working: Path) -> None:
     """Delete a working folder so that a kill in the midst of it leaves nothing that looks usable."""
     with contextlib.suppress(OSError):
-        (working / PLAN).unlink(missing_ok=True)
+        (working / JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(working)
-
-
-def _delete_abandoned(cache: Path) -> None:
-    """Delete interrupted preparations that nobody has continued for a week, unless a process still holds them."""
-    for left in cache.glob(f"{_WORKING}*/"):
-        lock_file = cache / f".{left.name.removeprefix(_WORKING)}.lock"
-        with contextlib.suppress(OSError, HeldError):
-            newest = max(file.stat().st_mtime for file in [left, *left.iterdir()])
-            if newest < time.time() - ABANDONED:
-                lock = hold(lock_file)
-                delete(left)
-                lock_file.unlink()
-                lock.release()

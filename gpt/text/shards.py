@@ -1,13 +1,12 @@
-"""Tokens on disk: files of bounded size with a manifest, memory-mapped as one long array."""
+"""Tokens on disk: a file for each split, memory-mapped, and a manifest."""
 
 import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -18,33 +17,9 @@ from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
 MIXTURE_WINDOWS = 1000  # a mixture deals out windows in blocks of this many, of which each corpus has a whole number
-SHARD_BYTES = 1 << 28  # in a file; the last one of a split is shorter
 VERIFY_BYTES = 1 << 28  # folders up to this size are hashed whenever they are opened: it takes a fraction of a second
+BLOCK = 1 << 20  # bytes to hash at once
 DECODED_TOKENS = 1 << 16  # to decode at once
-
-
-class Tokens:
-    """The token ids of several files as one array, indexed by a slice or by an array of indices."""
-
-    def __init__(self, files: Sequence[Path], dtype: np.dtype):
-        self._dtype = dtype
-        self._files = [np.asarray(np.memmap(file, dtype, mode="r")) for file in files]
-        self._length = sum(map(len, self._files))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        if isinstance(index, slice):
-            index = np.arange(*index.indices(self._length))
-        if len(self._files) == 1:
-            return self._files[0][index]
-        number, place = np.divmod(index, len(self._files[0]))  # all files but the last are as long as the first
-        ids = np.empty(index.shape, self._dtype)
-        for one in np.unique(number):
-            here = number == one
-            ids[here] = self._files[int(one)][place[here]]
-        return ids
 
 
 @dataclass(frozen=True)
@@ -54,8 +29,8 @@ class Shards:
     `manifest` holds the key that the folder was made for, the hashes, and the counts of tokens, bytes and documents.
     """
 
-    train: Tokens
-    validation: Tokens
+    train: np.ndarray  # (tokens,), of `width`, on disk
+    validation: np.ndarray
     tokenizer: Tokenizer
     manifest: dict
 
@@ -99,88 +74,48 @@ def width(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
 
 
-def shard_files(folder: Path, split: str, count: int) -> list[Path]:
-    """Return the paths of a split's token files."""
-    return [folder / f"{split}-{number:05d}.bin" for number in range(count)]
+def token_file(folder: Path, split: str) -> Path:
+    """Return the path of a split's token ids."""
+    return folder / f"{split}.bin"
 
 
 class Writer:
-    """Appends ids to the files of a split.
+    """Appends ids to the file of a split.
 
-    To continue the work of an earlier process, give the `length` in ids that it recorded, the `hashes` of its full
-    files and the `digest` of its last one; anything that it wrote after that is cut off. Raises `UserError` if the last
-    file is not what the earlier process left.
+    To continue the work of an earlier process, give the `length` in ids and the `sha256` that it recorded; anything
+    that it wrote after that is cut off. Raises `UserError` if the file is not what the earlier process left.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        dtype: np.dtype,
-        length: int = 0,
-        hashes: Sequence[str] = (),
-        digest: str = "",
-    ):
-        self._folder, self._split, self._dtype = folder, split, dtype
-        self._per_file = SHARD_BYTES // dtype.itemsize
-        self.length, self.hashes = length, list(hashes)
-        self._stream: BinaryIO | None = None
-        if rest := length % self._per_file:
-            file, size = self._next_file(), rest * dtype.itemsize
-            whole = file.exists() and file.stat().st_size >= size
-            if whole:
-                self._stream = file.open("r+b")
-                self._stream.truncate(size)
-                self._digest = hashlib.file_digest(self._stream, "sha256")
-                whole = digest == self.digest
-            if not whole:
-                self.__exit__()
-                raise UserError(f"{file}: was damaged while the preparation was interrupted; run the command again")
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, length: int = 0, sha256: str = ""):
+        self.length = length
+        file = token_file(folder, split)
+        self._stream = file.open("a+b")
+        self._stream.truncate(length * dtype.itemsize)  # which fills up a file that is too short, as its hash shows
+        self._stream.seek(0)
+        self._digest = hashlib.file_digest(self._stream, "sha256")
+        if length and self.sha256 != sha256:
+            self.close()
+            raise UserError(f"{file}: was damaged while the preparation was interrupted; run the command again")
 
     @property
-    def digest(self) -> str:
-        """The hash of the unfinished file, so far."""
-        return self._digest.copy().hexdigest() if self._stream is not None else ""
-
-    def _next_file(self) -> Path:
-        return shard_files(self._folder, self._split, len(self.hashes) + 1)[-1]
+    def sha256(self) -> str:
+        """The hash of everything written so far."""
+        return self._digest.hexdigest()
 
     def append(self, ids: np.ndarray) -> None:
-        """Write ids, which must have the files' type."""
-        assert ids.dtype == self._dtype
-        while len(ids):
-            if self._stream is None:
-                self._stream, self._digest = self._next_file().open("wb"), hashlib.sha256()
-            here = ids[: self._per_file - self.length % self._per_file]
-            self._stream.write(here.data)
-            self._digest.update(here.data)
-            self.length += len(here)
-            if self.length % self._per_file == 0:
-                self.close()
-            ids = ids[len(here) :]
+        """Write ids, which must have the file's type."""
+        self._stream.write(ids.data)
+        self._digest.update(ids.data)
+        self.length += len(ids)
 
     def flush(self) -> None:
         """Wait until everything written is safe on disk."""
-        if self._stream is not None:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Finish the current file and record its hash."""
-        if self._stream is not None:
-            self.flush()
-            self._stream.close()
-            self._stream = None
-            self.hashes.append(self._digest.hexdigest())
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Let go of an unfinished file, as after an error; only what was flushed needs to be on disk."""
-        if self._stream is not None:
-            with contextlib.suppress(OSError):
-                self._stream.close()
+        """Let go of the file, whose end is safe on disk only after `flush`."""
+        self._stream.close()
 
 
 def open_shards(folder: Path) -> Shards:
@@ -193,20 +128,17 @@ def open_shards(folder: Path) -> Shards:
         tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         if manifest["tokenizer"] != tokenizer.sha256:
             raise ValueError("the tokenizer is not the one in the manifest")
-        dtype = width(tokenizer)
-        per_file = int(manifest["shard_bytes"]) // dtype.itemsize
-        lengths = {split: int(manifest["splits"][split]["tokens"]) for split in SPLITS}
-        files = {split: shard_files(folder, split, len(manifest["splits"][split]["sha256"])) for split in SPLITS}
+        arrays = {}
         for split in SPLITS:
-            for number, file in enumerate(files[split]):
-                expected = min(per_file, lengths[split] - number * per_file) * dtype.itemsize
-                if (actual := file.stat().st_size) != expected:
-                    raise ValueError(f"{file.name} has {actual} bytes where the manifest says {expected}")
+            file, expected = token_file(folder, split), manifest["splits"][split]["tokens"]
+            arrays[split] = np.asarray(np.memmap(file, width(tokenizer), mode="r"))
+            if len(arrays[split]) != expected:
+                raise ValueError(f"{file.name} has {len(arrays[split]):,} tokens where the manifest says {expected:,}")
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: is damaged ({error}); {_remedy(folder)}") from None
-    if sum(lengths.values()) * dtype.itemsize <= VERIFY_BYTES:
+    if sum(tokens.nbytes for tokens in arrays.values()) <= VERIFY_BYTES:
         verify(folder, manifest)
-    return Shards(Tokens(files["train"], dtype), Tokens(files["validation"], dtype), tokenizer, manifest)
+    return Shards(arrays["train"], arrays["validation"], tokenizer, manifest)
 
 
 def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]:
@@ -218,26 +150,27 @@ def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]
     keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
     wanted = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
     prepared = {}
-    for file in cache.glob("[!.]*/manifest.json"):
+    for file in cache.glob("[!.]*/train.bin"):  # which folders of earlier versions have not
         with contextlib.suppress(OSError, ValueError):  # damaged, so it is not found
-            manifest = read_json(file)
+            manifest = read_json(file.with_name("manifest.json"))
             if manifest.get("tokenizer") == tokenizer.sha256:
                 prepared[json.dumps(manifest.get("key"))] = file.parent
     return [open_shards(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
 
 
 def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:
-    """Hash every token file of a prepared corpus; raise `UserError` naming the first damaged one.
+    """Hash the token files of a prepared corpus; raise `UserError` naming the first damaged one.
 
-    Each file that passes is reported to `read` by its size in bytes.
+    Each block that is read is reported to `read` by its size in bytes.
     """
     for split in SPLITS:
-        hashes = manifest["splits"][split]["sha256"]
-        for file, expected in zip(shard_files(folder, split, len(hashes)), hashes, strict=True):
-            with explain_unreadable(file), file.open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != expected:
-                    raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")
-                read(stream.tell())
+        file, digest = token_file(folder, split), hashlib.sha256()
+        with explain_unreadable(file), file.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+                read(len(block))
+        if digest.hexdigest() != manifest["splits"][split]["sha256"]:
+            raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")
 
 
 def _remedy(folder: Path) -> str:

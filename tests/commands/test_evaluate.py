@@ -286,9 +286,9 @@ def test_damaged_texts(home, capsys, monkeypatch, tmp_path):
     (tmp_path / "cache/another").mkdir()
     (tmp_path / "cache/another/manifest.json").write_text("{")
     assert figures(capsys, "--checkpoint", file)["documents"] == 1
-    [tokens] = (tmp_path / "cache").glob("*/validation-00000.bin")
+    [tokens] = (tmp_path / "cache").glob("*/validation.bin")
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    reason = rf"is damaged \({tokens.name} has \d+ bytes where .*\); delete .*"
+    reason = rf"is damaged \({tokens.name} has [\d,]+ tokens where .*\); delete .*"
     assert re.fullmatch(f"{tokens.parent}: {reason}", refusal("--checkpoint", file))
 
 

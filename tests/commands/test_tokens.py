@@ -1,22 +1,20 @@
 """python -m gpt.tokens: how a text splits, and whether prepared tokens are what they were."""
 
 import io
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import harness
 from gpt import tokens
 from gpt.exchange import checkpoint
 from gpt.text import shards
-from gpt.text.cache import write_json
 from gpt.text.pieces import cut
 from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer, train_bpe
+from model_files import write_prepared
 
 STORY = """It was the best of times, it was the worst of times; it was the age of wisdom, it was the age of foolishness.
     def main(argument, *arguments):\n        return 1234567890 + len(arguments)  # 2²³ ≠ 10 €, naïve café\r
@@ -185,29 +183,19 @@ IN_ORDER = "134 tokens, vocabulary 257, every hash matches"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache of two prepared corpora, a and b, of 103 and 31 tokens in files of 50 bytes."""
-    monkeypatch.setattr(shards, "SHARD_BYTES", 50)
+    """A cache of two prepared corpora, a and b, of 103 and 31 tokens."""
     monkeypatch.setattr(tokens, "CACHE", tmp_path / "cache")
     for name in ("b", "a"):
-        folder, splits = tmp_path / "cache" / name, {}
-        folder.mkdir(parents=True)
-        for split, count in zip(shards.SPLITS, (103, 31), strict=True):
-            with shards.Writer(folder, split, np.dtype("uint16")) as writer:
-                writer.append(np.arange(count, dtype=np.uint16))
-                writer.close()
-            splits[split] = {"tokens": count, "sha256": writer.hashes}
-        manifest = {"tokenizer": BYTE.sha256, "dtype": "uint16", "shard_bytes": 50, "splits": splits}
-        write_json(folder / "manifest.json", manifest)
-        (folder / "tokenizer.json").write_text(json.dumps(BYTE.to_dict()))
+        write_prepared(tmp_path / "cache" / name)
     return tmp_path / "cache"
 
 
 def flip(folder: Path) -> str:
-    """Flip one bit in the second file of the second split, and return how a line about it begins."""
-    content = bytearray((folder / "validation-00001.bin").read_bytes())
+    """Flip one bit of the second split, and return how a line about it begins."""
+    content = bytearray((folder / "validation.bin").read_bytes())
     content[len(content) // 2] ^= 1
-    (folder / "validation-00001.bin").write_bytes(content)
-    return f"{folder}/validation-00001.bin: damaged"
+    (folder / "validation.bin").write_bytes(content)
+    return f"{folder}/validation.bin: damaged"
 
 
 @pytest.mark.parametrize("hashed_when_opened", [shards.VERIFY_BYTES, 0])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -20,11 +19,9 @@ from gpt.exchange import huggingface
 from gpt.exchange.checkpoint import save
 from gpt.exchange.loading import find_checkpoint, open_model, open_tokenizer
 from gpt.model.transformer import GPT
-from gpt.text import shards
-from gpt.text.cache import write_json
 from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from harness import ROOT, refusal
-from model_files import payload_of, small_model
+from model_files import payload_of, small_model, write_prepared
 
 STORY = "It was the best of times, it was the worst of times; 2²³ ≠ 10 €, naïve café\r\n"
 GPT2, BPE = gpt2_tokenizer(), train_bpe([STORY * 3], 277)
@@ -36,21 +33,6 @@ def write_checkpoint(file: Path, tokenizer: Tokenizer = BPE, seed: int = 3, **ch
     file.parent.mkdir(parents=True, exist_ok=True)
     save(payload_of(model, tokenizer, **changes), file)
     return model
-
-
-def write_prepared(folder: Path, tokenizer: Tokenizer) -> Path:
-    """Write a prepared corpus of a few tokens."""
-    folder.mkdir()
-    dtype, splits = shards.width(tokenizer), {}
-    for split in shards.SPLITS:
-        with shards.Writer(folder, split, dtype) as writer:
-            writer.append(np.array([2, 3, 5, 7], dtype))
-            writer.close()
-        splits[split] = {"tokens": writer.length, "sha256": writer.hashes}
-    manifest = {"tokenizer": tokenizer.sha256, "dtype": dtype.name, "shard_bytes": shards.SHARD_BYTES, "splits": splits}
-    write_json(folder / "manifest.json", manifest)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
-    return folder
 
 
 def write_huggingface(folder: Path, **changes: object) -> Path:

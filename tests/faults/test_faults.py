@@ -218,7 +218,7 @@ def test_corrupt_shard(settings, tmp_path):
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     assert train(*arguments).returncode == 0
     shutil.rmtree(tmp_path / "run")
-    shard = next(cache.glob("*/train-00000.bin"))
+    shard = next(cache.glob("*/train.bin"))
     flip_a_bit(shard)
     done = train(*arguments)
     assert done.returncode == 2
@@ -241,7 +241,7 @@ def test_killed_preparation(tmp_path):
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     process = Process(arguments)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("cache/.preparing-*/train-00000.bin")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("cache/.preparing-*/train.bin")) and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send(signal.SIGKILL)
     assert process.end() == -signal.SIGKILL

@@ -3,7 +3,6 @@
 import math
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from gpt.text.batches import mixture_place, permute, training_batch, validation_batches, windows_given
 from gpt.text.shards import MIXTURE_WINDOWS as BLOCK
-from gpt.text.shards import Tokens, shard_files
 
 IGNORE = -7  # any id that no token has
 T = 7
@@ -25,7 +23,7 @@ EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=
 KEYS = st.integers(0, 2**64 - 1).map(np.uint64)
 
 
-def corpus_batch(tokens: np.ndarray | Tokens, *arguments: int) -> tuple[Tensor, Tensor]:
+def corpus_batch(tokens: np.ndarray, *arguments: int) -> tuple[Tensor, Tensor]:
     """A batch of one corpus."""
     return training_batch([tokens], (BLOCK,), *arguments)
 
@@ -194,33 +192,6 @@ def test_windows_given_by_hand():
     assert given_ == [211 * 10**9, 786 * 10**9, 3 * 10**9]
     [corpus], _ = mixture_place(np.array([10**12], dtype=np.uint64), MIXTURE, 5)
     assert [b - a for a, b in zip(given_, more, strict=True)] == [int(i == corpus) for i in range(3)]
-
-
-# --- several files ---
-
-
-def write_files(folder: Path, ids: np.ndarray, per_file: int) -> Tokens:
-    """An array in files of so many ids."""
-    folder.mkdir()
-    files = shard_files(folder, "train", -(-len(ids) // per_file))
-    for number, file in enumerate(files):
-        ids[number * per_file : (number + 1) * per_file].tofile(file)
-    return Tokens(files, ids.dtype)
-
-
-@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
-@pytest.mark.parametrize("per_file", [1, 5, T, 50, n - 1, n, 1000])
-def test_files_do_not_matter(tmp_path, kind, per_file):
-    """Wherever a file ends, within a window too, the batches are those of one array; also the last, shorter ones."""
-    ids = np.random.default_rng(3).permutation(n).astype(kind)
-    tokens = write_files(tmp_path / "tokens", ids, per_file)
-    assert equal(corpus_batch(tokens, 5, 3, 5 * PER_EPOCH, T), corpus_batch(ids, 5, 3, 5 * PER_EPOCH, T))
-    pairs = zip(validation_batches(tokens, 3, T, IGNORE), validation_batches(ids, 3, T, IGNORE), strict=True)
-    assert all(equal(one, other) for one, other in pairs)
-    other = np.arange(500, 531, dtype=kind)
-    corpora = [tokens, write_files(tmp_path / "other", other, per_file)]
-    arguments = ((700, 300), 5, 990, 53, T)
-    assert equal(training_batch(corpora, *arguments), training_batch([ids, other], *arguments))
 
 
 # --- the permutation ---

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import gpt.text.corpus.hashes
 import gpt.text.prepare.encode
 import gpt.text.prepare.split
-import gpt.text.shards
 from gpt.errors import UserError
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.prepare import prepare
@@ -114,7 +113,6 @@ class Bench:
             (gpt.text.prepare.split, "SAMPLE_BYTES", 2003),  # the text is read a second time to encode it
             (gpt.text.prepare.encode, "TASK", 199),
             (gpt.text.prepare.encode, "PROGRESS_BYTES", 1511),
-            (gpt.text.shards, "SHARD_BYTES", 2 * 2503),
             (gpt.text.corpus.hashes, "REMEMBERED", 11),
             (gpt.text.corpus.hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),
             (os, "fsync", lambda descriptor: None),

@@ -1,10 +1,11 @@
-"""Tokens on disk: files of a bounded size as one array, what is written where, and what damage says."""
+"""Tokens on disk: what is written, what is read, and what damage says."""
 
 import hashlib
 import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +15,18 @@ from hypothesis import strategies as st
 
 import gpt.text.shards
 from gpt.text.cache import read_json, write_json
-from gpt.text.shards import SPLITS, Corpora, Tokens, Writer, open_shards, shard_files, width
+from gpt.text.shards import SPLITS, Corpora, Writer, open_shards, token_file, width
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
+from model_files import write_prepared
 
 EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 IDS = {name: np.random.default_rng(7).integers(0, 257, count) for name, count in zip(SPLITS, (103, 31), strict=True)}
 
 
-def write_folder(folder: Path, shard_bytes: int = 50, tokenizer: Tokenizer | None = None, **changes) -> Path:
-    """A prepared corpus in the obvious way: files of so many bytes, and what the manifest says of them."""
-    tokenizer = tokenizer or byte_tokenizer()
-    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 65_536 else "uint32")
-    per_file = shard_bytes // dtype.itemsize
-    folder.mkdir(parents=True)
-    splits = {}
-    for name, ids in IDS.items():
-        contents = [ids[at : at + per_file].astype(dtype).tobytes() for at in range(0, len(ids), per_file)]
-        for number, content in enumerate(contents):
-            (folder / f"{name}-{number:05}.bin").write_bytes(content)
-        splits[name] = {"tokens": len(ids), "sha256": [hashlib.sha256(content).hexdigest() for content in contents]}
-    manifest = {"tokenizer": tokenizer.sha256, "dtype": dtype.name, "shard_bytes": shard_bytes, "splits": splits}
-    write_json(folder / "manifest.json", manifest | changes)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
-    return folder
+def write_folder(folder: Path, tokenizer: Tokenizer | None = None, **changes) -> Path:
+    """A prepared corpus of `IDS`."""
+    return write_prepared(folder, tokenizer, *IDS.values(), **changes)
 
 
 def pairs_tokenizer(tokens: int) -> Tokenizer:
@@ -47,57 +36,7 @@ def pairs_tokenizer(tokens: int) -> Tokenizer:
     return Tokenizer("bpe", ranks, BYTE_PATTERN)
 
 
-def write_files(folder: Path, ids: np.ndarray, per_file: int) -> Tokens:
-    """An array in files of so many ids."""
-    files = shard_files(folder, "train", -(-len(ids) // per_file))
-    for number, file in enumerate(files):
-        ids[number * per_file : (number + 1) * per_file].tofile(file)
-    return Tokens(files, ids.dtype)
-
-
-# --- several files as one array ---
-
-
-@pytest.mark.parametrize("per_file", [1, 7, 100, 101, 1000])
-@settings(EXAMPLES, max_examples=50)
-@given(st.data())
-def test_tokens_are_one_array(tmp_path_factory, per_file, data):
-    """Any slice and any array of indices, in any shape and order, gives what the whole array gives."""
-    ids = np.random.default_rng(3).integers(0, 50_000, 101).astype(np.uint16)
-    tokens = write_files(tmp_path_factory.mktemp("tokens"), ids, per_file)
-    assert len(tokens) == 101
-    bounds = st.none() | st.integers(-130, 130)
-    part = slice(data.draw(bounds), data.draw(bounds), data.draw(st.sampled_from([None, 1, 3, -1, -7])))
-    assert np.array_equal(tokens[part], ids[part])
-    shape = data.draw(st.sampled_from([(0,), (1,), (13,), (2, 3), (3, 5, 2)]))
-    count = int(np.prod(shape))
-    drawn = data.draw(st.lists(st.integers(0, 100), min_size=count, max_size=count))
-    for kind in (np.int64, np.uint64):
-        index = np.array(drawn, dtype=kind).reshape(shape)
-        assert tokens[index].dtype == np.uint16
-        assert tokens[index].shape == shape
-        assert np.array_equal(tokens[index], ids[index])
-
-
-@pytest.mark.parametrize("per_file", [7, 1000])
-def test_beyond_the_end(tmp_path, per_file):
-    """There is nothing, in one file and in several."""
-    tokens = write_files(tmp_path, np.arange(101, dtype=np.uint16), per_file)
-    for index in (101, 105, 10_000):
-        with pytest.raises(IndexError):
-            tokens[np.array([3, index])]
-
-
-@pytest.mark.parametrize("per_file", [7, 1000])
-def test_tokens_are_read_only(tmp_path, per_file):
-    """What is done to ids that were read is not done to the file."""
-    ids = np.arange(101, dtype=np.uint16)
-    tokens = write_files(tmp_path, ids, per_file)
-    for index in (slice(5, 11), np.arange(5, 11)):
-        tokens[index][:] = 7
-        assert np.array_equal(tokens[:], ids)
-    with pytest.raises(TypeError):
-        tokens[5:11] = 7
+# --- ids on disk ---
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(257, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
@@ -116,63 +55,36 @@ def test_width_of_the_ids(tmp_path, tokens, dtype):
 
 
 @EXAMPLES
-@given(st.integers(1, 23), st.integers(0, 101), st.lists(st.integers(0, 40), max_size=8), st.sampled_from(["u2", "u4"]))
-def test_portions_do_not_matter(tmp_path_factory, per_file, length, portions, kind):
-    """In whatever portions ids arrive, the files are those of the whole, each but the last one full."""
-    folder, dtype = tmp_path_factory.mktemp("written"), np.dtype(kind)
-    ids = np.arange(1, length + 1, dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt.text.shards, "SHARD_BYTES", per_file * dtype.itemsize + dtype.itemsize - 1)
-        writer = Writer(folder, "train", dtype)
-    for part in np.split(ids, np.minimum(np.cumsum([0, *portions]), length)):
-        writer.append(part)
-    writer.close()
-    assert writer.length == length
-    files = sorted(folder.iterdir())
-    assert files == shard_files(folder, "train", -(-length // per_file))
-    assert [np.fromfile(file, dtype).tolist() for file in files] == [
-        ids[at : at + per_file].tolist() for at in range(0, length, per_file)
-    ]
-    assert writer.hashes == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-
-
-@pytest.mark.slow
-@settings(EXAMPLES, max_examples=40)
-@given(st.integers(1, 23), st.integers(0, 101), st.integers(0, 101), st.booleans())
-def test_going_on(tmp_path_factory, per_file, length, more, torn):
-    """After any number of ids, whatever lies behind them, the files become those of one that was not disturbed."""
-    folder, dtype = tmp_path_factory.mktemp("written"), np.dtype("u2")
-    ids = np.arange(1, length + more + 1, dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt.text.shards, "SHARD_BYTES", 2 * per_file)
-        writer = Writer(folder, "train", dtype)
-        writer.append(ids[:length])
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 8), st.booleans(), st.sampled_from(["u2", "u4"]))
+def test_portions_do_not_matter(tmp_path_factory, portions, known, torn, kind):
+    """In whatever portions ids arrive, and whatever an earlier process wrote behind those that are known."""
+    folder, ids = tmp_path_factory.mktemp("written"), np.arange(sum(portions), dtype=kind)
+    parts = np.split(ids, np.cumsum(portions)[:-1]) if portions else []
+    with closing(Writer(folder, "train", ids.dtype)) as writer:
+        for part in parts[:known]:
+            writer.append(part)
         writer.flush()
-        known = (writer.length, list(writer.hashes), writer.digest)
-        writer.append(np.full(3 * more + 1, 999, dtype))  # what the journal does not know of
-        writer.close()
-        if torn:
-            with shard_files(folder, "train", len(known[1]) + 1)[-1].open("ab") as stream:
-                stream.write(b"\xff")
-        writer = Writer(folder, "train", dtype, *known)
-        writer.append(ids[length:])
-        writer.close()
-    files = shard_files(folder, "train", -(-len(ids) // per_file))
-    assert writer.length == len(ids)
-    assert b"".join(file.read_bytes() for file in files) == ids.tobytes()
-    assert writer.hashes == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        journal = writer.length, writer.sha256
+        writer.append(np.full(7, 999, kind))  # what the journal does not know of
+    with token_file(folder, "train").open("ab") as stream:
+        stream.write(b"\xff" * torn)
+    with closing(Writer(folder, "train", ids.dtype, *journal)) as writer:
+        for part in parts[known:]:
+            writer.append(part)
+    assert token_file(folder, "train").read_bytes() == ids.tobytes()
+    assert (writer.length, writer.sha256) == (len(ids), hashlib.sha256(ids.tobytes()).hexdigest())
 
 
 # --- opening ---
 
 
-@pytest.mark.parametrize("shard_bytes", [2, 3, 50, 62, 206, 1 << 28])
-def test_open(tmp_path, shard_bytes):
-    """One file or many, the last ones full or not."""
-    shards = open_shards(write_folder(tmp_path / "folder", shard_bytes))
+def test_open(tmp_path):
+    """The ids of both splits as arrays that cannot be changed."""
+    shards = open_shards(write_folder(tmp_path / "folder"))
     for name, ids in IDS.items():
-        assert len(getattr(shards, name)) == len(ids)
-        assert np.array_equal(getattr(shards, name)[:], ids)
+        assert np.array_equal(getattr(shards, name), ids)
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(shards, name)[5:11] = 7
     assert shards.tokenizer.to_dict() == byte_tokenizer().to_dict()
     assert shards.manifest == read_json(tmp_path / "folder/manifest.json")
 
@@ -193,27 +105,22 @@ def test_key_of_a_mixture(tmp_path):
 
 
 def truncate(folder: Path) -> None:
-    """Two tokens fewer in the second file."""
-    os.truncate(folder / "train-00001.bin", 46)
+    """Two tokens fewer."""
+    os.truncate(folder / "train.bin", 202)
 
 
 def flip(folder: Path) -> None:
-    """One bit in the middle of the second file of the second split."""
-    content = bytearray((folder / "validation-00001.bin").read_bytes())
+    """One bit in the middle of the second split."""
+    content = bytearray((folder / "validation.bin").read_bytes())
     content[len(content) // 2] ^= 1
-    (folder / "validation-00001.bin").write_bytes(content)
+    (folder / "validation.bin").write_bytes(content)
 
 
-def edit_manifest(folder: Path, **changes) -> None:
-    """Replace entries of the manifest; `None` takes them out."""
-    manifest = read_json(folder / "manifest.json") | changes
-    write_json(folder / "manifest.json", {name: value for name, value in manifest.items() if value is not None})
-
-
-def edit_counts(folder: Path, **changes) -> None:
+def edit_hash(folder: Path) -> None:
     """Replace what the manifest says of training."""
-    splits = read_json(folder / "manifest.json")["splits"]
-    edit_manifest(folder, splits=splits | {"train": splits["train"] | changes})
+    manifest = read_json(folder / "manifest.json")
+    manifest["splits"]["train"]["sha256"] = "0" * 64
+    write_json(folder / "manifest.json", manifest)
 
 
 def edit_tokenizer(folder: Path, **changes) -> None:
@@ -231,16 +138,14 @@ def edit_unsealed(folder: Path) -> None:
 SEAL = r"the content of manifest\.json does not match its seal"
 GONE = r"\[Errno 2\] No such file or directory: '[^']+/{}'"
 DAMAGE = {
-    "truncated": (truncate, r"train-00001\.bin has 46 bytes where the manifest says 50"),
-    "no last file": (lambda folder: (folder / "train-00004.bin").unlink(), GONE.format("train-00004.bin")),
+    "truncated": (truncate, r"train\.bin has 101 tokens where the manifest says 103"),
+    "half a token": (lambda folder: os.truncate(folder / "train.bin", 101), r"[^\n]+ not a multiple of [^\n]+"),
+    "empty file": (lambda folder: os.truncate(folder / "train.bin", 0), r"[^\n]+ empty file"),
+    "no file": (lambda folder: (folder / "train.bin").unlink(), GONE.format("train.bin")),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), GONE.format("manifest.json")),
     "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 101), r"[^\n]+: line \d[^\n]+"),
     "manifest of another kind": (lambda folder: (folder / "manifest.json").write_text("[7]"), SEAL),
     "changed manifest": (edit_unsealed, SEAL),
-    "manifest of other files": (
-        lambda folder: edit_manifest(folder, shard_bytes=48),
-        r"train-00000\.bin has 50 bytes where the manifest says 48",
-    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), GONE.format("tokenizer.json")),
     "half a tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 101), r"[^\n]+: line \d[^\n]+"),
     "changed tokenizer": (lambda folder: edit_tokenizer(folder, pattern="."), r"the tokenizer's pattern=[^\n]+"),
@@ -267,9 +172,9 @@ def test_damaged_tokens_are_named(tmp_path):
     """A flipped bit, or another hash in the manifest."""
     flip(folder := write_folder(tmp_path / "flipped"))
     reason = "damaged (its hash is not the one in the manifest); delete"
-    assert refusal(open_shards, folder).startswith(f"{folder}/validation-00001.bin: {reason} {folder} and")
-    edit_counts(folder := write_folder(tmp_path / "hash"), sha256=["0" * 64] * 5)
-    assert refusal(open_shards, folder).startswith(f"{folder}/train-00000.bin: {reason}")
+    assert refusal(open_shards, folder).startswith(f"{folder}/validation.bin: {reason} {folder} and")
+    edit_hash(folder := write_folder(tmp_path / "hash"))
+    assert refusal(open_shards, folder).startswith(f"{folder}/train.bin: {reason}")
 
 
 def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
@@ -278,11 +183,11 @@ def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
     flip(folder)
     size = 2 * (103 + 31)
     monkeypatch.setattr(gpt.text.shards, "VERIFY_BYTES", size)
-    assert "validation-00001.bin: damaged" in refusal(open_shards, folder)
+    assert "validation.bin: damaged" in refusal(open_shards, folder)
     monkeypatch.setattr(gpt.text.shards, "VERIFY_BYTES", size - 1)
     assert len(open_shards(folder).validation) == 31
     truncate(folder)
-    assert "train-00001.bin has 46 bytes where" in refusal(open_shards, folder)
+    assert "train.bin has 101 tokens where" in refusal(open_shards, folder)
 
 
 # --- the validation text ---
@@ -290,12 +195,12 @@ def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 2, 7, 31, 100_003])
 def test_validation_bytes(monkeypatch, tmp_path, block):
-    """The validation text comes in blocks, without end-of-text, wherever a file or a character ends."""
+    """The validation text comes in blocks, without end-of-text, wherever a character ends."""
     end = byte_tokenizer().end_of_text
     ids = [end, *"naïve €".encode(), end, end, *"😀\n".encode()]
     monkeypatch.setitem(IDS, "validation", np.array(ids))
     monkeypatch.setattr(gpt.text.shards, "DECODED_TOKENS", block)
-    blocks = list(open_shards(write_folder(tmp_path / "folder", 14)).validation_bytes())
+    blocks = list(open_shards(write_folder(tmp_path / "folder")).validation_bytes())
     assert b"".join(blocks) == "naïve €😀\n".encode()
     assert max(map(len, blocks)) <= block
     assert len(blocks) == -(-len(ids) // block)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt.text.shards import Shards, Tokens
+from gpt.text.shards import Shards
 
 LEAST = 8  # tokens: shorter passages are common phrases
 SEARCHED = 1 << 26  # tokens of a corpus, at most: it takes seconds
@@ -21,7 +21,7 @@ class Overlap(NamedTuple):
     length: int  # of the longest, in tokens; 0 if there is none
 
 
-def find_overlap(text: np.ndarray, corpus: np.ndarray | Tokens) -> Overlap:
+def find_overlap(text: np.ndarray, corpus: np.ndarray) -> Overlap:
     """Find what a text (N,) has in common with a corpus of token ids.
 
     Every pass over the corpus asks which runs of n tokens it contains, block by block, so its memory does not grow with
@@ -53,9 +53,7 @@ def find_copies(ids: list[int], sources: Sequence[Shards]) -> tuple[list[bool], 
     return np.logical_or.reduce([one.copied for one in found]).tolist(), passage
 
 
-def _contained(
-    text: np.ndarray, corpus: np.ndarray | Tokens, n: int, blocks: Iterable[int]
-) -> tuple[list[int], list[int]]:
+def _contained(text: np.ndarray, corpus: np.ndarray, n: int, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
     """The starts of those runs of n tokens of a text that begin in some blocks of a corpus; and in which of the blocks.
 
     Two runs are equal if their 64-bit hashes are.
@@ -66,7 +64,7 @@ def _contained(
     few[wanted >> np.uint64(48)] = True
     end, within = min(SEARCHED, len(corpus)), []
     for start in blocks:
-        hashes = _hashes(np.asarray(corpus[start : min(end, start + AT_ONCE + n - 1)]), n)
+        hashes = _hashes(corpus[start : min(end, start + AT_ONCE + n - 1)], n)
         equal = np.isin(wanted, hashes[few[hashes >> np.uint64(48)]])
         if equal.any():
             contained |= equal

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpt.text.shards import Shards, Tokens
+from gpt.text.shards import Shards
 
 LEAST_BYTES = 10_000  # below, a compressor has too little to learn from, which flatters any model
 MOST_BYTES = 10_000_000  # above, xz takes minutes
@@ -32,7 +32,7 @@ def references(sources: Sequence[Shards]) -> dict[str, float]:
     return found
 
 
-def sample(tokens: Tokens, size: int) -> np.ndarray:
+def sample(tokens: np.ndarray, size: int) -> np.ndarray:
     """Return about `size` tokens in rows that are evenly spaced over a text, or all of a shorter one in a single row.
 
     The result is (rows, tokens in a row), of int64.

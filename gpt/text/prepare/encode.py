@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt.console import progress_bar
-from gpt.text.cache import read_json, write_json
+from gpt.text.cache import JOURNAL, write_json
 from gpt.text.corpus.corpus import Piece
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import Split
@@ -20,7 +20,6 @@ from gpt.text.tokenizer import Tokenizer
 
 TASK = 1 << 18  # characters, at least, that a thread encodes at once
 PROGRESS_BYTES = 1 << 26  # of text, at most, that an interrupted preparation encodes again
-PROGRESS = "progress.json"
 
 
 class Place(NamedTuple):
@@ -42,21 +41,14 @@ class Encoded(NamedTuple):
 Task = list[tuple[Piece, bool]]  # pieces, each with whether it is for validation
 
 
-def encode(
-    working: Path, source: Source, split: Split, size: int, tokenizer: Tokenizer, sample: list[Piece] | None
-) -> dict[str, dict]:
+def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, sample: list[Piece] | None) -> dict:
     """Write the token files of both splits into a folder and return their counts and hashes.
 
-    `size` is the corpus in bytes; `sample` is all of it where it is in memory already. After every `PROGRESS_BYTES` of
-    text, the journal records what is safe on disk and which piece comes next, and a later call continues from there.
+    `journal` says how far an earlier process came; `sample` is the whole corpus where it is in memory already. After
+    every `PROGRESS_BYTES` of text, a file records the journal of what is safe on disk by then.
     """
-    counts: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": []} for name in SPLITS}
-    start = Place(0, 0, 0)
-    digests = dict.fromkeys(SPLITS, "")  # of each split's last file so far
-    journal = working / PROGRESS
-    with contextlib.suppress(FileNotFoundError, ValueError):  # damaged: encode everything again
-        stored = read_json(journal)
-        counts, start, digests = stored["splits"], Place(*stored["place"]), stored["digests"]
+    split, start = Split(**journal["split"]), Place(*journal["place"])
+    size, counts = journal["bytes"], journal["splits"]
     done = journaled = sum(counts[name]["bytes"] for name in SPLITS)
     if done:
         source.say(f"resuming the preparation of {source.corpus.name} at {done / size:.0%}")
@@ -64,13 +56,17 @@ def encode(
     kept = ((0, number, piece) for number, piece in enumerate(sample or ()))
     tasks = _tasks(source.corpus.pieces(start.file) if sample is None else kept, split, start)
     with contextlib.ExitStack() as stack:
-        writers = {
-            name: stack.enter_context(
-                Writer(working, name, dtype, counts[name]["tokens"], counts[name]["sha256"], digests[name])
-            )
-            for name in SPLITS
-        }
+        writers = {}
+        for name, count in counts.items():
+            writer = Writer(working, name, dtype, count["tokens"], count["sha256"])
+            writers[name] = stack.enter_context(contextlib.closing(writer))
         bar = stack.enter_context(progress_bar(size, done, delay=1))
+
+        def flush() -> None:
+            for name, writer in writers.items():
+                writer.flush()
+                counts[name] |= {"tokens": writer.length, "sha256": writer.sha256}
+
         for encoded, place in _in_order(lambda task: _encode_task(tokenizer, dtype, task), tasks):
             for name, part in encoded.items():
                 writers[name].append(part.ids)
@@ -79,16 +75,11 @@ def encode(
                 done += part.bytes
                 bar.update(part.bytes)
             if done - journaled >= PROGRESS_BYTES and sample is None:
-                for name, writer in writers.items():
-                    writer.flush()
-                    counts[name] |= {"tokens": writer.length, "sha256": writer.hashes}
+                flush()
                 source.require_unchanged(slice(start.file, place.file + 1))
-                digests = {name: writer.digest for name, writer in writers.items()}
-                write_json(journal, {"place": place, "splits": counts, "digests": digests})
+                write_json(working / JOURNAL, journal | {"place": place})
                 journaled, start = done, place
-        for name, writer in writers.items():
-            writer.close()
-            counts[name] |= {"tokens": writer.length, "sha256": writer.hashes}
+        flush()
     return counts
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from gpt.console import say
 from gpt.errors import UserError
 from gpt.files import publish, write_text
-from gpt.text import shards
-from gpt.text.cache import PLAN, delete, explain_unwritable, make_cache, read_json, working_folder, write_json
+from gpt.text.cache import JOURNAL, delete, explain_unwritable, make_cache, read_json, working_folder, write_json
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say
 from gpt.text.corpus.mixture import configs_of, names_of, shares_of
-from gpt.text.prepare.encode import PROGRESS, encode
+from gpt.text.prepare.encode import encode
 from gpt.text.prepare.source import Source
-from gpt.text.prepare.split import SAMPLE_BYTES, Split
-from gpt.text.shards import MIXTURE_WINDOWS, SPLITS, Corpora, Shards, open_shards, width
+from gpt.text.prepare.split import SAMPLE_BYTES
+from gpt.text.shards import MIXTURE_WINDOWS, SPLITS, Corpora, Shards, open_shards
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 
-FORMAT = 3  # of the folder; raise it when what is written for the same text changes
+FORMAT = 3  # raise it when the same text gives other tokens: no run continues on them
+LAYOUT = 2  # raise it when a folder holds the same tokens in another way
 
 
 class TooShortError(UserError):
@@ -84,7 +84,7 @@ def _prepare_one(source: Source, tokenizer: TokenizerConfig | Tokenizer, context
     if isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
         how["vocab_size"] = str(tokenizer.vocab_size)
     key = {"format": FORMAT, "corpus": source.sha256, "tokenizer": how, "validation_bytes": source.validation_bytes}
-    folder = cache / f"{source.corpus.name}-{tokenizer.name}-{_digest(key)}"
+    folder = cache / f"{source.corpus.name}-{tokenizer.name}-{_digest(key | {'layout': LAYOUT})}"
     if folder.exists():
         source.say(f"{source.corpus.name} is already prepared, in {folder}")
     else:
@@ -93,8 +93,7 @@ def _prepare_one(source: Source, tokenizer: TokenizerConfig | Tokenizer, context
             if not folder.exists():  # another process may have made it while we waited
                 if not (working / "manifest.json").exists():  # which is written last
                     _fill(working, source, key, tokenizer, context_length)
-                for file in (PLAN, PROGRESS):
-                    (working / file).unlink(missing_ok=True)
+                (working / JOURNAL).unlink(missing_ok=True)
                 publish(working, folder)
     found = open_shards(folder)
     _require_enough(len(found.train), len(found.validation), context_length)
@@ -105,8 +104,7 @@ def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
     """Decide on split and tokenizer, encode, and write the manifest; or continue where an earlier process stopped."""
     sample = None
     try:
-        plan = read_json(working / PLAN)
-        split, size = Split(**plan["split"]), int(plan["bytes"])
+        journal = read_json(working / JOURNAL)
         tokenizer = Tokenizer.from_dict(json.loads((working / "tokenizer.json").read_text(encoding="utf-8")))
         for unfinished in working.glob(".*.json.*"):  # by a process that was killed in `write_text`
             unfinished.unlink()
@@ -116,23 +114,17 @@ def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
         found = source.survey
         tokenizer = how if isinstance(how, Tokenizer) else _make_tokenizer(how, source)
         write_text(working / "tokenizer.json", json.dumps(tokenizer.to_dict()))
-        split, size = found.split, found.bytes
-        write_json(working / PLAN, {"split": asdict(split), "bytes": size})
+        nothing = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""} for name in SPLITS}
+        journal = {"split": asdict(found.split), "bytes": found.bytes, "place": (0, 0, 0), "splits": nothing}
+        write_json(working / JOURNAL, journal)
         if found.stride == 1:
             sample = [piece for piece, _ in found.sample]
         del found, source.survey
-    splits = encode(working, source, split, size, tokenizer, sample)
+    splits, size = encode(working, source, journal, tokenizer, sample), journal["bytes"]
     source.require_unchanged()
     tokens = sum(splits[name]["tokens"] for name in SPLITS)
     _require_enough(splits["train"]["tokens"], splits["validation"]["tokens"], context_length)
-    manifest = {
-        "key": key,
-        "corpus": source.corpus.name,
-        "tokenizer": tokenizer.sha256,
-        "dtype": width(tokenizer).name,
-        "shard_bytes": shards.SHARD_BYTES,
-        "splits": splits,
-    }
+    manifest = {"key": key, "corpus": source.corpus.name, "tokenizer": tokenizer.sha256, "splits": splits}
     write_json(working / "manifest.json", manifest)
     source.say(
         f"prepared {size:,} bytes as {tokens:,} tokens ({size / tokens:.2f} bytes per token, vocabulary "

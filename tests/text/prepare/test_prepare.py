@@ -75,19 +75,15 @@ def test_bytes_by_hand(tmp_path):
 def test_manifest(tmp_path):
     """The counts are those of the texts, the hashes those of the files."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
-    with constants({"gpt.text.shards.SHARD_BYTES": 2003}):
-        shards = make(data, cache)
-    folder = folder_of(cache)
-    counts, names = {}, ["manifest.json", "tokenizer.json"]
+    shards = make(data, cache)
+    folder, counts = folder_of(cache), {}
     for name, documents in zip(SPLITS, halves(data), strict=True):
         size = sum(len(document.encode()) for document in documents)
         tokens = size + len(documents)
-        files = [folder / f"{name}-{number:05}.bin" for number in range(-(-tokens // 1001))]
-        digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-        counts[name] = {"tokens": tokens, "bytes": size, "documents": len(documents), "sha256": digests}
-        names += [file.name for file in files]
-        assert len(getattr(shards, name)) == tokens
-        assert [file.stat().st_size for file in files] == [2002] * (tokens // 1001) + [2 * (tokens % 1001)]
+        ids = (folder / f"{name}.bin").read_bytes()
+        digest = hashlib.sha256(ids).hexdigest()
+        counts[name] = {"tokens": tokens, "bytes": size, "documents": len(documents), "sha256": digest}
+        assert len(getattr(shards, name)) == tokens == len(ids) / 2
     assert counts["train"]["documents"] + counts["validation"]["documents"] == 53
     corpus = open_corpus(data, cache).sha256(cache)
     key = {"format": FORMAT, "corpus": corpus, "tokenizer": {"name": "byte"}, "validation_bytes": 1_000_000}
@@ -95,14 +91,12 @@ def test_manifest(tmp_path):
         "key": key,
         "corpus": "text",
         "tokenizer": byte_tokenizer().sha256,
-        "dtype": "uint16",
-        "shard_bytes": 2003,
         "splits": counts,
     }
     stored = json.loads((folder / "manifest.json").read_text())
     assert len(stored.pop("seal")) == 64
     assert stored == shards.manifest
-    assert sorted(file.name for file in folder.iterdir()) == sorted(names)
+    assert content(folder).keys() == {"manifest.json", "tokenizer.json", "train.bin", "validation.bin"}
     assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
 
 
@@ -135,7 +129,7 @@ def test_portions_do_not_matter(tmp_path, documents):
             make(data, tmp_path / str(i))
         results.append(content(folder_of(tmp_path / str(i))))
     assert results == [results[0]] * 6
-    assert {"manifest.json", "tokenizer.json", "train-00000.bin", "validation-00000.bin"} <= results[0].keys()
+    assert {"manifest.json", "tokenizer.json", "train.bin", "validation.bin"} <= results[0].keys()
 
 
 def test_sample_to_train_the_tokenizer(tmp_path):
@@ -250,7 +244,7 @@ def test_after_damage(tmp_path):
     """What the line says to delete is made anew; test_shards.py has every kind of damage."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     whole = lists(make(data, cache))
-    (folder_of(cache) / "validation-00000.bin").write_bytes(b"\0")
+    (folder_of(cache) / "validation.bin").write_bytes(b"\0")
     assert refusal(data, cache).endswith(f"; delete {folder_of(cache)} and it will be made anew")
     shutil.rmtree(folder_of(cache))
     assert lists(make(data, cache)) == whole

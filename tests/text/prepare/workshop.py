@@ -25,7 +25,7 @@ from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
 from gpt.text.prepare.prepare import prepare
 from gpt.text.prepare.split import survey
-from gpt.text.shards import Shards, Tokens
+from gpt.text.shards import Shards
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -33,13 +33,12 @@ CONTEXT = 13
 BYTE = TokenizerConfig("byte")
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
-# Of a small text many pieces, tasks and files, read a second time to encode it, and a journal that is written often.
+# Of a small text many pieces and tasks, read a second time to encode it, and a journal that is written often.
 SMALL = {
     "gpt.text.corpus.corpus.cut": 31,
     "gpt.text.prepare.split.SAMPLE_BYTES": 10_007,
     "gpt.text.prepare.encode.TASK": 199,
     "gpt.text.prepare.encode.PROGRESS_BYTES": 1511,
-    "gpt.text.shards.SHARD_BYTES": 2 * 2503,
 }
 LARGE = SMALL | {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9}  # all of it is kept from the first reading
 
@@ -112,9 +111,8 @@ def lists(shards: Shards) -> tuple[list[int], list[int]]:
     return shards.train[:].tolist(), shards.validation[:].tolist()
 
 
-def documents_of(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
+def documents_of(ids: np.ndarray, tokenizer: Tokenizer) -> list[str]:
     """The texts between the ends of text, the first of which stands at the very start."""
-    ids = tokens[:]
     starts = np.flatnonzero(ids == tokenizer.end_of_text)
     assert starts[0] == 0
     return [tokenizer.decode(part[1:]) for part in np.split(ids, starts[1:])]
