@@ -14,7 +14,7 @@ from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.download import fetch_dataset, fetch_file, up_to
 from gpt.text.corpus.files import each_once, find_text_files
-from gpt.text.corpus.formats import explain_unreadable, read_documents, reader_of, tables_among
+from gpt.text.corpus.formats import explain_unreadable, is_table, read_documents
 from gpt.text.corpus.hashes import hash_files
 from gpt.text.pieces import cut
 
@@ -68,8 +68,7 @@ class Corpus:
         """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
         for file, file_digest in zip(self.files, hash_files(self.files, cache), strict=True):
-            kind = "".join(file.suffixes) + f" {reader_of(file).version}" * (reader_of(file).version > 0)
-            digest.update(f"{kind}\n{file_digest}\n".encode("utf-8", "replace"))
+            digest.update(f"{''.join(file.suffixes)}\n{file_digest}\n".encode("utf-8", "replace"))
         return digest.hexdigest()
 
     def require_text(self, size: int) -> None:
@@ -101,10 +100,10 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
         files, rest = fetch_dataset(data, cache, say)
     else:
         files = each_once(file for path in data.paths for file in _files_at(path, data, cache, say))
-        if tables := tables_among(files):
-            others = f" and {len(tables) - 1:,} more are tables" if len(tables) > 1 else " is a table"
+        if tables := [file.name for file in files if is_table(file)]:
+            others = f" and {len(tables) - 1:,} more" if len(tables) > 1 else ""
             remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
-            say(f"{tables[0].name}{others}, taken as raw text, commas and quotes included: {remedy}")
+            say(f"{tables[0]}{others}: a table, taken as raw text, commas and quotes included: {remedy}")
 
     def read(file: Path) -> Iterable[Iterable[str]]:
         documents = read_documents(file, data.text_field, data.errors)

@@ -11,21 +11,20 @@ import importlib
 import itertools
 import json
 import lzma
-import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from gpt.errors import UserError
 from gpt.text.pieces import decoded, well_formed
 
 BLOCK = 1 << 20  # bytes to read at once
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-UNPACKED_BYTES, UNPACKED_TIMES = 1 << 28, 500  # a file may unpack to this many bytes and this many times its own size
 LINE_BYTES = 1 << 26  # of JSON, at most, since a line is held in memory several times over
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
+_WHITE = codecs.BOM_UTF8 + b" \t\r"  # before the first character of a line
 _REPLACE = ", or set data.errors=replace"
 
 Documents = Iterator[Iterable[str]]
@@ -38,7 +37,7 @@ def read_documents(file: Path, text_field: str = "text", errors: str = "strict")
     "strict", or "replace" to read bytes that are not UTF-8 as U+FFFD. Raises `UserError` naming the file, the place in
     it and the remedy.
     """
-    return reader_of(file).read(file, text_field, errors)
+    return READERS.get(kind_of(file), _text)(file, text_field, errors)
 
 
 def kind_of(file: Path) -> str:
@@ -47,14 +46,9 @@ def kind_of(file: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix not in PACKED), "")
 
 
-def reader_of(file: Path) -> "Reader":
-    """Return the reader of a file's suffix; of an unknown one, the reader of plain text."""
-    return READERS.get(kind_of(file), _TEXT)
-
-
 def looks_like_text(file: Path) -> bool:
     """Whether to read a file that was found in a folder: not if it is empty or begins like a binary file."""
-    if reader_of(file).is_binary:
+    if kind_of(file) == ".parquet":  # binary by design
         return True
     try:
         beginning = _beginning(file)
@@ -63,15 +57,10 @@ def looks_like_text(file: Path) -> bool:
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_NOT_TEXT)
 
 
-def tables_among(files: Iterable[Path]) -> list[Path]:
-    """Return the files that hold a table, as CSV or as a JSON array, and that `read_documents` takes for plain text."""
-    white = codecs.BOM_UTF8 + b" \t\r\n"
-    kinds = [(file, kind_of(file)) for file in files]
-    return [
-        file
-        for file, kind in kinds
-        if kind in (".csv", ".tsv") or (kind == ".json" and _beginning(file).lstrip(white).startswith(b"["))
-    ]
+def is_table(file: Path) -> bool:
+    """Whether a file holds a table, as CSV or as a JSON array, which `read_documents` takes for plain text."""
+    kind = kind_of(file)
+    return kind in (".csv", ".tsv") or (kind == ".json" and _beginning(file).lstrip(_WHITE + b"\n").startswith(b"["))
 
 
 @contextlib.contextmanager
@@ -107,19 +96,16 @@ def _unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
     held: list[bytes] = []
     length = offset = 0
     with explain_unreadable(file):
-        most = _most_unpacked(file)
         try:
             with contextlib.closing(_content(file, size)) as blocks:
                 for block in blocks:
                     held.append(block)
                     length += len(block)
                     offset += len(block)
-                    if offset > most:
-                        raise _unpacks_to_too_much(file, most)
                     if length >= size:
                         yield b"".join(held)
                         held, length = [], 0
-        except (UserError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:  # each library has its own for damage, bz2 an OSError without a number
             if isinstance(error, OSError) and error.errno is not None:
@@ -130,19 +116,6 @@ def _unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
             ) from None
         if length:
             yield b"".join(held)
-
-
-def _most_unpacked(file: Path) -> float:
-    """Return how many bytes a file may unpack to; text packs three to ten times, the dullest logs 100 times."""
-    packed = file.suffix.lower() in (*PACKED, ".parquet")
-    return UNPACKED_BYTES + UNPACKED_TIMES * file.stat().st_size if packed else math.inf
-
-
-def _unpacks_to_too_much(file: Path, most: float) -> UserError:
-    return UserError(
-        f"{file}: unpacks to more than {most:,} bytes, over {UNPACKED_TIMES} times its own size, as no text does: "
-        "leave it out, or decompress it yourself and name the result"
-    )
 
 
 def _content(file: Path, size: int) -> Generator[bytes, None, None]:
@@ -226,7 +199,7 @@ def _decode(encoded: bytes, place: str, errors: str) -> str:
 def _json(file: Path, text_field: str, errors: str) -> Documents:
     """Read JSON lines if the first line is a complete object; else the whole text is one document."""
     is_lines = False
-    if _beginning(file).lstrip(codecs.BOM_UTF8 + b" \t\r").startswith(b"{"):  # an array may be one endless line
+    if _beginning(file).lstrip(_WHITE).startswith(b"{"):  # an array may be one endless line
         first = next(_lines(file)).decode("utf-8-sig", "replace")  # UTF-8 is checked later
         with contextlib.suppress(ValueError, RecursionError):
             is_lines = isinstance(json.loads(first), dict)
@@ -296,22 +269,14 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
                     f"{file}: {text_field!r} is not a column of text; name one with data.text_field= "
                     f"({', '.join(names[:8])}{', ...' * (len(names) > 8)})"
                 )
-            most, length = _most_unpacked(file), 0
             for group in range(table.num_row_groups):
                 place, row = f"{file}: row group {group}", 0
-                columns = map(table.metadata.row_group(group).column, range(table.metadata.num_columns))
-                if sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field) > most:
-                    raise _unpacks_to_too_much(file, most)
                 for batch in table.iter_batches(64, row_groups=[group], columns=[text_field], use_threads=False):
                     column = batch.column(0)
                     if arrow.types.is_dictionary(column.type):
                         column = column.dictionary_decode()
                     for encoded in column.cast(arrow.large_binary()):
-                        document = encoded.as_py() or b""
-                        length += len(document)
-                        if length > most:
-                            raise _unpacks_to_too_much(file, most)
-                        yield (_decode(document, f"{file}: row {row} of row group {group}", errors),)
+                        yield (_decode(encoded.as_py() or b"", f"{file}: row {row} of row group {group}", errors),)
                         row += 1
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a damaged column name
             reason = str(error).splitlines()[0].rstrip(".")
@@ -322,22 +287,11 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
 
 # --- the table ---
 
-
-class Reader(NamedTuple):
-    """How to read the files of a suffix."""
-
-    read: Callable[[Path, str, str], Documents]  # of the file, `text_field` and `errors`
-    version: int = 1  # raise it when the reader yields other documents from the same file
-    is_binary: bool = False  # by design, so that zero bytes do not speak against a file
-
-
-# To read a new format, add its suffix and its function here: nothing else. The version enters the hash of every corpus
-# that holds such files, so that text prepared by another version, or before there was a reader, is never used again.
-# 0 says nothing in the hash: it stands for the readers of the first release.
-READERS = {
-    ".jsonl": Reader(_json_lines, 0),
-    ".ndjson": Reader(_json_lines, 0),
-    ".json": Reader(_json, 0),
-    ".parquet": Reader(_parquet, 0, is_binary=True),
+# To read a new format, add its suffix and its function here. Raise `FORMAT` in prepare.py when files are read otherwise
+# than before, so that text prepared by then is not used again.
+READERS: dict[str, Callable[[Path, str, str], Documents]] = {  # of the file, `text_field` and `errors`
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
 }
-_TEXT = Reader(_text, 0)

@@ -25,7 +25,6 @@ import gpt.text.corpus.corpus
 import gpt.text.corpus.hashes
 from gpt.files import CACHE_TAG
 from gpt.text.cache import read_json, write_json
-from gpt.text.corpus import formats
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Corpus, Piece, open_corpus
 from gpt.text.pieces import cut
@@ -61,10 +60,10 @@ def test_a_folder_of_every_format(tmp_path, fill):
     corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
     assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
     remedy = "commas and quotes included: convert to .jsonl or .parquet and set data.text_field=COLUMN"
-    assert said == [f"d.json and 1 more are tables, taken as raw text, {remedy}"]
+    assert said == [f"d.json and 1 more: a table, taken as raw text, {remedy}"]
     (tmp_path / "g.csv").unlink()
     open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
-    assert said[1:] == [f"d.json is a table, taken as raw text, {remedy}"]
+    assert said[1:] == [f"d.json: a table, taken as raw text, {remedy}"]
 
 
 def test_text_field_and_errors(tmp_path, fill):
@@ -245,27 +244,6 @@ def test_hash_follows_the_documents(tmp_path, fill):
     assert len({first, *others}) == 7
     turned = [str(tmp_path / "1" / name) for name in ("b.txt", "a.txt")]
     assert open_quietly(turned).sha256(tmp_path / "cache") == others[0]
-
-
-def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
-    """The same bytes under another suffix are other documents, and so they are to a new or a changed reader."""
-    lines = '{"text": "a"}\n'
-    fill(tmp_path, a__txt=lines, a__jsonl=lines, a__xyz=lines)
-
-    def hashes() -> list[str]:
-        return [open_quietly(tmp_path / f"a.{kind}").sha256(tmp_path) for kind in ("txt", "jsonl", "xyz")]
-
-    assert read(tmp_path / "a.txt") == [lines]
-    assert read(tmp_path / "a.jsonl") == ["a"]
-    before = hashes()
-    assert len(set(before)) == 3
-    lines_reader = formats.READERS[".jsonl"]
-    monkeypatch.setitem(formats.READERS, ".xyz", formats.Reader(lines_reader.read))
-    monkeypatch.setitem(formats.READERS, ".jsonl", lines_reader._replace(version=1))
-    after = hashes()
-    assert read(tmp_path / "a.xyz") == ["a"]
-    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
-    assert len({*before, *after}) == 5
 
 
 class Clock:

@@ -205,15 +205,6 @@ def test_devices_and_pipes(tmp_path, fill):
         assert found(tmp_path) == found(f"{tmp_path}/*") == ["a"]
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="this system has no /proc")
-@pytest.mark.parametrize("kernels", ["/proc/kmsg", "/proc/self/mem", "/proc/cpuinfo", "/sys/kernel/uevent_seqnum"])
-def test_files_of_the_kernel(tmp_path, kernels):
-    """Some wait for ever, or never end: they are refused, by whatever name."""
-    (tmp_path / "link.txt").symlink_to(kernels)
-    for path in (kernels, tmp_path / "link.txt", tmp_path, f"{tmp_path}/*"):
-        assert "is made up by the kernel as it is read, and may never end" in refused(path)
-
-
 @pytest.mark.parametrize("way", ["", "/**/*.txt"])
 def test_folder_that_cannot_be_listed(tmp_path, monkeypatch, fill, way):
     """Its files are not left out without a word."""
