@@ -7,9 +7,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import unquote
+from urllib.request import Request, urlopen
 
 from gpt.console import progress_bar
 from gpt.errors import UserError, is_disk_full
@@ -50,21 +53,18 @@ def fetch_file(url: str, sha256: str, cache: Path, say: Callable[[str], None]) -
 
 def _download(url: str, sha256: str, stream: BufferedRandom) -> None:
     """Append the rest of a file, trying again while that brings more of it, and check its hash."""
-    import aiohttp
-
     while True:
         before = stream.seek(0, os.SEEK_END)
         try:
             _receive(url, stream)
             break
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (HTTPException, OSError, ValueError) as error:
             here = stream.seek(0, os.SEEK_END)
             if is_disk_full(error):
                 raise
             if here <= before:
-                reason = "not found" if isinstance(error, FileNotFoundError) else _reason(error)
                 kept = f"{here:,} bytes are kept for the next attempt; " if here else ""
-                raise UserError(f"{url}: cannot be downloaded ({reason}); {kept}{OFFLINE}") from None
+                raise UserError(f"{url}: cannot be downloaded ({_reason(error)}); {kept}{OFFLINE}") from None
     stream.seek(0)
     if (found := hashlib.file_digest(stream, "sha256").hexdigest()) != sha256:
         stream.truncate(0)
@@ -76,27 +76,24 @@ def _download(url: str, sha256: str, stream: BufferedRandom) -> None:
 
 def _receive(url: str, stream: BufferedRandom) -> None:
     """Append the rest of a file, or write it anew if the server sends all of it."""
-    import aiohttp
-    from fsspec.implementations.http import HTTPFileSystem  # here, because both import slowly
-
     here = stream.tell()
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={here}-"} if here else {})
-    session = {"trust_env": True, "auto_decompress": False, "timeout": aiohttp.ClientTimeout(sock_read=TIMEOUT)}
     try:
-        answer = HTTPFileSystem(client_kwargs=session).open(url, block_size=0, size=1, headers=headers)
-    except aiohttp.ClientResponseError as error:
-        if here and error.status == 416:
-            return  # nothing is left to send: the hash tells whether the file is complete
-        raise
+        answer = urlopen(Request(url, headers={"Range": f"bytes={here}-"} if here else {}), timeout=TIMEOUT)
+    except HTTPError as error:
+        with error:
+            if here and error.code == 416:
+                return  # nothing is left to send: the hash tells whether the file is complete
+            raise
     with answer:
-        if here and answer.r.status != 206:
+        if here and answer.status != 206:
             stream.truncate(0)
             here = stream.seek(0)
-        length = answer.r.content_length
-        with progress_bar(None if length is None else here + length, here) as bar:
+        with progress_bar(answer.length and here + answer.length, here) as bar:
             while block := answer.read(BLOCK):
                 stream.write(block)
                 bar.update(len(block))
+        if answer.length:
+            raise ConnectionError(f"{answer.length:,} bytes are missing")
 
 
 def _reason(error: Exception) -> str:
