@@ -74,11 +74,6 @@ def width(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
 
 
-def token_file(folder: Path, split: str) -> Path:
-    """Return the path of a split's token ids."""
-    return folder / f"{split}.bin"
-
-
 class Writer:
     """Appends ids to the file of a split.
 
@@ -86,9 +81,8 @@ class Writer:
     that it wrote after that is cut off. Raises `UserError` if the file is not what the earlier process left.
     """
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, length: int = 0, sha256: str = ""):
+    def __init__(self, file: Path, dtype: np.dtype, length: int = 0, sha256: str = ""):
         self.length = length
-        file = token_file(folder, split)
         self._stream = file.open("a+b")
         self._stream.truncate(length * dtype.itemsize)  # which fills up a file that is too short, as its hash shows
         self._stream.seek(0)
@@ -130,7 +124,7 @@ def open_shards(folder: Path) -> Shards:
             raise ValueError("the tokenizer is not the one in the manifest")
         arrays = {}
         for split in SPLITS:
-            file, expected = token_file(folder, split), manifest["splits"][split]["tokens"]
+            file, expected = folder / f"{split}.bin", manifest["splits"][split]["tokens"]
             arrays[split] = np.asarray(np.memmap(file, width(tokenizer), mode="r"))
             if len(arrays[split]) != expected:
                 raise ValueError(f"{file.name} has {len(arrays[split]):,} tokens where the manifest says {expected:,}")
@@ -164,7 +158,7 @@ def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda 
     Each block that is read is reported to `read` by its size in bytes.
     """
     for split in SPLITS:
-        file, digest = token_file(folder, split), hashlib.sha256()
+        file, digest = folder / f"{split}.bin", hashlib.sha256()
         with explain_unreadable(file), file.open("rb") as stream:
             while block := stream.read(BLOCK):
                 digest.update(block)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import gpt.text.shards
 from gpt.text.cache import read_json, write_json
-from gpt.text.shards import SPLITS, Corpora, Writer, open_shards, token_file, width
+from gpt.text.shards import SPLITS, Corpora, Writer, open_shards, width
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
 from model_files import write_prepared
@@ -58,20 +58,20 @@ def test_width_of_the_ids(tmp_path, tokens, dtype):
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 8), st.booleans(), st.sampled_from(["u2", "u4"]))
 def test_portions_do_not_matter(tmp_path_factory, portions, known, torn, kind):
     """In whatever portions ids arrive, and whatever an earlier process wrote behind those that are known."""
-    folder, ids = tmp_path_factory.mktemp("written"), np.arange(sum(portions), dtype=kind)
+    file, ids = tmp_path_factory.mktemp("written") / "train.bin", np.arange(sum(portions), dtype=kind)
     parts = np.split(ids, np.cumsum(portions)[:-1]) if portions else []
-    with closing(Writer(folder, "train", ids.dtype)) as writer:
+    with closing(Writer(file, ids.dtype)) as writer:
         for part in parts[:known]:
             writer.append(part)
         writer.flush()
         journal = writer.length, writer.sha256
         writer.append(np.full(7, 999, kind))  # what the journal does not know of
-    with token_file(folder, "train").open("ab") as stream:
+    with file.open("ab") as stream:
         stream.write(b"\xff" * torn)
-    with closing(Writer(folder, "train", ids.dtype, *journal)) as writer:
+    with closing(Writer(file, ids.dtype, *journal)) as writer:
         for part in parts[known:]:
             writer.append(part)
-    assert token_file(folder, "train").read_bytes() == ids.tobytes()
+    assert file.read_bytes() == ids.tobytes()
     assert (writer.length, writer.sha256) == (len(ids), hashlib.sha256(ids.tobytes()).hexdigest())
 
 

@@ -20,16 +20,10 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
     leave out empty and binary files, too; a file named explicitly must be text. A file with several names or links is
     returned once.
     """
-    try:
-        root = Path(path).expanduser()
-        root.stat()
-    except (FileNotFoundError, ValueError):
-        pass  # it may be a glob
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"data.path={path!r} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if root.is_file():
+    root = Path(os.path.expanduser(path))
+    if os.path.isfile(root):
         return each_once([root])
-    is_folder = root.is_dir()
+    is_folder = os.path.isdir(root)
     top = root if is_folder else next(folder for folder in root.parents if not glob.has_magic(str(folder)))
     passed: list[Path] = []
 
@@ -54,7 +48,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
             say(f"skipping {what}: {_some(others, root)}")
             found = tuple(file for file in found if is_text[file])
     if not found:
-        raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
+        raise UserError(f"data.path={path!r} names no text file: give a readable file, a folder or a quoted glob")
     return found
 
 
@@ -90,7 +84,7 @@ def _matches(pattern: Path, top: Path, is_open: Callable[[Path], bool]) -> list[
         pattern = pattern / "*" if pattern.name == "**" else pattern
     try:
         found = [file for file in top.glob(str(pattern)) if file.is_file() and not file.name.startswith(".")]
-    except ValueError:  # not a pattern, such as a***b
+    except (OSError, ValueError):  # not a pattern, such as a***b, or too long a name
         return []
     return sorted((file for file in found if is_open(file.parent)), key=str)
 

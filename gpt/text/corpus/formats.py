@@ -256,7 +256,6 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
     """Read a document from each row."""
     parquet = require("pyarrow.parquet", file, "parquet")
     arrow = require("pyarrow", file, "parquet")
-    place = f"{file}:"
     with explain_unreadable(file):
         stream = file.open("rb")
     with stream:
@@ -269,19 +268,18 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
                     f"{file}: {text_field!r} is not a column of text; name one with data.text_field= "
                     f"({', '.join(names[:8])}{', ...' * (len(names) > 8)})"
                 )
-            for group in range(table.num_row_groups):
-                place, row = f"{file}: row group {group}", 0
-                for batch in table.iter_batches(64, row_groups=[group], columns=[text_field], use_threads=False):
-                    column = batch.column(0)
-                    if arrow.types.is_dictionary(column.type):
-                        column = column.dictionary_decode()
-                    for encoded in column.cast(arrow.large_binary()):
-                        yield (_decode(encoded.as_py() or b"", f"{file}: row {row} of row group {group}", errors),)
-                        row += 1
+            row = 0
+            for batch in table.iter_batches(64, columns=[text_field], use_threads=False):
+                column = batch.column(0)
+                if arrow.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                for encoded in column.cast(arrow.large_binary()):
+                    yield (_decode(encoded.as_py() or b"", f"{file}: row {row}", errors),)
+                    row += 1
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a damaged column name
             reason = str(error).splitlines()[0].rstrip(".")
             raise UserError(
-                f"{place} cannot be read ({reason}): the file is damaged, packed or not parquet; fetch it again"
+                f"{file}: cannot be read ({reason}): the file is damaged, packed or not parquet; fetch it again"
             ) from None
 
 

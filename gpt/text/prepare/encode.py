@@ -58,7 +58,7 @@ def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, s
     with contextlib.ExitStack() as stack:
         writers = {}
         for name, count in counts.items():
-            writer = Writer(working, name, dtype, count["tokens"], count["sha256"])
+            writer = Writer(working / f"{name}.bin", dtype, count["tokens"], count["sha256"])
             writers[name] = stack.enter_context(contextlib.closing(writer))
         bar = stack.enter_context(progress_bar(size, done, delay=1))
 

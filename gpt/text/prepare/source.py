@@ -30,8 +30,6 @@ class Source:
             pieces = (piece for _, _, piece in self.corpus.pieces())
             found = survey(pieces, self.validation_bytes, bar.update)
         self.corpus.require_text(found.bytes)
-        if found.replaced:
-            self.say(f"the text contains U+FFFD {found.replaced:,} times, in place of bytes that are not UTF-8")
         self.require_unchanged()
         return found
 

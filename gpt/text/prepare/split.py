@@ -51,9 +51,7 @@ class Survey:
     `sample` holds every `stride`-th piece, with the number of characters before it; a stride of 1 means all text.
     """
 
-    documents: int
     bytes: int
-    replaced: int  # characters that are U+FFFD
     split: Split
     sample: list[tuple[Piece, int]]
     stride: int
@@ -72,7 +70,7 @@ def survey(pieces: Iterable[Piece], validation_bytes: int, read: Callable[[int],
     With `ENOUGH_DOCUMENTS`, enough of them short, that is whole documents drawn by their hash; otherwise it is the end
     of the text, to the character. Each piece is reported to `read` by its size in bytes.
     """
-    documents = characters = num_bytes = replaced = 0
+    documents = characters = num_bytes = 0
     candidates = _Candidates(validation_bytes)
     tail: deque[bytes] = deque()  # the last pieces
     tail_bytes = 0
@@ -96,14 +94,13 @@ def survey(pieces: Iterable[Piece], validation_bytes: int, read: Callable[[int],
                 sampled = sum(len(kept.text.encode("utf-8")) + PIECE_BYTES for kept, _ in sample)
         characters += len(piece.text)
         num_bytes += len(encoded)
-        replaced += piece.text.count("\ufffd")
         read(len(encoded))
 
     limit = min(num_bytes // 10, validation_bytes)
     threshold = candidates.threshold(limit) if documents >= ENOUGH_DOCUMENTS else 0
     last = b"".join(tail)[-validation_bytes:].decode("utf-8", "ignore")  # without half a character at its start
     end = max(characters * 9 // 10, characters - len(last))
-    return Survey(documents, num_bytes, replaced, Split(threshold, limit // 2, end), sample, stride)
+    return Survey(num_bytes, Split(threshold, limit // 2, end), sample, stride)
 
 
 class _Candidates:

@@ -101,13 +101,11 @@ def test_manifest(tmp_path):
 
 
 def test_lone_surrogates_are_counted_as_written(tmp_path):
-    """JSON can spell half a pair, which becomes U+FFFD: that is said, and the bytes are those of what is learnt."""
-    said: list[str] = []
-    shards = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache", say=said.append)
+    """JSON can spell half a pair, which becomes U+FFFD: the bytes are those of what is learnt."""
+    shards = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache")
     [train] = documents_of(shards.train, shards.tokenizer)
     assert train == "\ufffd" * 5 + "x" * 85
     assert shards.manifest["splits"]["train"]["bytes"] == len(train.encode())
-    assert "the text contains U+FFFD 5 times, in place of bytes that are not UTF-8" in said
 
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
