@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,25 @@ def payload_of(model: GPT, tokenizer: Tokenizer | None = None, **record: object)
     shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"}
     tokens = (tokenizer or byte_tokenizer()).to_dict()
     return {"format": 1, "state_dict": weights, "config": {"model": shape}, "tokenizer": tokens} | record
+
+
+def trained_payload(shape: ModelConfig = SHAPE, seed: int = 3) -> dict:
+    """What a training hands to `save`, with an optimizer that has made a step."""
+    model = small_model(shape, seed=seed)
+    state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
+    groups = [{"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}]
+    optimizer = [{"state": state, "param_groups": groups}]
+    return payload_of(model, optimizer_states=optimizer, step=11, git_commit=None, prompts=["2 3 5", "é"])
+
+
+class Bomb:
+    """Pickles as a call that makes a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
 
 
 def write_run(folder: Path, *args, tokenizer: Tokenizer | None = None, record: dict | None = None, **options) -> GPT:

@@ -11,6 +11,7 @@ import stat
 import warnings
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +45,32 @@ def save(payload: dict[str, Any], path: Path) -> None:
             torch.save(payload, stream)
     except FileNotFoundError:
         raise UserError(f"{path}: cannot be written, because its folder was deleted or moved: put it back") from None
-    except (OSError, RuntimeError) as error:  # torch wraps what goes wrong in an error of its archive writer
-        needs, free = _size(payload), shutil.disk_usage(path.parent).free
-        if needs >= free:
-            room = f"the checkpoint needs {needs:,} bytes and there are {free:,} free"
-        elif is_disk_full(error) or is_disk_full(error.__context__ or error):
-            room = f"the checkpoint needs {needs:,} bytes, more than a quota or a limit on file sizes allows"
-        else:
+    except (OSError, RuntimeError) as error:  # torch's archive writer raises one of its own after that of the stream
+        if not is_disk_full(error) and not is_disk_full(error.__context__ or error):
             raise
+        needs, free = (
+            sum(part.nbytes for part in _parts(payload) if isinstance(part, torch.Tensor)),
+            shutil.disk_usage(path.parent).free,
+        )
+        room = (
+            f"the checkpoint needs {needs:,} bytes, {free:,} are free, and a quota or a limit on files may allow less"
+        )
         raise UserError(f"{path}: the disk is full: {room}; earlier checkpoints are intact") from error
 
 
-def _size(payload: Any) -> int:
-    """Add up the bytes of all tensors."""
-    if isinstance(payload, torch.Tensor):
-        return payload.nbytes
-    return sum(map(_size, _parts(payload)))
-
-
-def _parts(value: Any) -> list:
-    """List what a dictionary (with its keys), a list or a tuple holds; nothing for anything else."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if isinstance(value, list | tuple) else []
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield a value and, if it is a dictionary, a list or a tuple, all that is in it, keys included."""
+    yield value
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    for part in inner:
+        yield from _parts(part)
 
 
 def require_storable(state: Any) -> None:
     """Raise `ValueError` if part of a state is something that `load` may refuse."""
-    if type(state) not in PLAIN:
-        raise ValueError(f"Unsupported: {type(state).__name__}")
     for part in _parts(state):
-        require_storable(part)
+        if type(part) not in PLAIN:
+            raise ValueError(f"Unsupported: {type(part).__name__}")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -120,7 +116,6 @@ def to_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(
-            f"the checkpoint's tokenizer, configuration and weights do not fit together ({reason(error)})"
-        ) from None
+        parts = "the checkpoint's tokenizer, configuration and weights"
+        raise UserError(f"{parts} do not fit together ({reason(error)})") from None
     return model, tokenizer

@@ -1,15 +1,13 @@
 """Checkpoints: written whole or not at all, refused in one line when damaged or foreign, and never run as code."""
 
+import functools
 import math
 import os
 import pickle
-import random
 import sys
 import zipfile
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,20 +18,12 @@ import harness
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import FORMAT, load, require_storable, save, to_model
 from gpt.files import link
-from gpt.model.transformer import GPT, GPTConfig, ModelConfig
+from gpt.model.transformer import ModelConfig
 from gpt.text.tokenizer import byte_tokenizer
-from model_files import limited_files, payload_of, small_model
+from model_files import Bomb, limited_files, small_model, trained_payload
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=1, num_heads=7, qkv_bias=False)
-
-
-def make_payload(seed: int = 3) -> dict:
-    """What a training hands to `save`, with an optimizer that has made a step."""
-    model = small_model(SHAPE, seed=seed)
-    state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
-    groups = [{"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}]
-    optimizer = [{"state": state, "param_groups": groups}]
-    return payload_of(model, optimizer_states=optimizer, step=11, git_commit=None, prompts=["2 3 5", "é"])
+make_payload = functools.partial(trained_payload, SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -99,26 +89,9 @@ def test_full_disk(tmp_path):
     path.write_bytes(b"the old one")
     with limited_files(7919):
         line = harness.refusal(save, payload, path)
-    limit = "more than a quota or a limit on file sizes allows"
-    assert (
-        line == f"{path}: the disk is full: the checkpoint needs 25,532 bytes, {limit}; earlier checkpoints are intact"
-    )
+    assert line.startswith(f"{path}: the disk is full: the checkpoint needs 25,532 bytes, ")
+    assert line.endswith("; earlier checkpoints are intact")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("last.ckpt", b"the old one")]
-
-
-def test_full_disk_is_reported(tmp_path, monkeypatch):
-    """Whatever error torch makes of it, the line says how much room is needed and how much there is."""
-
-    def fail(*arguments) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-
-    monkeypatch.setattr(torch, "save", fail)
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=25_532))
-    line = harness.refusal(save, make_payload(), tmp_path / "last.ckpt")
-    assert "the disk is full: the checkpoint needs 25,532 bytes and there are 25,532 free;" in line
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=25_533))
-    with pytest.raises(RuntimeError, match="unexpected pos"):
-        save(make_payload(), tmp_path / "last.ckpt")
 
 
 def test_save_makes_no_run_directory(tmp_path):
@@ -154,12 +127,10 @@ def test_link(tmp_path):
     best, last, previous = (tmp_path / f"{name}.ckpt" for name in ("best", "last", "previous"))
     best.write_bytes(b"new")
     last.write_bytes(b"old")
-    link(last, previous)
-    for _ in range(2):
-        link(best, last)
-        assert best.stat().st_ino == last.stat().st_ino != previous.stat().st_ino
-        assert (best.read_bytes(), last.read_bytes(), previous.read_bytes()) == (b"new", b"new", b"old")
-        assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
+    for source, target in ((last, previous), (best, last), (best, last)):
+        link(source, target)
+        assert source.stat().st_ino == target.stat().st_ino
+    assert (last.read_bytes(), previous.read_bytes()) == (b"new", b"old")
 
 
 # --- damage ---
@@ -199,13 +170,6 @@ def test_flipped_bit_in_every_record(tmp_path, written):
         first = written.index(content, written.index(name.encode()))
         places |= {first, first + len(content) // 2, first + len(content) - 1}
     assert flip(tmp_path / "last.ckpt", written, [(place, place % 8) for place in places]) == len(places)
-
-
-def test_flipped_bits_anywhere(tmp_path, written):
-    """A flip at any place either is noticed or lies where it changes nothing, in the padding between records."""
-    draw = random.Random(7)
-    places = [(draw.randrange(len(written)), draw.randrange(8)) for _ in range(211)]
-    assert 150 < flip(tmp_path / "last.ckpt", written, places) < 211
 
 
 def test_record_marked_as_a_folder(tmp_path, written):
@@ -261,12 +225,7 @@ def test_foreign_torch_files(tmp_path, content, reason):
     ("changes", "reason"),
     [
         ({"num_heads": 0}, "model.num_heads=0 is out of range: it must be at least 1"),
-        ({"num_heads": 5}, "model.d_model=14 is not divisible by model.num_heads=5"),
-        ({"dropout": math.nan}, "model.dropout=nan is out of range"),
-        ({"num_layers": 10**9}, "weights, and there are 6,300"),
-        ({"num_layers": 2}, "weights, and there are 6,300"),
-        ({"d_model": 7 * 10**6}, "its configuration describes 588,001,974,000,000 weights"),
-        ({"context_length": 10**12}, "its configuration describes 14,000,000,0"),
+        ({"d_model": 7 * 10**6}, "its configuration describes 588,001,974,000,000 weights, and there are 6,300"),
         ({"context_length": 12}, "size mismatch for position_embedding.weight"),
         ({"num_layers": True}, "its num_layers is True, of type bool"),
         ({"d_model": 14.0}, "its d_model is 14.0, of type float"),
@@ -295,13 +254,6 @@ def test_other_parts_that_do_not_fit():
         assert "do not fit together (" in harness.refusal(to_model, make_payload() | changes)
 
 
-@pytest.mark.parametrize("qkv_bias", [False, True])
-def test_parameters_are_counted_without_a_model(qkv_bias):
-    """The count that is compared with the weights is that of the model."""
-    config = GPTConfig(**asdict(SHAPE) | {"qkv_bias": qkv_bias, "num_layers": 3}, vocab_size=257)
-    assert config.num_parameters == sum(p.numel() for p in GPT(config).parameters())
-
-
 WEIGHTS = make_payload()["state_dict"]
 NAME = "blocks.0.feed_forward.expand.weight"
 FINITE = WEIGHTS[NAME]
@@ -313,12 +265,9 @@ REST = {name: weight for name, weight in WEIGHTS.items() if name != NAME}
     [
         ({NAME: 2 * [FINITE]}, "'list' object has no attribute 'numel'"),
         ({NAME: FINITE.int()}, f"its {NAME} is of type torch.int32"),
-        ({NAME: FINITE.to(torch.complex64)}, f"its {NAME} is of type torch.complex64"),
         ({NAME: FINITE * math.nan}, f"its {NAME} is not finite"),
-        ({NAME: torch.where(FINITE > 0.01, math.inf, FINITE)}, f"its {NAME} is not finite"),
         ({NAME: torch.where(FINITE > 0.01, -1e300, FINITE.double())}, f"its {NAME} is not finite"),
         ({NAME: FINITE.T}, f"size mismatch for {NAME}"),
-        ({NAME: torch.cat([FINITE, FINITE])}, f"size mismatch for {NAME}"),
         ({NAME: FINITE[0]}, "its configuration describes 6,300 weights, and there are 5,530"),
         ({NAME: FINITE.to("meta")}, "do not fit together"),
         ({NAME: FINITE, 7: FINITE}, "do not fit together"),
@@ -326,7 +275,7 @@ REST = {name: weight for name, weight in WEIGHTS.items() if name != NAME}
         ({"other": FINITE}, f'Missing key(s) in state_dict: "{NAME}"'),
     ],
     ids=[
-        *("list", "integer", "complex", "nan", "inf", "inf-in-fp32", "transposed", "larger", "smaller"),
+        *("list", "integer", "nan", "inf-in-fp32", "transposed", "smaller"),
         *("meta", "number-as-name", "extra", "missing"),
     ],
 )
@@ -356,34 +305,16 @@ def test_half_precision_and_metadata_are_taken(tmp_path):
 # --- hostile files ---
 
 
-class Bomb:
-    """Pickles as a call that makes a folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-def test_raw_pickle_is_never_run(tmp_path):
-    """A pickle that would run code is refused and not run."""
+def test_pickle_in_an_archive_is_never_run(tmp_path):
+    """A pickle, alone or inside an archive that has everything a checkpoint has, is refused and not run."""
     path, trace = tmp_path / "last.ckpt", tmp_path / "trace"
     path.write_bytes(pickle.dumps(Bomb(trace)))
     assert "another format" in refusal(path)
-    assert not trace.exists()
-    pickle.loads(path.read_bytes())
-    assert trace.exists()  # the bomb is a live one
-
-
-def test_pickle_in_an_archive_is_never_run(tmp_path):
-    """A pickle inside an archive that has everything a checkpoint has is refused and not run."""
-    path, trace = tmp_path / "last.ckpt", tmp_path / "trace"
     save(make_payload() | {"bomb": Bomb(trace)}, path)
     assert "objects other than tensors and plain types" in refusal(path)
     assert not trace.exists()
     torch.load(path, weights_only=False)
-    assert trace.exists()
+    assert trace.exists()  # the bomb is a live one
 
 
 def test_nothing_is_imported(tmp_path, monkeypatch):

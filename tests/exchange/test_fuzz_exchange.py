@@ -18,7 +18,7 @@ from gpt.errors import UserError
 from gpt.exchange import checkpoint, huggingface
 from gpt.exchange.loading import open_model, open_tokenizer
 from gpt.model.transformer import GPT
-from model_files import payload_of, small_model
+from model_files import trained_payload
 
 pytestmark = pytest.mark.slow
 OFTEN = settings(
@@ -45,13 +45,7 @@ def outcome(open_it: Callable[[], GPT], *files: Path) -> str | dict[str, torch.T
     return result
 
 
-def make_payload() -> dict:
-    state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
-    group = {"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}
-    return payload_of(small_model(), optimizer_states=[{"state": state, "param_groups": [group]}], step=11)
-
-
-ORIGINAL = make_payload()
+ORIGINAL = trained_payload()
 
 
 def open_checkpoint(file: Path) -> GPT:
