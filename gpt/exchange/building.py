@@ -4,26 +4,12 @@ Raises `ValueError` or `RuntimeError`, to which the callers add the name of the 
 """
 
 import textwrap
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig
-
-# The fields of a configuration, each with the values that GPT-2 has; None is any. Models with other fields stay here.
-_GPT2: dict[str, tuple | None] = dict.fromkeys(
-    ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias")
-)
-
-
-def require_gpt2(config: GPTConfig) -> None:
-    """Raise `UserError` unless a model is a GPT-2, which is all that other programs know how to compute."""
-    for name, value in asdict(config).items():
-        if (allowed := _GPT2.get(name, ())) is not None and value not in allowed:
-            raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, so this model cannot be exported")
 
 
 def build_config(shape: dict[str, Any]) -> GPTConfig:
@@ -38,20 +24,14 @@ def build_config(shape: dict[str, Any]) -> GPTConfig:
     return GPTConfig(**shape)
 
 
-def build_model(config: GPTConfig, weights: dict[str, Tensor], copy: bool = False) -> GPT:
-    """Build the fp32 model of a configuration in eval mode around its weights.
-
-    Weights in fp32 are used as they are, unless they are to be copied.
-    """
+def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
+    """Build the fp32 model of a configuration in eval mode around its weights, uncopied where they are in fp32."""
     needed, held = config.num_parameters, sum(weight.numel() for weight in weights.values())
     if needed > held:
         raise ValueError(f"its configuration describes {needed:,} weights, and there are {held:,}")
     for name, weight in weights.items():
         if not weight.is_floating_point():
             raise ValueError(f"its {name} is of type {weight.dtype}, and weights are floating-point numbers")
-    if copy:
-        whole = torch.contiguous_format
-        weights = {name: w.to(torch.float32, copy=True, memory_format=whole) for name, w in weights.items()}
     model = GPT.from_state_dict(config, weights).eval()
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):

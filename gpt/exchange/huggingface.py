@@ -46,7 +46,8 @@ _FIXED: dict[str, tuple[object, tuple]] = {
     "tie_word_embeddings": (True, (True, False)),  # False only where the stored head is the embedding all the same
 }
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the pickled ones only if there are no others
+# Each in one file or in shards; the first kind that there is counts, so the pickled ones only if there are no others.
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
 
 
 def is_directory(path: Path) -> bool:
@@ -62,14 +63,11 @@ def download(name: str) -> Path:
         remedy = "for the hub's models: pip install huggingface_hub"
         raise UserError(f"{name}: neither a path nor a run; {remedy}") from None
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["config.json"]))
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", "tokenizer.json", "vocab.json"]))
         _stored_config(folder)  # of another model, no weights are downloaded
         for weights in _WEIGHTS:
-            stem, kind = weights.split(".")
-            patterns = [weights, f"{stem}-*.{kind}", f"{weights}.index.json"]
-            tokens = ["tokenizer.json", "vocab.json"]
-            snapshot_download(name, revision=folder.name, allow_patterns=["config.json", *tokens, *patterns])
-            if any(folder.glob(f"{stem}*.{kind}")):
+            snapshot_download(name, revision=folder.name, allow_patterns=[weights])
+            if any(folder.glob(weights)):
                 break
         return folder
     except UserError:
@@ -109,12 +107,17 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
 
     Raises `UserError` if it is not a GPT-2 that our model computes exactly.
     """
+    import torch
+
     from gpt.exchange.building import build_config, build_model, reason
     from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)
-    weights = _read_weights(folder)
+    kinds = ([file for file in sorted(folder.glob(pattern)) if file.is_file()] for pattern in _WEIGHTS)
+    if not (files := next(filter(None, kinds), None)):
+        raise UserError(f"{folder / _WEIGHTS[0]}: missing; give a GPT-2 directory")
     try:
+        weights = {name: weight for file in files for name, weight in _read_file(file).items()}
         config = build_config(_shape(stored))
         state = from_huggingface(weights, config.num_layers)
         if not config.qkv_bias:
@@ -123,32 +126,15 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
                 raise ValueError("its qkv_bias is false, and it has such biases")
         if order is not None:
             state["token_embedding.weight"] = state["token_embedding.weight"][order]
-        # Copied, because `load_file` maps the file: replacing it would change the weights of a model in use.
-        return build_model(config, state, copy=True)
-    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        model = build_model(config, state)
+        for weight in model.parameters():  # `load_file` maps the file: replacing it would change a model in use
+            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+        return model
+    except Exception as error:  # safetensors, pickle and torch each fail on foreign files in their own ways
         if is_out_of_memory(error):
             raise
         why = f"config.json has no {error}" if isinstance(error, KeyError) else reason(error)
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {why}") from None
-
-
-def _read_weights(folder: Path) -> dict[str, "Tensor"]:
-    """Read model.safetensors or pytorch_model.bin, whole or in the shards that its index names."""
-    from gpt.exchange.building import reason
-    from gpt.hardware.memory import is_out_of_memory
-
-    try:
-        for name in _WEIGHTS:
-            if (file := folder / name).is_file():
-                return _read_file(file)
-            if (index := folder / f"{name}.index.json").is_file():
-                shards = sorted(set(vocabulary.read_object(index)["weight_map"].values()))
-                return {key: w for shard in shards for key, w in _read_file(folder / shard).items()}
-    except Exception as error:  # safetensors, pickle and torch each fail on foreign files in their own ways
-        if is_out_of_memory(error):
-            raise
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
-    raise UserError(f"{folder / _WEIGHTS[0]}: missing; give a GPT-2 directory")
 
 
 def _read_file(file: Path) -> dict[str, "Tensor"]:
@@ -172,10 +158,7 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from gpt.exchange.building import require_gpt2
-
     config, context = model.config, model.config.context_length
-    require_gpt2(config)
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     stored: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
     stored |= {key: values[0] for key, (_, values) in _FIXED.items()} | ends | {"n_inner": None, "n_ctx": context}
@@ -193,7 +176,7 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
         write_text(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
     write_text(folder / "tokenizer.json", vocabulary.to_huggingface(tokenizer).to_str())
     try:
-        save_file(to_huggingface(model), file := folder / _WEIGHTS[0], {"format": "pt"})
+        save_file(to_huggingface(model), file := folder / "model.safetensors", {"format": "pt"})
         file.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read it
     except SafetensorError as error:
         raise UserError(f"{folder}: the weights cannot be written ({error})") from None
@@ -235,10 +218,10 @@ def parameter_names(num_layers: int) -> Iterator[tuple[str, str]]:
 def _stored_config(folder: Path) -> dict[str, Any]:
     """Read config.json; `UserError` if it is not a GPT-2's."""
     try:
-        stored = vocabulary.read_object(folder / "config.json")
+        stored = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
-    if (kind := stored.get("model_type")) != "gpt2":
+    if (kind := stored.get("model_type") if isinstance(stored, dict) else None) != "gpt2":
         raise UserError(f"{folder}: its model_type is {kind!r:.60}, and only 'gpt2' is supported")
     return stored
 

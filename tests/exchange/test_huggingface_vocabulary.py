@@ -2,11 +2,9 @@
 
 import itertools
 import json
-import random
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -16,6 +14,8 @@ from gpt.exchange.loading import open_model, open_tokenizer
 from gpt.exchange.vocabulary import merges, read, stand_ins, to_huggingface
 from gpt.text.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 
+ADDED = {"id": 0, "content": END_OF_TEXT, "special": True, "normalized": False}
+ADDED |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
 
 
@@ -98,13 +98,19 @@ def test_there_and_back(tmp_path, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("published", [False, True])
 def test_gpt2(tmp_path, published):
-    """GPT-2's own vocabulary is recognised, as we export it and as OpenAI published it: one merge for each token."""
+    """GPT-2's own vocabulary is recognised, as we export it and as it is on the hub.
+
+    That file has one merge for each token, and keys as they were before `use_regex`; some people's cuts texts short.
+    """
     tokenizer = gpt2_tokenizer()
     to_huggingface(tokenizer).save(str(tmp_path / "tokenizer.json"))
     if published:
         pairs = [tokenizer.merged_from(rank) for token, rank in tokenizer.ranks.items() if len(token) > 1]
         change(tmp_path, "model", "merges", value=[" ".join(map(stand_ins, pair)) for pair in pairs])
         change(tmp_path, "model", "ignore_merges", value=False)
+        change(tmp_path, "pre_tokenizer", value={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True})
+        cut = {"direction": "Right", "max_length": 50, "strategy": "LongestFirst", "stride": 0}
+        change(tmp_path, "truncation", value=cut)
     again, order = read(tmp_path)
     assert (again.name, again.sha256, order) == ("gpt2", tokenizer.sha256, list(range(50257)))
 
@@ -126,19 +132,6 @@ def test_their_own(theirs, tmp_path, form):
     assert (tokenizer.name, tokenizer.vocab_size, order[-1]) == ("bpe", 301, 0)
     assert [order[token] for token in tokenizer.encode(TEXT)] == theirs.encode(TEXT).ids
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-
-
-def test_shuffled_ids(folder):
-    """Ids in no order at all: the merges say which token comes before which."""
-    stored = json.loads((folder / "tokenizer.json").read_text())
-    places = random.Random(7).sample(range(301), 301)
-    vocab = {token: places[number] for token, number in stored["model"]["vocab"].items()}
-    change(folder, "model", "vocab", value=vocab)
-    change(folder, "added_tokens", value=[stored["added_tokens"][0] | {"id": vocab[END_OF_TEXT]}])
-    tokenizer, order = read(folder)
-    expected = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXT).ids
-    assert [order[token] for token in tokenizer.encode(TEXT)] == expected
-    assert (sorted(order), order[-1]) == (list(range(301)), vocab[END_OF_TEXT])
 
 
 @torch.no_grad()
@@ -166,35 +159,25 @@ def test_does_not_fit_the_embedding(folder):
         assert line == f"{folder}: its vocab_size is 307, and its tokenizer has 301 tokens"
 
 
+CUT = "GPT-2's has no normalizer, and the pre_tokenizer ByteLevel without a space before the text"
+TEXTS = "its merges give some texts other tokens than a table of ranks can"
+
+
 @pytest.mark.parametrize(
     ("place", "value", "reason"),
     [
-        (["normalizer"], {"type": "NFC"}, "it has a normalizer, which GPT-2's has not: {'type': 'NFC'}"),
-        (["pre_tokenizer"], {"type": "Whitespace"}, "its pre_tokenizer is {'type': 'Whitespace'}, and only GPT-2's is"),
-        (["pre_tokenizer"], None, "its pre_tokenizer is {}, and only"),
-        (
-            ["pre_tokenizer", "add_prefix_space"],
-            True,
-            "its pre_tokenizer is {'type': 'ByteLevel', 'add_prefix_space': T",
-        ),
-        (["pre_tokenizer", "use_regex"], False, "its pre_tokenizer is"),
-        (["model", "type"], "WordPiece", "its model's type is 'WordPiece', and only 'BPE' is supported"),
-        (["model", "dropout"], 0.1, "its model's dropout is 0.1"),
-        (["model", "byte_fallback"], True, "its model's byte_fallback is True"),
-        (["model", "end_of_word_suffix"], "</w>", "its model's end_of_word_suffix is '</w>'"),
+        (["normalizer"], {"type": "NFC"}, CUT),
+        (["pre_tokenizer"], {"type": "Whitespace"}, CUT),
+        (["pre_tokenizer"], None, CUT),
+        (["pre_tokenizer", "add_prefix_space"], True, CUT),
+        (["pre_tokenizer", "use_regex"], False, CUT),
+        (["model", "dropout"], 0.1, TEXTS),
         (["added_tokens"], [], "it has 0 added tokens ([]), not one, the end of text"),
-        (
-            ["added_tokens"],
-            [{"content": "<s>", "id": 301}, {"content": "</s>", "id": 302}],
-            "it has 2 added tokens (['<s",
-        ),
-        (["added_tokens"], [{"content": "a", "id": 7}], "its 301 ids are not 0 to 300, each once"),
-        (["added_tokens"], [{"content": "<s>", "id": 400}], "its 302 ids are not 0 to 301, each once"),
+        (["added_tokens"], [{**ADDED, "id": 301}, {**ADDED, "id": 302, "content": "<s>"}], "it has 2 added tokens (["),
+        (["added_tokens"], [{**ADDED, "content": "a"}], "tokenizer 'bpe': it has no token for byte 97"),
+        (["model", "vocab", "q"], 400, "its 301 ids are not 0 to 300, each once"),
         (["model", "vocab", "世"], 301, "its token '世' is not spelled in GPT-2's stand-ins for bytes"),
-        (["model", "merges"], [["a", "b", "c"]], "its merge ('a', 'b', 'c') is not of two tokens that make a third"),
-        (["model", "merges"], [["Ā", "q"]], "its merge ('Ā', 'q') is not of two tokens that make a third"),
-        (["model", "merges"], [7], "'int' object is not iterable"),
-        (["model"], {}, "it has no 'merges'"),
+        (["model", "merges"], [["Ā", "q"]], "Cannot instantiate Tokenizer from buffer: Token `Āq` out of vocabulary"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, list) and value and isinstance(value[0], str) else "",
 )
@@ -205,29 +188,13 @@ def test_other_tokenizers(folder, place, value, reason):
 
 
 def test_other_merges(folder):
-    """Merges that make a token twice, or one token never."""
+    """Merges that never make one of the tokens; that is found by comparing."""
     pairs = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
-    assert pairs[:2] == [["t", "h"], ["th", "e"]]
-    change(folder, "model", "merges", value=[*pairs, pairs[0]])
-    assert refusal(folder) == "its merges make a token in two places, which a table of ranks cannot express"
     change(folder, "model", "merges", value=pairs[:-1])
-    assert refusal(folder) == "its merges give some texts other tokens than a table of ranks can"
+    assert refusal(folder) == TEXTS
 
 
-def test_merges_that_differ_on_text(tmp_path):
-    """One merge for each token can split a text otherwise than ranks do; that is found by comparing."""
-    letters = {stand_ins(bytes([byte])): byte for byte in range(256)}
-    vocab = letters | {"bc": 256, "ab": 257, "abc": 258, END_OF_TEXT: 259}
-    model = {"type": "BPE", "vocab": vocab, "merges": [["b", "c"], ["a", "b"], ["ab", "c"]]}
-    cutter = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    stored = {"model": model, "pre_tokenizer": cutter, "added_tokens": [{"content": END_OF_TEXT, "id": 259}]}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    assert refusal(tmp_path) == "its merges give some texts other tokens than a table of ranks can"
-    change(tmp_path, "model", "merges", value=[["b", "c"], ["a", "b"], ["a", "bc"]])
-    assert read(tmp_path)[0].encode("abc ab") == [258, 32, 257]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"model": 1}', "\udcff"])
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "\udcff"])
 def test_damaged(folder, content):
     """No JSON, or no object."""
     (folder / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogateescape"))
