@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt.hardware.device import DTYPES
+from gpt.model.fast.low_memory import SkipInit
+from gpt.model.fast.single_token import compile_block, compile_head
 from gpt.model.transformer import GPT
-from gpt.sampling.compiled import compile_block, compile_head
 
 BF16_FROM = 10_000_000  # parameters: in smaller models, reading weights is not what takes the time
 
@@ -32,44 +34,33 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
     """Prepare a model, already on its device, to sample `rows` texts at once; return the model.
 
     bf16, fp16 and int8 replace the matrices; norms, sums and, on a CPU, attention stay in fp32. `compiled` (for one
-    text) adds seconds to the first token and makes the others faster: see gpt/sampling/compiled.py.
+    text) adds seconds to the first token and makes the others faster: see gpt/model/fast/single_token.py.
     """
     model.eval().requires_grad_(False)
-    if precision == "fp32":
-        model.float()
-    else:
-        _replace_matrices(model, precision, rows, compiled)
-    if compiled:
-        for block in model.blocks:
-            compile_block(block)  # type: ignore[arg-type]
-        model.output = model.output or _head(model)
-        compile_head(model.output)
-    return model
+    dtype = DTYPES.get(precision, torch.bfloat16)
 
-
-def _replace_matrices(model: GPT, precision: str, rows: int, compiled: bool) -> None:
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-
-    def convert(linear: nn.Linear) -> nn.Module:
+    def packed(linear: nn.Linear) -> nn.Module:
+        if precision == "fp32":
+            return linear
         if precision == "int8":
             return Int8Linear(linear, rows, compiled)
         return PackedLinear(linear.weight, linear.bias, not compiled, dtype)
 
-    model.output = convert(_head(model))
+    with SkipInit():
+        head = nn.Linear(model.config.d_model, model.config.vocab_size, bias=False)
+    head.weight = model.token_embedding.weight
+    model.output = packed(head)
     model.token_embedding.to(dtype)
     for block in model.blocks:
         for parent in (block.attention, block.feed_forward):
             for name, child in list(parent.named_children()):  # type: ignore[union-attr]
                 if isinstance(child, nn.Linear):
-                    setattr(parent, name, convert(child))
-
-
-def _head(model: GPT) -> nn.Linear:
-    """The tied output head as a linear map of its own."""
-    with torch.device("meta"):
-        head = nn.Linear(model.config.d_model, model.config.vocab_size, bias=False)
-    head.weight = model.token_embedding.weight
-    return head
+                    setattr(parent, name, packed(child))
+        if compiled:
+            compile_block(block)  # type: ignore[arg-type]
+    if compiled:
+        compile_head(model.output)
+    return model
 
 
 class PackedLinear(nn.Module):

@@ -1,40 +1,48 @@
-"""A block for one token, as a function of its weights, against the plain block with a cache."""
+"""A model with compiled blocks says what it said before, and what cannot be compiled is refused."""
+
+import copy
+import shutil
 
 import pytest
 import torch
 
-from gpt.model.attention import KVCache
 from gpt.model.fast import single_token
-from gpt.model.transformer import ModelConfig, TransformerBlock
+from gpt.model.transformer import GPTConfig
+from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.packed import pack_weights
+from small_models import make_idx, make_initial_model
 
-CONTEXT, HEADS, C = 13, 3, 21
-
-
-def make_block(qkv_bias: bool) -> TransformerBlock:
-    """A block in which every parameter, biases and gains included, is random and large enough to matter."""
-    block = TransformerBlock(ModelConfig(CONTEXT, C, 1, HEADS, qkv_bias=qkv_bias)).eval()
-    generator = torch.Generator().manual_seed(17)
-    for name, parameter in block.named_parameters():
-        mean = 1.0 if name in ("norm1.weight", "norm2.weight") else 0.0
-        torch.nn.init.normal_(parameter, mean, 0.3, generator=generator)
-    return block
+GREEDY = Sampling(temperature=0.0)
+SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
+COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
+NEEDS_COMPILER = pytest.mark.skipif(not COMPILER, reason="SKIPPED LOUDLY: there is no C++ compiler for sampling")
 
 
-@pytest.mark.parametrize("qkv_bias", [True, False])
-@torch.no_grad()
-def test_equals_the_plain_block(qkv_bias):
-    """Token by token after a prompt, the outputs and the cache are those of `TransformerBlock` with a `KVCache`."""
-    block = make_block(qkv_bias)
-    x = torch.randn(1, CONTEXT, C, generator=torch.Generator().manual_seed(3))
-    plain, fast = KVCache(CONTEXT), KVCache(CONTEXT)
-    for cache in (plain, fast):
-        block(x[:, :2], cache)
-    places = torch.arange(CONTEXT)
-    for t in range(2, CONTEXT):
-        expected = block(x[:, t : t + 1], plain)
-        weights = single_token.weights_of(block)
-        result = single_token.transform(x[:, t : t + 1], places[: t + 1], fast.keys, fast.values, *weights)
-        assert result.shape == (1, 1, C)
-        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close((fast.keys, fast.values), (plain.keys, plain.values), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(result, block(x)[:, -1:], atol=1e-5, rtol=1e-5)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-6), ("bf16", 0.02), ("int8", 0.02)])
+@pytest.mark.parametrize("really", [pytest.param(True, marks=[pytest.mark.slow, NEEDS_COMPILER]), False])
+def test_compiled(precision, error, really, monkeypatch):
+    """Compiled or not, the single-token functions say what the model says, as nearly as its precision allows."""
+    used, compile_once = [], single_token._compiled
+    make = compile_once if really else lambda function: function
+    monkeypatch.setattr(single_token, "_compiled", lambda function: used.append(function) or make(function))
+    exact = make_initial_model(SHAPE, scale=5.0)
+    model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
+    idx = make_idx(101, 1, 23)
+    with torch.no_grad():
+        expected = exact(idx)
+        caches = model.new_caches()
+        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+        # Two blocks, and all tokens except the first and the last of the context.
+        assert used.count(single_token._transform) == 2 * 21
+        together = model(idx).float()
+    bound = error * expected.std().item()
+    assert 0 < (steps - expected).abs().mean().item() < bound
+    apart = (together - expected).abs().mean().item()
+    assert apart < bound
+    assert (apart > 0) == (precision != "fp32")  # only single tokens are compiled
+    assert caches[0].length == 23
+    tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
+    assert tokens.shape == (1, 31)
+    if precision == "fp32":
+        assert tokens.tolist() == [torch.stack(list(generate(exact, idx[:, :5], 31, GREEDY)), dim=1)[0].tolist()]
