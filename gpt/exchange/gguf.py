@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt.errors import UserError
-from gpt.exchange.huggingface import parameter_names
+from gpt.exchange.huggingface import named_weights
 from gpt.exchange.vocabulary import merges, stand_ins
 from gpt.files import replacing
 from gpt.text.pieces import well_formed
@@ -74,17 +74,13 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
 
 
 def _weights(model: "GPT") -> dict[str, np.ndarray]:
-    """All weights by their names in the file. A model without query, key and value biases gets zeros, as it must."""
+    """All weights by their names in the file."""
     import gguf
-    import torch
 
-    config, state = model.config, model.state_dict()
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.num_layers)
     weights = {}
-    for ours, theirs in parameter_names(config.num_layers):
-        weight = state.get(ours, torch.zeros(3 * config.d_model))
-        name = table.get_name(f"transformer.{theirs}", (".weight", ".bias")) or theirs
-        weights[name] = weight.contiguous().numpy()
+    for name, weight in named_weights(model):
+        weights[table.get_name(f"transformer.{name}", (".weight", ".bias")) or name] = weight.contiguous().numpy()
     return weights
 
 

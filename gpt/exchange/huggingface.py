@@ -109,7 +109,7 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     """
     import torch
 
-    from gpt.exchange.building import build_config, build_model, reason
+    from gpt.exchange.checkpoint import build_config, build_model, reason
     from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)
@@ -200,11 +200,15 @@ def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str,
 
 def to_huggingface(model: "GPT") -> dict[str, "Tensor"]:
     """Convert a model's weights to the state dict of a GPT2LMHeadModel, without its tied head."""
-    state, config, converted = model.state_dict(), model.config, {}
-    for ours, theirs in parameter_names(config.num_layers):
-        weight = state.get(ours, model.final_norm.bias.new_zeros(3 * config.d_model))
-        converted[f"transformer.{theirs}"] = weight.t().contiguous() if theirs.endswith(_TRANSPOSED) else weight
-    return converted
+    weights = {f"transformer.{name}": weight for name, weight in named_weights(model)}
+    return {name: w.t().contiguous() if name.endswith(_TRANSPOSED) else w for name, w in weights.items()}
+
+
+def named_weights(model: "GPT") -> Iterator[tuple[str, "Tensor"]]:
+    """Yield a model's weights with their names in a GPT2Model; what `qkv_bias` leaves out is zero, as it must be."""
+    state = model.state_dict()
+    for ours, theirs in parameter_names(model.config.num_layers):
+        yield theirs, state[ours] if ours in state else model.final_norm.bias.new_zeros(3 * model.config.d_model)
 
 
 def parameter_names(num_layers: int) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from lightning import LightningModule
 from torch import Tensor
 
 from gpt.errors import NonFiniteError
-from gpt.exchange.building import is_finite
+from gpt.exchange.checkpoint import is_finite
 from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.compiling import compile_in_place
 from gpt.model.fast.loss import chunked_next_token_loss

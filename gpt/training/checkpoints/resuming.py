@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt.console import duration
 from gpt.errors import UserError
-from gpt.exchange.building import reason
+from gpt.exchange.checkpoint import reason
 from gpt.hardware.memory import is_out_of_memory
 from gpt.text.shards import Corpora
 from gpt.training.config.loading import validate
