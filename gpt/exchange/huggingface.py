@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +45,7 @@ _FIXED: dict[str, tuple[object, tuple]] = {
     "tie_word_embeddings": (True, (True, False)),  # False only where the stored head is the embedding all the same
 }
 
-# Each in one file or in shards; the first kind that there is counts, so the pickled ones only if there are no others.
-_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin")
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
 
 def is_directory(path: Path) -> bool:
@@ -65,11 +63,7 @@ def download(name: str) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=["config.json", "tokenizer.json", "vocab.json"]))
         _stored_config(folder)  # of another model, no weights are downloaded
-        for weights in _WEIGHTS:
-            snapshot_download(name, revision=folder.name, allow_patterns=[weights])
-            if any(folder.glob(weights)):
-                break
-        return folder
+        return Path(snapshot_download(name, revision=folder.name, allow_patterns=[*_WEIGHTS]))
     except UserError:
         raise
     except Exception as error:  # of the hub, the network, proxies and the cache
@@ -108,16 +102,18 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     Raises `UserError` if it is not a GPT-2 that our model computes exactly.
     """
     import torch
+    from safetensors.torch import load_file
 
     from gpt.exchange.checkpoint import build_config, build_model, reason
     from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)
-    kinds = ([file for file in sorted(folder.glob(pattern)) if file.is_file()] for pattern in _WEIGHTS)
-    if not (files := next(filter(None, kinds), None)):
-        raise UserError(f"{folder / _WEIGHTS[0]}: missing; give a GPT-2 directory")
+    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file())
+    if not files:
+        remedy = "give a GPT-2 directory; transformers' save_pretrained writes it anew from older weights"
+        raise UserError(f"{folder / 'model.safetensors'}: missing; {remedy}")
     try:
-        weights = {name: weight for file in files for name, weight in _read_file(file).items()}
+        weights = {name: weight for file in files for name, weight in load_file(file).items()}
         config = build_config(_shape(stored))
         state = from_huggingface(weights, config.num_layers)
         if not config.qkv_bias:
@@ -130,27 +126,11 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
         for weight in model.parameters():  # `load_file` maps the file: replacing it would change a model in use
             weight.data = weight.data.clone(memory_format=torch.contiguous_format)
         return model
-    except Exception as error:  # safetensors, pickle and torch each fail on foreign files in their own ways
+    except Exception as error:  # safetensors and torch each fail on foreign files in their own ways
         if is_out_of_memory(error):
             raise
         why = f"config.json has no {error}" if isinstance(error, KeyError) else reason(error)
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {why}") from None
-
-
-def _read_file(file: Path) -> dict[str, "Tensor"]:
-    """Read one file of weights, in which nothing is ever run."""
-    import pickle
-
-    import torch
-    from safetensors.torch import load_file
-
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about foreign files, which are refused anyway
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise ValueError(f"{file.name} holds objects other than tensors, which are never loaded") from None
 
 
 def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:

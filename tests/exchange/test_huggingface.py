@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 import harness
 from gpt.exchange.huggingface import load_directory
 from gpt.model.transformer import GPTConfig
-from model_files import Bomb
 
 VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 2
 D_MODEL = HEADS * 7
@@ -100,64 +98,13 @@ def is_same(folder: Path, saved: Path) -> bool:
     return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def test_shards(saved, tmp_path, folder):
-    """The shards of `transformers`, and pickled ones; one that is missing."""
+def test_shards(saved, tmp_path):
+    """The shards of `transformers`; then one is missing."""
     make_theirs().save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     assert is_same(tmp_path, saved)
-    weights = load_file(folder / "model.safetensors")
-    names = sorted(weights)
-    for number, part in enumerate((names[::2], names[1::2]), start=1):
-        torch.save({name: weights[name] for name in part}, folder / f"pytorch_model-{number:05d}-of-00002.bin")
-    (folder / "model.safetensors").unlink()
-    assert is_same(folder, saved)
-    (folder / "pytorch_model-00002-of-00002.bin").unlink()
-    assert " lack '" in refusal(folder)
-
-
-def test_pickled_weights(saved, folder):
-    """An old pytorch_model.bin, with the masks and the copy of the embedding that such files have."""
-    state = make_theirs().state_dict()
-    assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
-    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool)
-    state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
-    (folder / "model.safetensors").unlink()
-    for zipped in (True, False):
-        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-        assert is_same(folder, saved)
-
-
-@pytest.mark.parametrize("how", ["pickle", "archive"])
-def test_pickled_code(folder, tmp_path, how):
-    """A .bin with code in it is refused, and the code is never run."""
-    content = {"transformer.wte.weight": Bomb(tmp_path / "ran")}
-    file = folder / "pytorch_model.bin"
-    (folder / "model.safetensors").unlink()
-    if how == "pickle":
-        file.write_bytes(pickle.dumps(content))
-    else:
-        torch.save(content, file)
-    assert refusal(folder) == f"{ODD}: {file.name} holds objects other than tensors, which are never loaded"
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(pickle.dumps(content))  # it would have
-    assert (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ([torch.ones(2)], "not a GPT-2 that can be loaded"),
-        ({"transformer.wpe.weight": torch.ones(2)}, "lack 'wte.weight'"),
-        (b"2 3 5 7", "not a GPT-2 that can be loaded"),
-    ],
-    ids=["list", "incomplete", "text"],
-)
-def test_odd_pickles(folder, content, reason):
-    """A .bin that holds something else."""
-    (folder / "model.safetensors").unlink()
-    file = folder / "pytorch_model.bin"
-    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-    assert reason in refusal(folder)
+    next(tmp_path.glob("model-*.safetensors")).unlink()
+    assert " lack '" in refusal(tmp_path)
 
 
 def test_stored_head(saved, folder):
@@ -216,7 +163,7 @@ class Broken:
         Broken("config.json", b'{"n_layer": ' + b"7" * 10_000 + b"}", READ + "Exceeds the limit"),
         Broken("config.json", b'{"model_type": "llama"}', ": its model_type is 'llama', and only 'gpt2' is supported"),
         Broken("config.json", b'{"model_type": "gpt2"}', f"{ODD}: config.json has no 'n_embd'"),
-        Broken("model.safetensors", None, "/model.safetensors: missing; give a GPT-2 directory"),
+        Broken("model.safetensors", None, "/model.safetensors: missing; give a GPT-2 directory; transformers' save_"),
         Broken("model.safetensors", b"2 3 5 7 11 13 17 19", ODD),
         Broken("model.safetensors", (2**63).to_bytes(8, "little") + b"{", ODD),
     ],
@@ -239,7 +186,7 @@ def test_other_places(folder, tmp_path):
     for make in (lambda: os.mkfifo(weights), lambda: weights.symlink_to("/dev/zero")):
         weights.unlink()
         make()
-        assert refusal(folder) == "/model.safetensors: missing; give a GPT-2 directory"
+        assert refusal(folder).startswith("/model.safetensors: missing; give a GPT-2 directory")
 
 
 @pytest.mark.parametrize(

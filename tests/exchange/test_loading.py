@@ -175,20 +175,17 @@ def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_hub(tmp_path, hub, suffix):
-    """A name is downloaded, once, and no more than is needed: pickled weights only if there are no others."""
+def test_hub(tmp_path, hub):
+    """A name is downloaded, once, and no more than is needed."""
     torch.manual_seed(31)
     theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16))
     theirs.save_pretrained(tmp_path / "hub/tiny/model")
     torch.save(theirs.state_dict(), tmp_path / "hub/tiny/model/pytorch_model.bin")
     (tmp_path / "hub/tiny/model/modeling.py").write_text("raise SystemExit('run')")
-    if suffix == "bin":
-        (tmp_path / "hub/tiny/model/model.safetensors").unlink()
     done = open_apart("tiny/model", hub)
     assert (done.returncode, done.stdout) == (0, f"{theirs.num_parameters()}\n"), done.stderr
     fetched = {place.split("/")[-1] for place in Hub.asked if "/resolve/" in place}
-    assert fetched == {"config.json", "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"}
+    assert fetched == {"config.json", "model.safetensors"}
     done = open_apart("tiny/model", hub | {"HF_HUB_OFFLINE": "1"})
     assert (done.returncode, done.stdout) == (0, f"{theirs.num_parameters()}\n"), done.stderr
 
