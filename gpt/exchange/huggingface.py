@@ -48,6 +48,19 @@ _FIXED: dict[str, tuple[object, tuple]] = {
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
 
+# The fields of a model's configuration, each with the values that GPT-2 has; None is any.
+_GPT2: dict[str, tuple | None] = dict.fromkeys(
+    ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias")
+)
+
+
+def require_gpt2(model: "GPT") -> None:
+    """Raise `UserError` unless a model is a GPT-2, which is all that other programs know how to compute."""
+    for name, value in vars(model.config).items():
+        if (allowed := _GPT2.get(name, ())) is not None and value not in allowed:
+            raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, so this model cannot be exported")
+
+
 def is_directory(path: Path) -> bool:
     """Tell whether a path looks like a Hugging Face model directory."""
     return (path / "config.json").is_file()
@@ -138,6 +151,7 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    require_gpt2(model)
     config, context = model.config, model.config.context_length
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     stored: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 import harness
 from gpt.exchange.huggingface import load_directory
 from gpt.model.transformer import GPTConfig
+from model_files import Bomb
 
 VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 2
 D_MODEL = HEADS * 7
@@ -60,6 +61,14 @@ def refusal(folder: Path) -> str:
     line = harness.refusal(load_directory, folder)
     assert line.startswith(f"{folder}")
     return line.removeprefix(f"{folder}")
+
+
+def test_pickles_are_not_read(folder, tmp_path):
+    """Older weights are not even opened, and the line says how to write them anew."""
+    (folder / "model.safetensors").unlink()
+    torch.save({"transformer.wte.weight": Bomb(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    assert "transformers' save_pretrained writes it anew from older weights" in refusal(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 @torch.no_grad()

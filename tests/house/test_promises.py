@@ -70,7 +70,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "test_checkpoint.py::test_pickle_in_an_archive_is_never_run",
         ],
         "Configurations in checkpoints are data": ["test_config.py::test_stored_configurations_are_literal"],
-        "Hugging Face weights are read from safetensors": ["test_promises.py::test_other_weights_are_not_read"],
+        "Hugging Face weights are read from safetensors": ["test_huggingface.py::test_pickles_are_not_read"],
         "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
         "Checkpoints are verified by their checksums": [
             "test_faults.py::test_damaged_checkpoint",

@@ -14,7 +14,7 @@ from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.download import fetch_dataset, fetch_file, up_to
 from gpt.text.corpus.files import each_once, find_text_files
-from gpt.text.corpus.formats import explain_unreadable, is_table, read_documents
+from gpt.text.corpus.formats import explain_unreadable, is_table, read_documents, reader_of
 from gpt.text.corpus.hashes import hash_files
 from gpt.text.pieces import cut
 
@@ -68,7 +68,9 @@ class Corpus:
         """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
         for file, file_digest in zip(self.files, hash_files(self.files, cache), strict=True):
-            digest.update(f"{''.join(file.suffixes)}\n{file_digest}\n".encode("utf-8", "replace"))
+            _, version = reader_of(file)
+            kind = "".join(file.suffixes) + f" {version}" * (version > 0)
+            digest.update(f"{kind}\n{file_digest}\n".encode("utf-8", "replace"))
         return digest.hexdigest()
 
     def require_text(self, size: int) -> None:

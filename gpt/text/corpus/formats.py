@@ -37,13 +37,18 @@ def read_documents(file: Path, text_field: str = "text", errors: str = "strict")
     "strict", or "replace" to read bytes that are not UTF-8 as U+FFFD. Raises `UserError` naming the file, the place in
     it and the remedy.
     """
-    return READERS.get(kind_of(file), _text)(file, text_field, errors)
+    return reader_of(file)[0](file, text_field, errors)
 
 
 def kind_of(file: Path) -> str:
     """Return the suffix that says how to read a file: the last one that is not a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in PACKED), "")
+
+
+def reader_of(file: Path) -> tuple[Callable[[Path, str, str], Documents], int]:
+    """Return the reader of a file's suffix and its version; of an unknown one, those of plain text."""
+    return READERS.get(kind_of(file), (_text, 0))
 
 
 def looks_like_text(file: Path) -> bool:
@@ -285,11 +290,12 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
 
 # --- the table ---
 
-# To read a new format, add its suffix and its function here. Raise `FORMAT` in prepare.py when files are read otherwise
-# than before, so that text prepared by then is not used again.
-READERS: dict[str, Callable[[Path, str, str], Documents]] = {  # of the file, `text_field` and `errors`
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".json": _json,
-    ".parquet": _parquet,
+# To read a new format, add its suffix here, with a function of the file, `text_field` and `errors`, and version 1.
+# Raise the version when the same file is read as other documents: it enters the hash of every corpus that holds such
+# files, so that text prepared before is not used again. Version 0, of plain text and the first readers, adds nothing.
+READERS: dict[str, tuple[Callable[[Path, str, str], Documents], int]] = {
+    ".jsonl": (_json_lines, 0),
+    ".ndjson": (_json_lines, 0),
+    ".json": (_json, 0),
+    ".parquet": (_parquet, 0),
 }

@@ -25,6 +25,7 @@ import gpt.text.corpus.corpus
 import gpt.text.corpus.hashes
 from gpt.files import CACHE_TAG
 from gpt.text.cache import read_json, write_json
+from gpt.text.corpus import formats
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Corpus, Piece, open_corpus
 from gpt.text.pieces import cut
@@ -244,6 +245,27 @@ def test_hash_follows_the_documents(tmp_path, fill):
     assert len({first, *others}) == 7
     turned = [str(tmp_path / "1" / name) for name in ("b.txt", "a.txt")]
     assert open_quietly(turned).sha256(tmp_path / "cache") == others[0]
+
+
+def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
+    """The same bytes under another suffix are other documents, and so they are to a new or a changed reader."""
+    lines = '{"text": "a"}\n'
+    fill(tmp_path, a__txt=lines, a__jsonl=lines, a__xyz=lines)
+
+    def hashes() -> list[str]:
+        return [open_quietly(tmp_path / f"a.{kind}").sha256(tmp_path) for kind in ("txt", "jsonl", "xyz")]
+
+    assert read(tmp_path / "a.txt") == [lines]
+    assert read(tmp_path / "a.jsonl") == ["a"]
+    before = hashes()
+    assert len(set(before)) == 3
+    lines_reader, version = formats.READERS[".jsonl"]
+    monkeypatch.setitem(formats.READERS, ".xyz", (lines_reader, 1))
+    monkeypatch.setitem(formats.READERS, ".jsonl", (lines_reader, version + 1))
+    after = hashes()
+    assert read(tmp_path / "a.xyz") == ["a"]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
+    assert len({*before, *after}) == 5
 
 
 class Clock:
