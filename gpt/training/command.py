@@ -4,10 +4,12 @@ import contextlib
 import math
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import active_children, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +26,7 @@ from yaml import YAMLError
 
 from gpt.console import say
 from gpt.errors import NonFiniteError, UserError
+from gpt.training.checkpoints.signals import SIGNALS, SWEEP
 from gpt.training.config.loading import callbacks_of, read, repeated, to_plain, unknown_key, validate
 from gpt.training.config.other_trainers import quoted
 from gpt.training.config.schema import Config
@@ -35,7 +38,7 @@ from gpt.training.runs import directory, text_name
 from gpt.training.session import Session
 
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
-FAILED_JOBS = "MINI_GPT_FAILED_JOBS"  # the environment variable that names the file in which jobs note why they failed
+FAILED, STOPPED = "failed", "stopped"  # files in the folder of a sweep: why jobs failed, and that a signal has come
 
 ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
 
@@ -67,6 +70,8 @@ class Request:
 
 def ask(composed: DictConfig) -> Request:
     """Check what Hydra has composed; `UserError` if it is wrong, contradicts itself, or would have no effect."""
+    if (notes := os.environ.get(SWEEP)) and (Path(notes) / STOPPED).exists():
+        sys.exit("the sweep was stopped before this job")
     chosen = HydraConfig.get()
     overrides, single = list(chosen.overrides.task), chosen.mode != RunMode.MULTIRUN
     config = validate(repeated(composed, overrides))
@@ -121,12 +126,17 @@ class JobFailed(BaseException):
 def reported() -> Iterator[list[float]]:
     """Run a job so that its error reaches the user; yields the list for the result that a sweeper minimises.
 
-    A job of a sweep that fails is noted, and counts as infinitely bad, so that the other jobs go on.
+    A job of a sweep that fails is noted, and counts as infinitely bad, so that the other jobs go on. So does one that a
+    signal stops in a process of its own, where joblib would otherwise kill the others before they are saved.
     """
     chosen = HydraConfig.get()
     result: list[float] = []
     try:
         yield result
+    except (SystemExit, KeyboardInterrupt):
+        if parent_process() is None:
+            raise
+        result[:] = [math.inf]
     except Exception as error:
         if chosen.mode != RunMode.MULTIRUN:
             raise JobFailed(error) from None
@@ -198,16 +208,35 @@ def check_jobs() -> None:
 
 @contextlib.contextmanager
 def failing_at_the_end() -> Iterator[str]:
-    """Yield the override that lets the jobs of a sweep note why they failed; `UserError` after the sweep if one did."""
+    """Yield the override that lets the jobs of a sweep note why they failed; `UserError` after the sweep if one did.
+
+    A signal stops jobs in processes of joblib's after their step, and lets no other begin. Their launcher would kill
+    those that are still saving, if the signal ended it.
+    """
+    signals: list[int] = []
+
+    def stop(number: int, frame) -> None:
+        if signals:
+            sys.exit(128 + number)
+        signals.append(number)
+        (Path(folder) / STOPPED).touch()
+        if number != signal.SIGINT:  # which a terminal sends to all of them
+            for process in active_children():
+                os.kill(process.pid or 0, number)
+
     if ranks().world_size > 1:
         raise UserError(
             f"{ranks().world_size} processes were started, and a sweep is one: use python train.py -m, with "
             "trainer.devices for several devices"
         )
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "failed"
-        yield f"++hydra.job.env_set.{FAILED_JOBS}={file.as_posix()}"
+        file = Path(folder) / FAILED
+        for number in SIGNALS if "hydra/launcher=joblib" in sys.argv else ():
+            signal.signal(number, stop)
+        yield f"++hydra.job.env_set.{SWEEP}={Path(folder).as_posix()}"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    if signals:
+        sys.exit(128 + signals[0])
     if lines:
         raise UserError(f"{len(lines)} of the sweep's jobs failed; the first was {lines[0]}")
 
@@ -219,7 +248,7 @@ def _note_failure(job: str, error: Exception) -> float:
     line = " ".join(f"{job}: {error}".split())
     say(f"train.py: {line}", sys.stderr)
     try:
-        with open(os.environ[FAILED_JOBS], "a", encoding="utf-8") as file:
+        with (Path(os.environ[SWEEP]) / FAILED).open("a", encoding="utf-8") as file:
             print(line, file=file)
     except (OSError, KeyError):  # on a machine that does not share the folder; Hydra carries the error back
         raise UserError(line) from None

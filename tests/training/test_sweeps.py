@@ -5,8 +5,10 @@ over in silence.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,28 @@ def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
     assert "missing' names no text file" in last
     figures = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/metrics.json")]
     assert [figure["steps"] for figure in figures] == [2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "everywhere"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_stopped_sweep(settings, tmp_path, number, everywhere):
+    """Ctrl-C, which all processes get, and SIGTERM to the first: the jobs at work are saved, and no other begins."""
+    parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2,3", "horizon=100000steps"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "-m",
+        *settings[:-1],
+        *parallel,
+        "trainer.checkpoint_every=100000",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    while len(list(tmp_path.glob("runs/*/metrics.csv"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, number) if everywhere else process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert len(list(tmp_path.glob("runs/*"))) == len(list(tmp_path.glob("runs/*/checkpoints/last.ckpt"))) == 2
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import sys
 import time
 from contextlib import suppress
 
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # a variable that torchrun sets
-TOGETHER = 1.0  # seconds within which its signals count as one: it passes on a Ctrl-C that all processes get anyway
+SWEEP = "MINI_GPT_SWEEP"  # a variable that names the folder for notes of the jobs of a sweep
+STARTERS = ("TORCHELASTIC_RUN_ID", SWEEP)  # variables of what starts several processes, and passes signals on
+TOGETHER = 1.0  # seconds within which a signal counts once there: a terminal may have sent it to all processes
 
 # SIGHUP is what a lost connection sends. Windows has SIGBREAK instead, for Ctrl-Break and a console that is closed.
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
@@ -38,7 +39,7 @@ class StopSignals:
             self.received, self._at = number, now
         if os.environ.get("RANK", "0") != "0":  # rank 0 says so, and decides whether all stop at once
             return
-        if again and TORCHRUN in os.environ and now - self._at < TOGETHER:
+        if again and any(name in os.environ for name in STARTERS) and now - self._at < TOGETHER:
             return
         if again:
             sys.exit(128 + number)
