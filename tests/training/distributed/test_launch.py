@@ -150,12 +150,13 @@ def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
 # --- signals ---
 
 
-def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
+@pytest.mark.parametrize("starter", signals.STARTERS)
+def test_signals_of_a_launcher_count_once(monkeypatch, capfd, starter):
     """A Ctrl-C reaches a process twice, and once more stops at once only later; above rank 0 nothing is said."""
     stop = signals.StopSignals()
     stop.install()
     try:
-        monkeypatch.setenv(signals.TORCHRUN, "none")
+        monkeypatch.setenv(starter, "none")
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.received == signal.SIGINT
