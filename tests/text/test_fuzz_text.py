@@ -1,6 +1,5 @@
 """Whatever happens to the files of the cache: the same corpus comes out, or one line, and nothing else is touched."""
 
-import copy
 import json
 import os
 import shutil
@@ -8,7 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,43 +31,8 @@ SECONDS = 20  # at most, for an example
 
 # --- mutations ---
 
-VALUES = st.one_of(
-    st.sampled_from([None, True, False, 0, -1, 1, 2**31, 2**63, 10**400, 1e308, 0.5, "", "0", "7", "gpt2", "../../x"]),
-    st.sampled_from(["\0", "é\n", "bpe", "byte", "(", [], [[]], {}, {"a": 1}, [0, 0, 0], "0" * 64, "a" * 10**5]),
-    st.integers(),
-    st.text(max_size=7),
-)
 WHOLE = [b"", b"null", b"7", b'"a"', b"[]", b"{}", b'{"seal": null}', b"\xff\xfe{", bytes(1000)]
 WHOLE += [b'{"a": 1' + b"0" * 5000 + b"}", b"\xef\xbb\xbf{}", b"NaN", b'{"splits": {}}']
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place within a JSON value, as the list or dictionary that holds it and its index or key."""
-    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [place for key in keys for place in [(value, key), *places(value[key])]]
-
-
-def mutate_json(content: bytes, draw: Callable) -> bytes:
-    """One change to the structure of a JSON file."""
-    value = copy.deepcopy(json.loads(content))
-    holder, key = draw(st.sampled_from(places(value)))
-    way = draw(st.sampled_from(["replace", "delete", "rename", "swap", "wrap", "repeat", "nudge"]))
-    if way == "replace":
-        holder[key] = draw(VALUES)
-    elif way == "delete":
-        del holder[key]
-    elif way == "rename" and isinstance(holder, dict):
-        holder[draw(st.text(max_size=7))] = holder.pop(key)
-    elif way == "swap":
-        other, place = draw(st.sampled_from(places(value)))
-        holder[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(holder[key])
-    elif way == "repeat" and isinstance(holder, list):
-        holder.append(copy.deepcopy(holder[key]))
-    elif way == "nudge" and isinstance(holder[key], int):
-        holder[key] += draw(st.sampled_from([-1, 1, 2, 256]))
-    else:
-        holder[key] = [copy.deepcopy(holder[key])]
-    return json.dumps(value).encode()
 
 
 def mutate_bytes(content: bytes, draw: Callable) -> bytes:
@@ -88,12 +51,10 @@ def mutate_bytes(content: bytes, draw: Callable) -> bytes:
 
 
 def mutate(file: Path, draw: Callable) -> None:
-    """One change to a file: to its structure, its bytes, or to what is at its place."""
-    way = draw(st.sampled_from(["json"] * 6 + ["bytes"] * 4 + ["gone", "folder", "link"]))
-    content = file.read_bytes()
-    if way in ("json", "bytes"):
-        is_json = way == "json" and file.suffix == ".json"
-        file.write_bytes((mutate_json if is_json else mutate_bytes)(content, draw))
+    """One change to a file: to its bytes, or to what is at its place."""
+    way = draw(st.sampled_from(["bytes"] * 10 + ["gone", "folder", "link"]))
+    if way == "bytes":
+        file.write_bytes(mutate_bytes(file.read_bytes(), draw))
         return
     file.unlink()
     if way == "folder":
@@ -208,4 +169,4 @@ def test_mutations(bench, state, names):
 
     attack()
     assert sum(came.values()) >= 300
-    assert came[True] > 20, came
+    assert min(came.values()) > 10, came

@@ -353,19 +353,7 @@ def test_a_changed_file_is_read_again(tmp_path, clock, large, fill):
     assert open_quietly(large).sha256(tmp_path) == first
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"garbage",
-        b"\xff\xfe",
-        b'{"a": ' + b"1" * 5000 + b"}",
-        b"7",
-        b"{}",
-        b'{"PATH": [STAMP, "0"]}',
-    ],
-    ids=lambda content: ascii(content)[:37],
-)
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"7", b"{}", b'{"PATH": [STAMP, "0"]}'], ids=ascii)
 def test_damaged_memory_is_made_anew(tmp_path, clock, large, content):
     """Whatever it has become, the file is read again, and remembered again."""
     true = open_quietly(large).sha256(tmp_path)
@@ -405,20 +393,6 @@ def whole(pieces: list[tuple[int, int, Piece]]) -> list[tuple[int, str]]:
         open_document = not piece.ends
     assert not open_document
     return documents
-
-
-def test_pieces_by_hand(tmp_path, monkeypatch, fill):
-    """A cut is before the first space with a word after it, from five characters on, or else after twenty."""
-    monkeypatch.setattr(gpt.text.corpus.corpus, "cut", functools.partial(cut, size=5))
-    fill(tmp_path, a__txt="ab cd  ef  gh ij", b__jsonl=json.dumps({"text": "x" * 23}) + '\n{"text": "a b"}')
-    assert list(open_quietly(tmp_path).pieces()) == [
-        (0, 0, Piece("ab cd ", True, False)),
-        (0, 1, Piece(" ef  gh", False, False)),
-        (0, 2, Piece(" ij", False, True)),
-        (1, 0, Piece("x" * 20, True, False)),
-        (1, 1, Piece("xxx", False, True)),
-        (1, 2, Piece("a b", True, True)),
-    ]
 
 
 WORDS = st.text(st.sampled_from("ab é\n"), max_size=31)

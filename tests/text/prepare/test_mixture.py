@@ -205,22 +205,13 @@ def test_tokenizer_of_a_model_and_a_mixture(tmp_path):
     assert list(cache.glob("tokenizer-*")) == []
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: os.truncate(file, 101),
-        lambda file: os.truncate(file, 0),
-        lambda file: file.write_text("[7]"),
-        lambda file: file.write_text(file.read_text().replace('"sha256": "', '"sha256": "0')),
-    ],
-    ids=["half", "emptied", "of another kind", "tampered"],
-)
-def test_joint_tokenizer_that_is_damaged(tmp_path, damage):
-    """It is named with the remedy, which helps."""
+@pytest.mark.parametrize("kept", [101, 0])
+def test_joint_tokenizer_that_is_damaged(tmp_path, kept):
+    """It is named with the remedy, which helps; test_tokenizer.py has every kind of damage."""
     data, cache, config = write_mixture(tmp_path, 1, 1), tmp_path / "cache", TokenizerConfig("bpe", 307)
     expected = mix(data, cache, config).key
     [file] = cache.glob("tokenizer-*.json")
-    damage(file)
+    os.truncate(file, kept)
     with pytest.raises(UserError) as caught:
         mix(data, cache, config)
     assert re.fullmatch(rf"{file}: cannot be read \(.+\); delete it and it will be made anew", str(caught.value))
