@@ -59,17 +59,16 @@ def one_at_a_time(lock_file: Path, task: str, say: Callable[[str], None]) -> Ite
     `task` says what the lock is for, as in "preparing this text". The lock file stays.
     """
     told = False
-    with explain_unwritable(lock_file.parent):
-        lock_file.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                lock = hold(lock_file)
-                break
-            except HeldError as holder:
-                if not told:
-                    say(f"process {holder} is {task}: waiting for it")
-                told = True
-            time.sleep(0.2)
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            lock = hold(lock_file)
+            break
+        except HeldError as holder:
+            if not told:
+                say(f"process {holder} is {task}: waiting for it")
+            told = True
+        time.sleep(0.2)
     try:
         yield
     finally:
@@ -82,8 +81,7 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
     Whatever an interruption leaves there is for the next process to continue with. A `UserError` deletes it.
     """
-    with explain_unwritable(folder.parent):
-        make_cache(folder.parent)
+    make_cache(folder.parent)
     with one_at_a_time(folder.parent / f".{folder.name}.lock", "preparing this text", say):
         working = folder.with_name(f".preparing-{folder.name}")
         try:

@@ -41,13 +41,13 @@ def fetch_file(url: str, sha256: str, cache: Path, say: Callable[[str], None]) -
         return target
     with explain_unwritable(folder):
         make_cache(cache)
-    with one_at_a_time(folder / f".{target.name}.lock", f"downloading {url}", say), explain_unwritable(folder):
-        if not target.is_file():  # another process may have finished it while we waited
-            part = folder / f"{target.name}.part"
-            with part.open("a+b") as stream:
-                say(f"downloading {url}")
-                _download(url, sha256.lower(), stream)
-            publish(part, target)
+        with one_at_a_time(folder / f".{target.name}.lock", f"downloading {url}", say):
+            if not target.is_file():  # another process may have finished it while we waited
+                part = folder / f"{target.name}.part"
+                with part.open("a+b") as stream:
+                    say(f"downloading {url}")
+                    _download(url, sha256.lower(), stream)
+                publish(part, target)
     return target
 
 

@@ -4,6 +4,7 @@ A corpus is read twice, to choose the validation text and then to encode, unless
 keeps all of it in memory.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -56,22 +57,20 @@ def _joint_tokenizer(sources: list[Source], shares: Sequence[int], vocab_size: i
     """Return one byte-pair encoding for a mixture, kept in the cache; it samples large corpora by their share."""
     parts = [[source.sha256, source.validation_bytes, share] for source, share in zip(sources, shares, strict=True)]
     file = cache / f"tokenizer-{_digest({'format': FORMAT, 'parts': parts, 'vocab_size': vocab_size})}.json"
-    if not file.exists():
-
-        def sample() -> Iterator[str]:
-            for source, share in zip(sources, shares, strict=True):
-                samples = list(source.survey.training_sample())
-                size = sum(len(sample.encode("utf-8")) for sample in samples)
-                yield from samples[:: max(1, -(-size * MIXTURE_WINDOWS // (SAMPLE_BYTES * share)))]
-
-        tokenizer = train_bpe(sample(), vocab_size)
-        with explain_unwritable(cache):
-            make_cache(cache)
-            write_text(file, json.dumps(tokenizer.to_dict()))
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError):  # damaged: train it again
         return Tokenizer.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read ({error}); delete it and it will be made anew") from None
+
+    def sample() -> Iterator[str]:
+        for source, share in zip(sources, shares, strict=True):
+            samples = list(source.survey.training_sample())
+            size = sum(len(sample.encode("utf-8")) for sample in samples)
+            yield from samples[:: max(1, -(-size * MIXTURE_WINDOWS // (SAMPLE_BYTES * share)))]
+
+    tokenizer = train_bpe(sample(), vocab_size)
+    with explain_unwritable(cache):
+        make_cache(cache)
+        write_text(file, json.dumps(tokenizer.to_dict()))
+    return tokenizer
 
 
 def _digest(key: dict) -> str:
