@@ -17,11 +17,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+import zstandard
+
 from gpt.errors import UserError
 from gpt.text.pieces import decoded, well_formed
 
 BLOCK = 1 << 20  # bytes to read at once
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+_UNPACKERS: dict[str, Callable[[], Any]] = {
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+    # The largest window, that of zstd --long=31; memory grows only as a frame needs it.
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
+}
+PACKED = (".gz", *_UNPACKERS)
 LINE_BYTES = 1 << 26  # of JSON, at most, since a line is held in memory several times over
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
 _WHITE = codecs.BOM_UTF8 + b" \t\r"  # before the first character of a line
@@ -128,25 +136,13 @@ def _content(file: Path, size: int) -> Generator[bytes, None, None]:
     suffix = file.suffix.lower()
     opener: Any = gzip.open if suffix == ".gz" else Path.open
     with opener(file, "rb") as stream:
-        if suffix in PACKED[1:]:
-            yield from _members(stream, suffix)
+        if suffix in _UNPACKERS:
+            yield from _members(stream, _UNPACKERS[suffix])
         else:
-            while block := stream.read(size):
-                yield block
+            yield from iter(lambda: stream.read(size), b"")
 
 
-def _unpacker(suffix: str) -> Any:
-    if suffix == ".bz2":
-        return bz2.BZ2Decompressor()
-    if suffix == ".xz":
-        return lzma.LZMADecompressor(lzma.FORMAT_XZ)
-    import zstandard  # here, because few corpora need it
-
-    window = 1 << 31  # the largest, of zstd --long=31; memory grows only as a frame needs it
-    return zstandard.ZstdDecompressor(max_window_size=window).decompressobj()
-
-
-def _members(stream: IO[bytes], suffix: str) -> Iterator[bytes]:
+def _members(stream: IO[bytes], unpacker: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress member by member.
 
     This replaces `bz2.open` and `lzma.open`, which take a damaged second member for the end of the file, and
@@ -156,11 +152,8 @@ def _members(stream: IO[bytes], suffix: str) -> Iterator[bytes]:
     while packed := stream.read(1 << 8):  # little, because zstd may make 8 MB of it at once
         while packed:
             if member is None or member.eof:
-                member = _unpacker(suffix)
-                most = (BLOCK,) if hasattr(member, "needs_input") else ()  # others may make a million times as much
-            yield member.decompress(packed, *most)
-            while most and not (member.eof or member.needs_input):
-                yield member.decompress(b"", *most)
+                member = unpacker()
+            yield member.decompress(packed)
             packed = member.unused_data
     if member is not None and not member.eof:
         raise EOFError("the compressed data ends early")
@@ -261,9 +254,7 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
     """Read a document from each row."""
     parquet = require("pyarrow.parquet", file, "parquet")
     arrow = require("pyarrow", file, "parquet")
-    with explain_unreadable(file):
-        stream = file.open("rb")
-    with stream:
+    with explain_unreadable(file), file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(stream, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)
             is_text = re.compile("(dictionary<values=)?(large_)?string")
