@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,15 +30,8 @@ class Place(NamedTuple):
     characters: int
 
 
-class Encoded(NamedTuple):
-    """One task's output for one split."""
-
-    ids: np.ndarray
-    bytes: int
-    documents: int
-
-
 Task = list[tuple[Piece, bool]]  # pieces, each with whether it is for validation
+Encoded = dict[str, tuple[np.ndarray, int, int]]  # of each split, the ids, bytes and documents
 
 
 def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, sample: list[Piece] | None) -> dict:
@@ -52,13 +45,12 @@ def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, s
     done = journaled = sum(counts[name]["bytes"] for name in SPLITS)
     if done:
         source.say(f"resuming the preparation of {source.corpus.name} at {done / size:.0%}")
-    dtype = width(tokenizer)
     kept = ((0, number, piece) for number, piece in enumerate(sample or ()))
     tasks = _tasks(source.corpus.pieces(start.file) if sample is None else kept, split, start)
     with contextlib.ExitStack() as stack:
         writers = {}
         for name, count in counts.items():
-            writer = Writer(working / f"{name}.bin", dtype, count["tokens"], count["sha256"])
+            writer = Writer(working / f"{name}.bin", width(tokenizer), count["tokens"], count["sha256"])
             writers[name] = stack.enter_context(contextlib.closing(writer))
         bar = stack.enter_context(progress_bar(size, done, delay=1))
 
@@ -67,13 +59,13 @@ def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, s
                 writer.flush()
                 counts[name] |= {"tokens": writer.length, "sha256": writer.sha256}
 
-        for encoded, place in _in_order(lambda task: _encode_task(tokenizer, dtype, task), tasks):
-            for name, part in encoded.items():
-                writers[name].append(part.ids)
-                counts[name]["bytes"] += part.bytes
-                counts[name]["documents"] += part.documents
-                done += part.bytes
-                bar.update(part.bytes)
+        for encoded, place in _in_order(tasks, tokenizer):
+            for name, (ids, num_bytes, documents) in encoded.items():
+                writers[name].append(ids)
+                counts[name]["bytes"] += num_bytes
+                counts[name]["documents"] += documents
+                done += num_bytes
+                bar.update(num_bytes)
             if done - journaled >= PROGRESS_BYTES and sample is None:
                 flush()
                 source.require_unchanged(slice(start.file, place.file + 1))
@@ -100,15 +92,13 @@ def _tasks(pieces: Iterable[tuple[int, int, Piece]], split: Split, start: Place)
         yield task, place
 
 
-def _in_order(
-    encode: Callable[[Task], dict[str, Encoded]], tasks: Iterable[tuple[Task, Place]]
-) -> Iterator[tuple[dict[str, Encoded], Place]]:
+def _in_order(tasks: Iterable[tuple[Task, Place]], tokenizer: Tokenizer) -> Iterator[tuple[Encoded, Place]]:
     """Encode tasks on all cores and yield the results in order, holding only a few at a time."""
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running: deque[tuple[Future, Place]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for task, place in tasks:
-            running.append((pool.submit(encode, task), place))
+            running.append((pool.submit(_encode_task, task, tokenizer), place))
             if len(running) > 2 * threads:
                 future, reached = running.popleft()
                 yield future.result(), reached
@@ -116,8 +106,9 @@ def _in_order(
             yield future.result(), reached
 
 
-def _encode_task(tokenizer: Tokenizer, dtype: np.dtype, task: Task) -> dict[str, Encoded]:
+def _encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
     """Encode a task's pieces for each split, with end-of-text before each document."""
+    dtype = width(tokenizer)
     end_of_text = np.array([tokenizer.end_of_text], dtype)
     result = {}
     for name in SPLITS:
@@ -128,5 +119,5 @@ def _encode_task(tokenizer: Tokenizer, dtype: np.dtype, task: Task) -> dict[str,
                 ids.append(end_of_text)
             ids.append(tokenizer.encode_piece(piece.text).astype(dtype))
         size = sum(len(piece.text.encode("utf-8")) for piece in pieces)
-        result[name] = Encoded(np.concatenate(ids), size, sum(piece.begins for piece in pieces))
+        result[name] = np.concatenate(ids), size, sum(piece.begins for piece in pieces)
     return result
