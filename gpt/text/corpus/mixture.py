@@ -35,8 +35,7 @@ def names_of(data: DataConfig) -> tuple[str, ...]:
 
 
 def _short_name(path: str) -> str:
-    is_url = "://" in path
-    whole = re.split(r"[?#]", path)[0].rstrip("/") if is_url else os.path.abspath(os.path.expanduser(path))
+    whole = os.path.abspath(os.path.expanduser(path))
     name = next((part for part in reversed(Path(whole).parts) if not re.search(r"[*?\[]", part)), "")
     if whole.endswith(name) and not os.path.isdir(whole):  # a file; the name of a glob is that of its folder
         while Path(name).suffix.lower() in PACKED:
