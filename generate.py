@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from gpt.console import command_line, say
 from gpt.sampling.arguments import parse_arguments, read_prompts
-from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
     from gpt.sampling.language_model import LanguageModel
@@ -33,6 +32,7 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.sampling.insight import insight_page, write_insight
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, pack_weights
+    from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
 
     # What is asked for
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)

@@ -69,7 +69,7 @@ def is_directory(path: Path) -> bool:
 def download(name: str) -> Path:
     """Download a GPT-2 from the Hugging Face hub, or find it downloaded; `UserError` if that is not possible."""
     try:
-        from huggingface_hub import errors, snapshot_download
+        from huggingface_hub import snapshot_download
     except ImportError:
         remedy = "for the hub's models: pip install huggingface_hub"
         raise UserError(f"{name}: neither a path nor a run; {remedy}") from None
@@ -82,12 +82,9 @@ def download(name: str) -> Path:
     except Exception as error:  # of the hub, the network, proxies and the cache
         if is_disk_full(error):
             raise
-        reason = " ".join(str(error).split("\n")[0].split())[:200]
-        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-            reason = "has no such model, or none that you may read: check the name"
-        else:
-            reason = f"cannot be reached ({reason}): check the name and the connection"
-        raise UserError(f"{name}: there is no such path or run, and the Hugging Face hub {reason}") from None
+        why = " ".join(str(error).split("\n")[0].split())[:200]
+        hub = f"the Hugging Face hub does not give such a model ({why}): check the name, your access and the connection"
+        raise UserError(f"{name}: there is no such path or run, and {hub}") from None
 
 
 def load_model(folder: Path) -> tuple["GPT", Tokenizer]:

@@ -46,10 +46,6 @@ class GPTConfig(ModelConfig):
 
     vocab_size: int = 50257
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_range("vocab_size", self.vocab_size, 1)
-
     @property
     def num_parameters(self) -> int:
         """The number of trained parameters: embeddings (the tied head counts once), blocks and final norm."""

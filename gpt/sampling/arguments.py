@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt.console import Parser
 from gpt.errors import UserError, require_range
-from gpt.text.pieces import well_formed
+from gpt.text.pieces import decoded, well_formed
 
 LONGEST_PROMPT = 32_000_000  # bytes; a model sees some thousand
 LIMITS = {"max_new_tokens": (1, 10**7), "num_samples": (1, 10**4), "top_logprobs": (0, 100), "seed": (0, 2**63 - 1)}
@@ -70,18 +70,16 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, or else the one in a file or on standard input."""
     if args.prompt is not None:
         return [well_formed(prompt) for prompt in args.prompt]
-    source = args.prompt_file or "standard input"
+    source = str(args.prompt_file or "standard input")
     try:
         with args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
             content = b"" if stream.isatty() else stream.read(LONGEST_PROMPT + 1)
-        if len(content) > LONGEST_PROMPT:
-            limit = f"a prompt has at most {LONGEST_PROMPT:,} bytes, and a model sees only its end: cut it"
-            raise UserError(f"{source}: {limit}")
-        return [re.sub(r"\r?\n\Z", "", content.decode("utf-8"))]
     except OSError as error:
         raise UserError(f"{source}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: not UTF-8 (byte 0x{content[error.start]:02x} at offset {error.start})") from None
+    if len(content) > LONGEST_PROMPT:
+        limit = f"a prompt has at most {LONGEST_PROMPT:,} bytes, and a model sees only its end: cut it"
+        raise UserError(f"{source}: {limit}")
+    return [re.sub(r"\r?\n\Z", "", "".join(decoded([content], source)))]
 
 
 def unescaped(text: str) -> str:

@@ -9,20 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
+from gpt.sampling.language_model import Continuation, TokenLogprob
+from gpt.text import cache
+from gpt.text.analysis.overlap import LEAST, find_copies
 from gpt.text.pieces import visible
-
-if TYPE_CHECKING:  # torch takes seconds to import
-    from gpt.sampling.language_model import Continuation, TokenLogprob
-    from gpt.text.shards import Shards
-    from gpt.text.tokenizer import Tokenizer
-
-    ContinueTexts = Callable[[list[list[int]]], Iterator[list[Continuation]]]
+from gpt.text.shards import Shards, find_shards
+from gpt.text.tokenizer import Tokenizer
 
 
-def print_growing(steps: Iterator[list["Continuation"]]) -> Iterator[list["Continuation"]]:
+def print_growing(steps: Iterator[list[Continuation]]) -> Iterator[list[Continuation]]:
     """Print a single text as it grows, and then a newline; yield it after each step."""
     printed = 0
     for [text] in steps:
@@ -32,7 +29,7 @@ def print_growing(steps: Iterator[list["Continuation"]]) -> Iterator[list["Conti
     print(flush=True)
 
 
-def print_several(prompts: list[str], steps: Iterator[list["Continuation"]], sources: list["Shards"]) -> None:
+def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sources: list[Shards]) -> None:
     """Print finished texts after their prompts, each under its number; with `sources`, also what they copied."""
     *_, texts = steps
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
@@ -40,7 +37,7 @@ def print_several(prompts: list[str], steps: Iterator[list["Continuation"]], sou
         print(copied(text.tokens, sources), end="")
 
 
-def print_json(prompts: list[str], steps: Iterator[list["Continuation"]], settings: dict) -> None:
+def print_json(prompts: list[str], steps: Iterator[list[Continuation]], settings: dict) -> None:
     """Print all samples as one JSON object, with the settings that make them again."""
     start = time.perf_counter()
     *_, texts = steps
@@ -56,7 +53,10 @@ def print_json(prompts: list[str], steps: Iterator[list["Continuation"]], settin
 
 
 def interact(
-    continue_texts: "ContinueTexts", encode: Callable[[str], list[int]], num_samples: int, keep_context: bool
+    continue_texts: Callable[[list[list[int]]], Iterator[list[Continuation]]],
+    encode: Callable[[str], list[int]],
+    num_samples: int,
+    keep_context: bool,
 ) -> None:
     """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -82,14 +82,14 @@ def interact(
             print()
 
 
-def printable(text: "Continuation", start: int = 0) -> str:
+def printable(text: Continuation, start: int = 0) -> str:
     """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
     if not text.logprobs:
         return text.text[start:]
     return "".join("\n  " + token_line(token) for token in text.logprobs[start:])
 
 
-def token_line(token: "TokenLogprob") -> str:
+def token_line(token: TokenLogprob) -> str:
     """Show a token with its probability, then the likeliest in its place with theirs, in columns."""
     shown = [
         f"{visible(one.token)} {100 * math.exp(one.logprob):.3g}%".replace("\n", "") for one in (token, *token.top)
@@ -97,31 +97,26 @@ def token_line(token: "TokenLogprob") -> str:
     return "  ".join(f"{one:<16}" for one in shown).rstrip()
 
 
-def token_as_json(token: "TokenLogprob") -> dict:
+def token_as_json(token: TokenLogprob) -> dict:
     """Describe a token in plain types: its bytes in hexadecimal, since they may be part of a character."""
     own = {"token": token.token.decode("utf-8", "replace"), "bytes": token.token.hex(), "logprob": token.logprob}
     return own | ({"top_logprobs": list(map(token_as_json, token.top))} if token.top else {})
 
 
-def training_text(path: Path, tokenizer: "Tokenizer", record: dict) -> list["Shards"]:
+def training_text(path: Path, tokenizer: Tokenizer, record: dict) -> list[Shards]:
     """Find the prepared text that a model was trained on; `UserError` if it is not here."""
-    from gpt.text import cache
-    from gpt.text.shards import find_shards
-
     if not (sources := find_shards(record, tokenizer, cache.CACHE)):
         raise UserError(f"--check: the text that {path} was trained on is not in {cache.CACHE}: leave --check out")
     return sources
 
 
-def copied(ids: list[int], sources: list["Shards"]) -> str:
+def copied(ids: list[int], sources: list[Shards]) -> str:
     """Say how much of a continuation stands in the training text, and show it with those passages in brackets.
 
     Nothing without `sources`.
     """
     if not sources:
         return ""
-    from gpt.text.analysis.overlap import LEAST, find_copies
-
     marks, passage = find_copies(ids, sources)
     if not passage:
         return f"--- copied from the training text: nothing of {LEAST} tokens or more ---\n"

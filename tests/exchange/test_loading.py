@@ -199,17 +199,12 @@ def test_hub_refusals(tmp_path, hub):
     done = open_apart("other/model", hub)
     assert done.stderr.endswith(": its model_type is 'llama', and only 'gpt2' is supported\n")
     assert not any(place.endswith("model.safetensors") for place in Hub.asked)
-    start = "there is no such path or run, and the Hugging Face hub"
+    start = "there is no such path or run, and the Hugging Face hub does not give such a model ("
     nowhere = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    for name, env, reason in (
-        ("no/model", hub, "has no such model, or none that you may read: check the name\n"),
-        ("a..b", hub, "has no such model, or none that you may read: check the name\n"),
-        ("tiny/model", nowhere, "cannot be reached ("),
-        ("tiny/model", hub | {"HF_HUB_OFFLINE": "1"}, "cannot be reached ("),
-    ):
+    for name, env in (("no/model", hub), ("a..b", hub), ("tiny/model", nowhere)):
         done = open_apart(name, env)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert done.stderr.startswith(f"opening: {name}: {start} {reason}")
+        assert done.stderr.startswith(f"opening: {name}: {start}")
 
 
 def test_hub_without_its_library(monkeypatch):
