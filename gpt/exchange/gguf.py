@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks it
     from gpt.model.transformer import GPT
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
-Q8_BLOCK = 32  # weights of a row that share a scale in q8_0
 # What a chat becomes. Without a template, llama.cpp's web page would put ChatML's markup around what one writes.
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -39,8 +38,6 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
     """
     require_gpt2(model)
     config = model.config
-    if kind == "q8_0" and config.d_model % Q8_BLOCK:
-        raise UserError(f"type=q8_0 needs a d_model divisible by {Q8_BLOCK}, and it is {config.d_model}: use f16")
     try:
         import gguf
     except ImportError:
@@ -63,8 +60,9 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
             try:
                 with np.errstate(over="raise"):
                     packed = gguf.quants.quantize(weight, quantization)
-            except FloatingPointError:
-                raise UserError(f"{name} holds numbers too large for type={kind}: use f32 or bf16") from None
+            except (FloatingPointError, gguf.quants.QuantError):
+                why = "holds numbers too large, or for q8_0 rows not divisible by 32,"
+                raise UserError(f"{name} {why} for type={kind}: use f32 or bf16") from None
             writer.add_tensor(name, packed.view(_Streamed), raw_dtype=quantization)
         try:
             writer.write_header_to_file()

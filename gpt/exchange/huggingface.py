@@ -36,13 +36,13 @@ _SHAPE = {
     "vocab_size": "vocab_size",
 }
 
-# What their configuration may vary and ours does not: the default if a key is absent, and the values that we support.
-_FIXED: dict[str, tuple[object, tuple]] = {
-    "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-    "layer_norm_epsilon": (1e-5, (1e-5,)),
-    "scale_attn_weights": (True, (True,)),
-    "scale_attn_by_inverse_layer_idx": (False, (False,)),
-    "tie_word_embeddings": (True, (True, False)),  # False only where the stored head is the embedding all the same
+# What their configuration may vary and ours does not: the values that we support, of which the first is the default.
+_FIXED: dict[str, tuple] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True, False),  # False only where the stored head is the embedding all the same
 }
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
@@ -152,7 +152,7 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     config, context = model.config, model.config.context_length
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     stored: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}
-    stored |= {key: values[0] for key, (_, values) in _FIXED.items()} | ends | {"n_inner": None, "n_ctx": context}
+    stored |= {key: values[0] for key, values in _FIXED.items()} | ends | {"n_inner": None, "n_ctx": context}
     stored |= {theirs: getattr(config, ours) for ours, theirs in _SHAPE.items()}
     stored |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)
     if not config.qkv_bias:
@@ -223,9 +223,9 @@ def _stored_config(folder: Path) -> dict[str, Any]:
 
 def _shape(stored: dict) -> dict[str, Any]:
     """Translate their configuration to ours; `ValueError` for a variation that our model does not have."""
-    for key, (default, supported) in _FIXED.items():
-        if stored.get(key, default) not in supported:
-            raise ValueError(f"its {key} is {stored.get(key, default)!r}, and only {supported[0]!r} is supported")
+    for key, supported in _FIXED.items():
+        if (value := stored.get(key, supported[0])) not in supported:
+            raise ValueError(f"its {key} is {value!r}, and only {supported[0]!r} is supported")
     if stored.get("n_inner") not in (None, 4 * stored["n_embd"]):
         raise ValueError(f"its n_inner is {stored['n_inner']}, and only 4 n_embd = {4 * stored['n_embd']} is supported")
     return {ours: stored[theirs] for ours, theirs in _SHAPE.items()} | {"qkv_bias": stored.get("qkv_bias", True)}

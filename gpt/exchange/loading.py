@@ -22,11 +22,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -> Path:
-    """Find the checkpoint that a path stands for; `UserError` if there is none.
+    """Find the checkpoint that a path stands for, without a path the newest run below `runs`; `UserError` if none.
 
     A run directory stands for its best checkpoint, or else its newest; a checkpoint file and a Hugging Face directory
     for themselves. What does not exist is taken as the name of a run below `runs`, or else of a GPT-2 on the Hugging
-    Face hub, which is downloaded. Without a path, the newest run below `runs` is taken.
+    Face hub, which is downloaded.
     """
     if path is None:
         found = [file for name in _PREFERRED for file in runs.glob(f"*/{name}")]
@@ -57,10 +57,7 @@ def _by_name(name: str, runs: Path) -> Path:
 
 
 def open_model(path: str | Path) -> tuple["GPT", Tokenizer]:
-    """Open what `find_checkpoint` finds: a model, on the CPU and in eval mode, and its tokenizer.
-
-    Raises `UserError` naming the path if it cannot be loaded.
-    """
+    """Open what `find_checkpoint` finds: a model, on the CPU and in eval mode, and its tokenizer, or `UserError`."""
     return open_with_record(path)[:2]
 
 
@@ -79,10 +76,7 @@ def open_with_record(path: str | Path) -> tuple["GPT", Tokenizer, dict[str, Any]
 
 
 def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """Open `gpt2`, `byte`, or the tokenizer of a run, a checkpoint, a Hugging Face directory or a prepared corpus.
-
-    Raises `UserError` if there is none.
-    """
+    """Open `gpt2`, `byte`, or the tokenizer of a run, checkpoint, Hugging Face directory or corpus, or `UserError`."""
     if name_or_path in ("gpt2", "byte"):
         return gpt2_tokenizer() if name_or_path == "gpt2" else byte_tokenizer()
     if not os.path.exists(name_or_path):  # Path.exists raises an error for a name that is too long
@@ -93,11 +87,4 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
         return huggingface.load_tokenizer(path)[0]
     if (path / "manifest.json").is_file():
         return open_shards(path).tokenizer
-    from gpt.exchange import checkpoint
-
-    path = find_checkpoint(path)
-    payload = checkpoint.load(path)
-    try:
-        return Tokenizer.from_dict(payload["tokenizer"])
-    except ValueError as error:
-        raise UserError(f"{path}: the tokenizer in it is invalid ({error}); use another checkpoint") from None
+    return open_model(path)[1]

@@ -28,9 +28,9 @@ def training_memory(
 ) -> dict[str, float]:
     """The bytes on each device by what they are for; `peak` is the most at once. The process itself is not counted.
 
-    `dtype` is that of the products. `optimizer_state` and `update` are the bytes that the optimizer holds for the whole
-    model, always and during an update. `accumulates` says whether a step has several micro-batches; `sharded` whether
-    the processes share the weights, gradients and state, of which otherwise each has its own.
+    `dtype` is that of the products; `optimizer_state` and `update` are what the optimizer holds for the whole model,
+    always and during an update; `accumulates` a step of several micro-batches; `sharded` weights, gradients and state
+    that the processes share.
     """
     T, L, N = shape.context_length, shape.num_layers, shape.num_parameters
     split = processes if sharded else 1

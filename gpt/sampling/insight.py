@@ -46,8 +46,7 @@ def insight_page(
 ) -> Iterator[str]:
     """Yield the page in parts: the prompt, and the new tokens that the model wrote while all of it was in its context.
 
-    Tokens later than that were drawn from other numbers, because their view had lost its beginning; the page says how
-    many they are. `facts` stand below the title.
+    Of later ones, drawn when the view had lost its beginning, it only says how many they are.
     """
     model, tokenizer = language_model.model, language_model.tokenizer
     context, width = model.config.context_length, model.config.d_model // model.config.num_heads

@@ -84,13 +84,11 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
 
 
 def strided_score(model: GPT, tokens: np.ndarray, num_bytes: int, stride: int) -> Score:
-    """Score a text in windows that may overlap; its token ids have an end-of-text before each document.
+    """Score a text, with an end-of-text before each document, in windows that begin `stride` tokens apart.
 
     Every token but the first counts once. With a stride of the whole context, the windows are those of validation:
-    `context_length` inputs each, without overlap. With a smaller one, they are those of the usual strided perplexity
-    (Hugging Face, "Perplexity of fixed-length models"): `context_length` tokens, of which the last is only a target.
-    Each begins `stride` tokens after the one before, so from the second on, every target has at least
-    `context_length - stride` tokens of context. On terminals, a bar shows the progress of a long text.
+    `context_length` inputs each. With a smaller one, they are those of the usual strided perplexity (Hugging Face,
+    "Perplexity of fixed-length models"): `context_length` tokens, of which the last is only a target.
     """
     T = model.config.context_length
     B = max(1, tokens_at_once(model) // T)

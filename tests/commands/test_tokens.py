@@ -10,11 +10,10 @@ import pytest
 
 import harness
 from gpt import tokens
-from gpt.exchange import checkpoint
 from gpt.text import shards
 from gpt.text.pieces import cut
 from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer, train_bpe
-from model_files import write_prepared
+from model_files import write_prepared, write_run
 
 STORY = """It was the best of times, it was the worst of times; it was the age of wisdom, it was the age of foolishness.
     def main(argument, *arguments):\n        return 1234567890 + len(arguments)  # 2²³ ≠ 10 €, naïve café\r
@@ -118,9 +117,7 @@ def test_takes_a_long_text_in_pieces(capsys, tmp_path):
 
 def test_opens_a_run(capsys, tmp_path):
     """A path stands for the tokenizer that is found there."""
-    tokenizer = {"format": 1, "state_dict": {}, "config": {}, "tokenizer": BPE.to_dict()}
-    (tmp_path / "run").mkdir()
-    checkpoint.save(tokenizer, tmp_path / "run/checkpoints/best.ckpt")
+    write_run(tmp_path / "run", tokenizer=BPE)
     shown = output(capsys, str(tmp_path / "run"), "--text", STORY)
     assert f"\n\n{len(BPE.encode(STORY))} tokens, " in shown
     assert shown.endswith(f"vocabulary 307, sha256 {BPE.sha256[:12]}...\n")

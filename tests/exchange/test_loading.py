@@ -290,7 +290,7 @@ def test_damaged_tokenizer(tmp_path):
     file, changed = tmp_path / "odd.ckpt", BPE.to_dict() | {"sha256": "0" * 64}
     for stored in ({}, {"name": "bpe"}, BPE.to_dict() | {"ranks": None}, changed):
         save(payload_of(small_model(tokenizer=BPE)) | {"tokenizer": stored}, file)
-        assert refusal(open_tokenizer, file).startswith(f"{file}: the tokenizer in it is invalid (")
+        assert refusal(open_tokenizer, file).startswith(f"{file}: the checkpoint's tokenizer, configuration and")
     assert "do not match their hash" in refusal(open_tokenizer, file)
     folder = write_prepared(tmp_path / "prepared", BPE)
     (folder / "tokenizer.json").write_text(json.dumps(changed))
