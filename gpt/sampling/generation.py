@@ -78,7 +78,7 @@ def next_token(logits: Tensor, previous: Tensor, sampling: Sampling, generator: 
 
 
 def window_start(length: int, context_length: int, slide: int = 1) -> int:
-    """The index of the first of `length` tokens that the model sees. A full window moves by `slide` tokens at a time."""
+    """The index of the first of `length` tokens that the model sees; a full window moves by `slide` at a time."""
     over = max(0, length - context_length)
     return -(-over // slide) * slide
 
