@@ -7,7 +7,6 @@ versions of the libraries. It is read with `weights_only=True`, so no file can r
 
 import errno
 import shutil
-import stat
 import textwrap
 import warnings
 import zipfile
@@ -78,7 +77,7 @@ def require_storable(state: Any) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint onto the CPU. Raises `UserError` if it is missing, damaged, or not one of ours."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if path.exists() and not path.is_file():
             raise UserError(f"{path}: a directory or a device, not a checkpoint; name a file or a run")
         with zipfile.ZipFile(path) as archive:
             # torch.load notices neither flipped bits nor a record marked as a folder, whose tensor stays uninitialised.
@@ -87,8 +86,6 @@ def load(path: Path) -> dict[str, Any]:
                 raise DamagedError(f"{path}: damaged (its record {damaged!r} is corrupt); use another checkpoint")
         with warnings.catch_warnings(action="ignore"):  # about foreign files, which are refused anyway
             payload = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such checkpoint") from None
     except UserError:
         raise
     except Exception as error:  # zipfile, pickle and torch each fail on foreign files in their own ways

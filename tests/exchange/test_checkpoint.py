@@ -190,7 +190,7 @@ def test_not_a_checkpoint(tmp_path):
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("a.txt", "2 3 5 7 11")
     for name, reason in {
-        "missing": "there is no such checkpoint",
+        "missing": "cannot be read (No such file or directory)",
         "pipe": "a directory or a device, not a checkpoint; name a file or a run",
         "folder": "a directory or a device, not a checkpoint; name a file or a run",
         "/dev/zero": "a directory or a device, not a checkpoint; name a file or a run",

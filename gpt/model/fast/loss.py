@@ -43,8 +43,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
         slices = _slices(V, device)
-        width = V if wants_gradients else slices[0].stop
-        chunks = math.ceil(N * width * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
+        widest = V if wants_gradients else slices[0].stop
+        chunks = math.ceil(N * widest * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
         rows = max(1, math.ceil(N / max(1, chunks)))
         # The gradients need a second pass over the slices. Until then the probabilities are kept, or on a CPU the
         # logits if those take half the memory. All chunks share one buffer: many small ones fragment 0.2 GB of memory.
@@ -65,7 +65,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 place = space[len(h) * part.start : len(h) * part.stop].view(len(h), -1) if len(space) else None
                 made = torch.mm(h, head_weight[part].to(h.dtype).T, out=place)  # (rows, width of the slice)
                 logits = made.float()
-                column, inside = _column(part, target)
+                column, width = target - part.start, part.stop - part.start
+                inside, column = (column >= 0) & (column < width), column.clamp(0, width - 1)
                 of_target = of_target + logits.gather(1, column).where(inside, 0)
                 highest, probabilities = logits.amax(-1), _softmax(logits)
                 # The likeliest token's probability is 1 / sum(exp(logits - highest)).
@@ -117,9 +118,3 @@ def _slices(V: int, device: str) -> list[slice]:
 def _softmax(x: Tensor) -> Tensor:
     """Softmax, in place on a CPU: PyTorch does not promise that this works, so the tests check it."""
     return torch.softmax(x, -1, out=x if x.device.type == "cpu" else None)
-
-
-def _column(part: slice, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each target in a slice of the vocabulary, and whether the target is in that slice."""
-    column, width = target - part.start, part.stop - part.start
-    return column.clamp(0, width - 1), (column >= 0) & (column < width)
