@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.model.fast.attention import in_halves, prefers_fused_kernel
+from gpt.model.fast.operations import in_halves, prefers_fused_kernel
 from gpt.model.linear import Linear
 
 

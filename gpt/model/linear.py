@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.model.fast.low_memory import linear_rounding_twice
+from gpt.model.fast.operations import linear_rounding_twice
 
 ROUND_AGAIN_FROM = 2**18  # numbers in a matrix, for which keeping its rounded copy costs more than rounding again
 

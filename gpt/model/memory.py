@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from gpt.model.fast.attention import prefers_fused_kernel
 from gpt.model.fast.loss import CHUNK_BYTES, SLICE
+from gpt.model.fast.operations import prefers_fused_kernel
 from gpt.model.linear import ROUND_AGAIN_FROM
 from gpt.model.transformer import GPTConfig
 

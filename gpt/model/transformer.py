@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.errors import UserError, require_range
 from gpt.model.attention import KVCache, MultiHeadAttention
-from gpt.model.fast.low_memory import SkipInit, tied_lookup
+from gpt.model.fast.operations import SkipInit, tied_lookup
 from gpt.model.linear import Linear
 
 
@@ -71,7 +71,7 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C).
 
     Sums and norms keep the precision of x; attention and feed-forward use that of their linear maps: see
-    `Linear.dtype`. For one token after a cache, gpt/model/fast/single_token.py is the fast twin.
+    `Linear.dtype`. For one token after a cache, gpt/model/fast/compiled.py is the fast twin.
     """
 
     def __init__(self, config: ModelConfig):

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.hardware.device import DTYPES
-from gpt.model.fast.low_memory import SkipInit
-from gpt.model.fast.single_token import compile_block, compile_head
+from gpt.model.fast.compiled import compile_block, compile_head
+from gpt.model.fast.operations import SkipInit
 from gpt.model.transformer import GPT
 
 BF16_FROM = 10_000_000  # parameters: in smaller models, reading weights is not what takes the time
@@ -34,7 +34,7 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
     """Prepare a model, already on its device, to sample `rows` texts at once; return the model.
 
     bf16, fp16 and int8 replace the matrices; norms, sums and, on a CPU, attention stay in fp32. `compiled` (for one
-    text) adds seconds to the first token and makes the others faster: see gpt/model/fast/single_token.py.
+    text) adds seconds to the first token and makes the others faster: see gpt/model/fast/compiled.py.
     """
     model.eval().requires_grad_(False)
     dtype = DTYPES.get(precision, torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt.errors import NonFiniteError
 from gpt.exchange.checkpoint import is_finite
 from gpt.hardware.device import DTYPES, choose_precision
-from gpt.model.fast.compiling import compile_in_place
+from gpt.model.fast.compiled import compile_in_place
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.shards import Corpora

@@ -1,13 +1,21 @@
-"""A model compiled for training learns what the plain one learns."""
+"""A model compiled for training learns what the plain one learns; for sampling, it says what the plain one says."""
 
+import copy
 import shutil
 
 import pytest
 import torch
 
-from gpt.model.fast.compiling import compile_in_place
+from gpt.model.fast import compiled
+from gpt.model.fast.compiled import compile_in_place
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
+from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.packed import pack_weights
+from small_models import make_idx, make_initial_model
+
+GREEDY = Sampling(temperature=0.0)
+SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="SKIPPED LOUDLY: there is no C++ compiler"
@@ -67,11 +75,11 @@ def test_on_a_cpu(monkeypatch):
 
 def test_on_a_gpu(monkeypatch):
     """Each block is compiled in place."""
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    blocks = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: blocks.append(module))
     model = make_model()
     compile_in_place(model, "cuda")
-    assert compiled == list(model.blocks)
+    assert blocks == list(model.blocks)
     assert "_transform" not in vars(model)
 
 
@@ -96,3 +104,33 @@ def test_really_compiled(dropout, dtype, checkpointing, bound):
     assert results[0] == results[1]
     assert results[0][-1] < results[0][0] - 0.1
     assert results[0] == pytest.approx(expected, abs=bound)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
+@pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-6), ("bf16", 0.02), ("int8", 0.02)])
+@pytest.mark.parametrize("really", [pytest.param(True, marks=[pytest.mark.slow, needs_compiler]), False])
+def test_single_token(precision, error, really, monkeypatch):
+    """Compiled or not, the single-token functions say what the model says, as nearly as its precision allows."""
+    used, compile_once = [], compiled._compiled
+    make = compile_once if really else lambda function: function
+    monkeypatch.setattr(compiled, "_compiled", lambda function: used.append(function) or make(function))
+    exact = make_initial_model(SHAPE, scale=5.0)
+    model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
+    idx = make_idx(101, 1, 23)
+    with torch.no_grad():
+        expected = exact(idx)
+        caches = model.new_caches()
+        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+        # Two blocks, and all tokens except the first and the last of the context.
+        assert used.count(compiled._transform) == 2 * 21
+        together = model(idx).float()
+    bound = error * expected.std().item()
+    assert 0 < (steps - expected).abs().mean().item() < bound
+    apart = (together - expected).abs().mean().item()
+    assert apart < bound
+    assert (apart > 0) == (precision != "fp32")  # only single tokens are compiled
+    assert caches[0].length == 23
+    tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
+    assert tokens.shape == (1, 31)
+    if precision == "fp32":
+        assert tokens.tolist() == [torch.stack(list(generate(exact, idx[:, :5], 31, GREEDY)), dim=1)[0].tolist()]

@@ -1,8 +1,8 @@
-"""A transformer block for one token of one text, as a compiled function of its weights: twin of `TransformerBlock`.
+"""Compiled blocks, faster after a wait: those of training, and a twin of `TransformerBlock` for one token of one text.
 
-Compiled, a multiplication and a sum reads the weights of a one-row product as fast as memory delivers them, and the
-operations between two products need no calls of their own. As a function, one compiled version serves all blocks, and
-PyTorch caches it on disk. tests/model/fast/test_single_token.py holds it equal to the plain block with a `KVCache`.
+In the twin, a multiplication and a sum reads the weights of a one-row product as fast as memory delivers them, and the
+operations between two products need no calls of their own. As a function of its weights, one compiled version serves
+all blocks, and PyTorch caches it on disk. tests/model/fast/test_compiled.py holds it equal to the plain block.
 
 Letters in shapes: S tokens so far, this one included, H heads, D head_dim, C d_model.
 """
@@ -16,10 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.model.attention import KVCache
-from gpt.model.transformer import TransformerBlock
+from gpt.model.transformer import GPT, TransformerBlock
 
 Map = tuple[Tensor, Tensor | None, Tensor | None]  # weight (out, in), scale (out,) of 8-bit weights, bias (out,)
 Norm = tuple[Tensor, Tensor]  # gain (C,), bias (C,)
+
+
+def compile_in_place(model: GPT, device: str) -> None:
+    """Have PyTorch compile what a training step runs in the blocks; names in the state dict stay.
+
+    On a GPU each block is compiled, and one graph serves them all. On a CPU the calls around a compiled block cost what
+    compiling saves. There all blocks and the final norm are one graph, called from C++, and only for training: scores
+    and samples are those of the plain model.
+    """
+    if device != "cpu":
+        for block in model.blocks:
+            block.compile()
+        return
+    plain = model._transform
+    compiled = torch.compile(plain, dynamic=False, options={"cpp_wrapper": True})
+
+    def transform(x: Tensor, caches: list[KVCache] | None = None, blocked: Tensor | None = None) -> Tensor:
+        return compiled(x) if torch.is_grad_enabled() else plain(x, caches, blocked)
+
+    model._transform = transform  # type: ignore[method-assign]
 
 
 def compile_block(block: TransformerBlock) -> None:
