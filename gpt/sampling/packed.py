@@ -49,7 +49,7 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
     with SkipInit():
         head = nn.Linear(model.config.d_model, model.config.vocab_size, bias=False)
     head.weight = model.token_embedding.weight
-    model.output = packed(head)
+    output = packed(head)
     model.token_embedding.to(dtype)
     for block in model.blocks:
         for parent in (block.attention, block.feed_forward):
@@ -59,7 +59,8 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
         if compiled:
             compile_block(block)  # type: ignore[arg-type]
     if compiled:
-        compile_head(model.output)
+        compile_head(output)
+    model.output = output if compiled or precision != "fp32" else None  # None: the tied head
     return model
 
 
