@@ -1,7 +1,6 @@
 """Exported folders: `transformers` says in them what we say, and they come back bit for bit."""
 
 import json
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +12,11 @@ from safetensors.torch import load_file, save_file
 
 import harness
 import model_files
-from gpt import evaluate, export
+from gpt import export
 from gpt.exchange import huggingface
 from gpt.exchange.loading import open_model
 from gpt.model.transformer import GPT, ModelConfig
-from gpt.text.corpus.corpus import DataConfig
-from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
+from gpt.text.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
 ODD = ModelConfig(context_length=97, d_model=60, num_layers=3, num_heads=5)
@@ -117,23 +114,6 @@ def test_files(exported):
     assert sorted(path.name for path in exported.iterdir()) == ["out", "run"]
 
 
-def test_compares_on_the_validation_text(tmp_path, capsys, monkeypatch):
-    """The text is the run's own while it is prepared, and Python's documentation afterwards."""
-    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
-    (tmp_path / "text.txt").write_text(TEXT * 37)
-    config = DataConfig("text", str(tmp_path / "text.txt"))
-    corpora = prepare(config, TokenizerConfig("byte"), 8, tmp_path / "cache")
-    write_run(tmp_path / "run", tokenizer=byte_tokenizer(), corpus=corpora.key)
-    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "one")
-    size = sum(len(block) for block in corpora.sources[0].validation_bytes())
-    out = capsys.readouterr().out
-    assert f"compared: {size:,} token ids are equal; the weights" in out
-    assert "; on the run's validation text\n" in out
-    shutil.rmtree(tmp_path / "cache")
-    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "two")
-    assert "; on Python's documentation\n" in capsys.readouterr().out
-
-
 def test_without_transformers(trained, capsys, monkeypatch):
     """The weights are still read back, and one line says loudly what was not compared."""
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -184,7 +164,7 @@ def test_differences_are_noticed(trained, monkeypatch):
         monkeypatch.setattr(export, "compare_weights", lambda *_: "")  # which would refuse it before
 
     for change, reason in (
-        (swap_two_tokens, "the exported tokenizer tokenizes real text differently"),
+        (swap_two_tokens, "the exported tokenizer tokenizes differently"),
         (change_a_bit, "the exported weights or tokens are not the same when they are read back"),
         (change_the_formula, f"logits at 970 positions in transformers {transformers.__version__} differ by "),
     ):
@@ -211,7 +191,7 @@ def test_refusals(trained, monkeypatch):
     (folder / "file").write_text("2 3 5 7")
     (folder / "dangling").symlink_to("nowhere")
     before = listing(folder)
-    monkeypatch.setattr(export, "open_with_record", lambda path: pytest.fail("loaded"))
+    monkeypatch.setattr(export, "open_model", lambda path: pytest.fail("loaded"))
     for target in ("file", "run", "dangling", "../" + folder.name):
         assert refusal("--to", folder / target) == (
             f"--to={folder / target} exists already: give another name, or move it away first"
