@@ -132,6 +132,13 @@ def test_mistakes(language_model, tmp_path):
         gpt.load(tmp_path)
 
 
+def test_repr(language_model):
+    """A language model introduces itself in one line."""
+    count = language_model.model.config.num_parameters
+    size = f"{count:,} parameters, a context of 17 tokens"
+    assert repr(language_model) == f"LanguageModel({size}, tokenizer byte, on cpu)"
+
+
 def test_the_model_is_an_ordinary_module(language_model):
     """In fp32, in evaluation mode, and ready to be trained further."""
     assert isinstance(language_model.model, gpt.GPT)

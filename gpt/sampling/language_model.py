@@ -75,7 +75,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-@dataclass
+@dataclass(repr=False)
 class LanguageModel:
     """A model on its device, with its tokenizer. `generate` and `stream` start a new document if the prompt is empty.
 
@@ -84,6 +84,12 @@ class LanguageModel:
 
     model: GPT
     tokenizer: Tokenizer
+
+    def __repr__(self) -> str:
+        shape = (
+            f"{self.model.config.num_parameters:,} parameters, a context of {self.model.config.context_length:,} tokens"
+        )
+        return f"LanguageModel({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
 
     def generate(self, prompt: str = "", max_new_tokens: int = 300, **options: Any) -> str:
         """Continue a prompt, with the options of `stream`; return the new text."""
@@ -94,22 +100,25 @@ class LanguageModel:
         prompt: str = "",
         max_new_tokens: int = 300,
         *,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        min_p: float = Sampling.min_p,
+        repetition_penalty: float = Sampling.repetition_penalty,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
-        **sampling: Any,
     ) -> Iterator[str]:
         """Continue a prompt; yield the new text in pieces. It ends before the first of the texts in `stop`.
 
-        The same seed gives the same text; without a seed, each call differs. `temperature`, `top_p` and what else
-        `sampling` may name are the fields of `Sampling`.
+        The same seed gives the same text; without a seed, each call differs.
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt is of type {type(prompt).__name__}: give one text, and call again for another")
-        settings = Sampling(**sampling)
+        sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
         ids, printed = self.tokenizer.encode(prompt), 0
-        for (text,) in self.continue_texts([ids], max_new_tokens, settings, generator, stops=stops):
+        for (text,) in self.continue_texts([ids], max_new_tokens, sampling, generator, stops=stops):
             if piece := text.text[printed:]:
                 yield piece
             printed = len(text.text)
