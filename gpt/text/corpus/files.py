@@ -48,7 +48,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
             say(f"skipping {what}: {_some(others, root)}")
             found = tuple(file for file in found if is_text[file])
     if not found:
-        raise UserError(f"data.path={path!r} names no text file: give a readable file, a folder or a quoted glob")
+        raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
     return found
 
 

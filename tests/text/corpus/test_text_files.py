@@ -20,7 +20,7 @@ from gpt.text.corpus.files import find_text_files
 from harness import refusal
 
 NOWHERE = Path("no cache is needed")
-NOTHING = "names no text file: give a readable file, a folder or a quoted glob"
+NOTHING = "names no text file: give the path of a file, a folder or a quoted glob"
 
 
 def found(path: object, say=pytest.fail, cache: Path = NOWHERE) -> list[str]:
