@@ -244,7 +244,7 @@ def test_out_of_memory(home, monkeypatch):
         (["--stride", "0"], "--stride=0 is out of range: it must be at least 1 and at most 13 (the model's context)"),
         (["--stride", "14"], "--stride=14 is out of range: it must be at least 1 and at most 13 (the model's context)"),
         (["--text", "nowhere"], "--text='nowhere' names no text file: "
-         "give a readable file, a folder or a quoted glob"),
+         "give the path of a file, a folder or a quoted glob"),
         (["--text", "{home}/empty.txt"], "{home}/empty.txt: the file is empty; give a file with text in it"),
         (["--text", "{home}/latin.txt"], "{home}/latin.txt: not UTF-8 (byte 0xe9 at offset 1); "
          "convert it first, for example with iconv -t utf-8"),
