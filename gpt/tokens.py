@@ -1,7 +1,6 @@
 """The command `python -m gpt.tokens`: show how a text splits into tokens, or check prepared tokens for damage."""
 
 import argparse
-import functools
 import io
 import os
 import sys
@@ -17,6 +16,7 @@ from gpt.text.pieces import cut, decoded, label, visible, well_formed
 from gpt.text.shards import open_shards, verify, width
 from gpt.text.tokenizer import Tokenizer
 
+EXCERPT = 1000  # tokens to show of a longer text
 SHORT = 40  # up to this many tokens are also listed one by one
 BORDER = "│"  # between tokens
 
@@ -59,22 +59,17 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
 
 
 def show(tokenizer: Tokenizer, pieces: Iterable[str]) -> None:
-    """Print how a text splits while it is being read, then the counts."""
-    look = functools.cache(lambda token: visible(tokenizer.decode_bytes([token])))
+    """Print how a text begins to split, and the counts of all of it."""
     beginning: list[int] = []
     tokens = size = characters = 0
-    gap = ""  # printed before the next token: a border, and the line break that the last token ended with
     for piece in pieces:
-        ids, out = tokenizer.encode_piece(piece).tolist(), []
-        for shown in map(look, ids):
-            body = shown.removesuffix("\n")
-            out.append(gap + body)
-            gap = BORDER + shown[len(body) :]
-        print("".join(out), end="")
-        beginning += ids[: SHORT - len(beginning)]
+        ids = tokenizer.encode_piece(piece)
+        beginning += ids[: EXCERPT - len(beginning)].tolist()
         tokens, size, characters = tokens + len(ids), size + len(piece.encode("utf-8")), characters + len(piece)
     if tokens:
-        print("\n")
+        shown = (visible(tokenizer.decode_bytes([token])) for token in beginning)
+        excerpt = "".join(token.removesuffix("\n") + BORDER + "\n" * token.endswith("\n") for token in shown)
+        print(excerpt + "...\n" if tokens > EXCERPT else excerpt.rstrip("\n").removesuffix(BORDER) + "\n")
     if 0 < tokens <= SHORT:
         print("".join(describe(tokenizer, token) for token in beginning))
     counts = f"{_count(tokens, 'token')}, {_count(size, 'byte')}, {_count(characters, 'character')}"

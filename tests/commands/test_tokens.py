@@ -94,7 +94,7 @@ def test_counts(capsys):
         out == f"a\n\n    97  61                       a\n\n1 token, 1 byte, 1 character: 1.00 bytes per token; {known}"
     )
     out = output(capsys, "byte", "--text", "é" * 1009)
-    assert out.endswith(f"│<c3>│<a9>\n\n2,018 tokens, 2,018 bytes, 1,009 characters: 1.00 bytes per token; {known}")
+    assert out.endswith(f"│<c3>│<a9>│...\n\n2,018 tokens, 2,018 bytes, 1,009 characters: 1.00 bytes per token; {known}")
 
 
 def test_lists_short_texts(capsys):
@@ -104,15 +104,14 @@ def test_lists_short_texts(capsys):
 
 
 def test_takes_a_long_text_in_pieces(capsys, tmp_path):
-    """Ids, counts and borders go on from piece to piece, and characters from block to block of bytes."""
+    """A thousand tokens are shown, and all are counted, from piece to piece and from block to block of bytes."""
     text = "€ and seven words\n" * 29_989
     assert len(list(cut([text]))) == 5
     file = tmp_path / "long"
     file.write_text(text, encoding="utf-8")
     shown, _, last = output(capsys, "--file", str(file)).rpartition("\n\n")
-    same = shown == ("€│·and│·seven│·words│⏎│\n" * 29_989).removesuffix("│\n")
+    assert shown == "€│·and│·seven│·words│⏎│\n" * 200 + "..."
     assert last.startswith("149,945 tokens, 599,780 bytes, 539,802 characters: 4.00 bytes per token")
-    assert same
 
 
 def test_opens_a_run(capsys, tmp_path):
@@ -151,26 +150,20 @@ def test_takes_arguments_that_are_not_utf8(capsys):
 
 
 def test_ends_quietly_with_its_reader():
-    """An endless text into a reader that takes a line, as `head -n 1` does."""
-    endless = "import os\nwhile True: os.write(1, b'y\\n' * 4096)"
-    with (
-        subprocess.Popen([sys.executable, "-c", endless], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as source,
-        subprocess.Popen(
-            [sys.executable, "-m", "gpt.tokens"],
-            cwd=harness.ROOT,
-            env=os.environ | {"PYTHONUTF8": "1"},
-            stdin=source.stdout,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as shown,
-    ):
-        assert source.stdout and shown.stdout and shown.stderr
-        source.stdout.close()  # the command alone reads it
-        assert shown.stdout.readline().decode() == "y│⏎│\n"
+    """A long text for a reader that has gone."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "gpt.tokens"],
+        cwd=harness.ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as shown:
+        assert shown.stdin and shown.stdout and shown.stderr
         shown.stdout.close()
+        shown.stdin.write(b"y\n" * 100_000)
+        shown.stdin.close()
         assert shown.wait(30) == 0
         assert shown.stderr.read() == b""
-        assert source.wait(30) != 0
 
 
 # --- prepared tokens ---
