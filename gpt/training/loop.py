@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lightning import LightningDataModule, Trainer
+from lightning import Trainer
 from torch import Tensor
 
 from gpt.text.batches import training_batch
@@ -56,17 +56,6 @@ def make_batch(module: GPTModule, first: int) -> tuple[Tensor, Tensor]:
     tokens = [source.train for source in module.corpora.sources]
     config, size = module.config, module.schedule.micro_batch_size
     return training_batch(tokens, module.corpora.shares, config.seed, first, size, config.model.context_length)
-
-
-class GPTData(LightningDataModule):
-    """The training batches; validation is ours, see validation.py."""
-
-    def __init__(self, module: GPTModule):
-        super().__init__()
-        self._module = module
-
-    def train_dataloader(self) -> TrainBatches:
-        return TrainBatches(self._module)
 
 
 def state_at(trainer: Trainer, step: int, accumulation: int) -> dict[str, Any]:

@@ -47,12 +47,14 @@ class GPTModule(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """The loss of one micro-batch of inputs and targets, each (B, T)."""
+        accumulation = self.schedule.accumulation
+        i = batch_idx % accumulation
         if self.config.model.dropout:
             # Dropout is a function of the seed and the step as well, so there is no generator whose state to save.
-            torch.manual_seed(hash((self.config.seed, self._micro_step(batch_idx), self.global_rank)))
+            torch.manual_seed(hash((self.config.seed, self.global_step * accumulation + i, self.global_rank)))
         loss = self.loss(*batch)
-        share = loss.detach() / self.schedule.accumulation
-        self.step_loss = share if batch_idx % self.schedule.accumulation == 0 else self.step_loss + share
+        share = loss.detach() / accumulation
+        self.step_loss = share if i == 0 else self.step_loss + share
         return loss
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
@@ -69,9 +71,6 @@ class GPTModule(LightningModule):
         if self.schedule.total_steps < MOST_STEPS:
             return self.schedule.total_steps
         return max(self.global_step, round(self.global_step / self.share)) if self.share else self.global_step + 1
-
-    def _micro_step(self, batch_idx: int) -> int:
-        return self.global_step * self.schedule.accumulation + batch_idx % self.schedule.accumulation
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Muon needs only the direction of its updates, so bfloat16 is enough wherever it is fast, in fp32 runs too. In

@@ -80,18 +80,12 @@ def lr_factor(
     fallen to `factor_then` of the peak, returns from there to the schedule of the new horizon, as fast as in a warm-up:
     Ibrahim et al. 2024, "Simple and Scalable Strategies to Continually Pre-train Large Language Models".
     """
-    rise = factor_then + (step + 1 - extended_at) / max(1, config.warmup_steps)
-    return min(rise, _scheduled(step, total_steps, config))
-
-
-def _scheduled(step: int, total_steps: int, config: OptimConfig) -> float:
-    """The schedule of a run that trains to its first horizon."""
     warmup = min(config.warmup_steps, total_steps // 2)
-    if step < warmup:
-        return (step + 1) / warmup
     start = max(warmup, config.decay_from * total_steps)
     progress = max(0.0, (step - start) / max(1.0, total_steps - start))  # 0 where the fall begins, 1 at the horizon
-    return 1.0 - (1.0 - config.final_lr) * SCHEDULES[config.schedule](progress)
+    fallen = 1.0 - (1.0 - config.final_lr) * SCHEDULES[config.schedule](progress)
+    returning = factor_then + (step + 1 - extended_at) / max(1, config.warmup_steps)
+    return min(returning, (step + 1) / warmup if step < warmup else fallen)
 
 
 def build_optimizer(

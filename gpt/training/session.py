@@ -8,7 +8,7 @@ session.report()
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,7 @@ def warn(line: str) -> None:
 
 @dataclass
 class Start:
-    """Where the weights come from: a checkpoint file, with what was read of it, or weights alone, or neither.
-
-    `Session.fit` takes these out, so that nothing large stays referenced while training.
-    """
+    """Where the weights come from: a checkpoint file, with what was read of it, or weights alone, or neither."""
 
     file: Path | None = None
     payload: dict[str, Any] | None = None
@@ -50,11 +47,6 @@ class Start:
     tokenizer: Tokenizer | None = None  # of the model whose weights these are
     threads: int | None = None  # with which the run began
     amended: bool = False  # whether the run goes on with another configuration than that of `file`
-
-    def take(self) -> "Start":
-        taken = replace(self)
-        self.payload = self.weights = None
-        return taken
 
 
 @dataclass
@@ -100,7 +92,7 @@ class Session:
         from gpt.training.checkpoints.saving import CheckpointFiles
         from gpt.training.trainer import Training
 
-        start, trainer = self.start.take(), self.config.trainer
+        start, trainer = self.start, self.config.trainer
         if start.threads:
             torch.set_num_threads(start.threads)
             os.environ["OMP_NUM_THREADS"] = str(start.threads)  # or else Lightning changes it
@@ -108,7 +100,7 @@ class Session:
         training = Training(
             self.config, self.schedule, self.corpora, self.run_dir, start.weights, callbacks, start.amended
         )
-        start.payload = start.weights = None
+        start.payload = start.weights = None  # nothing large stays referenced while training
         horizon = f"{self.schedule.total_steps} steps"
         if self.schedule.total_steps == MOST_STEPS:
             horizon = f"{self.config.horizon} in steps"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 
-import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.errors import UserError
-from gpt.hardware.device import arithmetic, peak_flops
+from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.text.shards import Corpora
 from gpt.training.callbacks.attention_maps import AttentionMaps
@@ -32,21 +31,12 @@ from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Record
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
-from gpt.training.loop import GPTData
+from gpt.training.loop import TrainBatches
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, close_loggers, open_loggers
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.update_ratios import UpdateRatios
 from gpt.training.module import GPTModule
-
-
-def module_for(config: Config, schedule: Schedule, corpora: Corpora) -> GPTModule:
-    """A new model with its training step, for the configured strategy."""
-    if config.trainer.strategy != "fsdp":
-        return GPTModule(config, schedule, corpora)
-    from gpt.training.distributed.fsdp import ShardedModule  # needs a PyTorch with torch.distributed
-
-    return ShardedModule(config, schedule, corpora)
 
 
 class Training:
@@ -65,20 +55,22 @@ class Training:
         callbacks: Sequence[Callback] = (),
         amended: bool = False,
     ):
-        self.module = module_for(config, schedule, corpora)
+        kind = GPTModule
+        if config.trainer.strategy == "fsdp":
+            from gpt.training.distributed.fsdp import ShardedModule as kind  # needs a PyTorch with torch.distributed
+        self.module = kind(config, schedule, corpora)
         if weights is not None:
             self.module.load_state_dict(weights)
         self._run_dir = run_dir
         clock = Clock()
-        self.curves = Curves(
-            run_dir, clock, peak_flops(torch.device(config.trainer.device), config.trainer.precision), config.logger
-        )
+        self.curves = Curves(run_dir, clock)
         self.user_curves = UserCurves(self.curves)
         self.validation = Validation(run_dir, clock)
         self.samples = Samples(run_dir, self.curves)
         self.metrics = Metrics(run_dir, clock, self.validation, self.curves)
         self.early = EarlyStop(self.validation)
         self.checkpoints = Checkpoints(run_dir, clock, self.validation, amended)
+        self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
         before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
@@ -86,8 +78,7 @@ class Training:
         after = [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
         after += [Embeddings(run_dir, self.curves), self.metrics, self.early, self.user_curves]
         save = [Record(), self.checkpoints]
-        show = [Progress(clock, self.validation, self.curves, self.samples)]
-        self.callbacks: list[Callback] = [*before, *callbacks, *score, *after, *save, *show]
+        self.callbacks: list[Callback] = [*before, *callbacks, *score, *after, *save, self.progress]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
         if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
             raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
@@ -101,7 +92,7 @@ class Training:
         try:
             trainer = build_trainer(self.module, self.callbacks, files, loggers)
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                trainer.fit(self.module, datamodule=GPTData(self.module), ckpt_path=file, weights_only=True)
+                trainer.fit(self.module, TrainBatches(self.module), ckpt_path=file, weights_only=True)
         except Exception as error:
             if file is not None and not self.checkpoints.began:
                 with restoring(file):
@@ -111,16 +102,13 @@ class Training:
                 raise UserError(" ".join(str(error).split())) from error
             raise
         finally:
-            self.checkpoints.close()
-            self.curves.close()
+            for callback in (self.checkpoints, self.curves, self.progress):
+                callback.close()
             close_loggers(others)
 
 
 def build_trainer(
-    module: GPTModule,
-    callbacks: list[Callback],
-    files: CheckpointFiles,
-    loggers: Sequence[Logger] = (),
+    module: GPTModule, callbacks: list[Callback], files: CheckpointFiles, loggers: Sequence[Logger] = ()
 ) -> Trainer:
     """Lightning's trainer, with the callbacks in place of its own printing, logging and checkpointing."""
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -63,7 +63,7 @@ def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at
     module.to("meta")
     module._parameters_list = list(module.parameters())  # moving there makes new ones, unlike moving to a GPU
     optimizer = module.configure_optimizers()
-    curves = Curves(tmp_path, Clock(), None)
+    curves = Curves(tmp_path, Clock())
     trainer = SimpleNamespace(world_size=1, is_global_zero=True)
     for step in (1, 2):
         for i in range(schedule.accumulation):

@@ -89,12 +89,10 @@ class Progress(StepCallback):
         speed = tqdm.format_sizeof(curves.tokens_per_second) if curves.tokens_per_second else "-"
         return [losses, bits, f"{speed:>5} tok/s"]
 
-    def teardown(self, trainer: Trainer, module, stage: str) -> None:
+    def close(self) -> None:
+        """Clear the line. Lightning has no hook that always runs at the end."""
         if self._line is not None:
             self._line.close()
-
-    def on_exception(self, trainer: Trainer, module, exception: BaseException) -> None:
-        self.teardown(trainer, module, "fit")
 
 
 def _short(value: float) -> str:

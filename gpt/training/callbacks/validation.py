@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt.errors import NonFiniteError
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
-from gpt.text.batches import validation_batches, windows_given
+from gpt.text.batches import validation_batches
 from gpt.text.shards import Shards
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.module import REMEDY, GPTModule
@@ -66,19 +66,6 @@ class Validation(StepCallback):
         totals = trainer.strategy.reduce(totals, reduce_op="sum")
         assert isinstance(totals, Tensor)
         return Score(float(totals[0]), int(totals[1]), part.bytes)
-
-    def mixture(self, module: GPTModule, step: int) -> dict[str, dict[str, float]]:
-        """For each corpus of a mixture, how often its text was seen and how well it is predicted; else empty."""
-        corpora = module.corpora
-        if len(corpora.sources) == 1:
-            return {}
-        windows = windows_given(step * module.schedule.windows_per_step, corpora.shares, module.config.seed)
-        T = module.config.model.context_length
-        each = zip(corpora.names, windows, corpora.sources, self.by_corpus, strict=True)
-        return {
-            name: {"epochs": given * T / len(source.train), "val_bits_per_byte": part.bits_per_byte}
-            for name, given, source, part in each
-        }
 
     def state_dict(self) -> dict:
         return {"best_loss": self.best_loss, "best_step": self.best_step}

@@ -56,14 +56,9 @@ def on_devices(config: Config, schedule: Schedule, devices: int, num_nodes: int)
         )
     size = max(size for size in range(1, min(windows, schedule.micro_batch_size) + 1) if windows % size == 0)
     strategy = "auto" if world_size == 1 else trainer.strategy  # one device has nothing to split
-    numbers: dict[str, Any] = {
-        "devices": devices,
-        "num_nodes": num_nodes,
-        "strategy": strategy,
-        "micro_batch_size": str(size),
-    }
+    trainer = replace(trainer, devices=devices, num_nodes=num_nodes, strategy=strategy, micro_batch_size=str(size))
     schedule = replace(schedule, micro_batch_size=size, accumulation=windows // size, automatic=False)
-    return replace(config, trainer=replace(trainer, **numbers)), schedule
+    return replace(config, trainer=trainer), schedule
 
 
 def require_same_text(file: Path, payload: dict[str, Any], corpora: Corpora) -> None:

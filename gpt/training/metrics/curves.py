@@ -5,7 +5,6 @@ import csv
 import math
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.loggers import Logger
 
+from gpt.hardware.device import peak_flops
 from gpt.hardware.memory import peak_memory_bytes
 from gpt.sampling.scoring import Score
 from gpt.training.callbacks.base import Clock, StepCallback
@@ -31,12 +31,11 @@ SUFFIX = ".run"  # of the names of our event files, by which the journal knows t
 class Curves(StepCallback):
     """Writes loss, rates, gradient norm and throughput as scalars; other callbacks add theirs through `writer`.
 
-    `peak` is the device's peak FLOP/s, if known: `work/mfu` is the share of it that training reaches. TensorBoard shows
-    the first two groups of tags open, so all others have names that sort behind `train` and `val`.
+    TensorBoard shows the first two groups of tags open, so all others have names that sort behind `train` and `val`.
     """
 
-    def __init__(self, run_dir: Path, clock: Clock, peak: float | None, names: Sequence[str] = ("tensorboard", "csv")):
-        self._run_dir, self._clock, self._peak, self._names = run_dir, clock, peak, names
+    def __init__(self, run_dir: Path, clock: Clock):
+        self._run_dir, self._clock = run_dir, clock
         self.loggers: list[Logger] = []  # beside TensorBoard and metrics.csv, on rank 0
         self._table: IO[str] | None = None  # metrics.csv, on rank 0 while training
         self.writing = False  # whether this is rank 0 and it trains
@@ -61,11 +60,11 @@ class Curves(StepCallback):
                 self._open(module.config, trainer.global_step)
 
     def _open(self, config: Config, step: int) -> None:
-        if "csv" in self._names:
+        if "csv" in config.logger:
             self._table = (self._run_dir / TABLE).open("a", encoding="utf-8", newline="")
             if self._table.tell() == 0:
                 self._table.write("step,tag,value\n")
-        if "tensorboard" not in self._names:
+        if "tensorboard" not in config.logger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
@@ -105,9 +104,9 @@ class Curves(StepCallback):
         for group in trainer.optimizers[0].param_groups:  # train/lr, and train/matrix_lr where that is another
             scalars[f"train/{rules[group['role']].settings['lr']}"] = group["lr"]
         scalars["work/tokens_per_second"] = self.tokens_per_second
-        if self._peak:
+        if peak := peak_flops(module.device, module.config.trainer.precision):  # work/mfu is the share of it in use
             flops = module.model.flops_per_token(module.config.model.context_length) * self.tokens_per_second
-            scalars["work/mfu"] = flops / (self._peak * trainer.world_size)
+            scalars["work/mfu"] = flops / (peak * trainer.world_size)
         if memory := peak_memory_bytes(module.device):
             scalars["work/peak_memory_gib"] = memory / 2**30
         if scaling is not None:

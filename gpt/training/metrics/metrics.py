@@ -10,6 +10,7 @@ from gpt.files import write_text
 from gpt.hardware.memory import peak_memory_bytes
 from gpt.sampling.scoring import Score
 from gpt.text.analysis.references import references
+from gpt.text.batches import windows_given
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.callbacks.validation import Validation
 from gpt.training.metrics.curves import Curves
@@ -35,9 +36,8 @@ class Metrics(StepCallback):
             self._references = self._references or references(module.corpora.sources)
             self._compare(step, score)
         self.latest = self._measure(module, step, score)
-        for name, figures in self.latest.get("mix", {}).items():
-            bits, epochs = figures["val_bits_per_byte"], figures["epochs"]
-            self._curves.write({f"val_corpora/{name}": bits, f"val_epochs/{name}": epochs}, step)
+        if len(module.corpora.sources) > 1:
+            self.latest["mix"] = self._measure_mixture(module, step)
         if trainer.is_global_zero:
             write_text(self._file, json.dumps(self.latest, indent=2) + "\n")
 
@@ -52,7 +52,7 @@ class Metrics(StepCallback):
         """The contents of metrics.json; docs/runs.md explains each key."""
         tokens, seconds = step * module.config.trainer.tokens_per_step, self._clock.seconds
         trained = {} if math.isnan(self._curves.loss) else {"train_loss": self._curves.loss}
-        figures = trained | {
+        return trained | {
             "val_loss": score.nats_per_token,
             "val_nats_per_byte": score.nats_per_byte,
             "val_bits_per_byte": score.bits_per_byte,
@@ -70,8 +70,17 @@ class Metrics(StepCallback):
                 for name, bits in self._references.items()
             },
         }
-        mixture = self._validation.mixture(module, step)
-        return figures | ({"mix": mixture} if mixture else {})
+
+    def _measure_mixture(self, module: GPTModule, step: int) -> dict[str, dict[str, float]]:
+        """How often the text of each corpus was seen and how well it is predicted, which go into curves as well."""
+        corpora, T = module.corpora, module.config.model.context_length
+        windows = windows_given(step * module.schedule.windows_per_step, corpora.shares, module.config.seed)
+        mixture = {}
+        for i, (name, source) in enumerate(zip(corpora.names, corpora.sources, strict=True)):
+            epochs, bits = windows[i] * T / len(source.train), self._validation.by_corpus[i].bits_per_byte
+            self._curves.write({f"val_corpora/{name}": bits, f"val_epochs/{name}": epochs}, step)
+            mixture[name] = {"epochs": epochs, "val_bits_per_byte": bits}
+        return mixture
 
     def state_dict(self) -> dict:
         return self._passed_at

@@ -115,7 +115,7 @@ def test_clock_leaves_pauses_out():
 )
 def test_each_rank_gets_its_own_sum_back(tmp_path, stored, world_size, rank, expected):
     """The partial sum of train/loss is restored by rank; where their number has changed, the mean is."""
-    curves = Curves(tmp_path, Clock(), None)
+    curves = Curves(tmp_path, Clock())
     curves.load_state_dict({"losses": stored, "num_losses": 2})
     trainer = SimpleNamespace(world_size=world_size, global_rank=rank, global_step=5, is_global_zero=False)
     curves.on_train_start(trainer, None)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_journal_cuts_back(tmp_path):
     names = ["samples.md", *(f"events.out.tfevents.{i}.host.1.0.run" for i in (1000, 2000)), "events.out.tfevents.3000"]
     for name in names:
         (tmp_path / name).write_bytes(b"0123456789")
-    journal = Journal(tmp_path, Curves(tmp_path, Clock(), None))
+    journal = Journal(tmp_path, Curves(tmp_path, Clock()))
     journal.load_state_dict({"samples.md": 4, names[1]: 17})
     journal.on_train_start(SimpleNamespace(is_global_zero=True), None)  # type: ignore[arg-type]
     assert [len(file.read_bytes()) for file in sorted(tmp_path.iterdir())] == [10, 10, 4]

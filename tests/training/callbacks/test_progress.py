@@ -57,7 +57,7 @@ def test_the_line_does_not_jump():
 
 
 def progress(folder, sample: str = "") -> tuple[Progress, Curves, Validation]:
-    curves, validation, samples = Curves(folder, Clock(), None), Validation(folder, Clock()), Samples(folder, None)
+    curves, validation, samples = Curves(folder, Clock()), Validation(folder, Clock()), Samples(folder, None)
     samples.latest = ["of another prompt", sample] if sample else []
     return Progress(Clock(), validation, curves, samples), curves, validation
 
@@ -90,7 +90,7 @@ def test_a_validation(tmp_path, monkeypatch, terminal):
     curves.loss, curves.tokens_per_second = 2.5, 12345.6
     validation.latest = Score(nats=30.0, tokens=10, bytes=20)
     shown.on_validated(trainer, module, 500, validation.latest)
-    shown.teardown(trainer, module, "fit")
+    shown.close()
     if terminal:
         assert out.getvalue() == "step  500  val 3.000  Once upon ⏎ a time…\n"
     else:
@@ -115,7 +115,7 @@ def test_an_error_clears_the_bar(tmp_path, monkeypatch):
     module = SimpleNamespace(expected_steps=lambda: 7)
     shown.on_train_start(SimpleNamespace(is_global_zero=True, global_step=0), module)
     assert "0/7" in sys.stderr.getvalue()
-    shown.on_exception(None, module, MemoryError())
+    shown.close()
     assert re.search(r"\r +\r$", sys.stderr.getvalue())
 
 

@@ -129,7 +129,7 @@ def test_no_loggers(whole, tmp_path):
 
 def test_values_that_are_no_numbers():
     """A NaN that a callback logs stays out of checkpoints, which would be refused with it."""
-    curves = Curves(Path(), Clock(), None)
+    curves = Curves(Path(), Clock())
     values = UserCurves(curves)
     values.on_train_start(SimpleNamespace(logged_metrics={"a": float("nan"), "b": 2.0}), None)  # type: ignore[arg-type]
     assert values.state_dict() == {"b": 2.0}
