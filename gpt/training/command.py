@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import active_children, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +27,7 @@ from yaml import YAMLError
 from gpt.console import say
 from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
-from gpt.training.config.loading import callbacks_of, read, repeated, to_plain, unknown_key, validate
+from gpt.training.config.loading import callbacks_of, read, repeated, unknown_key, validate
 from gpt.training.config.other_trainers import quoted
 from gpt.training.config.schema import Config
 from gpt.training.decide import begin, new_or_resumed, resume
@@ -40,7 +40,7 @@ from gpt.training.session import Session
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 FAILED, STOPPED = "failed", "stopped"  # files in the folder of a sweep: why jobs failed, and that a signal has come
 
-ConfigStore.instance().store(name="defaults", node=to_plain(Config()))
+ConfigStore.instance().store(name="defaults", node=asdict(Config()))
 
 
 @dataclass(frozen=True)

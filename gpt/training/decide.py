@@ -3,9 +3,9 @@
 Rank 0 decides, and the other processes of the training hear of it.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.checkpoints.resuming import on_devices, read_schedule, require_same_text, restoring, with_horizon
 from gpt.training.config.advice import warnings
-from gpt.training.config.loading import read, to_plain, to_yaml, validate
+from gpt.training.config.loading import read, to_yaml, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import as_launched, connect, from_rank_0, on_all_ranks, ranks
@@ -71,7 +71,7 @@ def _agreed(make: Callable[[], Session | None]) -> Session | None:
         if (made := make()) is None:
             return None
         file = made.start.file and made.start.file.absolute()
-        start = dataclasses.replace(made.start, file=file, payload=None, weights=None)
+        start = replace(made.start, file=file, payload=None, weights=None)
         return made.config, made.schedule, _text_key(made.corpora), made.run_dir.absolute(), start
 
     if (told := from_rank_0(decisions)) is None:
@@ -117,10 +117,10 @@ def prepared(config: Config, kept: Sequence[str] = ()) -> Session:
         config = _with_weights(config, kept, start)
     automatic = config.trainer.micro_batch_size == "auto"
     config = decide_hardware(config)
-    config = dataclasses.replace(config, data=with_revision(config.data, _cache(config)))
+    config = replace(config, data=with_revision(config.data, _cache(config)))
     corpora = load_corpora(config, start.tokenizer)
     if config.data.prompts is None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts=prompts_from(corpora)))
+        config = replace(config, data=replace(config.data, prompts=prompts_from(corpora)))
     return Session(config, make_schedule(config, corpora.train_tokens, automatic), corpora, Path(), start)
 
 
@@ -137,8 +137,8 @@ def _with_weights(config: Config, kept: Sequence[str], start: Start) -> Config:
     """The configuration with the shape of the model to start from; its weights and tokenizer go into `start`."""
     model, start.tokenizer = open_model(config.init_from or "")
     start.weights = model.state_dict()
-    plain, given = to_plain(config), {key: getattr(config.model, key) for key in ("dropout", *kept)}
-    shape = {key: value for key, value in dataclasses.asdict(model.config).items() if key != "vocab_size"} | given
+    plain, given = asdict(config), {key: getattr(config.model, key) for key in ("dropout", *kept)}
+    shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"} | given
     vocab_size = start.tokenizer.vocab_size
     if GPTConfig(**shape, vocab_size=vocab_size).num_parameters != model.config.num_parameters:
         changed = " ".join(f"model.{key}={value}" for key, value in given.items() if key in kept)
@@ -175,16 +175,14 @@ def _cache(config: Config) -> Path:
 def decide_hardware(config: Config) -> Config:
     """The configuration with everything that was `auto` decided for this machine."""
     devices, num_nodes = as_launched(config.trainer.devices, config.trainer.num_nodes)
-    config = dataclasses.replace(
-        config, trainer=dataclasses.replace(config.trainer, devices=devices, num_nodes=num_nodes)
-    )
+    config = replace(config, trainer=replace(config.trainer, devices=devices, num_nodes=num_nodes))
     config.require_whole_windows()
     device = require_devices(config)
     window = config.model.context_length * config.trainer.world_size
     precision, micro_batch = choose_precision(config.trainer.precision, device), config.trainer.micro_batch_size
     if micro_batch == "auto":
         most = choose_micro_batch(
-            GPTConfig(**dataclasses.asdict(config.model)),  # with GPT-2's vocabulary: the text's own is not known yet
+            GPTConfig(**asdict(config.model)),  # with GPT-2's vocabulary: the text's own is not known yet
             config.trainer.tokens_per_step // window,
             free_memory(device),
             DTYPES[precision],
@@ -193,14 +191,14 @@ def decide_hardware(config: Config) -> Config:
             shards=config.trainer.world_size if config.trainer.strategy == "fsdp" else 1,
         )
         micro_batch = str(most)
-    trainer = dataclasses.replace(
+    trainer = replace(
         config.trainer,
         device=device.type,
         precision=precision,
         compile=str(choose_compile(config.trainer.compile, device)).lower(),
         micro_batch_size=micro_batch,
     )
-    return dataclasses.replace(config, trainer=trainer)
+    return replace(config, trainer=trainer)
 
 
 def require_devices(config: Config) -> torch.device:
@@ -281,7 +279,7 @@ def _numbers(devices: int | None, num_nodes: int | None, stored: Config) -> tupl
 def _begun_again(run_dir: Path, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session:
     """A run that was stopped before its first checkpoint."""
     config = read(run_dir / "config.yaml")
-    config = dataclasses.replace(config, horizon=horizon or config.horizon)
+    config = replace(config, horizon=horizon or config.horizon)
     config, _ = on_devices(config, make_schedule(config, 1, False), *_numbers(devices, num_nodes, config))
     return new(config, "", run_dir=run_dir)
 
@@ -323,9 +321,9 @@ def new_or_resumed(config: Config) -> Config:
         raise UserError("resume=auto continues the run in run_dir, or begins it there: add run_dir=DIR")
     file = Path(config.run_dir) / "config.yaml"
     if not file.exists():
-        return dataclasses.replace(config, resume=None)
-    stored = flatten(to_plain(read(file)))
-    for key, value in flatten(to_plain(config)).items():
+        return replace(config, resume=None)
+    stored = flatten(asdict(read(file)))
+    for key, value in flatten(asdict(config)).items():
         decided = value == "auto" or (value is None and key in ("data.prompts", "data.revision"))
         brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
         if value != stored[key] and not (decided or brought or key in MAY_DIFFER):
@@ -334,4 +332,4 @@ def new_or_resumed(config: Config) -> Config:
                 remedy = f"to train that run longer, use resume={config.run_dir} horizon={value}"
             where = f"{stored[key]} in the run of run_dir={config.run_dir}"
             raise UserError(f"resume=auto: {key}={value} here, and {where}: {remedy}")
-    return dataclasses.replace(config, resume=config.run_dir, init_from=None)
+    return replace(config, resume=config.run_dir, init_from=None)

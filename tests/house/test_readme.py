@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ from omegaconf import OmegaConf
 import generate
 from gpt.files import flatten
 from gpt.training.command import refuse_contradictions
-from gpt.training.config.loading import to_plain, validate
+from gpt.training.config.loading import validate
 from gpt.training.config.schedule import parse_horizon
 from gpt.training.config.schema import Config
 from harness import ROOT, train
@@ -187,10 +188,10 @@ def test_recipe(house, name):
     overrides = [f"{group}={Path(file).stem}"] + (["data.path=poem.txt"] if file == "poem.yaml" else [])
     folder = Path(name).parts[0]
     config = composed(house, [*(["--config-dir", folder] if folder != "configs" else []), *overrides])
-    assert said.items() <= flatten(to_plain(config)).items()
+    assert said.items() <= flatten(asdict(config)).items()
     if group == "model":
-        plain = flatten(to_plain(composed(house, [])))
-        assert {key for key, value in flatten(to_plain(config)).items() if value != plain[key]} == set(said)
+        plain = flatten(asdict(composed(house, [])))
+        assert {key for key, value in flatten(asdict(config)).items() if value != plain[key]} == set(said)
 
 
 def test_cheap_commands_run(tmp_path, monkeypatch, capsys):

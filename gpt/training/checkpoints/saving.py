@@ -18,7 +18,7 @@ from gpt.training import loop
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.callbacks.validation import Validation
 from gpt.training.checkpoints.signals import StopSignals
-from gpt.training.config.loading import to_plain, to_yaml
+from gpt.training.config.loading import to_yaml
 from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
 
@@ -35,7 +35,7 @@ class Record(Callback):
         checkpoint |= {
             "format": FORMAT,
             "step": module.global_step,
-            "config": to_plain(module.config),
+            "config": asdict(module.config),
             "schedule": asdict(module.schedule),
             "tokenizer": module.corpora.tokenizer.to_dict(),
             "corpus": module.corpora.key,

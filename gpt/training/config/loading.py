@@ -27,8 +27,6 @@ def validate(values: DictConfig | dict) -> Config:
     so that nothing in it can read the environment.
     """
     plain = _resolved(values) if isinstance(values, DictConfig) else values
-    if not isinstance(plain, dict):
-        raise UserError(f"the configuration is of type {type(plain).__name__}, not a dictionary")
     try:
         return _build(Config, plain)
     except UserError:
@@ -52,7 +50,7 @@ def _build(kind: Any, values: Any, prefix: str = "") -> Any:
     """Make a dataclass from a dictionary, whose values must have the types of its fields or stand for one."""
     hints = typing.get_type_hints(kind)
     if not isinstance(values, dict):
-        key = prefix.rstrip(".")
+        key = prefix.rstrip(".") or "the configuration"
         raise UserError(f"{key}={values!r} stands where keys such as {prefix}{next(iter(hints))} belong")
     if unknown := [f"{prefix}{key}" for key in values if key not in hints]:
         raise UserError("; ".join(map(unknown_key, unknown)))
@@ -111,12 +109,7 @@ def read(path: Path) -> Config:
 
 def to_yaml(config: Config) -> str:
     """Write the configuration in the form that `read` reads."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
-
-
-def to_plain(config: Config) -> dict[str, Any]:
-    """The configuration as dictionaries, lists, strings and numbers, for YAML files and checkpoints."""
-    return dataclasses.asdict(config)
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
 # --- what only the command line may say ---
@@ -130,12 +123,13 @@ def repeated(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
     if not composed.get("rerun"):
         return composed
     given = _resolved(composed)
-    if given["resume"]:
-        raise UserError("resume and rerun exclude each other: continue a run, or start the same one again")
     names = [override.lstrip("+~").split("=")[0] for override in overrides]
     if "experiment" in names:
         raise UserError("experiment and rerun exclude each other: rerun brings every setting; add single keys to it")
-    config = to_plain(read(runs.directory(str(given["rerun"])) / "config.yaml")) | {"run_dir": None, "resume": None}
+    config = dataclasses.asdict(read(runs.directory(str(given["rerun"])) / "config.yaml")) | {
+        "run_dir": None,
+        "resume": None,
+    }
     if "trainer.device" in names:
         config["trainer"] |= {"precision": "auto", "compile": "auto"}
     if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):

@@ -90,8 +90,6 @@ class Config:
                 )
             if path := getattr(self, name):
                 setattr(self, name, os.path.expanduser(path))
-        if self.resume not in (None, "auto") and self.init_from:
-            raise UserError("resume and init_from exclude each other: continue a run, or start a new one from it")
         if self.trainer.strategy == "fsdp":
             self._require_splittable()
         if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there

@@ -35,21 +35,14 @@ CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times ste
 
 
 def plan_of(composed: Mapping, single: bool) -> str:
-    """Return `true` or `json` if the command line asks for a plan, else an empty string; no run stores the key `plan`.
-
-    Raises `UserError` for another value, in a sweep, with `resume`, and in several processes.
-    """
+    """Return `true` or `json` if the command line asks for a plan, else an empty string; no run stores the key."""
     asked = str(composed.get("plan") or False).lower()
     if asked == "false":
         return ""
     if asked not in ("true", "json"):
         raise UserError(f"plan={asked} is not known: choose from true, json, false")
-    if ranks().world_size > 1:
-        raise UserError(f"plan={asked} trains nothing, and needs one process: use python train.py without a launcher")
-    if not single:
-        raise UserError(f"plan={asked} describes one run, and -m is for several: leave one of the two out")
-    if composed.get("resume"):
-        raise UserError(f"plan={asked} describes a new run, and resume continues one: leave one of the two out")
+    if ranks().world_size > 1 or not single or composed.get("resume"):
+        raise UserError(f"plan={asked} describes one new run, in one process: leave out -m, resume, torchrun and srun")
     return asked
 
 

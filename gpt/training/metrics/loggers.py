@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from gpt.errors import UserError
 from gpt.files import read_text, write_text
 from gpt.training.callbacks.base import StepCallback
-from gpt.training.config.loading import to_plain
 from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
@@ -39,7 +39,7 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
                 place = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
                 logger = MLFlowLogger(PROJECT, run_dir.name, place, run_id=known)
             identity = logger.experiment.id if name == "wandb" else logger.run_id
-            logger.log_hyperparams(to_plain(config))
+            logger.log_hyperparams(asdict(config))
         except Exception as error:  # no login, no network, a server without this run
             why = " ".join(str(error).split())
             raise UserError(f"logger={name}: cannot be started ({why}): check its login and address") from error

@@ -1,16 +1,17 @@
 """What a run tells TensorBoard at its start: its settings, and the charts of the CUSTOM SCALARS tab."""
 
+from dataclasses import asdict
+
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import custom_scalars, hparams
 
 from gpt.files import flatten
-from gpt.training.config.loading import to_plain
 from gpt.training.config.schema import Config
 
 
 def opening(config: Config) -> list[Summary]:
     """The summaries that belong at step 0."""
-    settings = {key: str(v) if isinstance(v, list) else v for key, v in flatten(to_plain(config)).items()}
+    settings = {key: str(v) if isinstance(v, list) else v for key, v in flatten(asdict(config)).items()}
     compared = dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))  # beside them in the HPARAMS tab
     return [*hparams(settings, compared), custom_scalars(layout(config))]
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
 from gpt.training.callbacks.user import load_callbacks
-from gpt.training.config.loading import to_plain, validate
+from gpt.training.config.loading import validate
 from harness import TINY, StopAt, refusal, tiny_arguments, tiny_config, train
 
 MODULE = """
@@ -139,7 +140,7 @@ def test_no_run_brings_callbacks(place, corpus_folder):
     with pytest.raises(UserError, match=r"cannot be continued: there is no key 'callbacks'"):
         decide.resume(str(session.run_dir))
     with pytest.raises(UserError, match="there is no key 'callbacks'"):
-        validate(to_plain(session.config) | {"callbacks": []})
+        validate(asdict(session.config) | {"callbacks": []})
     assert not (place / "ran").exists()
 
 

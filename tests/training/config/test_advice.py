@@ -16,7 +16,7 @@ from gpt.sampling.scoring import Score
 from gpt.training import decide
 from gpt.training.callbacks.stopping import MemorisingWarning
 from gpt.training.config.advice import warnings
-from gpt.training.config.loading import to_plain, validate
+from gpt.training.config.loading import validate
 from gpt.training.config.schema import Config
 from gpt.training.decide import load_corpora, make_schedule
 from gpt.training.session import Session
@@ -50,7 +50,7 @@ def settings(folder: Path, content: str | list[str], *changes: str) -> Config:
 def changed(config: Config, *changes: str) -> Config:
     """A configuration with changes as on the command line."""
     given = [re.sub("^(data|tokenizer)=", r"\1.name=", change.replace("'", "")) for change in changes]
-    return validate(OmegaConf.merge(OmegaConf.create(to_plain(config)), OmegaConf.from_dotlist(given)))
+    return validate(OmegaConf.merge(OmegaConf.create(dataclasses.asdict(config)), OmegaConf.from_dotlist(given)))
 
 
 def words(count: int, seed: int = 3) -> str:

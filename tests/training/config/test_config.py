@@ -18,7 +18,7 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.command import describe  # registers the defaults under which configs/train.yaml composes
-from gpt.training.config.loading import read, to_plain, to_yaml, unknown_key, validate
+from gpt.training.config.loading import read, to_yaml, unknown_key, validate
 from gpt.training.config.schedule import Horizon, parse_horizon
 from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.optim import OptimConfig
@@ -62,7 +62,7 @@ def write_and_read(config: Config, file: Path) -> Config:
 def test_shipped_config(choice, tmp_path):
     """Each shipped file composes, is valid, means what it says, and comes back the same from what a run stores."""
     valid = validate(composed(*with_path(choice)))
-    config = flatten(to_plain(valid))
+    config = flatten(dataclasses.asdict(valid))
     group, name = choice.split("=")
     content = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
     content.pop("defaults", None)
@@ -70,13 +70,13 @@ def test_shipped_config(choice, tmp_path):
     expected = {key: value for key, value in expected.items() if value is not None}  # null: decided by the dataclass
     assert expected
     assert {key: config[key] for key in expected} == expected
-    assert validate(to_plain(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
+    assert validate(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
 
 
 def test_defaults_hold_every_key():
     """So that each key can be set without a plus, and none is there that the dataclasses lack, but for two."""
     plain = OmegaConf.to_container(composed())
-    assert flatten(plain).keys() == flatten(to_plain(Config())).keys() | {"callbacks", "plan"}
+    assert flatten(plain).keys() == flatten(dataclasses.asdict(Config())).keys() | {"callbacks", "plan"}
 
 
 def test_experiments_choose_their_groups():
@@ -211,7 +211,6 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"seed": 2**63}, r"seed=9223372036854775808 .*below 2\^63"),
         ({"horizon": 1000}, r"horizon='1000' .*a unit"),
         ({"horizon": "0steps"}, r"horizon='0steps' .*above 0"),
-        ({"resume": "a", "init_from": "b"}, r"resume and init_from exclude each other"),
         ({"logger": ["csv", "comet"]}, r"logger='comet' .*choose from tensorboard, csv, wandb, mlflow"),
         ({"logger": ["csv", "csv"]}, r"logger=\['csv', 'csv'\] lists a logger twice"),
     ],
@@ -275,7 +274,7 @@ def test_stored_file_that_is_none(tmp_path, content, words):
 @pytest.mark.parametrize("stored", [[], 3, None, "text"])
 def test_configuration_that_is_no_dictionary(stored):
     """A checkpoint's configuration of another type is one line."""
-    assert "not a dictionary" in refusal(validate, stored)
+    assert "stands where keys such as model belong" in refusal(validate, stored)
 
 
 # --- numbers as people write them ---
@@ -352,7 +351,7 @@ def test_whatever_is_read_is_positive(text):
 
 def test_plain_values_are_plain():
     """What goes into checkpoints and YAML files is of Python's own types throughout."""
-    plain = to_plain(validate(composed()))
+    plain = dataclasses.asdict(validate(composed()))
     assert type(plain["optim"]) is dict
     flat = [item for value in flatten(plain).values() for item in (value if isinstance(value, list) else [value])]
     assert {type(item) for item in flat} == {str, int, float, bool, type(None)}
@@ -375,7 +374,7 @@ def test_round_trip_of_any_values(tmp_path_factory, seed, lr, betas, final_lr, p
         seed=seed,
         run_dir=run_dir,
     )
-    assert validate(to_plain(config)) == config
+    assert validate(dataclasses.asdict(config)) == config
     assert write_and_read(config, tmp_path_factory.getbasetemp() / "config.yaml") == config
 
 
@@ -405,7 +404,7 @@ def test_what_is_not_given_has_its_default():
         ("lr", "optim.lr"),
         ("context_length", "model.context_length"),
         ("model.warmup_steps", "optim.warmup_steps"),
-        *((key + key[-1], key) for key in flatten(to_plain(Config()))),
+        *((key + key[-1], key) for key in flatten(dataclasses.asdict(Config()))),
     ],
 )
 def test_unknown_key_suggests_the_nearest(key, suggested):

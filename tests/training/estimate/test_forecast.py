@@ -55,10 +55,10 @@ def test_text(figures):
     ("given", "message"),
     [
         (["plan=maybe"], "plan=maybe is not known: choose from true, json, false"),
-        (["plan=true", "resume=runs/x"], "plan=true describes a new run, and resume continues one: leave one of the"),
+        (["plan=true", "resume=runs/x"], "plan=true describes one new run, in one process: leave out -m, resume,"),
         (
             ["plan=json", "-m", "seed=1,2"],
-            "plan=json describes one run, and -m is for several: leave one of the two out",
+            "plan=json describes one new run, in one process: leave out -m, resume, torchrun and srun",
         ),
         (["plan=true", "model.num_heads=7"], "model.d_model=128 is not divisible by model.num_heads=7"),
         (["plan=true", "optim=adamw", "optim.matrix_lr=0.1"], "optim.matrix_lr=0.1 has no effect with optim=adamw"),
