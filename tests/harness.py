@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
+from gpt.training import runs
 from gpt.training.config.loading import validate
 from gpt.training.config.schema import Config
 
@@ -167,6 +168,12 @@ class StopAt(Callback):
         if trainer.global_step == self.step and not self.sent:
             self.sent = True
             os.kill(os.getpid(), self.number)
+
+
+def release(run_dir: Path) -> None:
+    """Let go of a run directory that this process has trained in."""
+    if held := runs._LOCKS.pop(run_dir.resolve(), None):
+        held.release()
 
 
 def wait_for_file(file: Path, seconds: float = 60.0) -> None:

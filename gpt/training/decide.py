@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ from gpt.training.config.loading import read, to_yaml, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import as_launched, connect, from_rank_0, on_all_ranks, ranks
-from gpt.training.session import Session, Start, warn
+from gpt.training.session import Session, warn
 
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
@@ -79,7 +78,7 @@ def _agreed(make: Callable[[], Session | None]) -> Session | None:
     return on_all_ranks(lambda: made or _followed(*told))
 
 
-def _followed(config: Config, schedule: Schedule, text: str, run_dir: Path, start: Start) -> Session:
+def _followed(config: Config, schedule: Schedule, text: str, run_dir: Path, start: runs.Start) -> Session:
     """The same session on another rank."""
     require_devices(config)
     corpora = load_corpora(config, start.tokenizer, quiet=True)
@@ -99,20 +98,20 @@ def _text_key(corpora: Corpora) -> str:
 
 def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:
     """A run from its first step; `run_dir` is the directory of one that was stopped before its first checkpoint."""
-    require_loggers(config)
     require_processes(config)
-    if run_dir is None and config.run_dir:
-        runs.require_empty(Path(config.run_dir))
-    session = prepared(config, kept)
+    session = prepared(config, kept, run_dir)
     for line in warnings(session.config, session.schedule, session.corpora):
         warn(line)
     session.run_dir = run_dir or runs.make(config.run_dir, name, to_yaml(session.config))
     return session
 
 
-def prepared(config: Config, kept: Sequence[str] = ()) -> Session:
+def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:
     """Decide everything that was left open, and prepare the text; the session has no directory yet."""
-    start = Start()
+    require_loggers(config)
+    if run_dir is None and config.run_dir:
+        runs.require_empty(Path(config.run_dir))
+    start = runs.Start()
     if config.init_from:
         config = _with_weights(config, kept, start)
     automatic = config.trainer.micro_batch_size == "auto"
@@ -133,7 +132,7 @@ def make_schedule(config: Config, train_tokens: int, automatic: bool) -> Schedul
     return schedule.until(parse_horizon(config.horizon), trainer.tokens_per_step, train_tokens, trainer.validate_every)
 
 
-def _with_weights(config: Config, kept: Sequence[str], start: Start) -> Config:
+def _with_weights(config: Config, kept: Sequence[str], start: runs.Start) -> Config:
     """The configuration with the shape of the model to start from; its weights and tokenizer go into `start`."""
     model, start.tokenizer = open_model(config.init_from or "")
     start.weights = model.state_dict()
@@ -260,12 +259,16 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
         longer = f"to train it longer, add horizon=; init_from={run_dir} starts a new run from it"
         say(f"{run_dir} is complete: it {ended}; {longer}")
         return None
-    _warn_of_versions(payload)
+    from gpt.training.checkpoints.saving import versions  # imports Lightning
+
+    began, here = payload["versions"], versions()
+    if changed := [f"{name} {began[name]} -> {here.get(name)}" for name in began if began[name] != here.get(name)]:
+        warn(f"this run began with other versions, so it may not continue bit for bit ({', '.join(changed)})")
     of = f" of {schedule.total_steps}" if schedule.total_steps < MOST_STEPS else f", until {config.horizon} are up"
     say(f"continuing {run_dir} at step {step}{of}")
     if config.trainer.world_size != stored.trainer.world_size:
         threads = None
-    start = Start(file, payload, tokenizer=tokenizer, threads=threads, amended=config != stored)
+    start = runs.Start(file, payload, tokenizer=tokenizer, threads=threads, amended=config != stored)
     return Session(config, schedule, corpora, run_dir, start)
 
 
@@ -302,14 +305,6 @@ def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: ob
             f"{named} is of step {step}, and the run has gone on to step {newest_step}: continue it with "
             f"resume={run_dir}, or start a new run from this file with init_from={named}"
         )
-
-
-def _warn_of_versions(payload: dict[str, Any]) -> None:
-    from gpt.training.checkpoints.saving import versions
-
-    then, now = payload["versions"], versions()
-    if changed := [f"{name} {then[name]} -> {now.get(name)}" for name in then if then[name] != now.get(name)]:
-        warn(f"this run began with other versions, so it may not continue bit for bit ({', '.join(changed)})")
 
 
 def new_or_resumed(config: Config) -> Config:

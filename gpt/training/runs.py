@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,21 @@ from gpt.errors import UserError
 from gpt.exchange.checkpoint import DamagedError, load
 from gpt.files import HeldError, hold, link, write_text
 from gpt.text.corpus.config import DataConfig
+from gpt.text.tokenizer import Tokenizer
 
 _LOCKS: dict[Path, FileLock] = {}  # held as long as the process lives
+
+
+@dataclass
+class Start:
+    """Where the weights come from: a checkpoint file, with what was read of it, or weights alone, or neither."""
+
+    file: Path | None = None
+    payload: dict[str, Any] | None = None
+    weights: dict[str, Any] | None = None
+    tokenizer: Tokenizer | None = None  # of the model whose weights these are
+    threads: int | None = None  # with which the run began
+    amended: bool = False  # whether the run goes on with another configuration than that of `file`
 
 
 def make(run_dir: str | None, name: str, config_text: str) -> Path:
@@ -90,12 +104,6 @@ def require_present(run_dir: Path) -> None:
     held = _LOCKS.get(run_dir.resolve())
     if held is not None and not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir}: was deleted while its run was training, so nothing can be saved; start a new run")
-
-
-def release(run_dir: Path) -> None:
-    """Let go of a run directory before the process ends."""
-    if held := _LOCKS.pop(run_dir.resolve(), None):
-        held.release()
 
 
 def make_last(run_dir: Path, newest: Path) -> None:

@@ -18,7 +18,6 @@ from gpt.console import say
 from gpt.exchange.loading import open_model
 from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
 from gpt.text.shards import Corpora
-from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.config.advice import shorter_steps
 from gpt.training.config.schedule import MOST_STEPS, Schedule
@@ -38,18 +37,6 @@ def warn(line: str) -> None:
 
 
 @dataclass
-class Start:
-    """Where the weights come from: a checkpoint file, with what was read of it, or weights alone, or neither."""
-
-    file: Path | None = None
-    payload: dict[str, Any] | None = None
-    weights: dict[str, torch.Tensor] | None = None
-    tokenizer: Tokenizer | None = None  # of the model whose weights these are
-    threads: int | None = None  # with which the run began
-    amended: bool = False  # whether the run goes on with another configuration than that of `file`
-
-
-@dataclass
 class Session:
     """A run that is ready to train: what it learns from, for how long, where it starts and where it writes."""
 
@@ -57,7 +44,7 @@ class Session:
     schedule: Schedule
     corpora: Corpora
     run_dir: Path
-    start: Start = field(default_factory=Start)
+    start: runs.Start = field(default_factory=runs.Start)
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last validation: see docs/runs.md for each key
     samples: list[str] = field(default_factory=list)  # of the last validation
 
@@ -89,18 +76,13 @@ class Session:
             del newest
 
     def _fit_once(self, callbacks: Sequence["Callback"]) -> None:
-        from gpt.training.checkpoints.saving import CheckpointFiles
         from gpt.training.trainer import Training
 
-        start, trainer = self.start, self.config.trainer
-        if start.threads:
-            torch.set_num_threads(start.threads)
-            os.environ["OMP_NUM_THREADS"] = str(start.threads)  # or else Lightning changes it
-        files = CheckpointFiles(start.payload)
-        training = Training(
-            self.config, self.schedule, self.corpora, self.run_dir, start.weights, callbacks, start.amended
-        )
-        start.payload = start.weights = None  # nothing large stays referenced while training
+        if threads := self.start.threads:
+            torch.set_num_threads(threads)
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # or else Lightning changes it
+        training = Training(self.config, self.schedule, self.corpora, self.run_dir, self.start, callbacks)
+        trainer = self.config.trainer
         horizon = f"{self.schedule.total_steps} steps"
         if self.schedule.total_steps == MOST_STEPS:
             horizon = f"{self.config.horizon} in steps"
@@ -110,7 +92,7 @@ class Session:
                 f"in {trainer.precision}, {horizon} of {trainer.tokens_per_step:,} tokens; writing to {self.run_dir}"
             )
         try:
-            training.run(files, start.file)
+            training.run()
         finally:
             self.schedule = training.module.schedule  # which knows its steps now, if the horizon is a time
         if training.checkpoints.stopped_by:
@@ -120,18 +102,15 @@ class Session:
             sys.exit(128 + training.checkpoints.stopped_by)
         self.metrics, self.samples = training.metrics.latest, training.samples.latest
         if training.early.step and is_rank_0():
-            self._tell_of_early_stop(training.early.step, training.early.by_patience, training.validation.best_step)
-
-    def _tell_of_early_stop(self, step: int, by_patience: bool, best: int) -> None:
-        stopped = f"stopped early at step {step}"
-        if not by_patience:
-            say(f"{stopped}, as a callback asked; to go on regardless: python train.py resume={self.run_dir}")
-            return
-        say(
-            f"{stopped}: no improvement in the last {self.config.patience} validations (best at step {best}). The "
-            f"learning rates were still falling: a shorter run, such as "
-            f"horizon={shorter_steps(self.config, self.corpora, best)}steps, will probably do better"
-        )
+            why = f", as a callback asked; to go on regardless: python train.py resume={self.run_dir}"
+            if training.early.by_patience:
+                best = training.validation.best_step
+                why = (
+                    f": no improvement in the last {self.config.patience} validations (best at step {best}). The "
+                    f"learning rates were still falling: a shorter run, such as "
+                    f"horizon={shorter_steps(self.config, self.corpora, best)}steps, will probably do better"
+                )
+            say(f"stopped early at step {training.early.step}{why}")
 
     def report(self) -> None:
         """Print the final figures, samples, and commands to try next."""

@@ -18,32 +18,28 @@ from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.text.shards import Corpora
-from gpt.training.callbacks.attention_maps import AttentionMaps
 from gpt.training.callbacks.base import Clock
+from gpt.training.callbacks.pictures import AttentionMaps, Embeddings
 from gpt.training.callbacks.progress import Progress
-from gpt.training.callbacks.projector import Embeddings
 from gpt.training.callbacks.samples import Samples
 from gpt.training.callbacks.stopping import Deadline, EarlyStop, MemorisingWarning
 from gpt.training.callbacks.validation import Validation
 from gpt.training.checkpoints.journal import Journal
 from gpt.training.checkpoints.resuming import restoring
-from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Record
+from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
 from gpt.training.loop import TrainBatches
-from gpt.training.metrics.curves import Curves
+from gpt.training.metrics.curves import Curves, UpdateRatios
 from gpt.training.metrics.loggers import UserCurves, close_loggers, open_loggers
 from gpt.training.metrics.metrics import Metrics
-from gpt.training.metrics.update_ratios import UpdateRatios
 from gpt.training.module import GPTModule
+from gpt.training.runs import Start
 
 
 class Training:
-    """A module with its callbacks, ready to train until the horizon or a stop signal.
-
-    A run whose configuration was changed since its checkpoint, `amended`, is saved before its first step.
-    """
+    """A module with its callbacks, ready to train until the horizon or a stop signal."""
 
     def __init__(
         self,
@@ -51,16 +47,17 @@ class Training:
         schedule: Schedule,
         corpora: Corpora,
         run_dir: Path,
-        weights: dict | None = None,
-        callbacks: Sequence[Callback] = (),
-        amended: bool = False,
+        start: Start,
+        callbacks: Sequence[Callback],
     ):
         kind = GPTModule
         if config.trainer.strategy == "fsdp":
             from gpt.training.distributed.fsdp import ShardedModule as kind  # needs a PyTorch with torch.distributed
         self.module = kind(config, schedule, corpora)
-        if weights is not None:
-            self.module.load_state_dict(weights)
+        if start.weights is not None:
+            self.module.load_state_dict(start.weights)
+        self._file, self._files = start.file, CheckpointFiles(start.payload)
+        start.payload = start.weights = None  # nothing large stays referenced while training
         self._run_dir = run_dir
         clock = Clock()
         self.curves = Curves(run_dir, clock)
@@ -69,33 +66,31 @@ class Training:
         self.samples = Samples(run_dir, self.curves)
         self.metrics = Metrics(run_dir, clock, self.validation, self.curves)
         self.early = EarlyStop(self.validation)
-        self.checkpoints = Checkpoints(run_dir, clock, self.validation, amended)
+        self.checkpoints = Checkpoints(run_dir, clock, self.validation, start.amended)
         self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
         before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
-        score = [self.validation]
         after = [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
         after += [Embeddings(run_dir, self.curves), self.metrics, self.early, self.user_curves]
-        save = [Record(), self.checkpoints]
-        self.callbacks: list[Callback] = [*before, *callbacks, *score, *after, *save, self.progress]
+        self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after, self.checkpoints, self.progress]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
         if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
             raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
 
-    def run(self, files: CheckpointFiles, file: Path | None = None) -> None:
-        """Train, from the checkpoint `file` if there is one."""
+    def run(self) -> None:
+        """Train, from the checkpoint if there is one."""
         config = self.module.config
         others = open_loggers(config, self._run_dir) if is_rank_0() else []
         loggers = [self.user_curves, *others] if config.logger else []
         self.curves.loggers = others
         try:
-            trainer = build_trainer(self.module, self.callbacks, files, loggers)
+            trainer = build_trainer(self.module, self.callbacks, self._files, loggers)
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                trainer.fit(self.module, TrainBatches(self.module), ckpt_path=file, weights_only=True)
+                trainer.fit(self.module, TrainBatches(self.module), ckpt_path=self._file, weights_only=True)
         except Exception as error:
-            if file is not None and not self.checkpoints.began:
-                with restoring(file):
+            if self._file is not None and not self.checkpoints.began:
+                with restoring(self._file):
                     raise
             # A callback that needs a logger where there is none, or a curve that nobody writes.
             if isinstance(error, MisconfigurationException) or "conditioned on metric" in str(error):

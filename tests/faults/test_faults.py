@@ -16,7 +16,7 @@ from lightning import Callback
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import decide, runs
-from harness import TINY, Process, StopAt, differences, tiny_arguments, tiny_config, train, wait_for_file
+from harness import TINY, Process, StopAt, differences, release, tiny_arguments, tiny_config, train, wait_for_file
 
 HORIZON = "horizon=101steps"
 
@@ -42,7 +42,7 @@ def stopped(corpus_folder, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "stopped"
     with pytest.raises(SystemExit):
         decide.begin(tiny_config(corpus_folder, HORIZON, f"run_dir={run_dir}")).fit([StopAt(29)])
-    runs.release(run_dir)
+    release(run_dir)
     return run_dir
 
 

@@ -11,8 +11,8 @@ import torch
 from test_catalogue import StopAt
 
 from gpt.exchange import checkpoint
-from gpt.training import decide, runs
-from harness import tiny_config, train
+from gpt.training import decide
+from harness import release, tiny_config, train
 
 MUTATIONS = 80
 
@@ -72,7 +72,7 @@ def test_random_damage(folder, tmp_path):
             assert all(torch.equal(found[name], expected[name]) for name in expected), what
         else:
             assert lines, what
-        runs.release(run)
+        release(run)
         shutil.rmtree(run)
     assert codes[0] > MUTATIONS // 4
     assert codes[2] > MUTATIONS // 20

@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from gpt.errors import UserError
 from gpt.text.corpus.corpus import DataConfig
 from gpt.training import runs
+from harness import release
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def run_dir(tmp_path):
     """A new run directory, released at the end."""
     made = runs.make(str(tmp_path / "run"), "", "seed: 1\n")
     yield made
-    runs.release(made)
+    release(made)
 
 
 def test_make(run_dir):

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from lightning import Callback, Trainer
+from lightning import Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from gpt.errors import NonFiniteError, UserError
@@ -21,33 +21,6 @@ from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.config.loading import to_yaml
 from gpt.training.module import GPTModule
 from gpt.training.runs import require_present
-
-SOURCE = Path(__file__).resolve().parent
-
-
-class Record(Callback):
-    """Adds everything to a checkpoint that resuming and sampling need, so that it needs no other file."""
-
-    def __init__(self) -> None:
-        self._commit = git_commit(SOURCE)
-
-    def on_save_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
-        checkpoint |= {
-            "format": FORMAT,
-            "step": module.global_step,
-            "config": asdict(module.config),
-            "schedule": asdict(module.schedule),
-            "tokenizer": module.corpora.tokenizer.to_dict(),
-            "corpus": module.corpora.key,
-            "git_commit": self._commit,
-            "versions": versions(),
-            "threads": torch.get_num_threads(),
-        }
-
-    def on_load_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
-        if len(checkpoint["optimizer_states"]) != 1:  # Lightning would take none for a new one
-            raise ValueError(f"it has the states of {len(checkpoint['optimizer_states'])} optimizers, not of one")
-        checkpoint["loops"] = loop.state_at(trainer, checkpoint["step"], module.schedule.accumulation)
 
 
 def versions() -> dict[str, str]:
@@ -70,14 +43,14 @@ def git_commit(folder: Path) -> str | None:
 class Checkpoints(StepCallback):
     """Saves last.ckpt at intervals, at the end, on a stop signal, and when something fails between two updates.
 
-    The checkpoint before it stays as previous.ckpt, that of the best validation as best.ckpt, and those of every
-    `keep_every` steps under names of their own. A run that continues with another configuration than its checkpoint's,
-    `amended`, is saved before its first step.
+    A checkpoint needs no other file. The one before it stays as previous.ckpt, that of the best validation as
+    best.ckpt, and those of every `keep_every` steps under names of their own. A run that continues with another
+    configuration than its checkpoint's, `amended`, is saved before its first step.
     """
 
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation, amended: bool = False):
         self._run_dir, self._clock, self._validation, self._amended = run_dir, clock, validation, amended
-        self._signals = StopSignals()
+        self._commit, self._signals = git_commit(Path(__file__).resolve().parent), StopSignals()
         self._saved_step, self._saved_at = -1, 0.0
         self.began = False  # whether everything is restored, and the training has begun
         self.stopped_by = 0  # the signal that ended the run early
@@ -100,6 +73,24 @@ class Checkpoints(StepCallback):
                 write_text(file, text)
             if settings.keep_every and step and step % settings.keep_every == 0:
                 self._keep(step)  # a kill may have come before it
+
+    def on_save_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
+        checkpoint |= {
+            "format": FORMAT,
+            "step": module.global_step,
+            "config": asdict(module.config),
+            "schedule": asdict(module.schedule),
+            "tokenizer": module.corpora.tokenizer.to_dict(),
+            "corpus": module.corpora.key,
+            "git_commit": self._commit,
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
+        if len(checkpoint["optimizer_states"]) != 1:  # Lightning would take none for a new one
+            raise ValueError(f"it has the states of {len(checkpoint['optimizer_states'])} optimizers, not of one")
+        checkpoint["loops"] = loop.state_at(trainer, checkpoint["step"], module.schedule.accumulation)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if self._validation.best_step == step:
@@ -158,13 +149,10 @@ def _greatest(*values: int) -> list[int]:
 
 
 class CheckpointFiles(CheckpointIO):
-    """Has Lightning write and read checkpoints as gpt.exchange.checkpoint does: whole or not at all, and verified.
-
-    A checkpoint that has already been read may be passed as `loaded`; it is dropped after the first load.
-    """
+    """Has Lightning write and read checkpoints as gpt.exchange.checkpoint does: whole or not at all, and verified."""
 
     def __init__(self, loaded: dict | None = None):
-        self.loaded = loaded
+        self.loaded = loaded  # what has been read already; it is dropped after the first load
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         for name, state in checkpoint.get("callbacks", {}).items():

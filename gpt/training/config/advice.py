@@ -19,10 +19,7 @@ STRETCH, STRETCHES = 1 << 17, 8  # tokens to look at together, and about how man
 
 
 def warnings(config: Config, schedule: Schedule, corpora: Corpora) -> list[str]:
-    """Return a line for each setting that does not suit the text, with the value, the limit, and what to set instead.
-
-    It reads about a million tokens of each corpus at most.
-    """
+    """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
     checks = [_repeats(config, schedule, corpora)]
     if not config.init_from:  # which brings its own vocabulary and context
         checks += [_cut_up(corpora) or _vocabulary(corpora), _context(config, corpora)]

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt.errors import UserError
-from gpt.files import read_yaml
+from gpt.files import flatten, read_yaml
 from gpt.training import runs
 from gpt.training.config.other_trainers import OTHER_TRAINERS
 from gpt.training.config.schema import Config
@@ -83,20 +83,12 @@ def unknown_key(key: str) -> str:
     last = key.split(".")[-1]
     if last in OTHER_TRAINERS:
         return f"there is no key {key!r}: write {OTHER_TRAINERS[last]}"
-    keys = keys_of(Config)
+    keys = list(flatten(dataclasses.asdict(Config())))
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     near = near or [known for known in keys if known.split(".")[-1] == last]  # the right name in the wrong place
     return f"there is no key {key!r}; " + (
         f"did you mean {near[0]!r}?" if near else "see configs/ for the keys there are"
     )
-
-
-def keys_of(kind: Any, prefix: str = "") -> list[str]:
-    """Every key of a configuration, with dots: `optim.lr`."""
-    keys = []
-    for name, hint in typing.get_type_hints(kind).items():
-        keys += keys_of(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
-    return keys
 
 
 def read(path: Path) -> Config:

@@ -81,8 +81,6 @@ class Config:
         require_range("patience", self.patience, 0, note="(off)")
         for name in self.logger:
             require_choice("logger", name, LOGGERS)
-        if len(set(self.logger)) < len(self.logger):
-            raise UserError(f"logger={self.logger} lists a logger twice")
         for name in ("run_dir", "resume", "rerun", "init_from"):
             if getattr(self, name) == "":
                 raise UserError(

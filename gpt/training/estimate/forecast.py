@@ -21,11 +21,10 @@ from gpt.hardware.device import DTYPES, choose_precision
 from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
 from gpt.model.memory import training_memory
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training import runs
 from gpt.training.config.advice import epochs, warnings
 from gpt.training.config.schedule import Horizon
 from gpt.training.config.schema import Config
-from gpt.training.decide import prepared, require_loggers
+from gpt.training.decide import prepared
 from gpt.training.distributed.launch import ranks
 from gpt.training.optim import MUON, OPTIMIZERS, build_optimizer
 
@@ -55,9 +54,6 @@ def print_plan(config: Config, form: str) -> None:
 
 def forecast(config: Config) -> dict[str, Any]:
     """Everything that plan=json prints, in bytes, seconds and counts."""
-    require_loggers(config)
-    if config.run_dir:
-        runs.require_empty(Path(config.run_dir))
     session = prepared(config)
     config, schedule, corpora = session.config, session.schedule, session.corpora
     del session  # and the weights to start from, which a run does not keep either

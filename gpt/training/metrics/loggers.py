@@ -26,9 +26,7 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
     The run directory keeps the name that each gives the run.
     """
     loggers: list[Logger] = []
-    for name in config.logger:
-        if name not in ("wandb", "mlflow"):
-            continue
+    for name in sorted({"wandb", "mlflow"}.intersection(config.logger)):
         file = run_dir / f"{name}_run.txt"
         known = read_text(file).strip() if file.exists() else None
         try:

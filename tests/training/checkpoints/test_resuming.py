@@ -15,7 +15,7 @@ from gpt.exchange import checkpoint
 from gpt.training import decide, runs
 from gpt.training.config.loading import read, to_yaml
 from gpt.training.optim import OptimConfig, lr_factor
-from harness import TINY, StopAt, differences, refusal, tiny_config, train, write_corpus
+from harness import TINY, StopAt, differences, refusal, release, tiny_config, train, write_corpus
 
 STEADY = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
 
@@ -226,7 +226,7 @@ def test_begun_continued_and_complete(arguments, tmp_path):
     """A run that was stopped after two steps ends like one that never was, and then there is nothing to do."""
     assert train(*arguments).returncode == 0
     whole = (tmp_path / "run").rename(tmp_path / "whole")
-    runs.release(tmp_path / "run")
+    release(tmp_path / "run")
     stored = yaml.safe_load((whole / "config.yaml").read_text())
     assert (stored["resume"], stored["run_dir"]) == (None, str(tmp_path / "run"))
     assert len(stored["data"]["prompts"]) == 2  # as they were taken from the text

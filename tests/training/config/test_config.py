@@ -212,7 +212,6 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"horizon": 1000}, r"horizon='1000' .*a unit"),
         ({"horizon": "0steps"}, r"horizon='0steps' .*above 0"),
         ({"logger": ["csv", "comet"]}, r"logger='comet' .*choose from tensorboard, csv, wandb, mlflow"),
-        ({"logger": ["csv", "csv"]}, r"logger=\['csv', 'csv'\] lists a logger twice"),
     ],
 )
 def test_values_out_of_range(values, message):

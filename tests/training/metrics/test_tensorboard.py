@@ -16,11 +16,11 @@ from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
 from gpt.training import decide
-from gpt.training.callbacks.projector import frequent
+from gpt.training.callbacks.pictures import frequent
 from gpt.training.config.loading import validate
+from gpt.training.metrics.curves import ROWS, UpdateRatios
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.tensorboard import layout
-from gpt.training.metrics.update_ratios import ROWS, UpdateRatios
 from gpt.training.session import Session
 from harness import StopAt, differences, read_table, tiny_config
 
