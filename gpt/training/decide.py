@@ -254,7 +254,12 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
     if horizon and horizon != config.horizon:
         config, schedule = with_horizon(config, schedule, step, seconds, horizon, corpora.train_tokens)
         say(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
-    if ended := _ended(config, schedule, step, best_step):
+    ended = ""
+    if step == schedule.total_steps:
+        ended = f"has trained all of its {step} steps"
+    elif schedule.out_of_patience(config.patience, step, best_step):
+        ended = f"stopped early at step {step}, by patience={config.patience}"
+    if ended:
         runs.make_last(run_dir, file)
         longer = f"to train it longer, add horizon=; init_from={run_dir} starts a new run from it"
         say(f"{run_dir} is complete: it {ended}; {longer}")
@@ -285,15 +290,6 @@ def _begun_again(run_dir: Path, horizon: str | None, devices: int | None, num_no
     config = replace(config, horizon=horizon or config.horizon)
     config, _ = on_devices(config, make_schedule(config, 1, False), *_numbers(devices, num_nodes, config))
     return new(config, "", run_dir=run_dir)
-
-
-def _ended(config: Config, schedule: Schedule, step: int, best_step: int) -> str:
-    """How a run has ended, if it has."""
-    if step == schedule.total_steps:
-        return f"has trained all of its {step} steps"
-    if schedule.out_of_patience(config.patience, step, best_step):
-        return f"stopped early at step {step}, by patience={config.patience}"
-    return ""
 
 
 def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: object) -> None:

@@ -68,10 +68,8 @@ def _safe(name: str) -> str:
 
 def require_empty(run_dir: Path) -> None:
     """Raise `UserError` if a directory holds a run, or anything else that a run could harm."""
-    if (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/*.ckpt")):
-        raise UserError(f"run_dir={run_dir} already holds a run: choose another, or continue it with resume=")
     if run_dir.is_dir() and any(not file.name.startswith((".lock", ".config.yaml.")) for file in run_dir.iterdir()):
-        raise UserError(f"run_dir={run_dir} is not empty: choose another, since a run needs a directory of its own")
+        raise UserError(f"run_dir={run_dir} is not empty: choose another, or continue the run in it with resume=")
 
 
 def directory(path: str | Path) -> Path:

@@ -82,7 +82,7 @@ def test_names_are_safe(tmp_path, monkeypatch):
 
 def test_a_directory_is_for_one_run(run_dir, tmp_path):
     """A directory that holds a run or anything of the user's is refused, and so is a file."""
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="is not empty"):
         runs.make(str(run_dir), "", "")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()

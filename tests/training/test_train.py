@@ -350,7 +350,7 @@ def test_directory_of_another_run(run, settings):
     """A run directory is never shared."""
     done = train(*settings, f"run_dir={run[0]}")
     assert done.returncode == 2
-    assert "already holds a run: choose another, or continue it with resume=" in done.stderr
+    assert "is not empty: choose another, or continue the run in it with resume=" in done.stderr
 
 
 def test_cache_that_cannot_be_written(refuse, settings, tmp_path):

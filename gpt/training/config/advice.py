@@ -27,10 +27,10 @@ def warnings(config: Config, schedule: Schedule, corpora: Corpora) -> list[str]:
     return [line for line in checks if line]
 
 
-def epochs(tokens: int, corpora: Corpora) -> list[float]:
+def epochs(tokens: int, corpora: Corpora) -> dict[str, float]:
     """Return how often each corpus is seen in so many tokens of training."""
-    pairs = zip(corpora.sources, corpora.shares, strict=True)
-    return [tokens * share / MIXTURE_WINDOWS / len(source.train) for source, share in pairs]
+    each = zip(corpora.names, corpora.sources, corpora.shares, strict=True)
+    return {name: tokens * share / MIXTURE_WINDOWS / len(source.train) for name, source, share in each}
 
 
 def suitable_steps(config: Config, corpora: Corpora) -> int:
@@ -48,13 +48,13 @@ def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:
         return ""
     tokens = schedule.total_steps * config.trainer.tokens_per_step
     each = epochs(tokens, corpora)
-    if (most := max(each)) <= MOST_EPOCHS:
+    name, most = max(each.items(), key=lambda item: item[1])
+    if most <= MOST_EPOCHS:
         return ""
-    i = each.index(most)
     suitable = suitable_steps(config, corpora)
     what, remedy = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
     if len(each) > 1:
-        what = corpora.names[i]
+        what = name
         if tokens / corpora.train_tokens <= MOST_EPOCHS:
             remedy = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
     return (

@@ -27,12 +27,7 @@ def validate(values: DictConfig | dict) -> Config:
     so that nothing in it can read the environment.
     """
     plain = _resolved(values) if isinstance(values, DictConfig) else values
-    try:
-        return _build(Config, plain)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return _build(Config, plain)
 
 
 def _resolved(composed: DictConfig) -> Any:

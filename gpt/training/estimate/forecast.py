@@ -99,7 +99,7 @@ def forecast(config: Config) -> dict[str, Any]:
         },
         "steps": steps,
         "tokens": tokens,
-        "epochs": dict(zip(corpora.names, epochs(tokens, corpora), strict=True)),
+        "epochs": epochs(tokens, corpora),
         "tokens_per_parameter": tokens / N,
         "seconds_per_step": seconds,
         "train_seconds": steps * seconds,
