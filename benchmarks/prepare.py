@@ -1,8 +1,8 @@
 """How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 1000] [--json FILE].
 
 Three ways to encode the same documents from Python's documentation, measured in turn: tiktoken's own batch encoding in
-memory, ours from a file to verified shards on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
-peak memory of a training's process that prepares a large corpus, and the time to open shards too large to read.
+memory, ours from a file to verified prepared on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
+peak memory of a training's process that prepares a large corpus, and the time to open prepared too large to read.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from measuring import Worker, configure, finish, machine, parser, table
 
-from gpt.text import shards
+from gpt.text import prepared
 from gpt.text.batches import training_batch
 from gpt.text.cache import write_json
 from gpt.text.corpus import python_docs
@@ -42,7 +42,7 @@ def documents(megabytes: float, seed: int = 1) -> Iterator[str]:
         left -= length
 
 
-def prepare_file(path: Path, **settings) -> shards.Shards:
+def prepare_file(path: Path, **settings) -> prepared.PreparedText:
     """Prepare a text in a new cache beside it."""
     cache = tempfile.mkdtemp(dir=path.parent)
     data = DataConfig("text", str(path), **settings)
@@ -79,7 +79,7 @@ def throughput(megabytes: float, folder: Path) -> dict[str, float]:
     encoding = gpt2_tokenizer()._encoding
     ways = {
         "tiktoken encode_ordinary_batch, in memory": lambda: encoding.encode_ordinary_batch(texts, num_threads=CORES),
-        "ours, .jsonl to shards on disk": lambda: prepare_file(file),
+        "ours, .jsonl to prepared on disk": lambda: prepare_file(file),
         "datasets.map, fast tokenizer, in memory": hugging_face(texts),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -92,7 +92,7 @@ def throughput(megabytes: float, folder: Path) -> dict[str, float]:
 
 
 def formats_agree(folder: Path) -> bool:
-    """Whether the same documents make the same shards from each format."""
+    """Whether the same documents make the same prepared from each format."""
     import pyarrow
     import pyarrow.parquet
 
@@ -160,18 +160,18 @@ def sparse(folder: Path, tokens: int) -> Path:
 
 
 def opening(folder: Path) -> dict[str, float]:
-    """Seconds to open 10 GB of shards, and to make the first of a billion windows' batches."""
+    """Seconds to open 10 GB of prepared, and to make the first of a billion windows' batches."""
     ten, billion = folder / "ten", folder / "billion"
     ten.mkdir()
     billion.mkdir()
     sparse(ten, 5 * 10**9)
     sparse(billion, 128 * 10**9 + 1)
     start = time.perf_counter()
-    shards.open_shards(ten)
+    prepared.open_prepared(ten)
     opened = time.perf_counter() - start
-    train = shards.open_shards(billion).train
+    train = prepared.open_prepared(billion).train
     start = time.perf_counter()
-    idx, _ = training_batch([train], (shards.MIXTURE_WINDOWS,), 1, 0, 8, 128)
+    idx, _ = training_batch([train], (prepared.MIXTURE_WINDOWS,), 1, 0, 8, 128)
     first = time.perf_counter() - start
     assert idx.shape == (8, 128) and len(train) // 128 == 10**9
     return {"open 10 GB": opened, "first batch of 10^9 windows": first}
@@ -190,14 +190,14 @@ def main() -> None:
         head = f"{args.megabytes:g} MB on {CORES} cores, medians of {ROUNDS}"
         print(table([head, "MB/s", "/ tiktoken"], [[way, speed, speed / fastest] for way, speed in speeds.items()]))
         agree = formats_agree(folder)
-        print(f"\nsame shards from .txt, .jsonl, .jsonl.gz and .parquet: {agree}\n")
+        print(f"\nsame prepared from .txt, .jsonl, .jsonl.gz and .parquet: {agree}\n")
         seconds = opening(folder)
         print(table(["", "ms"], [[what, 1000 * value] for what, value in seconds.items()]))
         prepared = large(args.large, folder) if args.large else {}
         if prepared:
             rows = [[what, *figures.values()] for what, figures in prepared.items()]
             print("\n" + table([f"{args.large} MB", "MB/s", "MB held before", "at the peak"], rows))
-    report = {"cores": CORES, "MB/s": speeds, "same shards": agree, "seconds": seconds, "large corpus": prepared}
+    report = {"cores": CORES, "MB/s": speeds, "same prepared": agree, "seconds": seconds, "large corpus": prepared}
     finish(report, args.json)
 
 

@@ -18,7 +18,7 @@ from gpt.text.cache import CACHE
 from gpt.text.corpus.corpus import Corpus
 from gpt.text.corpus.files import find_text_files
 from gpt.text.corpus.formats import read_documents
-from gpt.text.shards import find_shards, width
+from gpt.text.prepared import find_prepared, width
 from gpt.text.tokenizer import Tokenizer
 
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
@@ -132,7 +132,7 @@ def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -
 
     `record` is what the checkpoint says. `UserError` if the text is not in the cache, or if there is no run.
     """
-    if not (sources := find_shards(record, tokenizer, CACHE)):
+    if not (sources := find_prepared(record, tokenizer, CACHE)):
         raise UserError(f"{path}: the validation text of its run, if any, is not in {CACHE}: give a text with --text")
     counts = [source.manifest["splits"]["validation"] for source in sources]
     return [Text(source.validation, n["documents"], n["bytes"]) for source, n in zip(sources, counts, strict=True)]

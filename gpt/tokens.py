@@ -13,7 +13,7 @@ from gpt.errors import UserError
 from gpt.exchange.loading import open_tokenizer
 from gpt.text.cache import CACHE
 from gpt.text.pieces import cut, decoded, label, visible, well_formed
-from gpt.text.shards import open_shards, verify, width
+from gpt.text.prepared import open_prepared, verify, width
 from gpt.text.tokenizer import Tokenizer
 
 EXCERPT = 1000  # tokens to show of a longer text
@@ -97,11 +97,11 @@ def verify_corpora(folders: list[Path]) -> None:
     for folder in folders:
         if not os.path.isfile(folder / "manifest.json"):  # rather than advise to delete what is something else
             raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of {CACHE}")
-        shards = open_shards(folder)
-        tokens = len(shards.train) + len(shards.validation)
-        with progress_bar(tokens * width(shards.tokenizer).itemsize) as bar:
-            verify(folder, shards.manifest, bar.update)
-        say(f"{folder}: {tokens:,} tokens, vocabulary {shards.tokenizer.vocab_size:,}, every hash matches")
+        prepared = open_prepared(folder)
+        tokens = len(prepared.train) + len(prepared.validation)
+        with progress_bar(tokens * width(prepared.tokenizer).itemsize) as bar:
+            verify(folder, prepared.manifest, bar.update)
+        say(f"{folder}: {tokens:,} tokens, vocabulary {prepared.tokenizer.vocab_size:,}, every hash matches")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_first_hour(tmp_path):
     names = {file.name for file in (folder / "checkpoints").iterdir()}
     assert names == {"best.ckpt", "last.ckpt", "previous.ckpt", "step-00000002.ckpt", "step-00000004.ckpt"}
     assert TEXT in (folder / "samples.md").read_text(encoding="utf-8")
-    assert any(b"attention/layer_1" in file.read_bytes() for file in folder.glob("events.*"))
+    assert any(b"weights/attention" in file.read_bytes() for file in folder.glob("events.*"))
 
 
 MUTATIONS = {  # what is replaced, by what, and what must be said of it

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt.errors import UserError
 from gpt.exchange import huggingface
-from gpt.text.shards import open_shards
+from gpt.text.prepared import open_prepared
 from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 if TYPE_CHECKING:
@@ -86,5 +86,5 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
     if huggingface.is_directory(path):
         return huggingface.load_tokenizer(path)[0]
     if (path / "manifest.json").is_file():
-        return open_shards(path).tokenizer
+        return open_prepared(path).tokenizer
     return open_model(path)[1]

@@ -15,7 +15,7 @@ from gpt.sampling.language_model import Continuation, TokenLogprob
 from gpt.text import cache
 from gpt.text.analysis.overlap import LEAST, find_copies
 from gpt.text.pieces import visible
-from gpt.text.shards import Shards, find_shards
+from gpt.text.prepared import PreparedText, find_prepared
 from gpt.text.tokenizer import Tokenizer
 
 
@@ -29,7 +29,7 @@ def print_growing(steps: Iterator[list[Continuation]]) -> Iterator[list[Continua
     print(flush=True)
 
 
-def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sources: list[Shards]) -> None:
+def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sources: list[PreparedText]) -> None:
     """Print finished texts after their prompts, each under its number; with `sources`, also what they copied."""
     *_, texts = steps
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
@@ -103,14 +103,14 @@ def token_as_json(token: TokenLogprob) -> dict:
     return own | ({"top_logprobs": list(map(token_as_json, token.top))} if token.top else {})
 
 
-def training_text(path: Path, tokenizer: Tokenizer, record: dict) -> list[Shards]:
+def training_text(path: Path, tokenizer: Tokenizer, record: dict) -> list[PreparedText]:
     """Find the prepared text that a model was trained on; `UserError` if it is not here."""
-    if not (sources := find_shards(record, tokenizer, cache.CACHE)):
+    if not (sources := find_prepared(record, tokenizer, cache.CACHE)):
         raise UserError(f"--check: the text that {path} was trained on is not in {cache.CACHE}: leave --check out")
     return sources
 
 
-def copied(ids: list[int], sources: list[Shards]) -> str:
+def copied(ids: list[int], sources: list[PreparedText]) -> str:
     """Say how much of a continuation stands in the training text, and show it with those passages in brackets.
 
     Nothing without `sources`.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.text.shards import MIXTURE_WINDOWS
+from gpt.text.prepared import MIXTURE_WINDOWS
 
 
 def training_batch(

@@ -24,7 +24,7 @@ from gpt.text.analysis.prompts import prompts_from
 from gpt.text.cache import CACHE
 from gpt.text.corpus.download import with_revision
 from gpt.text.prepare.prepare import TooShortError, prepare
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.checkpoints.resuming import on_devices, read_schedule, require_same_text, restoring, with_horizon

@@ -15,7 +15,7 @@ from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.compiled import compile_in_place
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training.config.schedule import MOST_STEPS, Schedule
 from gpt.training.config.schema import Config
 from gpt.training.loss_scale import LossScaling

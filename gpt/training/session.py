@@ -17,7 +17,7 @@ import torch
 from gpt.console import say
 from gpt.exchange.loading import open_model
 from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training import runs
 from gpt.training.config.advice import shorter_steps
 from gpt.training.config.schedule import MOST_STEPS, Schedule

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import Clock
 from gpt.training.callbacks.pictures import AttentionMaps, Embeddings
 from gpt.training.callbacks.progress import Progress

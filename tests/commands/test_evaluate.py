@@ -80,12 +80,12 @@ def refusal(*arguments: object) -> str:
 
 def test_validation_text(home, capsys):
     """Without a text, the score is that of validation during training, to the bit; as a table, in a few lines."""
-    shards = prepare_text(home, "text", str(home / "corpus.txt")).sources[0]
+    prepared = prepare_text(home, "text", str(home / "corpus.txt")).sources[0]
     model, _ = open_model(home / "run")
-    [size] = {sum(map(len, shards.validation_bytes()))}
-    expected = score(model, validation_batches(shards.validation, 4096 // T, T, IGNORE), size)
+    [size] = {sum(map(len, prepared.validation_bytes()))}
+    expected = score(model, validation_batches(prepared.validation, 4096 // T, T, IGNORE), size)
     found = figures(capsys, "--checkpoint", home / "run")
-    assert (found["documents"], found["bytes"], found["tokens"]) == (1, size, len(shards.validation) - 1)
+    assert (found["documents"], found["bytes"], found["tokens"]) == (1, size, len(prepared.validation) - 1)
     names = ("nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
     assert [found[name] for name in names] == [getattr(expected, name) for name in names]
     assert printed(capsys, "--checkpoint", home / "run")[0] == (
@@ -103,7 +103,7 @@ def test_validation_text(home, capsys):
         f"bits per byte   {expected.bits_per_byte:.4f}\n"
     )
     text = home / "validation.txt"
-    text.write_bytes(b"".join(shards.validation_bytes()))
+    text.write_bytes(b"".join(prepared.validation_bytes()))
     again = figures(capsys, "--checkpoint", home / "run", "--text", text)
     assert {name for name in found if found[name] != again[name]} == {"text"}
 

@@ -10,7 +10,7 @@ import pytest
 
 import harness
 from gpt import tokens
-from gpt.text import shards
+from gpt.text import prepared
 from gpt.text.pieces import cut
 from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer, train_bpe
 from model_files import write_prepared, write_run
@@ -188,10 +188,10 @@ def flip(folder: Path) -> str:
     return f"{folder}/validation.bin: damaged"
 
 
-@pytest.mark.parametrize("hashed_when_opened", [shards.VERIFY_BYTES, 0])
+@pytest.mark.parametrize("hashed_when_opened", [prepared.VERIFY_BYTES, 0])
 def test_verify(cache, capsys, monkeypatch, hashed_when_opened):
     """All of the cache, in order, except what is still being prepared, or what is named; large corpora are hashed."""
-    monkeypatch.setattr(shards, "VERIFY_BYTES", hashed_when_opened)
+    monkeypatch.setattr(prepared, "VERIFY_BYTES", hashed_when_opened)
     (cache / "downloads").mkdir()
     (cache / ".preparing-c").mkdir()
     (cache / ".preparing-c/manifest.json").touch()

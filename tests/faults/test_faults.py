@@ -211,19 +211,19 @@ def test_resume_takes_no_changes(stopped):
     assert f"init_from={stopped}" in done.stderr
 
 
-def test_corrupt_shard(settings, tmp_path):
+def test_corrupt_tokens(settings, tmp_path):
     """A flipped bit in the prepared text is named, with the remedy."""
     cache = tmp_path / "cache"
     arguments = [a for a in settings if not a.startswith(("data.cache", "horizon"))] + [f"data.cache={cache}"]
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     assert train(*arguments).returncode == 0
     shutil.rmtree(tmp_path / "run")
-    shard = next(cache.glob("*/train.bin"))
-    flip_a_bit(shard)
+    file = next(cache.glob("*/train.bin"))
+    flip_a_bit(file)
     done = train(*arguments)
     assert done.returncode == 2
-    assert last_line(done.stderr).startswith(f"train.py: {shard}: damaged")
-    assert f"delete {shard.parent}" in done.stderr
+    assert last_line(done.stderr).startswith(f"train.py: {file}: damaged")
+    assert f"delete {file.parent}" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpt.errors import UserError
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
-from gpt.text.shards import open_shards
+from gpt.text.prepared import open_prepared
 from gpt.text.tokenizer import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
         "Checkpoints are verified by their checksums": [
             "test_faults.py::test_damaged_checkpoint",
-            "test_shards.py::test_damage_is_named",
+            "test_prepared.py::test_damage_is_named",
         ],
         "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
         "Nothing is downloaded except": ["test_download.py::test_wrong_hash", "test_loading.py::test_hub"],
@@ -110,7 +110,7 @@ def test_names_in_a_manifest_are_not_followed(tmp_path):
     manifest["splits"]["train"]["name"] = "../../text"
     file.write_text(json.dumps(manifest))
     try:
-        assert (open_shards(file.parent).train[:] == prepared.train[:]).all()
+        assert (open_prepared(file.parent).train[:] == prepared.train[:]).all()
     except UserError as refusal:
         assert "passwd" not in str(refusal)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt.text.batches import mixture_place, permute, training_batch, validation_batches, windows_given
-from gpt.text.shards import MIXTURE_WINDOWS as BLOCK
+from gpt.text.prepared import MIXTURE_WINDOWS as BLOCK
 
 IGNORE = -7  # any id that no token has
 T = 7

@@ -18,7 +18,7 @@ import gpt.text.prepare.split
 from gpt.errors import UserError
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.prepare import prepare
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training import decide
 from gpt.training.callbacks.base import Clock
 from gpt.training.config.schedule import Schedule

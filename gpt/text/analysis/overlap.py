@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt.text.shards import Shards
+from gpt.text.prepared import PreparedText
 
 LEAST = 8  # tokens: shorter passages are common phrases
 SEARCHED = 1 << 26  # tokens of a corpus, at most: it takes seconds
@@ -45,7 +45,7 @@ def find_overlap(text: np.ndarray, corpus: np.ndarray) -> Overlap:
     return Overlap(copied, found[0], least)
 
 
-def find_copies(ids: list[int], sources: Sequence[Shards]) -> tuple[list[bool], str]:
+def find_copies(ids: list[int], sources: Sequence[PreparedText]) -> tuple[list[bool], str]:
     """For each token of a text, whether it stands in a passage of the training text; and the longest such passage."""
     found = [find_overlap(np.array(ids, dtype=np.int64), source.train) for source in sources]
     longest = max(found, key=lambda one: one.length)

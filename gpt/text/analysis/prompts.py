@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 
-from gpt.text.shards import Corpora, Shards
+from gpt.text.prepared import Corpora, PreparedText
 
 TOKENS = 4096  # to look at
 WORDS, CHARACTERS = 4, 40  # in a prompt, at most
@@ -21,7 +21,7 @@ def prompts_from(corpora: Corpora) -> list[str]:
     return ["", *(words for source in corpora.sources[:3] for words in islice(_beginnings(source), 1))]
 
 
-def _beginnings(source: Shards) -> Iterator[str]:
+def _beginnings(source: PreparedText) -> Iterator[str]:
     """Yield the first words of documents and paragraphs, no two alike; if there are none, those of a line or word.
 
     The beginning of the first document is the last choice, since it may be the end of one in the training text.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gpt.text.shards import Shards
+from gpt.text.prepared import PreparedText
 
 LEAST_BYTES = 10_000  # below, a compressor has too little to learn from, which flatters any model
 MOST_BYTES = 10_000_000  # above, xz takes minutes
@@ -15,7 +15,7 @@ ROW = 1 << 12  # tokens in a row, of those
 AT_ONCE = 1 << 20  # validation tokens
 
 
-def references(sources: Sequence[Shards]) -> dict[str, float]:
+def references(sources: Sequence[PreparedText]) -> dict[str, float]:
     """Return the bits per byte of the validation texts together: two models of token counts, and two compressors.
 
     The counts are of training text. A bigram that it lacks falls back on the unigram (Witten and Bell 1991). The
@@ -43,7 +43,7 @@ def sample(tokens: np.ndarray, size: int) -> np.ndarray:
     return tokens[starts[:, None] + np.arange(ROW)].astype(np.int64)
 
 
-def _count_models(sources: Sequence[Shards]) -> tuple[float, float]:
+def _count_models(sources: Sequence[PreparedText]) -> tuple[float, float]:
     """The bits that a unigram and a bigram model need for all validation tokens but each text's first."""
     V = sources[0].tokenizer.vocab_size
     texts = [sample(source.train, COUNTED // len(sources)) for source in sources]
@@ -65,7 +65,7 @@ def _count_models(sources: Sequence[Shards]) -> tuple[float, float]:
     return float(bits[0]), float(bits[1])
 
 
-def _validation_pairs(sources: Sequence[Shards]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _validation_pairs(sources: Sequence[PreparedText]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Each validation token but a text's first, in blocks, with the token before it."""
     for source in sources:
         for start in range(0, len(source.validation) - 1, AT_ONCE):

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt.errors import UserError
 from gpt.text.corpus.config import ONE_WORD, DataConfig
 from gpt.text.corpus.formats import PACKED
-from gpt.text.shards import MIXTURE_WINDOWS
+from gpt.text.prepared import MIXTURE_WINDOWS
 
 
 def configs_of(data: DataConfig) -> list[DataConfig]:

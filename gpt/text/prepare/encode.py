@@ -15,7 +15,7 @@ from gpt.text.cache import JOURNAL, write_json
 from gpt.text.corpus.corpus import Piece
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import Split
-from gpt.text.shards import SPLITS, Writer, width
+from gpt.text.prepared import SPLITS, Writer, width
 from gpt.text.tokenizer import Tokenizer
 
 TASK = 1 << 18  # characters, at least, that a thread encodes at once

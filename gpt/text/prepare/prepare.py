@@ -21,7 +21,7 @@ from gpt.text.corpus.mixture import configs_of, names_of, shares_of
 from gpt.text.prepare.encode import encode
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import SAMPLE_BYTES
-from gpt.text.shards import MIXTURE_WINDOWS, SPLITS, Corpora, Shards, open_shards
+from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_prepared
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 
 FORMAT = 3  # raise it when the same text gives other tokens: no run continues on them
@@ -77,7 +77,9 @@ def _digest(key: dict) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _prepare_one(source: Source, tokenizer: TokenizerConfig | Tokenizer, context_length: int, cache: Path) -> Shards:
+def _prepare_one(
+    source: Source, tokenizer: TokenizerConfig | Tokenizer, context_length: int, cache: Path
+) -> PreparedText:
     """Return one corpus as token ids, from the cache or after adding it there."""
     how = {"given": tokenizer.sha256} if isinstance(tokenizer, Tokenizer) else {"name": tokenizer.name}
     if isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
@@ -94,7 +96,7 @@ def _prepare_one(source: Source, tokenizer: TokenizerConfig | Tokenizer, context
                     _fill(working, source, key, tokenizer, context_length)
                 (working / JOURNAL).unlink(missing_ok=True)
                 publish(working, folder)
-    found = open_shards(folder)
+    found = open_prepared(folder)
     _require_enough(len(found.train), len(found.validation), context_length)
     return found
 

@@ -10,7 +10,7 @@ from gpt.files import replacing, write_text
 from gpt.sampling.scoring import Score
 from gpt.text.analysis.references import sample
 from gpt.text.pieces import label
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import StepCallback
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
@@ -73,7 +73,8 @@ class Embeddings(StepCallback):
         folder.mkdir(exist_ok=True)
         self._ids = self._ids or frequent(module.corpora)
         with replacing(folder / "tokens.bytes") as file:
-            module.model.token_embedding.weight.detach().float().cpu()[self._ids].numpy().tofile(file)
+            weights = module.model.token_embedding.weight.detach().float().cpu()[self._ids]
+            file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
         labels = [label(tokenizer.decode_bytes([i])) for i in self._ids]
         write_text(folder / "tokens.tsv", "\n".join(labels) + "\n")
         shape = f"tensor_shape: {len(self._ids)} tensor_shape: {module.config.model.d_model}"

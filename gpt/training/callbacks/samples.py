@@ -10,7 +10,7 @@ from gpt.sampling.generation import Sampling
 from gpt.sampling.language_model import Continuation, LanguageModel
 from gpt.sampling.scoring import Score
 from gpt.text.analysis.overlap import find_copies
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import StepCallback
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule

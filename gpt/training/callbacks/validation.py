@@ -11,7 +11,7 @@ from gpt.errors import NonFiniteError
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
 from gpt.text.batches import validation_batches
-from gpt.text.shards import Shards
+from gpt.text.prepared import PreparedText
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.module import REMEDY, GPTModule
 from gpt.training.runs import require_present
@@ -54,7 +54,7 @@ class Validation(StepCallback):
                 callback.on_validation_epoch_end(trainer, module)
                 callback.on_validation_end(trainer, module)
 
-    def _score(self, trainer: Trainer, module: GPTModule, source: Shards) -> Score:
+    def _score(self, trainer: Trainer, module: GPTModule, source: PreparedText) -> Score:
         T = module.config.model.context_length
         size = max(1, tokens_at_once(module.model, trainer.world_size) // T)
         batches = validation_batches(source.validation, size, T, IGNORE)

@@ -10,7 +10,7 @@ from gpt.console import duration
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import reason
 from gpt.hardware.memory import is_out_of_memory
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule, parse_horizon
 from gpt.training.config.schema import Config

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpt.text.shards import MIXTURE_WINDOWS, Corpora
+from gpt.text.prepared import MIXTURE_WINDOWS, Corpora
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 

@@ -17,7 +17,7 @@ from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score, tokens_at_once
 from gpt.text.analysis.references import references
 from gpt.text.batches import validation_batches
-from gpt.text.shards import Corpora
+from gpt.text.prepared import Corpora
 from gpt.training.callbacks.samples import continue_prompt, longest_copy
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config

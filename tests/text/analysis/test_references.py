@@ -13,7 +13,7 @@ from gpt.text.analysis import references as module
 from gpt.text.analysis.references import LEAST_BYTES, MOST_BYTES, references, sample
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.prepare import prepare
-from gpt.text.shards import Shards
+from gpt.text.prepared import PreparedText
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 
 WORDS = [b"alpha ", b"beta ", b"gamma\n", "naïve ".encode(), b"zeta, "]
@@ -21,11 +21,11 @@ TEXT = b"".join(random.Random(7).choices(WORDS, k=20_011))
 BYTES = Tokenizer("byte", {bytes([byte]): byte for byte in range(256)}, r"(?s:.{1,1000})")
 
 
-def shards(train: Sequence[int], validation: Sequence[int]) -> Shards:
+def prepared(train: Sequence[int], validation: Sequence[int]) -> PreparedText:
     """A corpus of bytes in memory; 256 is end-of-text."""
     texts = [np.array(list(ids), dtype=np.uint16) for ids in (train, validation)]
     size = int((texts[1] < 256).sum())
-    return Shards(*texts, BYTES, {"splits": {"validation": {"bytes": size}}})  # type: ignore[arg-type]
+    return PreparedText(*texts, BYTES, {"splits": {"validation": {"bytes": size}}})  # type: ignore[arg-type]
 
 
 def test_by_hand():
@@ -35,7 +35,7 @@ def test_by_hand():
     follows both times: (0 + 1 p(2)) / (2 + 1). After 2, which nothing follows: p(1) alone.
     """
     p1, p2 = 3 / 263, 2 / 263  # one more than counted, of six and a vocabulary of 257
-    found = references([shards([0, 1, 0, 1, 0, 2], [0, 1, 2, 1])])
+    found = references([prepared([0, 1, 0, 1, 0, 2], [0, 1, 2, 1])])
     assert list(found) == ["unigram", "bigram"]
     assert found["unigram"] == pytest.approx(-math.log2(p1 * p2 * p1) / 4, rel=1e-12)
     assert found["bigram"] == pytest.approx(-math.log2((2 + 2 * p1) / 5 * (p2 / 3) * p1) / 4, rel=1e-12)
@@ -44,14 +44,14 @@ def test_by_hand():
 def test_bigrams_add_up_to_one():
     """What follows a token has a probability for each token of the vocabulary, one in all."""
     train = [*b"abracadabra", 256, *b"banana"]
-    bits = [references([shards(train, [*b"a", other])])["bigram"] for other in range(257)]
+    bits = [references([prepared(train, [*b"a", other])])["bigram"] for other in range(257)]
     sizes = [2] * 256 + [1]  # bytes of text
     assert sum(2 ** (-bit * size) for bit, size in zip(bits, sizes, strict=True)) == pytest.approx(1.0, rel=1e-12)
 
 
 def test_mixtures():
     """The counts are of all texts, no bigram reaches from one into the next, and neither does a prediction."""
-    a, b = shards([0, 1, 0], [1, 0]), shards([2, 3], [3, 2, 3])
+    a, b = prepared([0, 1, 0], [1, 0]), prepared([2, 3], [3, 2, 3])
     p = [3 / 262, 2 / 262, 2 / 262, 2 / 262]
     found = references([a, b])
     assert found["unigram"] == pytest.approx(-math.log2(p[0] * p[2] * p[3]) / 5, rel=1e-12)
@@ -65,7 +65,7 @@ def test_long_texts(monkeypatch):
     assert rows.shape == (3, module.ROW) and rows[0, 0] == 0 and rows[-1, -1] == ids[-1]
     assert (np.diff(rows) % 251 == 1).all()
     assert np.array_equal(sample(ids, len(ids)), ids[None])  # type: ignore[arg-type]
-    corpus = shards(TEXT[:9_973], TEXT[:7_919])
+    corpus = prepared(TEXT[:9_973], TEXT[:7_919])
     whole = references([corpus])
     monkeypatch.setattr(module, "AT_ONCE", 101)
     assert references([corpus]) == pytest.approx(whole, rel=1e-12)
@@ -73,7 +73,7 @@ def test_long_texts(monkeypatch):
 
 def test_compressors_are_those_of_the_command_line():
     """Within the few bytes that headers and checksums take."""
-    found = references([shards(TEXT[:999], TEXT[:11]), shards(TEXT[:999], TEXT[11:])])
+    found = references([prepared(TEXT[:999], TEXT[:11]), prepared(TEXT[:999], TEXT[11:])])
     for name in ("gzip -9", "xz -9e"):
         if not shutil.which(name.split()[0]):
             pytest.skip(f"this machine has no {name.split()[0]}: its figure is NOT compared")
@@ -84,7 +84,7 @@ def test_compressors_are_those_of_the_command_line():
 @pytest.mark.parametrize(("size", "compared"), [(LEAST_BYTES - 1, 0), (LEAST_BYTES, 2), (MOST_BYTES + 1, 0)])
 def test_no_compressor_for_short_and_long_texts(size, compared):
     """A short text flatters any model, and xz takes minutes over a long one."""
-    corpus = shards([97, 97], b"a" * LEAST_BYTES)
+    corpus = prepared([97, 97], b"a" * LEAST_BYTES)
     corpus.manifest["splits"]["validation"]["bytes"] = size
     assert len(references([corpus])) == 2 + compared
 

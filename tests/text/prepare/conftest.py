@@ -61,7 +61,7 @@ def undisturbed(many, tmp_path_factory) -> dict[str, bytes]:
     """What it comes to."""
     cache = tmp_path_factory.mktemp("undisturbed")
     with constants(SMALL):
-        shards = make(many, cache)
+        prepared = make(many, cache)
         expected = tuple(obvious(documents, byte_tokenizer()) for documents in halves(many))
-    assert lists(shards) == expected
+    assert lists(prepared) == expected
     return content(folder_of(cache))

@@ -21,7 +21,7 @@ import gpt.text.prepare.prepare
 from gpt.errors import UserError
 from gpt.text.cache import write_json
 from gpt.text.corpus.config import DataConfig
-from gpt.text.shards import SPLITS
+from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer
 from workshop import (
     DOCUMENTS,
@@ -204,8 +204,8 @@ def test_text_that_changes(tmp_path, change, when, message):
             said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
         assert said.startswith(message.format(file=file))
         assert entries(cache) == []
-        shards = make(data, cache)
-        assert lists(shards) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
+        prepared = make(data, cache)
+        assert lists(prepared) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])

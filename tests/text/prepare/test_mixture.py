@@ -17,7 +17,7 @@ from gpt.errors import UserError
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.mixture import names_of, shares_of
 from gpt.text.prepare.prepare import prepare
-from gpt.text.shards import SPLITS, Corpora
+from gpt.text.prepared import SPLITS, Corpora
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, train_bpe
 from workshop import (
     BYTE,

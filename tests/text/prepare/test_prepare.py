@@ -14,7 +14,7 @@ from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
 from gpt.text.prepare.prepare import FORMAT, TooShortError
 from gpt.text.prepare.split import survey
-from gpt.text.shards import SPLITS
+from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 from workshop import (
     CONTEXT,
@@ -44,13 +44,13 @@ def test_tokens_are_the_split(tmp_path, name, values):
     """Every document of each part after an end-of-text, and the tokenizer is the one configured."""
     data = write_documents(tmp_path)
     with constants(values):
-        shards = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
+        prepared = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
         train, validation = halves(data)
     expected = {"bpe": lambda: train_bpe(train, 307), "gpt2": gpt2_tokenizer, "byte": byte_tokenizer}[name]()
-    assert shards.tokenizer.to_dict() == expected.to_dict()
-    assert lists(shards) == (obvious(train, expected), obvious(validation, expected))
-    assert documents_of(shards.train, expected) == train
-    assert documents_of(shards.validation, expected) == validation
+    assert prepared.tokenizer.to_dict() == expected.to_dict()
+    assert lists(prepared) == (obvious(train, expected), obvious(validation, expected))
+    assert documents_of(prepared.train, expected) == train
+    assert documents_of(prepared.validation, expected) == validation
     assert len(train) > 40 and len(validation) > 1
 
 
@@ -60,22 +60,22 @@ def test_tokens_of_a_long_text(tmp_path, name):
     chooser = random.Random(7)
     words = "".join(chooser.choice([" café", " the", "\n\n\n", "  42", "\t😀", " it's"]) for _ in range(60_000))
     text = words + "".join(chooser.choice("abc") for _ in range(600_000)) + words
-    shards = make(write_text(tmp_path, text), tmp_path / "cache", TokenizerConfig(name, 263))
+    prepared = make(write_text(tmp_path, text), tmp_path / "cache", TokenizerConfig(name, 263))
     end = len(text) * 9 // 10
     assert len(list(cut([text[:end]]))) == 4
-    assert lists(shards) == (obvious([text[:end]], shards.tokenizer), obvious([text[end:]], shards.tokenizer))
+    assert lists(prepared) == (obvious([text[:end]], prepared.tokenizer), obvious([text[end:]], prepared.tokenizer))
 
 
 def test_bytes_by_hand(tmp_path):
     """Ten characters: nine to learn from and one that validates."""
-    shards = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7)
-    assert lists(shards) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
+    prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7)
+    assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
 
 
 def test_manifest(tmp_path):
     """The counts are those of the texts, the hashes those of the files."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
-    shards = make(data, cache)
+    prepared = make(data, cache)
     folder, counts = folder_of(cache), {}
     for name, documents in zip(SPLITS, halves(data), strict=True):
         size = sum(len(document.encode()) for document in documents)
@@ -83,11 +83,11 @@ def test_manifest(tmp_path):
         ids = (folder / f"{name}.bin").read_bytes()
         digest = hashlib.sha256(ids).hexdigest()
         counts[name] = {"tokens": tokens, "bytes": size, "documents": len(documents), "sha256": digest}
-        assert len(getattr(shards, name)) == tokens == len(ids) / 2
+        assert len(getattr(prepared, name)) == tokens == len(ids) / 2
     assert counts["train"]["documents"] + counts["validation"]["documents"] == 53
     corpus = open_corpus(data, cache).sha256(cache)
     key = {"format": FORMAT, "corpus": corpus, "tokenizer": {"name": "byte"}, "validation_bytes": 1_000_000}
-    assert shards.manifest == {
+    assert prepared.manifest == {
         "key": key,
         "corpus": "text",
         "tokenizer": byte_tokenizer().sha256,
@@ -95,17 +95,17 @@ def test_manifest(tmp_path):
     }
     stored = json.loads((folder / "manifest.json").read_text())
     assert len(stored.pop("seal")) == 64
-    assert stored == shards.manifest
+    assert stored == prepared.manifest
     assert content(folder).keys() == {"manifest.json", "tokenizer.json", "train.bin", "validation.bin"}
     assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
 
 
 def test_lone_surrogates_are_counted_as_written(tmp_path):
     """JSON can spell half a pair, which becomes U+FFFD: the bytes are those of what is learnt."""
-    shards = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache")
-    [train] = documents_of(shards.train, shards.tokenizer)
+    prepared = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache")
+    [train] = documents_of(prepared.train, prepared.tokenizer)
     assert train == "\ufffd" * 5 + "x" * 85
-    assert shards.manifest["splits"]["train"]["bytes"] == len(train.encode())
+    assert prepared.manifest["splits"]["train"]["bytes"] == len(train.encode())
 
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
@@ -134,14 +134,14 @@ def test_sample_to_train_the_tokenizer(tmp_path):
     """Of a text that is too large, one in so many pieces, without what validates; and that is said."""
     data, said = write_documents(tmp_path), list[str]()
     with constants(SMALL):
-        shards = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), say=said.append)
+        prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), say=said.append)
         found = survey((piece for _, _, piece in open_corpus(data, tmp_path).pieces()), data.validation_bytes)
         sample = list(found.training_sample())
         train, _ = halves(data)
     assert found.stride == 8
     assert f"training the byte-pair encoding on an even sample, one in {found.stride} pieces of the text" in said
-    assert shards.tokenizer.to_dict() == train_bpe(sample, 307).to_dict()
-    assert shards.tokenizer.sha256 != train_bpe(train, 307).sha256
+    assert prepared.tokenizer.to_dict() == train_bpe(sample, 307).to_dict()
+    assert prepared.tokenizer.sha256 != train_bpe(train, 307).sha256
 
 
 # --- when it is written ---
@@ -188,8 +188,8 @@ def test_every_change_is_another_folder(tmp_path):
         make(write_documents(tmp_path, [*DOCUMENTS, "x"]), cache),
     ]
     assert len(entries(cache)) == len(changes)
-    assert [shards.tokenizer.vocab_size for shards in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
-    sizes = [shards.manifest["splits"]["validation"]["bytes"] for shards in changes]
+    assert [prepared.tokenizer.vocab_size for prepared in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
+    sizes = [prepared.manifest["splits"]["validation"]["bytes"] for prepared in changes]
     assert sizes[4] <= 101 < sizes[0]
 
 
@@ -197,9 +197,9 @@ def test_tokenizer_of_a_model(tmp_path):
     """That of a model to fine-tune is taken as it is; another one has another folder."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     model = train_bpe(["Document café seats " * 7], 293)
-    shards = make(data, cache, model)
-    assert shards.tokenizer.to_dict() == model.to_dict()
-    assert lists(shards) == tuple(obvious(documents, model) for documents in halves(data))
+    prepared = make(data, cache, model)
+    assert prepared.tokenizer.to_dict() == model.to_dict()
+    assert lists(prepared) == tuple(obvious(documents, model) for documents in halves(data))
     assert folder_of(cache).name.startswith("text-bpe-")
     make(data, cache, tokenizer=train_bpe(["another text " * 7], 293))
     assert len(entries(cache)) == 2
@@ -239,7 +239,7 @@ def test_no_text(tmp_path, documents):
 
 
 def test_after_damage(tmp_path):
-    """What the line says to delete is made anew; test_shards.py has every kind of damage."""
+    """What the line says to delete is made anew; test_prepared.py has every kind of damage."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     whole = lists(make(data, cache))
     (folder_of(cache) / "validation.bin").write_bytes(b"\0")

@@ -25,7 +25,7 @@ from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
 from gpt.text.prepare.prepare import prepare
 from gpt.text.prepare.split import survey
-from gpt.text.shards import Shards
+from gpt.text.prepared import PreparedText
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 
 ROOT = Path(__file__).parents[3]
@@ -68,10 +68,10 @@ def write_text(folder: Path, text: str) -> DataConfig:
 
 def make(
     data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
-) -> Shards:
+) -> PreparedText:
     """Prepare one corpus without a word."""
-    [shards] = prepare(data, tokenizer, context_length, cache, **({"say": [].append} | more)).sources
-    return shards
+    [prepared] = prepare(data, tokenizer, context_length, cache, **({"say": [].append} | more)).sources
+    return prepared
 
 
 def refusal(*arguments, **more) -> str:
@@ -106,9 +106,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def lists(shards: Shards) -> tuple[list[int], list[int]]:
+def lists(prepared: PreparedText) -> tuple[list[int], list[int]]:
     """The ids of both parts."""
-    return shards.train[:].tolist(), shards.validation[:].tolist()
+    return prepared.train[:].tolist(), prepared.validation[:].tolist()
 
 
 def documents_of(ids: np.ndarray, tokenizer: Tokenizer) -> list[str]:

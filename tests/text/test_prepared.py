@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gpt.text.shards
+import gpt.text.prepared
 from gpt.text.cache import read_json, write_json
-from gpt.text.shards import SPLITS, Corpora, Writer, open_shards, width
+from gpt.text.prepared import SPLITS, Corpora, Writer, open_prepared, width
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
 from model_files import write_prepared
@@ -46,9 +46,9 @@ def test_width_of_the_ids(tmp_path, tokens, dtype):
     assert tokenizer.vocab_size == tokens
     assert width(tokenizer) == np.dtype(dtype)
     assert np.iinfo(dtype).max >= tokenizer.end_of_text
-    shards = open_shards(write_folder(tmp_path / "folder", tokenizer=tokenizer))
-    assert shards.train[:].dtype == np.dtype(dtype)
-    assert shards.train[:].tolist() == IDS["train"].tolist()
+    prepared = open_prepared(write_folder(tmp_path / "folder", tokenizer=tokenizer))
+    assert prepared.train[:].dtype == np.dtype(dtype)
+    assert prepared.train[:].tolist() == IDS["train"].tolist()
 
 
 # --- writing ---
@@ -80,19 +80,19 @@ def test_portions_do_not_matter(tmp_path_factory, portions, known, torn, kind):
 
 def test_open(tmp_path):
     """The ids of both splits as arrays that cannot be changed."""
-    shards = open_shards(write_folder(tmp_path / "folder"))
+    prepared = open_prepared(write_folder(tmp_path / "folder"))
     for name, ids in IDS.items():
-        assert np.array_equal(getattr(shards, name), ids)
+        assert np.array_equal(getattr(prepared, name), ids)
         with pytest.raises(ValueError, match="read-only"):
-            getattr(shards, name)[5:11] = 7
-    assert shards.tokenizer.to_dict() == byte_tokenizer().to_dict()
-    assert shards.manifest == read_json(tmp_path / "folder/manifest.json")
+            getattr(prepared, name)[5:11] = 7
+    assert prepared.tokenizer.to_dict() == byte_tokenizer().to_dict()
+    assert prepared.manifest == read_json(tmp_path / "folder/manifest.json")
 
 
 def test_key_of_a_mixture(tmp_path):
     """Of one corpus it is that of its folder; of several all their keys, the shares and the tokenizer."""
     keys = [{"corpus": name, "tokenizer": {"name": "byte"}} for name in "ab"]
-    sources = [open_shards(write_folder(tmp_path / key["corpus"], key=key)) for key in keys]
+    sources = [open_prepared(write_folder(tmp_path / key["corpus"], key=key)) for key in keys]
     assert Corpora((sources[0],), ("a",), (1000,)).key == keys[0]
     mixture = Corpora(tuple(sources), ("a", "b"), (701, 299))
     assert mixture.key == {"mix": keys, "shares": [701, 299], "tokenizer": {"name": "byte"}}
@@ -162,9 +162,9 @@ def test_damage_is_named(tmp_path, damage):
     """One line says what is wrong and what to delete."""
     inflict, reason = DAMAGE[damage]
     folder = write_folder(tmp_path / "folder")
-    open_shards(folder)
+    open_prepared(folder)
     inflict(folder)
-    said = refusal(open_shards, folder)
+    said = refusal(open_prepared, folder)
     assert re.fullmatch(rf"{folder}: is damaged \({reason}\); delete {folder} and it will be made anew", said), said
 
 
@@ -172,9 +172,9 @@ def test_damaged_tokens_are_named(tmp_path):
     """A flipped bit, or another hash in the manifest."""
     flip(folder := write_folder(tmp_path / "flipped"))
     reason = "damaged (its hash is not the one in the manifest); delete"
-    assert refusal(open_shards, folder).startswith(f"{folder}/validation.bin: {reason} {folder} and")
+    assert refusal(open_prepared, folder).startswith(f"{folder}/validation.bin: {reason} {folder} and")
     edit_hash(folder := write_folder(tmp_path / "hash"))
-    assert refusal(open_shards, folder).startswith(f"{folder}/train.bin: {reason}")
+    assert refusal(open_prepared, folder).startswith(f"{folder}/train.bin: {reason}")
 
 
 def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
@@ -182,12 +182,12 @@ def test_large_folders_are_not_hashed(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "folder")
     flip(folder)
     size = 2 * (103 + 31)
-    monkeypatch.setattr(gpt.text.shards, "VERIFY_BYTES", size)
-    assert "validation.bin: damaged" in refusal(open_shards, folder)
-    monkeypatch.setattr(gpt.text.shards, "VERIFY_BYTES", size - 1)
-    assert len(open_shards(folder).validation) == 31
+    monkeypatch.setattr(gpt.text.prepared, "VERIFY_BYTES", size)
+    assert "validation.bin: damaged" in refusal(open_prepared, folder)
+    monkeypatch.setattr(gpt.text.prepared, "VERIFY_BYTES", size - 1)
+    assert len(open_prepared(folder).validation) == 31
     truncate(folder)
-    assert "train.bin has 101 tokens where" in refusal(open_shards, folder)
+    assert "train.bin has 101 tokens where" in refusal(open_prepared, folder)
 
 
 # --- the validation text ---
@@ -199,8 +199,8 @@ def test_validation_bytes(monkeypatch, tmp_path, block):
     end = byte_tokenizer().end_of_text
     ids = [end, *"naïve €".encode(), end, end, *"😀\n".encode()]
     monkeypatch.setitem(IDS, "validation", np.array(ids))
-    monkeypatch.setattr(gpt.text.shards, "DECODED_TOKENS", block)
-    blocks = list(open_shards(write_folder(tmp_path / "folder")).validation_bytes())
+    monkeypatch.setattr(gpt.text.prepared, "DECODED_TOKENS", block)
+    blocks = list(open_prepared(write_folder(tmp_path / "folder")).validation_bytes())
     assert b"".join(blocks) == "naïve €😀\n".encode()
     assert max(map(len, blocks)) <= block
     assert len(blocks) == -(-len(ids) // block)

@@ -23,7 +23,7 @@ DECODED_TOKENS = 1 << 16  # to decode at once
 
 
 @dataclass(frozen=True)
-class Shards:
+class PreparedText:
     """A prepared corpus: the token ids of both splits, with end-of-text before each document.
 
     `manifest` holds the key that the folder was made for, the hashes, and the counts of tokens, bytes and documents.
@@ -48,7 +48,7 @@ class Corpora:
     `names` are short and unique; `shares` are whole numbers that sum to `MIXTURE_WINDOWS`.
     """
 
-    sources: tuple[Shards, ...]
+    sources: tuple[PreparedText, ...]
     names: tuple[str, ...]
     shares: tuple[int, ...]
 
@@ -112,7 +112,7 @@ class Writer:
         self._stream.close()
 
 
-def open_shards(folder: Path) -> Shards:
+def open_prepared(folder: Path) -> PreparedText:
     """Open a prepared corpus, after checking its manifest and sizes, and its hashes unless it is large.
 
     Raises `UserError` naming what is wrong and the remedy.
@@ -132,10 +132,10 @@ def open_shards(folder: Path) -> Shards:
         raise UserError(f"{folder}: is damaged ({error}); {_remedy(folder)}") from None
     if sum(tokens.nbytes for tokens in arrays.values()) <= VERIFY_BYTES:
         verify(folder, manifest)
-    return Shards(arrays["train"], arrays["validation"], tokenizer, manifest)
+    return PreparedText(arrays["train"], arrays["validation"], tokenizer, manifest)
 
 
-def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]:
+def find_prepared(record: dict, tokenizer: Tokenizer, cache: Path) -> list[PreparedText]:
     """Open the prepared corpus of a checkpoint's run, or the several of a mixture; none if the cache lacks one.
 
     They are found by the hashes in the checkpoint, `record`, which names no path that is opened.
@@ -149,7 +149,7 @@ def find_shards(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Shards]
             manifest = read_json(file.with_name("manifest.json"))
             if manifest.get("tokenizer") == tokenizer.sha256:
                 prepared[json.dumps(manifest.get("key"))] = file.parent
-    return [open_shards(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
+    return [open_prepared(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
 
 
 def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:
