@@ -328,11 +328,11 @@ def test_stops_and_continues(settings, tmp_path, whole, how):
 
 @pytest.mark.slow
 def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
-    """1 and 2 processes, and a run begun on 2 and continued on 1 and 3, agree to 1e-5 over 50 steps in fp32."""
+    """1, 2 and 3 processes, and a run begun on 2 and continued on 1 and 3, agree to 1e-5 over 50 steps in fp32."""
     same = ["optim=adamw", "trainer.precision=fp32", "model.dropout=0", "trainer.log_every=1", "horizon=50steps"]
     same += ["trainer.micro_batch_size=auto", "trainer.keep_every=20"]
     losses = {}
-    for devices in (1, 2):
+    for devices in (1, 2, 3):
         done = train_apart(*settings, *same, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
         assert (done.returncode, done.stderr) == (0, "")
         losses[f"{devices}"] = dict(read_curves(tmp_path / f"{devices}")["train/loss"])
