@@ -120,7 +120,7 @@ def test_attention_maps_equal_transformers(models):
     [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080), (48, 25, 1600, 1557611200)],
 )
 def test_gpt2_parameter_counts(num_layers, num_heads, d_model, expected):
-    """GPT-2's published sizes; test_memory.py holds the count to that of a model."""
+    """GPT-2's published sizes; `test_head_is_tied` holds the count to that of a model."""
     assert GPTConfig(1024, d_model, num_layers, num_heads).num_parameters == expected
 
 
@@ -176,7 +176,8 @@ def test_head_is_tied():
     model = make_model()
     idx = make_idx(7)
     assert not [name for name in model.state_dict() if "head" in name]
-    assert sum(tensor.numel() for tensor in model.state_dict().values()) == model.config.num_parameters
+    for one in (model, make_model(qkv_bias=False)):
+        assert sum(tensor.numel() for tensor in one.state_dict().values()) == one.config.num_parameters
     expected = torch.einsum("btc,vc->btv", model.hidden(idx), model.token_embedding.weight)
     torch.testing.assert_close(model(idx), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model.head(model.hidden(idx)), expected, atol=1e-5, rtol=1e-5)
