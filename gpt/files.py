@@ -152,13 +152,14 @@ def hold(file: Path) -> FileLock:
     Raises `HeldError` where another process has it, and `OSError` where the file cannot be made. The file itself stays.
     """
     lock = FileLock(file, thread_local=False)
-    try:
+    with contextlib.suppress(Timeout):
         lock.acquire(blocking=False)
-    except Timeout:
+    if not lock.is_locked:
+        del lock  # now, because its finalizer would swallow a Ctrl-C that comes while it runs
         owner = ""
         with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
             owner = file.read_text(encoding="utf-8", errors="replace").strip()
-        raise HeldError(owner or "(unknown)") from None
+        raise HeldError(owner or "(unknown)")
     with contextlib.suppress(OSError):
         file.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return lock
