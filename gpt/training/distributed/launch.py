@@ -26,7 +26,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
 JOIN_SECONDS = 60  # that processes wait for one another
 PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, which may prepare a long text
-GRACE = 15.0  # seconds in which whatever started the processes ends this one, because another has died
+GRACE = 5.0  # seconds in which whatever started the processes ends this one, because another has died
 Result = TypeVar("Result")
 
 

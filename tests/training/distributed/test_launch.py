@@ -229,7 +229,7 @@ DIED = "another process of this training has died, and so all end"
 @pytest.mark.parametrize(
     ("how", "count", "victim", "line"),
     [
-        ("own", 3, 1, "process 1 of 3 died; all others were ended"),
+        ("own", 2, 1, "process 1 of 2 died; all others were ended"),
         ("own", 2, 0, "process 0 of 2 died; all others were ended"),
         ("torchrun", 2, 1, ""),  # which prints its own report
         ("srun", 2, 0, DIED),
