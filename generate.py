@@ -74,7 +74,9 @@ def sample(args: argparse.Namespace) -> None:
         print(copied(text.tokens, sources), end="")
         if args.insight:
             facts = {"checkpoint": str(path), "seed": seed} | vars(sampling)
-            write_insight(args.insight, insight_page(language_model, encode(prompts[0]), text.tokens, sampling, facts))
+            write_insight(
+                args.insight, insight_page(model, tokenizer, encode(prompts[0]), text.tokens, sampling, facts)
+            )
     else:
         print_several(prompts, steps, sources)
 

@@ -1,5 +1,7 @@
 """Train a GPT: python train.py [key=value ...]. The keys and their values are in configs/."""
 
+import sys
+
 import hydra
 from omegaconf import DictConfig
 
@@ -17,6 +19,8 @@ def train(request: Request) -> float | None:
     if session is None:  # the run to resume is complete
         return None
     session.fit(callbacks)
+    if session.stopped_by:
+        sys.exit(128 + session.stopped_by)
     session.report()
     return session.metrics["val_bits_per_byte"]
 

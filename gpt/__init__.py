@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpt.model.attention import MultiHeadAttention
     from gpt.model.transformer import GPT, GPTConfig
+    from gpt.notebook import train
     from gpt.sampling.generation import generate
     from gpt.sampling.language_model import LanguageModel
     from gpt.text.tokenizer import Tokenizer
 
-__all__ = ["GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load"]
+__all__ = ["GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load", "train"]
 
 _HOMES = {
     "GPT": "gpt.model.transformer",
@@ -22,6 +23,7 @@ _HOMES = {
     "MultiHeadAttention": "gpt.model.attention",
     "Tokenizer": "gpt.text.tokenizer",
     "generate": "gpt.sampling.generation",
+    "train": "gpt.notebook",
 }
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ class Run:
         The seconds add up from the throughput, which is logged with the training loss. Without metrics.csv there is
         one validation, the last.
         """
-        points, end, tokens = read_curves(self.folder), self.figures["steps"], self.tokens_per_step
+        points, end, tokens = read_curves(self.folder, (LOSS, SPEED)), self.figures["steps"], self.tokens_per_step
         steps, bits = np.array(points[LOSS] or [(end, self.figures["val_bits_per_byte"])]).T
         logged, speeds = np.array(points[SPEED] or [(end, self.figures["tokens_per_second"])]).T
         clock = np.cumsum(np.diff(logged, prepend=0) * tokens / speeds)
@@ -124,9 +124,9 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """The (step, value) points of the two curves that are compared, from metrics.csv; none without that file."""
-    points: dict[str, list[tuple[float, float]]] = {LOSS: [], SPEED: []}
+def read_curves(folder: Path, tags: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """The (step, value) points of the curves with these tags, from metrics.csv; none without that file."""
+    points: dict[str, list[tuple[float, float]]] = {tag: [] for tag in tags}
     if not (file := folder / "metrics.csv").is_file():
         return points
     try:

@@ -48,11 +48,16 @@ def _mute(stream: TextIO) -> None:
 
 
 def progress_bar(total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
-    """Show a bar in bytes of text on terminals only, after `delay` seconds; it disappears at the end."""
-    from tqdm import tqdm
+    """Show a bar in bytes of text on terminals and in notebooks, after `delay` seconds; it disappears at the end."""
+    from tqdm.auto import tqdm
 
-    hidden = not sys.stderr.isatty()
+    hidden = not (sys.stderr.isatty() or in_notebook())
     return tqdm(total=total, initial=initial, unit="B", unit_scale=True, delay=delay, leave=False, disable=hidden)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
 
 
 def duration(seconds: float) -> str:

@@ -6,11 +6,18 @@ import math
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class UserError(ValueError):
+class OneLineError(Exception):
+    """An error that says everything in its message: IPython shows that alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(OneLineError, ValueError):
     """A user's mistake; the message is one line with the value, the limit and the remedy."""
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(OneLineError, ArithmeticError):
     """A gradient, weight or loss is NaN or infinite; the message says where, and what is safe."""
 
 

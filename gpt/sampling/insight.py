@@ -13,6 +13,8 @@ import math
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,28 @@ from gpt.console import say
 from gpt.files import replacing
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
-from gpt.sampling.language_model import LanguageModel
 from gpt.text.pieces import label
+from gpt.text.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 ALTERNATIVES = 8  # likeliest tokens shown in place of each
 LAYER_GUESSES = 3  # likeliest tokens shown of each layer
 NUMBERS = 6  # shown of each vector
 AT_ONCE = 64  # positions whose logits are in memory together
+
+
+@dataclass(frozen=True)
+class Page:
+    """An insight page, which a notebook shows in the cell."""
+
+    html: str = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{escape(self.html)}" style="width: 100%; height: 900px; border: 0"></iframe>'
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file, for a browser."""
+        Path(path).write_text(self.html, encoding="utf-8")
 
 
 def write_insight(page: Path, parts: Iterator[str]) -> None:
@@ -42,18 +58,17 @@ def write_insight(page: Path, parts: Iterator[str]) -> None:
 
 @torch.inference_mode()
 def insight_page(
-    language_model: LanguageModel, prompt: list[int], new: list[int], sampling: Sampling, facts: dict[str, Any]
+    model: GPT, tokenizer: Tokenizer, prompt: list[int], new: list[int], sampling: Sampling, facts: dict[str, Any]
 ) -> Iterator[str]:
     """Yield the page in parts: the prompt, and the new tokens that the model wrote while all of it was in its context.
 
     Of later ones, drawn when the view had lost its beginning, it only says how many they are.
     """
-    model, tokenizer = language_model.model, language_model.tokenizer
     context, width = model.config.context_length, model.config.d_model // model.config.num_heads
     prompt = prompt[-context:] or [tokenizer.end_of_text]
     ids = (prompt + new)[: context + 1]  # of the last one the model has seen nothing: it is only written
     given = len(prompt)
-    x = model.eval()._embed(model.token_embedding(torch.tensor([ids[:-1]], device=language_model.device)))
+    x = model.eval()._embed(model.token_embedding(torch.tensor([ids[:-1]], device=model.token_embedding.weight.device)))
     states, layers = [x[0]], []  # the residual stream (T, C) before and after each block; its packed projections
     for block in model.blocks:
         layers.append(_packed(*block.attention._project(block.norm1(x))))  # type: ignore[operator, union-attr]

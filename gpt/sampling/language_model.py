@@ -5,7 +5,7 @@ import math
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from gpt.hardware.memory import DAMAGED, free_memory
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, align, generate
 from gpt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from gpt.sampling.insight import Page
+
+PICTURE = 160  # pixels that the picture of a head has at least
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class LanguageModel:
         shape = (
             f"{self.model.config.num_parameters:,} parameters, a context of {self.model.config.context_length:,} tokens"
         )
-        return f"LanguageModel({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
+        return f"{type(self).__name__}({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
 
     def generate(self, prompt: str = "", max_new_tokens: int = 300, **options: Any) -> str:
         """Continue a prompt, with the options of `stream`; return the new text."""
@@ -178,6 +185,28 @@ class LanguageModel:
             hidden = self.model.hidden(torch.tensor([seen], device=self.device))[0, done - start :]
             found += self._logprobs(self.model.head(hidden), ids[done + 1 : start + len(seen) + 1], top)
         return found
+
+    def insight(self, prompt: str = "", max_new_tokens: int = 60, seed: int | None = None, **sampling: Any) -> "Page":
+        """Continue a prompt, and show why the model chose each token; `sampling` as the options of `stream`."""
+        from gpt.sampling.insight import Page, insight_page
+
+        settings = Sampling(**sampling)
+        ids = self.tokenizer.encode(prompt)
+        generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
+        *_, (text,) = self.continue_texts([ids], max_new_tokens, settings, generator)
+        parts = insight_page(self.model, self.tokenizer, ids, text.tokens, settings, {"seed": seed, **vars(settings)})
+        return Page("".join(parts))
+
+    @torch.inference_mode()
+    def attention(self, text: str) -> "Image":
+        """Draw what all heads attend to in a text of at least one token: a row of heads for each layer."""
+        from PIL.Image import fromarray
+
+        from gpt.sampling.pictures import CELL, attention_picture
+
+        ids = self.tokenizer.encode(text)[-self.model.config.context_length :] or [self.tokenizer.end_of_text]
+        maps = self.model.eval().attention_maps(torch.tensor([ids], device=self.device))[0].float().cpu().numpy()
+        return fromarray(attention_picture(maps, max(CELL, PICTURE // len(ids))))
 
     @property
     def device(self) -> torch.device:

@@ -34,7 +34,7 @@ from gpt.training.decide import begin, new_or_resumed, resume
 from gpt.training.distributed.launch import ranks
 from gpt.training.estimate.forecast import plan_of
 from gpt.training.optim import unread_settings
-from gpt.training.runs import directory, text_name
+from gpt.training.runs import directory
 from gpt.training.session import Session
 
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
@@ -48,7 +48,7 @@ class Request:
     """What the user asks for: a checked configuration, and what the command line says besides."""
 
     config: Config
-    name: str  # of a new run
+    model: str  # what the name of a new run says of it
     overrides: tuple[str, ...]
     callbacks: tuple[str, ...]  # the user's, as module:name
     plan: str  # true or json, or empty
@@ -81,9 +81,8 @@ def ask(composed: DictConfig) -> Request:
         config = new_or_resumed(config)
     elif overrides and not plan and not config.resume and ranks().rank == 0:
         say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
-    model = "tuned" if config.init_from else "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
-    name, callbacks = f"{text_name(config.data)}-{model}", callbacks_of(composed, overrides)
-    return Request(config, name, tuple(overrides), tuple(callbacks), plan)
+    model = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
+    return Request(config, model, tuple(overrides), tuple(callbacks_of(composed, overrides)), plan)
 
 
 def decide(request: Request) -> Session | None:
@@ -91,7 +90,7 @@ def decide(request: Request) -> Session | None:
     config, trainer = request.config, request.config.trainer
     if not config.resume:
         kept = [override.lstrip("+").split("=")[0].removeprefix("model.") for override in request.gives(r"model\.\w+")]
-        return begin(config, request.name, kept)
+        return begin(config, request.model, kept)
     longer = request.gives("horizon") and not request.gives("run_dir")
     return resume(config.resume, config.horizon if longer else None, trainer.devices, trainer.num_nodes)
 

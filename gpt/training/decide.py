@@ -19,7 +19,7 @@ from gpt.files import flatten
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
 from gpt.model.memory import choose_micro_batch
-from gpt.model.transformer import GPTConfig
+from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.analysis.prompts import prompts_from
 from gpt.text.cache import CACHE
 from gpt.text.corpus.download import with_revision
@@ -38,8 +38,8 @@ from gpt.training.session import Session, warn
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
-def begin(config: Config, name: str = "run", kept: Sequence[str] = ()) -> Session:
-    """Prepare a new run, below runs/ with `name` in its name unless `config.run_dir` names its directory.
+def begin(config: Config, name: str = "", kept: Sequence[str] = ()) -> Session:
+    """Prepare a new run in `config.run_dir`, or below runs/ under a name of its text and of `name`, the model's.
 
     `kept` lists the keys of `model` that hold although `init_from` brings a model: its weights must fit them.
     """
@@ -102,8 +102,18 @@ def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | Non
     session = prepared(config, kept, run_dir)
     for line in warnings(session.config, session.schedule, session.corpora):
         warn(line)
-    session.run_dir = run_dir or runs.make(config.run_dir, name, to_yaml(session.config))
+    session.run_dir = run_dir or runs.make(config.run_dir, _run_name(config, name), to_yaml(session.config))
     return session
+
+
+def _run_name(config: Config, model: str) -> str:
+    """What a run is called: the name of its text, and that of its model, or else its shape."""
+    if config.init_from:
+        model = "tuned"
+    elif not model:
+        shape = config.model
+        model = "mini" if shape == ModelConfig() else f"{shape.num_layers}x{shape.d_model}"
+    return f"{runs.text_name(config.data)}-{model}"
 
 
 def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:

@@ -47,12 +47,13 @@ class Session:
     start: runs.Start = field(default_factory=runs.Start)
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last validation: see docs/runs.md for each key
     samples: list[str] = field(default_factory=list)  # of the last validation
+    stopped_by: int = 0  # the signal that ended the training early
 
     def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
 
-        `callbacks` are Lightning's; with several devices, every process must have the same. A stop signal ends the
-        training after a step and a checkpoint, with `SystemExit` and the exit code 128 + signal.
+        `callbacks` are Lightning's; with several devices, every process must have the same. A stop signal, as from
+        Ctrl-C, ends the training after a step and a checkpoint; `stopped_by` then is its number.
         """
         keep_freed_memory()
         while True:
@@ -95,12 +96,11 @@ class Session:
             training.run()
         finally:
             self.schedule = training.module.schedule  # which knows its steps now, if the horizon is a time
-        if training.checkpoints.stopped_by:
-            if is_rank_0():
-                step = training.module.global_step
-                say(f"stopped at step {step}; continue with: python train.py resume={self.run_dir}")
-            sys.exit(128 + training.checkpoints.stopped_by)
         self.metrics, self.samples = training.metrics.latest, training.samples.latest
+        self.stopped_by = training.checkpoints.stopped_by
+        if self.stopped_by and is_rank_0():
+            step = training.module.global_step
+            say(f"stopped at step {step}; continue with: python train.py resume={self.run_dir}")
         if training.early.step and is_rank_0():
             why = f", as a callback asked; to go on regardless: python train.py resume={self.run_dir}"
             if training.early.by_patience:
@@ -115,6 +115,9 @@ class Session:
     def report(self) -> None:
         """Print the final figures, samples, and commands to try next."""
         if not is_rank_0():
+            return
+        if not self.metrics:
+            say(f"nothing to report before the first validation, at step {self.schedule.validate_every}")
             return
         prompt = ((self.config.data.prompts or [""])[-1].splitlines() or [""])[0]
         shorter = shorter_steps(self.config, self.corpora, self.metrics["best_step"])

@@ -13,9 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 GROUND = ("errors", "console", "files", "hardware")
 # Each room may import itself and the rooms of the rows below it; rooms in one row do not know each other.
-FLOORS = (("train",), ("training",), ("generate", "commands"), ("sampling", "exchange"), ("text", "model"), GROUND)
+FLOORS = (
+    ("train", "notebook"),
+    ("training",),
+    ("generate", "commands"),
+    ("sampling", "exchange"),
+    ("text", "model"),
+    GROUND,
+)
 LIBRARIES = {  # where a library may be imported; everything not named here may be imported anywhere
-    "lightning": ("gpt/training/",),
+    "lightning": ("gpt/training/", "gpt/notebook.py"),
     "hydra": ("train.py", "gpt/training/command.py", "gpt/training/config/"),
     "omegaconf": ("train.py", "gpt/training/command.py", "gpt/training/config/"),
     "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware/", "gpt/text/batches.py",
@@ -56,8 +63,8 @@ def room(module: str) -> str:
     parts = module.split(".")
     if parts[0] != "gpt":
         return parts[0]
-    if len(parts) == 1 or (len(parts) == 2 and parts[1] in GROUND):
-        return "commands" if len(parts) == 1 else parts[1]
+    if len(parts) == 1 or (len(parts) == 2 and parts[1] in (*GROUND, "notebook")):
+        return "notebook" if len(parts) == 1 else parts[1]
     return parts[1] if (ROOT / "gpt" / parts[1]).is_dir() else "commands"
 
 

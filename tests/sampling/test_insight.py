@@ -15,7 +15,6 @@ import torch
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, filter_logits, generate
 from gpt.sampling.insight import NUMBERS, insight_page
-from gpt.sampling.language_model import LanguageModel
 from gpt.text.tokenizer import byte_tokenizer
 
 PROMPT = "a</script><b>\n"
@@ -40,7 +39,7 @@ def ids() -> list[int]:
 
 
 def page_of(model: GPT, ids: list[int], given: int, sampling: Sampling = SAMPLING, facts: dict = FACTS) -> str:
-    return "".join(insight_page(LanguageModel(model, byte_tokenizer()), ids[:given], ids[given:], sampling, facts))
+    return "".join(insight_page(model, byte_tokenizer(), ids[:given], ids[given:], sampling, facts))
 
 
 @pytest.fixture(scope="module")

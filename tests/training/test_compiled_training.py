@@ -29,8 +29,7 @@ def test_resumes_exactly(tmp_path):
 
     begin("plain", "false").fit()
     begin("reference", "true").fit()
-    with pytest.raises(SystemExit, match="143"):
-        begin("stopped", "true").fit([StopAt(4)])
+    begin("stopped", "true").fit([StopAt(4)])
     assert checkpoint.load(tmp_path / "stopped/checkpoints/last.ckpt")["step"] == 4
     torch.compiler.reset()
     assert train(f"resume={tmp_path / 'stopped'}").returncode == 0

@@ -122,8 +122,7 @@ def test_learns_as_well(folder, tmp_path):
 def test_resuming(folder, tmp_path, overflowing, step):
     """A run that is stopped among skipped steps continues bit for bit: weights, scale, curves and samples."""
     config = tiny_config(folder, FP16, "horizon=17steps", f"run_dir={tmp_path / 'run'}")
-    with pytest.raises(SystemExit):
-        decide.begin(config).fit([StopAt(step)])
+    decide.begin(config).fit([StopAt(step)])
     assert train(f"resume={tmp_path / 'run'}").returncode == 0
     assert differences(tmp_path / "run", folder / "reference") == []
     state = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["LossScaling"]

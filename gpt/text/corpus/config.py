@@ -6,7 +6,11 @@ from typing import Any
 
 from gpt.errors import UserError, require_choice, require_range
 
-ONE_WORD = ("python_docs", "python_stdlib", "tinyshakespeare")  # corpora that need no path
+ONE_WORD = {  # corpora that need no path, and the prompts to sample from them
+    "python_docs": ["", "Raise ValueError if", "Return a list of"],
+    "python_stdlib": ["", "class Error(", "def __init__(self"],
+    "tinyshakespeare": ["", "JULIET:", "ROMEO:"],
+}
 NAMES = (*ONE_WORD, "text", "huggingface", "mix")
 
 
@@ -26,10 +30,12 @@ class DataConfig:
     max_bytes: int | None = None  # huggingface: take no more text than this
     cache: str | None = None  # the folder for prepared text; by default data/cache
     validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
-    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default some of the text's
+    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default the text's own
 
     def __post_init__(self) -> None:
         require_choice("data.name", self.name, NAMES)
+        if self.prompts is None:
+            self.prompts = ONE_WORD.get(self.name)
         require_choice("data.errors", self.errors, ("strict", "replace"))
         if self.name == "text" and not self.paths:
             raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")

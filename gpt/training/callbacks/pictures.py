@@ -7,6 +7,7 @@ import torch
 from lightning import Trainer
 
 from gpt.files import replacing, write_text
+from gpt.sampling.pictures import attention_picture
 from gpt.sampling.scoring import Score
 from gpt.text.analysis.references import sample
 from gpt.text.pieces import label
@@ -16,9 +17,6 @@ from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
 
 TOKENS = 32
-CELL, GAP = 4, 8  # pixels: of a weight, and after each head
-# From nothing to all of the attention, dark to light, which also reads in grey (five points of viridis).
-COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=float)
 FOLDER = "embeddings"
 CONFIG = "projector_config.pbtxt"  # the name and the place that TensorBoard looks for
 MOST_TOKENS = 4096
@@ -41,22 +39,6 @@ class AttentionMaps(StepCallback):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
         self._curves.writer.add_image("weights/attention", attention_picture(maps.numpy()), step, dataformats="HWC")
-
-
-def attention_picture(maps: np.ndarray) -> np.ndarray:
-    """Draw attention weights (layers, heads, T, T) as a picture (height, width, 3): a row of heads for each layer.
-
-    Within a head, each row is a token that attends. Colours go by the square root of the weights, so that small ones
-    show.
-    """
-    layers, heads, T, _ = maps.shape
-    shades = np.sqrt(np.clip(maps, 0.0, 1.0)) * (len(COLOURS) - 1)
-    colours = np.stack([np.interp(shades, np.arange(len(COLOURS)), channel) for channel in COLOURS.T], axis=-1)
-    side = T * CELL + GAP
-    picture = np.full((layers, heads, side, side, 3), 255, np.uint8)
-    seen = np.where(np.tri(T, dtype=bool)[..., None], colours.round(), 255)
-    picture[:, :, : T * CELL, : T * CELL] = seen.repeat(CELL, axis=2).repeat(CELL, axis=3)
-    return picture.transpose(0, 2, 1, 3, 4).reshape(layers * side, heads * side, 3)
 
 
 class Embeddings(StepCallback):

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar and samples on a terminal, elsewhere two lines for each validation."""
+"""What a run shows while it trains: a bar and samples on a terminal, two lines for each validation elsewhere."""
 
 import math
 import shutil
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from lightning import Trainer
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
-from gpt.console import duration, say
+from gpt.console import duration, in_notebook, say
 from gpt.sampling.scoring import Score
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.callbacks.samples import Samples
@@ -33,6 +33,8 @@ class Line(tqdm):
         rate = values["rate"] or (step - values["initial"]) / max(1e-9, values["elapsed"])
         left = duration((total - step) / rate) if rate else "?"
         parts = [f"{step:>{len(str(total))}}/{total} {min(99, 100 * step // total):2}%", f"{left:>6} left", *self.facts]
+        if in_notebook():  # the bar is a widget there
+            return values | {"bar_format": "  ".join([parts[0], "{bar}", *parts[1:]])}
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         room = min(BAR, width - len("  ".join(parts)) - 2)
@@ -51,7 +53,7 @@ class Progress(StepCallback):
 
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
         self._begin = trainer.global_step, self._clock.seconds
-        if trainer.is_global_zero and sys.stderr.isatty():
+        if trainer.is_global_zero and (sys.stderr.isatty() or in_notebook()):
             steps = {"total": module.expected_steps(), "initial": trainer.global_step}
             # The time left follows the speed of about the last hundred updates, so it is calm.
             self._line = Line(**steps, dynamic_ncols=True, mininterval=0.5, smoothing=0.01, leave=False)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpt.training.callbacks.pictures import CELL, COLOURS, GAP, attention_picture
+from gpt.sampling.pictures import CELL, COLOURS, GAP, attention_picture
 
 T = 5
 MAPS = np.zeros((2, 3, T, T), np.float32)

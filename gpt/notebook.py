@@ -1,0 +1,98 @@
+"""Training from Python, in a notebook or a script: `gpt.train` takes the keys of `python train.py`, without Hydra."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt.compare import read_curves
+from gpt.errors import UserError
+from gpt.exchange.loading import open_model
+from gpt.sampling.language_model import LanguageModel
+from gpt.training.config.loading import validate
+from gpt.training.decide import begin
+from gpt.training.decide import resume as continued
+from gpt.training.session import Session
+
+if TYPE_CHECKING:
+    from lightning import Callback
+    from matplotlib.axes import Axes
+
+
+@dataclass(repr=False)
+class TrainedModel(LanguageModel):
+    """The best model of a run so far, and the run."""
+
+    session: Session
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run, which `gpt.load` and every command take."""
+        return self.session.run_dir
+
+    def report(self) -> None:
+        """Print the figures of the last validation, samples, and commands to try next."""
+        self.session.report()
+
+    def plot(self) -> "Axes":
+        """Draw training and validation loss, in nats per token, over the steps so far; needs matplotlib."""
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError:
+            raise UserError("plot() needs a package that is not installed: pip install matplotlib") from None
+        axes: Axes = plt.subplots(figsize=(8, 3.5), layout="constrained")[1]
+        for tag, points in read_curves(self.run_dir, ("train/loss", "val/loss")).items():
+            axes.plot(*zip(*points, strict=True), label=tag) if points else None
+        axes.set(xlabel="step", ylabel="nats per token")
+        axes.legend()
+        return axes
+
+    def resume(self, horizon: str | None = None) -> "TrainedModel":
+        """Go on with a run that was stopped; with `horizon`, until then, whether it is complete or not."""
+        return train(resume=self.run_dir, horizon=horizon)
+
+
+def train(
+    text: str | Path | Sequence[str | Path] | None = None,
+    *,
+    horizon: str | None = None,
+    seed: int | None = None,
+    model: Mapping[str, Any] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+    optim: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    patience: int | None = None,
+    init_from: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    callbacks: Sequence["Callback"] = (),
+) -> TrainedModel:
+    """Train as `python train.py` does, and open the best model of the run.
+
+    `text` is what `data.path` takes: a file, a folder, a glob, a URL or a list of these; by default the documentation
+    of this Python. `horizon` is a length such as "2000steps", "3epochs" or "3min". `model={"num_layers": 6}` stands for
+    `model.num_layers=6`, and so do the other groups of keys (docs/configuration.md). `resume` continues a run, to which
+    only `horizon` may be added.
+
+    Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint, and returns what there is.
+    Raises `UserError`, a `ValueError` of one line, for a wrong setting.
+    """
+    values: dict[str, Any] = {"seed": seed, "model": model, "tokenizer": tokenizer, "data": data, "optim": optim}
+    values |= {"trainer": trainer, "patience": patience, "init_from": init_from and str(init_from)}
+    values |= {"run_dir": run_dir and str(run_dir)}
+    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items() if value}
+    if text is not None:
+        path = str(text) if isinstance(text, str | Path) else [str(one) for one in text]
+        values["data"] = {"name": "text", "path": path} | values.get("data", {})
+    if resume is not None:
+        if values:
+            raise UserError(f"resume continues a run as it was configured, and {next(iter(values))} would change it")
+        session = continued(str(resume), horizon)
+        if session is None:
+            raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
+    else:
+        session = begin(validate(values | ({"horizon": horizon} if horizon else {})), kept=list(model or {}))
+    session.fit(callbacks)
+    best, own = open_model(session.run_dir)
+    return TrainedModel(best.to(session.config.trainer.device), own, session)
