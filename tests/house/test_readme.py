@@ -62,7 +62,7 @@ MEANING = {
     "8000steps": "4steps",
     "1000steps": "2steps",
     "2000steps": "3steps",
-    "optim={": 'model={"d_model": 32, "num_layers": 1}, optim={',
+    "3min": "2steps",
 }
 SETS_UP = "pip install -e '.[dev]' && python -m pytest"  # .ci/run runs it, and this test is part of it
 NOT_RUN = {
@@ -214,9 +214,10 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().out.strip(), command
     for snippet in SNIPPETS:
         if "transformers" not in snippet:
-            exec(adapted(snippet).replace("seed=2", "data={'cache': 'cache'}"), {})
+            small = "model={'d_model': 32, 'num_layers': 1}, data={'cache': 'cache'}"
+            exec(adapted(snippet).replace("seed=2", small), {})
     out = capsys.readouterr().out
-    assert len(list((tmp_path / "runs").glob("*_book-1x32/metrics.json"))) == 1
+    assert len(list((tmp_path / "runs").glob("*_book-1x32/metrics.json"))) == 2
     assert "Name: val/loss, dtype: float64" in out
     assert re.search(r"\[\(b'.*', -\d", out)  # tokens with their log-probabilities
 
