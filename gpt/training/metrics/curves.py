@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # it takes a second to import, and a run may do without
 
 TABLE = "metrics.csv"  # a row for each point of a curve
 ROWS = 64  # of the largest matrix, at most: enough for a few per cent, and next to nothing to copy
-REFERENCES = ".references"  # the folder of their lines; hidden, so that runs/* are runs
 SUFFIX = ".run"  # of the names of our event files, by which the journal knows them from those of other programs
 
 
@@ -77,7 +76,8 @@ class Curves(StepCallback):
         while any(self._run_dir.glob(f"events.out.tfevents.{int(time.time())}.*")):
             time.sleep(0.1)  # TensorBoard reads files in the order of their names, which begin with the second
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
-        self._lines = (self._run_dir if config.run_dir else self._run_dir.parent) / REFERENCES
+        place = self._run_dir if config.run_dir else self._run_dir.parent
+        self._lines = place / ".references"  # hidden, so that runs/* are runs
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
             self.writer._get_file_writer().add_summary(summary, 0)
