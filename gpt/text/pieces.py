@@ -76,3 +76,13 @@ def visible(token: bytes) -> str:
 def label(token: bytes) -> str:
     """Make a token visible on one line."""
     return visible(token).replace("\n", "")
+
+
+def kind(token: bytes) -> str:
+    """Say in a few words what a token is made of."""
+    text = token.decode(errors="replace").strip()
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        return "part of a character"
+    if text.isalpha():
+        return "space and letters" if token[:1].isspace() else "letters"
+    return "white space" if not text else "digits" if text.isnumeric() else "punctuation"

@@ -183,7 +183,7 @@ def test_sweep_on_two_processes(settings, tmp_path, monkeypatch):
     assert (done.returncode, done.stderr) == (0, "")
     assert dict(os.environ) == environment | {"HYDRA_FULL_ERROR": "1"}
     assert not torch.distributed.is_initialized()
-    for run, lr in zip(sorted((tmp_path / "runs").iterdir()), (0.003, 0.02), strict=True):
+    for run, lr in zip(sorted((tmp_path / "runs").glob("2*")), (0.003, 0.02), strict=True):
         assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == lr
         alone = tmp_path / f"alone-{lr}"
         one = [*settings, *exact, "horizon=4steps", f"optim.lr={lr}", "trainer.log_every=1"]

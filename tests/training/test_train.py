@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from harness import CONCERNS, ROOT, Done, differences, read_curves, tiny_argumen
 
 SCALARS = {
     *(f"train/{name}" for name in ("loss", "lr", "matrix_lr", "grad_norm")),
-    *("val/loss", "val/bits_per_byte", "val_samples/longest_copy", "val_references/unigram", "val_references/bigram"),
+    *("val/loss", "val/bits_per_byte", "val_samples/longest_copy"),
     *("work/tokens_per_second", "work/peak_memory_gib", "weights/update_ratio/layer_1", "weights/update_ratio/layer_2"),
 }
 
@@ -157,19 +158,23 @@ def test_tensorboard_serves_the_run(run):
         assert get("text/tags")["run"] == ["samples/text_summary"]
         assert set(get("images/tags")["run"]) == {"weights/attention"}
         assert get("custom_scalars/layout")["category"][0]["title"] == "Loss"
-        points = get("custom_scalars/scalars?run=run&tag=val_references/")["tag_to_events"]
-        assert {tag: len(events) for tag, events in points.items()} == {
-            "val_references/unigram": 4,
-            "val_references/bigram": 4,
-        }
+        references = json.loads((run[0] / "metrics.json").read_text())["references"]
+        for name, reference in references.items():
+            line = urllib.parse.quote(f"run/.references/{name} {reference['bits_per_byte']:.4f}")
+            points = get(f"scalars/scalars?run={line}&tag=val/bits_per_byte")
+            assert [step for _, step, _ in points] == [0, 40]
+        settings = get("hparams/experiment?request=%7B%7D")["hparamInfos"]
+        rates = ["optim.lr", "optim.matrix_lr"]
+        assert [one["name"] for one in settings[:5]] == ["model.d_model", "model.num_layers", *rates, "seed"]
         assert get("projector/runs") == ["run"]
         (embeddings,) = get("projector/info?run=run")["embeddings"]
         assert embeddings["tensorShape"] == [285, 24]
         about = f"run=run&name={embeddings['tensorName']}"
         stored = checkpoint.load(run[0] / "checkpoints/last.ckpt")["state_dict"]["token_embedding.weight"]
         rows = torch.frombuffer(bytearray(fetch(f"projector/tensor?{about}")), dtype=torch.float32).view(285, 24)
-        tokens = fetch(f"projector/metadata?{about}").decode().splitlines()
-        assert torch.equal(rows[tokens.index("z")], stored[ord("z")])
+        header, *tokens = fetch(f"projector/metadata?{about}").decode().splitlines()
+        assert header == "token\tkind"
+        assert torch.equal(rows[tokens.index("z\tletters")], stored[ord("z")])
     finally:
         server.terminate()
         server.wait(timeout=30)

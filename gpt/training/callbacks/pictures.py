@@ -10,7 +10,7 @@ from gpt.files import replacing, write_text
 from gpt.sampling.pictures import attention_picture
 from gpt.sampling.scoring import Score
 from gpt.text.analysis.references import sample
-from gpt.text.pieces import label
+from gpt.text.pieces import kind, label
 from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import StepCallback
 from gpt.training.metrics.curves import Curves
@@ -57,8 +57,9 @@ class Embeddings(StepCallback):
         with replacing(folder / "tokens.bytes") as file:
             weights = module.model.token_embedding.weight.detach().float().cpu()[self._ids]
             file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
-        labels = [label(tokenizer.decode_bytes([i])) for i in self._ids]
-        write_text(folder / "tokens.tsv", "\n".join(labels) + "\n")
+        tokens = [tokenizer.decode_bytes([i]) for i in self._ids]
+        rows = ["token\tkind", *(f"{label(token)}\t{kind(token)}" for token in tokens)]
+        write_text(folder / "tokens.tsv", "\n".join(rows) + "\n")
         shape = f"tensor_shape: {len(self._ids)} tensor_shape: {module.config.model.d_model}"
         paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
         content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'

@@ -1,5 +1,6 @@
 """Samples of a model while it learns, and how much of them is copied from the text."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -36,15 +37,17 @@ class Samples(StepCallback):
         with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
             streams = [continue_prompt(module, prompt, generator) for prompt in prompts]
         module.model.train()
-        texts = [(prompt, one.text) for prompt, one in zip(prompts, streams, strict=True)]
-        self.latest = [f"[{prompt}]{text}" if prompt else text for prompt, text in texts]
-        parts = [f"**{prompt}**{text}" if prompt else text for prompt, text in texts]
+        texts = [one.text for one in streams]
+        self.latest = [f"[{prompt}]{text}" if prompt else text for prompt, text in zip(prompts, texts, strict=True)]
+        parts = self.latest.copy()
         if streams:
             copied = longest_copy([one.tokens for one in streams], module.corpora)
             self._curves.write({"val_samples/longest_copy": len(copied)}, step)
             if copied:
                 parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")
-        text = "\n\n---\n\n".join(parts)
+        longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
+        fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
+        text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
         if self._curves.writer is not None:
             self._curves.writer.add_text("samples", text, step)
         with self._file.open("a", encoding="utf-8", newline="\n") as stream:

@@ -1,43 +1,56 @@
-"""What a run tells TensorBoard at its start: its settings, and the charts of the CUSTOM SCALARS tab."""
+"""What a run tells TensorBoard beside its curves: its settings, the charts of CUSTOM SCALARS, lines to compare with."""
 
+import time
 from dataclasses import asdict
+from pathlib import Path
 
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard.summary import custom_scalars, hparams
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import custom_scalars, hparams, scalar
 
 from gpt.files import flatten
 from gpt.training.config.schema import Config
+
+# The HPARAMS tab shows the first five settings: by name, but those first that are said to differ between runs.
+FIRST = ("model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "seed", "tokenizer.vocab_size")
 
 
 def opening(config: Config) -> list[Summary]:
     """The summaries that belong at step 0."""
     settings = {key: str(v) if isinstance(v, list) else v for key, v in flatten(asdict(config)).items()}
     compared = dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))  # beside them in the HPARAMS tab
-    return [*hparams(settings, compared), custom_scalars(layout(config))]
+    experiment, *session = hparams(settings, compared)
+    plugin = experiment.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    for info in data.experiment.hparam_infos:
+        info.differs = info.name in FIRST
+    plugin.content = data.SerializeToString()
+    return [experiment, *session, custom_scalars(layout(config))]
+
+
+def draw_line(folder: Path, tag: str, value: float, steps: int) -> None:
+    """Add a flat line to the chart of a tag, which TensorBoard names by its folder, as if it were a run.
+
+    Of several files in a folder, the last by name counts: that of the longest run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"events.out.tfevents.{steps:013}").open("wb") as stream:
+        for step in (0, steps):
+            event = Event(wall_time=time.time(), step=step, summary=scalar(tag, value))
+            RecordWriter(stream).write(event.SerializeToString())
 
 
 def layout(config: Config) -> dict[str, dict[str, list]]:
-    """The charts of a run by category and title, most important first. A chart shows the tags that match its patterns.
+    """The charts of several curves by category and title. A chart shows the tags that match its patterns.
 
     Charts that this run has no points for are left out. TensorBoard merges equal categories and charts of several runs.
     """
-    charts: dict[str, dict[str, list[str]]] = {
-        "Loss": {
-            "loss, nats per token": ["train/loss$", "val/loss$"],
-            "bits per byte, beside simple predictors": ["val/bits_per_byte$", "val_references/"],
-        }
-    }
+    charts: dict[str, dict[str, list[str]]] = {"Loss": {"nats per token": ["train/loss$", "val/loss$"]}}
     if config.data.name == "mix":
         charts["Corpora"] = {"bits per byte": ["val_corpora/"], "epochs": ["val_epochs/"]}
-    charts["Updates"] = {"learning rates": ["train/lr$", "train/matrix_lr$"], "gradient norm": ["train/grad_norm$"]}
+    charts["Updates"] = {"learning rates": ["train/lr$", "train/matrix_lr$"]}
     if config.trainer.strategy != "fsdp":
         charts["Updates"]["update-to-weight ratio by layer"] = ["weights/update_ratio/"]
-    if config.trainer.precision == "fp16":
-        charts["Updates"]["loss scale"] = ["train/loss_scale$"]
-    charts["Speed and memory"] = {
-        "tokens per second": ["work/tokens_per_second$"],
-        "peak memory, GiB": ["work/peak_memory_gib$"],
-    }
-    if config.data.prompts:
-        charts["Samples"] = {"longest copied passage, characters": ["val_samples/longest_copy$"]}
     return {name: {title: ["Multiline", tags] for title, tags in group.items()} for name, group in charts.items()}

@@ -1,17 +1,20 @@
 """Samples of a run on one's own text begin with words of it, and so does the command that the run ends with."""
 
+import html
 import re
 import shlex
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import generate
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig
+from gpt.training import decide
 from gpt.training.callbacks.samples import longest_copy
-from harness import TINY, train, write_corpus
+from harness import TINY, tiny_config, train, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,28 @@ def test_prompts(tmp_path, setting, prompt):
     assert stored == (["once", "-x\ny"] if len(setting) > 1 else ["", prompt])
     (command,) = re.findall(r"^sample it: +python generate\.py (.*)$", done.stdout, re.M)
     assert generate.parse_arguments(shlex.split(command)).prompt == [prompt]
-    assert f"**{stored[-1]}**" in (tmp_path / "run/samples.md").read_text()
+    assert f"\n```\n[{stored[-1]}]" in (tmp_path / "run/samples.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore")  # of what TensorBoard renders Markdown with
+def test_samples_are_no_markdown(corpus_folder):
+    """TensorBoard, and what else renders samples.md, show prompts and samples as they are, code blocks included."""
+    from tensorboard import plugin_util
+
+    prompts = ["* **alpha**", "````\n# alpha <b>\n````"]
+    run_dir = corpus_folder / "markdown"
+    config = tiny_config(corpus_folder, "horizon=1steps", f"run_dir={run_dir}")
+    config.data.prompts = prompts
+    decide.begin(config).fit()
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    (written,) = events.Tensors("samples/text_summary")
+    page = plugin_util.markdown_to_safe_html(written.tensor_proto.string_val[0])
+    shown = re.findall(r"<pre><code>(.*?)</code></pre>", page, re.S)
+    for prompt, block in zip(prompts, shown, strict=True):
+        assert html.unescape(block).startswith(f"[{prompt}]")
+    assert set(re.sub(r"<pre><code>.*?</code></pre>", "", page, flags=re.S).split()) == {"<hr>"}
+    assert written.tensor_proto.string_val[0].decode() in (run_dir / "samples.md").read_text(encoding="utf-8")
 
 
 def test_longest_copy(tmp_path):

@@ -60,11 +60,11 @@ def again(session: Session, folder: Path, **changes) -> Session:
 
 
 def test_table_and_tensorboard_agree(whole):
-    """Every scalar is in both, and each curve has one point a step."""
+    """Every scalar but the references is in both, and each curve has one point a step."""
     table, shown = read_table(whole.run_dir), read_curves(whole.run_dir)
     scalars = {tag: points for tag, points in shown.items() if tag in table}
     assert {"train/loss", "train/lr", "val/loss", "val/bits_per_byte", "mine/double"} <= scalars.keys()
-    assert scalars.keys() == {tag for tag in table if not tag.startswith("work/")}
+    assert scalars.keys() == {tag for tag in table if not tag.startswith(("work/", "val_references/"))}
     for tag, points in scalars.items():
         assert [step for step, _ in points] == [step for step, _ in table[tag]], tag
         assert [value for _, value in points] == pytest.approx([value for _, value in table[tag]]), tag
@@ -100,7 +100,10 @@ def test_resumed_run_has_the_same_table(whole, tmp_path, capfd):
 
 
 def test_hparams_tab(whole):
-    """TensorBoard's HPARAMS tab gets every setting, beside the curves that it compares by, without a run of its own."""
+    """TensorBoard's HPARAMS tab gets every setting, beside the curves that it compares by, without a run of its own.
+
+    It shows the first five, in the order of test_train.py::test_tensorboard_serves_the_run: sizes and rates.
+    """
     events = EventAccumulator(str(whole.run_dir))
     events.Reload()
     start, experiment = (
@@ -111,6 +114,9 @@ def test_hparams_tab(whole):
     assert hparams["optim.lr"].number_value == whole.config.optim.lr
     assert hparams["optim.betas"].string_value == str(whole.config.optim.betas)
     assert hparams["horizon"].string_value == "13steps"
+    infos = sorted(experiment.experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
+    shown = ["model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "seed"]
+    assert [info.name for info in infos[:5]] == shown
     assert [info.name.tag for info in experiment.experiment.metric_infos][:2] == ["val/loss", "val/bits_per_byte"]
     assert len(list(whole.run_dir.glob("events.*"))) == 1
 

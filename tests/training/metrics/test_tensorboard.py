@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,11 +59,14 @@ def events(run) -> EventAccumulator:
 
 
 def test_files_events_and_closing_lines_agree(run, events, capsys):
-    """Every point is in metrics.csv and, rounded to float32, in TensorBoard; metrics.json has the last of them."""
+    """Every point is in metrics.csv and, rounded to float32, in TensorBoard, where references are lines of their own;
+    metrics.json has the last of them.
+    """
     session, _ = run
     table = read_table(session.run_dir)
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()} == shown
+    expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
+    assert {tag: points for tag, points in expected.items() if not tag.startswith("val_references/")} == shown
     figures = json.loads((session.run_dir / "metrics.json").read_text())
     assert figures == session.metrics
     last = {tag: points[-1] for tag, points in table.items()}
@@ -87,7 +91,7 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
 
 
 def test_custom_scalars(run, events):
-    """The charts of the CUSTOM SCALARS tab, as TensorBoard reads them: none is empty, and one curve is left out."""
+    """The charts of the CUSTOM SCALARS tab, as TensorBoard reads them: none is empty."""
     (written,) = events.Tensors("custom_scalars__config__")
     read = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in read.category for chart in category.chart}
@@ -99,20 +103,17 @@ def test_custom_scalars(run, events):
     }
     assert all(shown.values())
     assert next(iter(shown.values())) == {"train/loss", "val/loss"}
-    assert {"val/bits_per_byte", "val_references/unigram", "val_references/bigram"} in shown.values()
     assert {"weights/update_ratio/layer_1", "weights/update_ratio/layer_2"} in shown.values()
-    assert set().union(*shown.values()) == {tag for tag in tags if tag != "work/mfu"}
 
 
 def test_charts_of_other_runs(run):
-    """A mixture has charts of its corpora, fp16 one of its scale; no prompts or whole weights leave one out each."""
+    """A mixture has charts of its corpora; without whole weights, that of their updates is left out."""
     titles = lambda config: {title for group in layout(config).values() for title in group}  # noqa: E731
-    data = {"name": "mix", "path": ["python_docs", "x.txt"], "weights": [1, 1], "prompts": []}
-    trainer = {"precision": "fp16", "strategy": "fsdp"}
-    other = validate({"data": data, "trainer": trainer, "optim": {"name": "adamw"}})
+    data = {"name": "mix", "path": ["python_docs", "x.txt"], "weights": [1, 1]}
+    other = validate({"data": data, "trainer": {"strategy": "fsdp"}, "optim": {"name": "adamw"}})
     mine, theirs = titles(run[0].config), titles(other)
-    assert theirs - mine == {"bits per byte", "epochs", "loss scale"}
-    assert mine - theirs == {"update-to-weight ratio by layer", "longest copied passage, characters"}
+    assert theirs - mine == {"bits per byte", "epochs"}
+    assert mine - theirs == {"update-to-weight ratio by layer"}
 
 
 # --- references ---
@@ -145,6 +146,36 @@ def test_resumed_run(run, corpus_folder, tmp_path):
     assert json.loads((part / "metrics.json").read_text())["train_loss"] == last
     decide.resume(str(part)).fit()
     assert differences(part, run[0].run_dir) == []
+
+
+def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The lines that TensorBoard shows of the references in a folder: name to points."""
+    found = {}
+    for line in (folder / ".references").iterdir():
+        events = EventAccumulator(str(line))
+        events.Reload()
+        found[line.name] = [(event.step, event.value) for event in events.Scalars("val/bits_per_byte")]
+    return found
+
+
+def test_lines(run, corpus_folder, tmp_path, monkeypatch):
+    """Each reference is one line, named with its figure, which runs in runs/ share; the longest run draws it last."""
+    references = {name: float(np.float32(one["bits_per_byte"])) for name, one in run[0].metrics["references"].items()}
+    expected = lambda steps: {f"{name} {y:.4f}": [(0, y), (steps, y)] for name, y in references.items()}  # noqa: E731
+    assert lines(run[0].run_dir) == expected(43)
+    monkeypatch.chdir(tmp_path)
+    for steps in (2, 5, 3):
+        decide.begin(tiny_config(corpus_folder, f"horizon={steps}steps", "data.prompts=[]"), "tiny").fit()
+    assert lines(tmp_path / "runs") == expected(5)
+    assert list(tmp_path.rglob(".references")) == [tmp_path / "runs/.references"]
+
+
+def test_lines_that_cannot_be_drawn(corpus_folder, tmp_path):
+    """A run does without them."""
+    session = decide.begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    (tmp_path / "run/.references").write_text("a file")
+    session.fit()
+    assert list(session.metrics["references"]) == ["unigram", "bigram"]
 
 
 # --- updates ---
@@ -201,9 +232,12 @@ def test_embeddings(run):
     ).embeddings
     shape = list(config.tensor_shape)
     found = np.fromfile(session.run_dir / config.tensor_path, "<f4").reshape(shape)
-    tokens = (session.run_dir / config.metadata_path).read_text(encoding="utf-8").splitlines()
+    header, *rows = (session.run_dir / config.metadata_path).read_text(encoding="utf-8").splitlines()
+    tokens, kinds = zip(*(row.split("\t") for row in rows), strict=True)
+    assert header == "token\tkind"
+    assert kinds[:2] == ("letters", "white space") and len(set(kinds)) == 5  # no token of bytes is "space and letters"
     assert shape == [257, 36] and len(tokens) == 257
-    assert tokens[:2] == ["a", "·"] and "<|endoftext|>" in tokens and "⏎" in tokens
+    assert tokens[:2] == ("a", "·") and "<|endoftext|>" in tokens and "⏎" in tokens
     weight = checkpoint.load(session.run_dir / "checkpoints/last.ckpt")["state_dict"]["token_embedding.weight"]
     assert np.array_equal(found[tokens.index("z")], weight[ord("z")].numpy())
 
