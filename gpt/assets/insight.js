@@ -3,6 +3,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const count = data.tokens.length, depth = data.layers.length - 1, heads = data.heads, width = data.width;
 const seen = count - 1;  // the model has seen all tokens but the last, and predicted each from the position before it
 const BITS = 12, ROWS = 8, LATER = 2;  // the most surprise in the colours; tokens in the tables, masked ones among them
+const PICTURE = Math.min(64, seen);  // rows of a head's picture, and its columns
 const $ = (id) => document.getElementById(id);
 const text = (i) => data.vocabulary[data.tokens[i]];
 const state = { token: data.given, mode: "surprise", layer: depth - 1, head: 0 };
@@ -34,7 +35,9 @@ function vector(kind, head, token) {  // of the chosen layer; kind: 0 query, 1 k
 
 function score(query, head, token) {
   const key = vector(1, head, token);
-  return query.reduce((sum, q, d) => sum + q * key[d], 0) / Math.sqrt(width);
+  let sum = 0;
+  for (let d = 0; d < width; d++) sum += query[d] * key[d];
+  return sum / Math.sqrt(width);
 }
 
 function attentionWeights(head, token) {
@@ -143,11 +146,29 @@ function showSteps() {  // the words are those of docs/attention.md
   );
 }
 
+const pictures = range(heads).map(() => element("canvas", { width: PICTURE, height: PICTURE }));
+
+function drawHeads() {  // a row for each token that attends, or for some of a long text, darker for more attention
+  const places = range(PICTURE + 1).map((i) => Math.floor((i * seen) / PICTURE));
+  const blue = getComputedStyle(document.documentElement).getPropertyValue("--cool").split(",").map(Number);
+  pictures.forEach((canvas, head) => {
+    const context = canvas.getContext("2d"), image = context.createImageData(PICTURE, PICTURE);
+    range(PICTURE).forEach((r) => {
+      const weights = attentionWeights(head, places[r + 1] - 1);
+      range(PICTURE).forEach((c) => {
+        const most = Math.max(0, ...weights.slice(places[c], places[c + 1]));
+        image.data.set([...blue, 255 * Math.sqrt(most)], 4 * (r * PICTURE + c));  // so that small weights show
+      });
+    });
+    context.putImageData(image, 0, 0);
+  });
+}
+
 // --- choosing ---
 
 function radios(group, key, values, name) {
   const buttons = values.map((value, i) => {
-    const button = element("button", { type: "button", textContent: name(value) });
+    const button = element("button", { type: "button" }, ...name(value));
     button.setAttribute("role", "radio");
     button.addEventListener("click", () => choose({ [key]: value }));
     button.addEventListener("keydown", (event) => {
@@ -168,10 +189,12 @@ function radios(group, key, values, name) {
 }
 
 const checks = [
-  radios($("mode-buttons"), "mode", ["surprise", "attention"], (mode) => (mode === "surprise" ? mode : "attention that predicted the chosen token")),
-  radios($("layer-buttons"), "layer", range(depth), (i) => String(i + 1)),
-  radios($("head-buttons"), "head", range(heads), (i) => String(i + 1)),
+  radios($("mode-buttons"), "mode", ["surprise", "attention"], (mode) => [mode === "surprise" ? mode : "attention that predicted the chosen token"]),
+  radios($("layer-buttons"), "layer", range(depth), (i) => [i + 1]),
+  radios($("head-buttons"), "head", range(heads), (i) => [pictures[i], i + 1]),
 ];
+
+let drawn;  // the layer whose heads the pictures show
 
 async function choose(change) {
   spans[state.token].setAttribute("aria-selected", false);
@@ -189,6 +212,8 @@ async function choose(change) {
   if (!layers[state.layer]) await unpack(state.layer);
   if (!layers[state.layer]) return;  // another one was chosen meanwhile, which will be shown
   show(state.token);
+  if (drawn !== state.layer) drawHeads();
+  drawn = state.layer;
   showSteps();
 }
 

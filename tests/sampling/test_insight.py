@@ -198,6 +198,13 @@ def test_in_a_browser(model, ids, page, browser, tmp_path: Path, width, scheme):
     tab.locator("#layer-buttons button").nth(0).press("ArrowRight")
     tab.locator("#head-buttons button").nth(0).click()
     tab.keyboard.press("ArrowRight")
+    shades = tab.eval_on_selector_all(
+        "#head-buttons canvas",
+        "all => all.map(one => [...one.getContext('2d').getImageData(0, 0, one.width, one.height).data])",
+    )
+    for head, shown in zip(model.attention_maps(torch.tensor([ids[:-1]]))[0, 1], shades, strict=True):
+        opacity = torch.tensor(shown).view(*head.shape, 4)[..., 3]
+        torch.testing.assert_close(opacity.float(), 255 * head.sqrt(), atol=8, rtol=0)
     weights = model.attention_maps(torch.tensor([ids]))[0, 1, 1]  # of the position before each token that is chosen
     strengths = lambda: tab.eval_on_selector_all(  # noqa: E731
         ".token", "all => all.map(span => Number(span.style.getPropertyValue('--strength')))"
