@@ -27,7 +27,7 @@ def sample(args: argparse.Namespace) -> None:
     import torch
 
     from gpt.exchange.loading import find_checkpoint, open_with_record
-    from gpt.hardware.device import choose_device, choose_precision, require_compiler
+    from gpt.hardware.device import choose_device
     from gpt.sampling.generation import Sampling
     from gpt.sampling.insight import insight_page, write_insight
     from gpt.sampling.language_model import LanguageModel
@@ -43,9 +43,7 @@ def sample(args: argparse.Namespace) -> None:
     path = find_checkpoint(args.checkpoint)
     model, tokenizer, record = open_with_record(path)
     sources = training_text(path, tokenizer, record) if args.check else []
-    precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
-    if args.compile:
-        require_compiler()
+    precision = choose_sampling_precision(args.precision, model.to(device))
     pack_weights(model, precision, len(prompts) or args.num_samples, args.compile)
     language_model = LanguageModel(model, tokenizer)
 
