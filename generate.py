@@ -31,7 +31,7 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.sampling.generation import Sampling
     from gpt.sampling.insight import insight_page, write_insight
     from gpt.sampling.language_model import LanguageModel
-    from gpt.sampling.packed import choose_sampling_precision, pack_weights
+    from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
     from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
 
     # What is asked for
@@ -44,7 +44,9 @@ def sample(args: argparse.Namespace) -> None:
     model, tokenizer, record = open_with_record(path)
     sources = training_text(path, tokenizer, record) if args.check else []
     precision = choose_sampling_precision(args.precision, model.to(device))
-    pack_weights(model, precision, len(prompts) or args.num_samples, args.compile)
+    rows = len(prompts) or args.num_samples
+    torch.set_num_threads(choose_threads(model, rows, args.compile))
+    pack_weights(model, precision, rows, args.compile)
     language_model = LanguageModel(model, tokenizer)
 
     # The text

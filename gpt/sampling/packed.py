@@ -22,6 +22,7 @@ from gpt.model.fast.compiled import compile_block, compile_head
 from gpt.model.fast.operations import SkipInit
 from gpt.model.transformer import GPT
 
+ONE_THREAD = 4_000_000  # parameters, up to which two threads are no faster than one
 BF16_FROM = 10_000_000  # parameters: in smaller models, reading weights is not what takes the time
 MANY = 8  # rows: from there on, multiplying takes longer than reading
 
@@ -32,6 +33,12 @@ def choose_sampling_precision(name: str, model: GPT) -> str:
     if name != "auto" or device.type != "cpu":
         return choose_precision(name, device)
     return "bf16" if model.config.num_parameters > BF16_FROM else "fp32"
+
+
+def choose_threads(model: GPT, rows: int, compiled: bool) -> int:
+    """How many threads sample `rows` texts fastest: one for one text of a small model, unless it is compiled."""
+    small = model.config.num_parameters <= ONE_THREAD and rows == 1 and not compiled
+    return 1 if small else torch.get_num_threads()
 
 
 def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = False) -> GPT:

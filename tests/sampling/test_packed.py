@@ -12,7 +12,14 @@ from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import packed
 from gpt.sampling.generation import Sampling
-from gpt.sampling.packed import BF16_FROM, Int8Linear, PackedLinear, choose_sampling_precision, pack_weights
+from gpt.sampling.packed import (
+    BF16_FROM,
+    Int8Linear,
+    PackedLinear,
+    choose_sampling_precision,
+    choose_threads,
+    pack_weights,
+)
 from small_models import make_idx, make_initial_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -108,6 +115,17 @@ def test_choice():
     assert choose_sampling_precision("auto", small) == "fp32"
     assert choose_sampling_precision("auto", large) == "bf16"
     assert choose_sampling_precision("int8", small) == "int8"
+
+
+def test_threads():
+    """One thread samples a single text of a small model."""
+    small, before = make_initial_model(SHAPE), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert [choose_threads(small, rows, False) for rows in (1, 2)] == [1, 3]
+        assert choose_threads(small, 1, True) == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 31])
