@@ -27,11 +27,11 @@ def sample(args: argparse.Namespace) -> None:
     import torch
 
     from gpt.exchange.loading import find_checkpoint, open_with_record
-    from gpt.hardware.device import choose_device, choose_precision, require_compiler
+    from gpt.hardware.device import choose_device
     from gpt.sampling.generation import Sampling
     from gpt.sampling.insight import insight_page, write_insight
     from gpt.sampling.language_model import LanguageModel
-    from gpt.sampling.packed import choose_sampling_precision, pack_weights
+    from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
     from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
 
     # What is asked for
@@ -43,10 +43,10 @@ def sample(args: argparse.Namespace) -> None:
     path = find_checkpoint(args.checkpoint)
     model, tokenizer, record = open_with_record(path)
     sources = training_text(path, tokenizer, record) if args.check else []
-    precision = choose_sampling_precision(args.precision, model.to(device), choose_precision("auto", device))
-    if args.compile:
-        require_compiler()
-    pack_weights(model, precision, len(prompts) or args.num_samples, args.compile)
+    precision = choose_sampling_precision(args.precision, model.to(device))
+    rows = len(prompts) or args.num_samples
+    torch.set_num_threads(choose_threads(model, rows, args.compile))
+    pack_weights(model, precision, rows, args.compile)
     language_model = LanguageModel(model, tokenizer)
 
     # The text

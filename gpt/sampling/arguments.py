@@ -29,7 +29,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     precision = "auto takes bf16 or fp16 where it is faster (default: auto)"
     add("--precision", default="auto", choices=["auto", "fp32", "bf16", "fp16", "int8"], help=precision)
-    compiled = "for one long text: takes seconds to start, then faster (default: off)"
+    compiled = "for one text on a CPU: faster, with a C compiler such as gcc (default: off)"
     add("--compile", action="store_true", help=compiled)
     add = parser.add_argument_group("text").add_argument
     add("--max-new-tokens", metavar="N", type=int, default=300, help="default: 300")

@@ -1,7 +1,7 @@
 """Packing a model's weights for sampling, which reads every weight once for each token and does little else.
 
 Memory bandwidth therefore sets the speed, and halving the weights doubles it, as long as multiplying a matrix by a few
-rows keeps up. All matrices of GPT-2 124M on two cores that read 34 GB/s, in ms:
+rows keeps up, which takes no bf16 in hardware. All matrices of GPT-2 124M on two cores that read 34 GB/s, in ms:
 
 | weights | rows | `F.linear` | here                                       |
 | bf16    | 1    | 16         | 11  packed once into oneDNN's own layout   |
@@ -10,33 +10,46 @@ rows keeps up. All matrices of GPT-2 124M on two cores that read 34 GB/s, in ms:
 | int8    | 8    |            | 11  as bf16, see `Int8Linear`              |
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.hardware.device import DTYPES
+from gpt.errors import UserError
+from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.compiled import compile_block, compile_head
 from gpt.model.fast.operations import SkipInit
 from gpt.model.transformer import GPT
 
+ONE_THREAD = 4_000_000  # parameters, up to which two threads are no faster than one
 BF16_FROM = 10_000_000  # parameters: in smaller models, reading weights is not what takes the time
+MANY = 8  # rows: from there on, multiplying takes longer than reading
 
 
-def choose_sampling_precision(name: str, model: GPT, training: str) -> str:
-    """Resolve `auto`: the precision that `training` would use, but fp32 for a small model on a CPU."""
-    if name != "auto":
-        return name
-    on_cpu = model.token_embedding.weight.device.type == "cpu"
-    return "fp32" if on_cpu and model.config.num_parameters <= BF16_FROM else training
+def choose_sampling_precision(name: str, model: GPT) -> str:
+    """Resolve `auto`: what training takes on a GPU, and on any CPU bf16 for large models and fp32 for small ones."""
+    device = model.token_embedding.weight.device
+    if name != "auto" or device.type != "cpu":
+        return choose_precision(name, device)
+    return "bf16" if model.config.num_parameters > BF16_FROM else "fp32"
+
+
+def choose_threads(model: GPT, rows: int, compiled: bool) -> int:
+    """How many threads sample `rows` texts fastest: one for one text of a small model, unless it is compiled."""
+    small = model.config.num_parameters <= ONE_THREAD and rows == 1 and not compiled
+    return 1 if small else torch.get_num_threads()
 
 
 def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = False) -> GPT:
     """Prepare a model, already on its device, to sample `rows` texts at once; return the model.
 
     bf16, fp16 and int8 replace the matrices; norms, sums and, on a CPU, attention stay in fp32. `compiled` (for one
-    text) adds seconds to the first token and makes the others faster: see gpt/model/fast/compiled.py.
+    text on a CPU) takes a quarter of a second and makes every token faster: see gpt/model/fast/compiled.py.
     """
     model.eval().requires_grad_(False)
+    if compiled and (model.token_embedding.weight.device.type != "cpu" or precision == "fp16"):
+        raise UserError("--compile is for a CPU, and for fp32, bf16 and int8: leave it out, or set --device=cpu")
     dtype = DTYPES.get(precision, torch.bfloat16)
 
     def packed(linear: nn.Linear) -> nn.Module:
@@ -72,8 +85,7 @@ class PackedLinear(nn.Module):
         self.dtype = dtype
         self.weight = weight.detach().to(self.dtype)
         self.bias = None if bias is None else bias.detach().to(self.dtype)
-        self._packed = pack and self.weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        self._packed = self._packed and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._packed = pack and self.weight.device.type == "cpu" and dtype == torch.bfloat16 and _multiplies_bf16()
         if self._packed:  # no other operation understands oneDNN's layout
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
 
@@ -81,7 +93,22 @@ class PackedLinear(nn.Module):
         """Map x (..., in) to (..., out)."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
-        return F.linear(x.to(self.dtype), self.weight, self.bias)
+        return _multiply(x.to(self.dtype), self.weight, self.bias)
+
+
+@functools.cache
+def _multiplies_bf16() -> bool:
+    """Whether oneDNN has products in bf16 for this CPU, and its own layout of weights for them."""
+    known = torch.ops.mkldnn
+    return hasattr(known, "_reorder_linear_weight") and known._is_mkldnn_bf16_supported()
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear in the precision of x, but in fp32 for many rows where the CPU has no products in bf16."""
+    slow = x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _multiplies_bf16()
+    if slow and x.numel() >= MANY * x.shape[-1]:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
 
 
 class Int8Linear(nn.Module):
@@ -114,6 +141,6 @@ class Int8Linear(nn.Module):
         elif len(rows) == 1 and self._has_kernel:
             out = torch._weight_int8pack_mm(rows, self.weight, self.scale)
         else:  # a prompt, once
-            out = F.linear(rows, self.weight.to(self.dtype)) * self.scale.float()
+            out = _multiply(rows, self.weight.to(self.dtype)) * self.scale.float()
         out = out if self.bias is None else out + self.bias
         return out.to(self.dtype).view(*x.shape[:-1], -1)

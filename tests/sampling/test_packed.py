@@ -7,10 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpt.model.fast.operations import SkipInit
 from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
+from gpt.sampling import packed
 from gpt.sampling.generation import Sampling
-from gpt.sampling.packed import BF16_FROM, Int8Linear, PackedLinear, choose_sampling_precision, pack_weights
+from gpt.sampling.packed import (
+    BF16_FROM,
+    Int8Linear,
+    PackedLinear,
+    choose_sampling_precision,
+    choose_threads,
+    pack_weights,
+)
 from small_models import make_idx, make_initial_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -98,12 +107,39 @@ def test_matrices_are_replaced():
 
 
 def test_choice():
-    """`auto` is fp32 for a small model on a CPU and bf16 for a large one where that is fast; other names are kept."""
+    """`auto` is fp32 for a small model on a CPU, and bf16 for a large one on any; other names are kept."""
     small = make_initial_model(SHAPE, scale=5.0)
-    with torch.device("meta"):
-        large = GPT(GPTConfig(1024, 768, 12, 12))
+    with SkipInit():
+        large = GPT(GPTConfig(64, 512, 4, 4))
     assert large.config.num_parameters > BF16_FROM
-    assert choose_sampling_precision("auto", small, "bf16") == "fp32"
-    assert choose_sampling_precision("auto", large, "bf16") == "bf16"
-    assert choose_sampling_precision("auto", large, "fp32") == "fp32"
-    assert choose_sampling_precision("int8", small, "bf16") == "int8"
+    assert choose_sampling_precision("auto", small) == "fp32"
+    assert choose_sampling_precision("auto", large) == "bf16"
+    assert choose_sampling_precision("int8", small) == "int8"
+
+
+def test_threads():
+    """One thread samples a single text of a small model."""
+    small, before = make_initial_model(SHAPE), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert [choose_threads(small, rows, False) for rows in (1, 2)] == [1, 3]
+        assert choose_threads(small, 1, True) == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 31])
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_without_products_in_bf16(rows, precision, monkeypatch):
+    """A CPU that lacks them multiplies many rows in fp32, which is at least as exact."""
+    linear = make_linear(96, 53, bias=True)
+    x, exact = torch.randn(rows, 96), []
+    for products in (True, False):
+        monkeypatch.setattr(packed, "_multiplies_bf16", lambda products=products: products)
+        kind = PackedLinear(linear.weight, linear.bias) if precision == "bf16" else Int8Linear(linear)
+        assert (precision == "int8") or kind._packed == products
+        out = kind(x)
+        assert out.dtype == torch.bfloat16
+        exact.append((out.float() - linear(x)).abs().mean().item())
+    assert exact[1] < 0.01
+    assert exact[1] <= exact[0] * 1.05

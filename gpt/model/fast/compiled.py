@@ -1,25 +1,29 @@
 """Compiled blocks, faster after a wait: those of training, and a twin of `TransformerBlock` for one token of one text.
 
-In the twin, a multiplication and a sum reads the weights of a one-row product as fast as memory delivers them, and the
-operations between two products need no calls of their own. As a function of its weights, one compiled version serves
-all blocks, and PyTorch caches it on disk. tests/model/fast/test_compiled.py holds it equal to the plain block.
-
-Letters in shapes: S tokens so far, this one included, H heads, D head_dim, C d_model.
+The twin is gpt/model/fast/one_token.c. It reads weights as fast as memory delivers them, and calls nothing between two
+products. tests/model/fast/test_compiled.py holds it equal to the plain block.
 """
 
+import ctypes
 import functools
-import math
-from collections.abc import Callable
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from gpt.errors import UserError
 from gpt.model.attention import KVCache
 from gpt.model.transformer import GPT, TransformerBlock
 
-Map = tuple[Tensor, Tensor | None, Tensor | None]  # weight (out, in), scale (out,) of 8-bit weights, bias (out,)
-Norm = tuple[Tensor, Tensor]  # gain (C,), bias (C,)
+SOURCE = Path(__file__).with_name("one_token.c")
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as the source counts them
 
 
 def compile_in_place(model: GPT, device: str) -> None:
@@ -42,76 +46,75 @@ def compile_in_place(model: GPT, device: str) -> None:
     model._transform = transform  # type: ignore[method-assign]
 
 
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The twin, compiled for this processor in about a second; `UserError` where that does not work."""
+    compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
+    if compiler is None:
+        raise UserError("--compile needs a C compiler, such as gcc: install one, or leave it out")
+    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    flags = [processor, "-O3", "-ffast-math", "-fno-finite-math-only", "-fPIC", *shlex.split(os.getenv("CFLAGS", ""))]
+    problem: Exception | None = None
+    for threads in (["-fopenmp"], []):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            try:
+                compiled, library = f"{folder}/one_token.o", f"{folder}/one_token.so"
+                for step in ([*flags, *threads, "-c", str(SOURCE)], ["-shared", compiled, "-lm"]):
+                    result = compiled if step[0] != "-shared" else library
+                    subprocess.run([compiler, *step, "-o", result], check=True, capture_output=True, text=True)
+                return ctypes.CDLL(library)  # OpenMP is PyTorch's own, which is loaded already: they share its threads
+            except (subprocess.CalledProcessError, OSError) as error:
+                problem = problem or error
+    lines = str(getattr(problem, "stderr", problem)).strip().splitlines() or [""]
+    raise UserError(f"--compile does not work with {compiler} ({lines[-1]}): leave it out")
+
+
+class _Addresses:
+    """The addresses of tensors, as C takes them; they live as long as it does. None becomes NULL."""
+
+    def __init__(self, *tensors: Tensor | None):
+        self._tensors = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self._tensors]
+        self._as_parameter_ = (ctypes.c_void_p * len(pointers))(*pointers)  # what ctypes looks for
+
+
 def compile_block(block: TransformerBlock) -> None:
     """Make a block handle a single token of a single text in one compiled function, and anything else as before."""
-    plain, attention, feed_forward, mask = block.forward, block.attention, block.feed_forward, block.attention.mask
-    norms = [(norm.weight, norm.bias) for norm in (block.norm1, block.norm2)]
-    maps = map(_map_of, (attention.W_qkv, attention.out_proj, feed_forward.expand, feed_forward.contract))
-    weights, all_places = (*norms, *maps), torch.arange(len(mask), device=mask.device)
+    plain, attention, feed_forward, library = block.forward, block.attention, block.feed_forward, _library()
+    maps: list[Any] = [attention.W_qkv, attention.out_proj, feed_forward.expand, feed_forward.contract]
+    norms = (tensor for norm in (block.norm1, block.norm2) for tensor in (norm.weight, norm.bias))
+    weights = _Addresses(*norms, *(tensor for linear in maps for tensor in _tensors_of(linear)))
+    C, H, kind = block.norm1.weight.numel(), attention.num_heads, KINDS[maps[0].weight.dtype]
+    scratch = torch.empty(8 * C)
 
     def forward(x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
-        # The compiler would treat an empty and a full cache as cases of their own.
-        if cache is None or x.numel() != x.shape[-1] or not 0 < cache.length < cache.capacity - 1:
+        if cache is None or x.numel() != C or not 0 < cache.length < cache.capacity:
             return plain(x, cache, blocked)
-        places = all_places[: cache.length + 1]
-        torch._dynamo.mark_dynamic(places, 0, min=2, max=cache.capacity - 1)
         cache.length += 1
-        return _compiled(_transform)(x, places, cache.keys, cache.values, *weights)
+        out = x.to(torch.float32, copy=True)
+        state = [ctypes.c_void_p(t.data_ptr()) for t in (out, scratch, cache.keys, cache.values) if t is not None]
+        library.transform(weights, kind, *state, cache.length, cache.capacity, C, H)
+        return out
 
     block.forward = forward  # type: ignore[method-assign]
 
 
-def compile_head(head: nn.Module) -> None:
+def compile_head(head: Any) -> None:
     """Make the output head compute the logits of a single row in a compiled product."""
-    plain, weights = head.forward, _map_of(head)
+    plain, weights, library = head.forward, _Addresses(*_tensors_of(head)), _library()
+    (V, C), kind = head.weight.shape, KINDS[head.weight.dtype]
 
     def forward(x: Tensor) -> Tensor:
-        if x.numel() != x.shape[-1]:
+        if x.numel() != C:
             return plain(x)
-        return _compiled(_multiply)(x.flatten(), weights).view(*x.shape[:-1], -1)
+        row, logits = x.to(torch.float32), torch.empty(*x.shape[:-1], V)
+        library.head(weights, kind, ctypes.c_void_p(row.data_ptr()), ctypes.c_void_p(logits.data_ptr()), V, C)
+        return logits
 
     head.forward = forward
 
 
-@functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    options = {
-        "realize_opcount_threshold": 6,  # or else every row of a product would compute the norm before it again
-        "cpp.enable_floating_point_contract_flag": "fast",
-        "size_asserts": False,  # `torch.compile` has compared the sizes already, in a fraction of the time
-    }
-    return torch.compile(function, dynamic=False, options=options)  # type: ignore[arg-type]
-
-
-def _map_of(linear: nn.Module) -> Map:
-    return linear.weight, getattr(linear, "scale", None), linear.bias  # type: ignore[return-value]
-
-
-def _multiply(x: Tensor, linear: Map) -> Tensor:
-    """A linear map (out,) of one row x (in,), in fp32."""
-    weight, scale, bias = linear
-    half = len(weight) // 2  # two rows at once, whose sums need not wait for each other
-    rows = [part for part in (weight[:half], weight[half : 2 * half], weight[2 * half :]) if len(part)]
-    out = torch.cat([(part.float() * x.float()).sum(-1) for part in rows])
-    out = out if scale is None else out * scale.float()
-    return out if bias is None else out + bias.float()
-
-
-def _transform(
-    row: Tensor, places: Tensor, keys: Tensor, values: Tensor, norm1: Norm, norm2: Norm, qkv: Map, out_proj: Map,
-    expand: Map, contract: Map,
-) -> Tensor:  # fmt: skip
-    """The block's output (1, 1, C) for one token (1, 1, C), whose place in the cache is the last of `places` (S,).
-
-    Adds the token to the cached keys and values (1, H, capacity, D), in place.
-    """
-    _, H, _, D = keys.shape
-    S, x = len(places), row.flatten()  # x (C,)
-    query, key, value = _multiply(F.layer_norm(x, x.shape, *norm1), qkv).view(3, 1, H, 1, D).to(keys.dtype)
-    keys.index_copy_(2, places[-1:], key)
-    values.index_copy_(2, places[-1:], value)
-    scores = (query / math.sqrt(D) * keys[:, :, :S]).sum(-1, keepdim=True)  # (1, H, S, 1)
-    context = (torch.softmax(scores, dim=2) * values[:, :, :S]).sum(2)  # (1, H, D)
-    x = x + _multiply(context.flatten(), out_proj)
-    inner = F.gelu(_multiply(F.layer_norm(x, x.shape, *norm2), expand), approximate="tanh")  # (4C,)
-    return (x + _multiply(inner, contract)).view_as(row)
+def _tensors_of(linear: Any) -> tuple[Tensor | None, ...]:
+    """The weight of a linear map as it is stored, and in fp32 the scale of integers and the bias, or None."""
+    others = (getattr(linear, "scale", None), linear.bias)
+    return linear.weight, *(None if tensor is None else tensor.float() for tensor in others)

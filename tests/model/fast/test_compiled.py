@@ -11,12 +11,16 @@ from gpt.model.fast.compiled import compile_in_place
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
-from gpt.sampling.packed import pack_weights
+from gpt.sampling.packed import Int8Linear, pack_weights
+from harness import refusal
 from small_models import make_idx, make_initial_model
 
 GREEDY = Sampling(temperature=0.0)
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
+needs_gcc = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="SKIPPED LOUDLY: there is no C compiler"
+)
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="SKIPPED LOUDLY: there is no C++ compiler"
 )
@@ -106,31 +110,87 @@ def test_really_compiled(dropout, dtype, checkpointing, bound):
     assert results[0] == pytest.approx(expected, abs=bound)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
+class Counting:
+    """A library that notes how often each of its functions is called."""
+
+    def __init__(self, library):
+        self.calls: list[str] = []
+        self._library = library
+
+    def __getattr__(self, name: str):
+        self.calls.append(name)
+        return getattr(self._library, name)
+
+
+@needs_gcc
+@pytest.mark.parametrize("shape", [SHAPE, GPTConfig(23, 35, 2, 5, qkv_bias=False, vocab_size=101)], ids=["48", "35"])
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-6), ("bf16", 0.02), ("int8", 0.02)])
-@pytest.mark.parametrize("really", [pytest.param(True, marks=[pytest.mark.slow, needs_compiler]), False])
-def test_single_token(precision, error, really, monkeypatch):
-    """Compiled or not, the single-token functions say what the model says, as nearly as its precision allows."""
-    used, compile_once = [], compiled._compiled
-    make = compile_once if really else lambda function: function
-    monkeypatch.setattr(compiled, "_compiled", lambda function: used.append(function) or make(function))
-    exact = make_initial_model(SHAPE, scale=5.0)
-    model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
-    idx = make_idx(101, 1, 23)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_single_token(precision, error, shape, threads, monkeypatch):
+    """The compiled functions say what the model says, as nearly as its precision allows; widths need no alignment."""
+    library = Counting(compiled._library())
+    monkeypatch.setattr(compiled, "_library", lambda: library)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        exact = make_initial_model(shape, scale=5.0)
+        model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
+        idx = make_idx(101, 1, 23)
+        with torch.no_grad():
+            expected = exact(idx)
+            caches = model.new_caches()
+            steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
+            # Two blocks, and all tokens except the first.
+            assert library.calls.count("transform") == 2 * 22
+            together = model(idx).float()
+        bound = error * expected.std().item()
+        assert 0 < (steps - expected).abs().mean().item() < bound
+        apart = (together - expected).abs().mean().item()
+        assert apart < bound
+        assert (apart > 0) == (precision != "fp32")  # only single tokens are compiled
+        assert caches[0].length == 23
+        tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
+        assert tokens.shape == (1, 31)
+        if precision == "fp32":
+            assert tokens.tolist() == [torch.stack(list(generate(exact, idx[:, :5], 31, GREEDY)), dim=1)[0].tolist()]
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_gcc
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_damaged_weights_stay_visible(precision):
+    """One NaN in a block makes every logit one, also where activations are rounded to integers."""
+    model = make_initial_model(SHAPE)
+    model.blocks[0].feed_forward.expand.weight.data[3, 5] = torch.nan
+    pack_weights(model, precision, compiled=True)
+    caches = model.new_caches()
     with torch.no_grad():
-        expected = exact(idx)
-        caches = model.new_caches()
-        steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
-        # Two blocks, and all tokens except the first and the last of the context.
-        assert used.count(compiled._transform) == 2 * 21
-        together = model(idx).float()
-    bound = error * expected.std().item()
-    assert 0 < (steps - expected).abs().mean().item() < bound
-    apart = (together - expected).abs().mean().item()
-    assert apart < bound
-    assert (apart > 0) == (precision != "fp32")  # only single tokens are compiled
-    assert caches[0].length == 23
-    tokens = torch.stack(list(generate(model, idx[:, :5], 31, GREEDY)), dim=1)
-    assert tokens.shape == (1, 31)
-    if precision == "fp32":
-        assert tokens.tolist() == [torch.stack(list(generate(exact, idx[:, :5], 31, GREEDY)), dim=1)[0].tolist()]
+        model(torch.tensor([[2]]), caches)
+        assert model(torch.tensor([[3]]), caches).isnan().all()
+
+
+@needs_gcc
+def test_integers_do_not_overflow():
+    """The largest products of 8 and 16 bits, as many as GPT-2 XL has in a row, add up to what they should."""
+    head = torch.nn.Linear(6400, 7, bias=False)
+    head.weight.data[:] = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.25, 1.0, 1.0])[:, None]
+    packed = Int8Linear(head, compiled=True)
+    compiled.compile_head(packed)
+    out = packed(torch.full((1, 6400), 3.0))
+    torch.testing.assert_close(out, head(torch.full((1, 6400), 3.0)), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize(("compiler", "problem"), [("", "needs a C compiler"), ("exit 1", "does not work with")])
+def test_without_a_compiler(compiler, problem, tmp_path, monkeypatch):
+    """A missing or broken compiler is one line."""
+    if compiler:
+        (tmp_path / "gcc").write_text(f"#!/bin/sh\necho no such processor >&2\n{compiler}\n")
+        (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert problem in refusal(compiled._library.__wrapped__)
+
+
+def test_not_for_fp16():
+    """What the compiled functions do not take is one line."""
+    assert "--compile is for a CPU" in refusal(pack_weights, make_initial_model(SHAPE), "fp16", compiled=True)

@@ -1,0 +1,129 @@
+// One token of one text through a transformer block, and through the output head. compiled.py compiles this file for the
+// processor at hand and calls it; gpt/model/transformer.py is the plain version.
+//
+// Weights are read once for each token, which takes most of the time, so every loop over them is one that a compiler
+// turns into vector instructions. Letters: C d_model, H heads, D head size, S tokens so far, this one included.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { FP32, BF16, INT8 };           // of weights
+enum { STORE, ADD, GELU };           // what becomes of a product
+enum { BLOCK = 512, LARGEST = 32767 };  // so many products of 8 and 16 bits have a sum below 2^31
+
+typedef struct { const float *gain, *bias; } Norm;
+typedef struct { const void *weight; const float *scale, *bias; } Map;  // (out, in); (out,) of integers; (out,) or NULL
+typedef struct { Norm norm1, norm2; Map qkv, out_proj, expand, contract; } Block;
+
+static inline float from_bf16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static float dot_fp32(const float *w, const float *x, int n) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += w[i] * x[i];
+    return sum;
+}
+
+static float dot_bf16(const uint16_t *w, const float *x, int n) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += from_bf16(w[i]) * x[i];
+    return sum;
+}
+
+static float dot_int8(const int8_t *w, const int16_t *x, int n) {
+    float sum = 0;
+    for (int start = 0; start < n; start += BLOCK) {
+        int32_t whole = 0;
+        int end = start + BLOCK < n ? start + BLOCK : n;
+        for (int i = start; i < end; i++) whole += (int16_t)w[i] * x[i];
+        sum += whole;
+    }
+    return sum;
+}
+
+// Round to 16 bits; returns what one unit stands for, or NaN if a number is not finite.
+static float round_off(const float *x, int16_t *rounded, int n) {
+    float most = 1e-30f, zero = 0;
+    for (int i = 0; i < n; i++) {
+        most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        zero += 0 * x[i];
+    }
+    for (int i = 0; i < n; i++) rounded[i] = (int16_t)lrintf(x[i] / most * LARGEST);
+    return most / LARGEST + zero;
+}
+
+// The tanh approximation, written with one exponential: Hendrycks and Gimpel 2016.
+static float gelu(float x) {
+    return x / (1 + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+// A linear map of x (in,) to y (out,). All threads call it together.
+static void multiply(int kind, const Map *map, const float *x, float *y, int out, int in, int then) {
+    int16_t rounded[in];
+    float unit = kind == INT8 ? round_off(x, rounded, in) : 1;
+#pragma omp for schedule(static)
+    for (int row = 0; row < out; row++) {
+        long start = (long)row * in;
+        float sum = kind == FP32   ? dot_fp32((const float *)map->weight + start, x, in)
+                    : kind == BF16 ? dot_bf16((const uint16_t *)map->weight + start, x, in)
+                                   : dot_int8((const int8_t *)map->weight + start, rounded, in) * unit * map->scale[row];
+        if (map->bias) sum += map->bias[row];
+        y[row] = then == ADD ? y[row] + sum : then == GELU ? gelu(sum) : sum;
+    }
+}
+
+static void normalise(const Norm *norm, const float *x, float *y, int C) {
+    float mean = 0, variance = 0;
+    for (int i = 0; i < C; i++) mean += x[i] / C;
+    for (int i = 0; i < C; i++) variance += (x[i] - mean) * (x[i] - mean) / C;
+    float scale = 1 / sqrtf(variance + 1e-5f);
+    for (int i = 0; i < C; i++) y[i] = (x[i] - mean) * scale * norm->gain[i] + norm->bias[i];
+}
+
+// One head of attention: its query (D,) over keys and values (S, D), to context (D,).
+static void attend(const float *query, const float *keys, const float *values, float *context, int S, int D) {
+    float weights[S], most = -1e30f, total = 0;
+    for (int s = 0; s < S; s++) {
+        weights[s] = dot_fp32(keys + (long)s * D, query, D) / sqrtf(D);
+        most = fmaxf(most, weights[s]);
+    }
+    for (int s = 0; s < S; s++) total += weights[s] = expf(weights[s] - most);
+    memset(context, 0, D * sizeof *context);
+    for (int s = 0; s < S; s++)
+        for (int i = 0; i < D; i++) context[i] += weights[s] / total * values[(long)s * D + i];
+}
+
+// x (C,) becomes the block's output. The token is the last of S in the cache of keys and values, each (H, capacity, D).
+// `scratch` has room for 8 C numbers.
+void transform(const Block *block, int kind, float *x, float *scratch, float *keys, float *values, int S, int capacity,
+               int C, int H) {
+    int D = C / H;
+    float *qkv = scratch, *context = scratch + 3 * C, *inner = scratch + 4 * C;  // (3, H, D), (H, D) and (4 C,)
+#pragma omp parallel
+    {
+        float normed[C];
+        normalise(&block->norm1, x, normed, C);
+        multiply(kind, &block->qkv, normed, qkv, 3 * C, C, STORE);
+#pragma omp for schedule(static)
+        for (int h = 0; h < H; h++) {
+            float *head_keys = keys + (long)h * capacity * D, *head_values = values + (long)h * capacity * D;
+            memcpy(head_keys + (long)(S - 1) * D, qkv + C + h * D, D * sizeof *qkv);
+            memcpy(head_values + (long)(S - 1) * D, qkv + 2 * C + h * D, D * sizeof *qkv);
+            attend(qkv + h * D, head_keys, head_values, context + h * D, S, D);
+        }
+        multiply(kind, &block->out_proj, context, x, C, C, ADD);
+        normalise(&block->norm2, x, normed, C);
+        multiply(kind, &block->expand, normed, inner, 4 * C, C, GELU);
+        multiply(kind, &block->contract, inner, x, C, 4 * C, ADD);
+    }
+}
+
+void head(const Map *map, int kind, const float *x, float *logits, int V, int C) {
+#pragma omp parallel
+    multiply(kind, map, x, logits, V, C, STORE);
+}
