@@ -1,7 +1,5 @@
 """What surrounds the training step costs: python benchmarks/overhead.py [--preset mini gpt2_small] [--json FILE].
 
-With --compile, what `trainer.compile=true` saves: the trainer's model is then compiled, and the bare loop's is not.
-
 Two models take the same steps, in turn within one process. One trains as in `python train.py`: in Lightning's loop,
 with curves, a checkpoint every 250 steps and all guards. The other runs in a bare loop of batch, forward, backward and
 update. The machine may change its speed at any time, so turns are short and many. Validation is left out, because the
@@ -9,7 +7,6 @@ training time that a run reports does not include it. A second table says which 
 shares of the whole step: what logs, what saves, and, as GPTModule, the gradient's norm and the learning rate.
 """
 
-import dataclasses
 import statistics
 import tempfile
 import time
@@ -46,9 +43,7 @@ class BareLoop(Callback):
     """A bare loop over a model of its own, which takes a turn of `steps` after each turn of the trainer."""
 
     def __init__(self, session: Session, steps: int, turns: int):
-        plain = dataclasses.replace(session.config.trainer, compile="false")
-        config = dataclasses.replace(session.config, trainer=plain)
-        self.module, self.steps = GPTModule(config, session.schedule, session.corpora), steps
+        self.module, self.steps = GPTModule(session.config, session.schedule, session.corpora), steps
         self.turns = turns
         self.device = session.config.trainer.device
         self.module.to(self.device)
@@ -101,13 +96,12 @@ class BareLoop(Callback):
         self.optimizer.zero_grad()
 
 
-def measure(preset: str, compiled: bool) -> dict:
+def measure(preset: str) -> dict:
     """Train for all turns; return the mean step of either loop in ms, what the trainer's takes more, and where."""
     overrides, steps, turns = PRESETS[preset]
     horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
     with tempfile.TemporaryDirectory() as folder:
-        extra = ["trainer.compile=true"] if compiled else []
-        session = begin(Path(folder), horizon, *overrides, *extra)
+        session = begin(Path(folder), horizon, *overrides)
         bare = BareLoop(session, steps, turns)
         session.fit([bare])
     whole, alone = (statistics.mean(times[WARM_UP:turns]) for times in (bare.trainer_times, bare.times))
@@ -119,10 +113,9 @@ def measure(preset: str, compiled: bool) -> dict:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
-    arguments.add_argument("--compile", action="store_true")
     args = arguments.parse_args()
     print(machine())
-    reports = {preset: measure(preset, args.compile) for preset in args.preset}
+    reports = {preset: measure(preset) for preset in args.preset}
     rows = [
         [name, f"{r['step_ms']:.2f}", f"{r['bare_ms']:.2f}", f"{r['overhead']:+.1%}"] for name, r in reports.items()
     ]

@@ -12,7 +12,6 @@ from torch import Tensor
 from gpt.errors import NonFiniteError
 from gpt.exchange.checkpoint import is_finite
 from gpt.hardware.device import DTYPES, choose_precision
-from gpt.model.fast.compiled import compile_in_place
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.prepared import Corpora
@@ -36,7 +35,8 @@ class GPTModule(LightningModule):
         self.loss_scaling = LossScaling(config.trainer.device) if config.trainer.precision == "fp16" else None
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
-            compile_in_place(self.model, config.trainer.device)
+            for block in self.model.blocks:  # one graph serves them all
+                block.compile()
         self._parameters_list = list(self.model.parameters())  # collecting them takes a third as long as their norm
         self.step_loss = torch.zeros(())  # running mean over this step's micro-batches, on this rank
         self.grad_norm = torch.zeros(())  # of the last step, before clipping

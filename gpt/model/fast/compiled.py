@@ -1,4 +1,4 @@
-"""Compiled blocks, faster after a wait: those of training, and a twin of `TransformerBlock` for one token of one text.
+"""A compiled twin of `TransformerBlock` for one token of one text, and of the output head.
 
 The twin is gpt/model/fast/one_token.c. It reads weights as fast as memory delivers them, and calls nothing between two
 products. tests/model/fast/test_compiled.py holds it equal to the plain block.
@@ -20,30 +20,10 @@ from torch import Tensor
 
 from gpt.errors import UserError
 from gpt.model.attention import KVCache
-from gpt.model.transformer import GPT, TransformerBlock
+from gpt.model.transformer import TransformerBlock
 
 SOURCE = Path(__file__).with_name("one_token.c")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as the source counts them
-
-
-def compile_in_place(model: GPT, device: str) -> None:
-    """Have PyTorch compile what a training step runs in the blocks; names in the state dict stay.
-
-    On a GPU each block is compiled, and one graph serves them all. On a CPU the calls around a compiled block cost what
-    compiling saves. There all blocks and the final norm are one graph, called from C++, and only for training: scores
-    and samples are those of the plain model.
-    """
-    if device != "cpu":
-        for block in model.blocks:
-            block.compile()
-        return
-    plain = model._transform
-    compiled = torch.compile(plain, dynamic=False, options={"cpp_wrapper": True})
-
-    def transform(x: Tensor, caches: list[KVCache] | None = None, blocked: Tensor | None = None) -> Tensor:
-        return compiled(x) if torch.is_grad_enabled() else plain(x, caches, blocked)
-
-    model._transform = transform  # type: ignore[method-assign]
 
 
 @functools.cache

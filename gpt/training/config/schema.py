@@ -105,11 +105,6 @@ class Config:
                 "trainer.strategy=fsdp splits the model among several devices, and there is 1: leave it out; "
                 "trainer.activation_checkpointing=true or a smaller trainer.micro_batch_size takes less memory"
             )
-        if self.trainer.device == "cpu" and self.trainer.compile == "true":
-            raise UserError(
-                "trainer.compile=true makes one graph of all blocks on a CPU, and trainer.strategy=fsdp gathers "
-                "them one by one: leave one of the two out"
-            )
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""

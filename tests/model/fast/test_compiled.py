@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from gpt.model.fast import compiled
-from gpt.model.fast.compiled import compile_in_place
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.transformer import GPT, GPTConfig
+from gpt.model.transformer import GPTConfig
 from gpt.sampling.generation import Sampling, generate
 from gpt.sampling.packed import Int8Linear, pack_weights
 from harness import refusal
@@ -21,93 +19,6 @@ SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, voca
 needs_gcc = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="SKIPPED LOUDLY: there is no C compiler"
 )
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="SKIPPED LOUDLY: there is no C++ compiler"
-)
-
-
-def make_model(dropout: float = 0.0, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> GPT:
-    torch.manual_seed(5)
-    model = GPT(GPTConfig(13, 24, 2, 3, dropout, vocab_size=29)).compute_in(dtype)
-    model.checkpointing = checkpointing
-    return model
-
-
-def train(model: GPT, steps: int = 5) -> list[float]:
-    """Train on the same few windows; return the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    idx = torch.randint(29, (5, 14), generator=torch.Generator().manual_seed(3))
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(step)  # of the dropout, as a training step sets it
-        loss = chunked_next_token_loss(*model.hidden_and_head(idx[:, :-1]), idx[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def counting(monkeypatch) -> list[str]:
-    """Have `torch.compile` compile nothing, and note what it was given and what ran."""
-    noted: list[str] = []
-
-    def compile_nothing(function, dynamic, options):
-        noted.append(f"{function.__name__} {dynamic} {options}")
-        return lambda *inputs: noted.append("compiled") or function(*inputs)
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    return noted
-
-
-def test_on_a_cpu(monkeypatch):
-    """All blocks are one graph, which only training runs; scores, samples and names are those of the plain model."""
-    noted = counting(monkeypatch)
-    plain, model = make_model(), make_model()
-    compile_in_place(model, "cpu")
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert train(model, 2) == train(plain, 2)
-    assert noted == ["_transform False {'cpp_wrapper': True}", "compiled", "compiled"]
-    idx = torch.arange(11)[None]
-    with torch.no_grad():
-        caches, expected = model.new_caches(), plain(idx)
-        steps = torch.cat([model(idx[:, :7], caches), model(idx[:, 7:], caches)], dim=1)
-        assert torch.equal(model(idx), expected)
-    torch.testing.assert_close(steps, expected)
-    assert noted.count("compiled") == 2
-
-
-def test_on_a_gpu(monkeypatch):
-    """Each block is compiled in place."""
-    blocks = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: blocks.append(module))
-    model = make_model()
-    compile_in_place(model, "cuda")
-    assert blocks == list(model.blocks)
-    assert "_transform" not in vars(model)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, within its compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("dropout", "dtype", "checkpointing", "bound"),
-    [(0.0, torch.float32, False, 1e-5), (0.2, torch.bfloat16, True, 0.1)],
-)
-def test_really_compiled(dropout, dtype, checkpointing, bound):
-    """The losses are nearly those of the plain model, but for dropout masks, and exactly those of a second time."""
-    expected = train(make_model(dropout, dtype, checkpointing))
-    results = []
-    for _ in range(2):
-        torch.compiler.reset()
-        model = make_model(dropout, dtype, checkpointing)
-        compile_in_place(model, "cpu")
-        results.append(train(model))
-    assert results[0] == results[1]
-    assert results[0][-1] < results[0][0] - 0.1
-    assert results[0] == pytest.approx(expected, abs=bound)
 
 
 class Counting:
