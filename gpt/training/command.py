@@ -28,7 +28,7 @@ from yaml import YAMLError
 from gpt.console import quote, say
 from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
-from gpt.training.config.loading import callbacks_of, read, repeated, unknown_key, validate
+from gpt.training.config.loading import asked_for, callbacks_of, read, unknown_key, validate
 from gpt.training.config.other_trainers import quoted
 from gpt.training.config.schema import Config
 from gpt.training.decide import begin, new_or_resumed, resume
@@ -76,7 +76,7 @@ def ask(composed: DictConfig) -> Request:
         sys.exit("the sweep was stopped before this job")
     chosen = HydraConfig.get()
     overrides, single = list(chosen.overrides.task), chosen.mode != RunMode.MULTIRUN
-    config = validate(repeated(composed, overrides))
+    config = validate(asked_for(composed, overrides))
     refuse_contradictions(config, overrides)
     plan = plan_of(composed, single)
     if config.resume == "auto":
@@ -200,7 +200,7 @@ def check_jobs() -> None:
         try:
             jobs.append(overrides)
             plan_of(composed, single=False)
-            refuse_contradictions(validate(repeated(composed, overrides)), overrides)
+            refuse_contradictions(validate(asked_for(composed, overrides)), overrides)
         except UserError as error:
             problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")
 
@@ -294,7 +294,7 @@ def describe(error: Exception) -> str:
         return f"{override!r} {what}{remedy if '=' in override else ''}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        own = "; for a text of your own say data=text data.path=FILE" if group.startswith("data") else ""
+        own = "; for a text of your own say data.path=FILE" if group.startswith("data") else ""
         return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"

@@ -23,7 +23,7 @@ from gpt.text.corpus.formats import read_documents, require
 
 BLOCK = 1 << 18  # bytes to receive at once
 TIMEOUT = 30  # seconds without a byte
-OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data=text data.path=FILE"
+OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 
 
 def fetch_file(url: str, sha256: str, cache: Path, say: Callable[[str], None]) -> Path:

@@ -39,7 +39,7 @@ _KEYS = {
     "run_dir": "out_dir default_root_dir output_dir",
     "resume=RUN": "ckpt_path resume_from_checkpoint",
     "init_from": "model_name_or_path",
-    "data=text data.path=FILE": "dataset train_file",
+    "data.path=FILE": "dataset train_file",
 }
 OTHER_TRAINERS = {theirs: ours for ours, keys in _KEYS.items() for theirs in keys.split()}
 

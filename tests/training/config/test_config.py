@@ -18,7 +18,7 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.command import describe  # registers the defaults under which configs/train.yaml composes
-from gpt.training.config.loading import read, to_yaml, unknown_key, validate
+from gpt.training.config.loading import asked_for, read, to_yaml, unknown_key, validate
 from gpt.training.config.schedule import Horizon, parse_horizon
 from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.optim import OptimConfig
@@ -71,6 +71,31 @@ def test_shipped_config(choice, tmp_path):
     assert expected
     assert {key: config[key] for key in expected} == expected
     assert validate(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "prompts"),
+    [
+        (["data.path=a.txt"], "text", None),
+        (["+data.path=a.txt", "data.prompts=[b]"], "text", ["b"]),
+        (["data.path=a.txt", "experiment=gpt2_small"], "text", None),
+        (["data.path=me/set", "data=huggingface"], "huggingface", None),
+        (["data.path=[a,python_docs]", "data=mix", "data.weights=[1,2]"], "mix", None),
+        (["data.cache=a"], "python_docs", ["", "Raise ValueError if", "Return a list of"]),
+    ],
+)
+def test_a_path_is_of_text(overrides, name, prompts):
+    """Without `data`, in place of the default corpus and its prompts."""
+    config = validate(asked_for(composed(*overrides), overrides))
+    assert (config.data.name, config.data.prompts) == (name, prompts)
+
+
+def test_a_path_contradicts_a_corpus():
+    """It does not replace a corpus that was chosen."""
+    for choice in ("data=python_docs", "experiment=shakespeare"):
+        overrides = [choice, "data.path=a.txt"]
+        line = refusal(validate, asked_for(composed(*overrides), overrides))
+        assert line == "data.path='a.txt' works only with data=text: add that, or leave the path out"
 
 
 def test_defaults_hold_every_key():
