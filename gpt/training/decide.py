@@ -14,7 +14,7 @@ import torch
 from gpt.console import duration, say
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
-from gpt.exchange.loading import open_model
+from gpt.exchange.loading import find_path, open_model
 from gpt.files import flatten
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
@@ -256,7 +256,7 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
         say(f"{run_dir} has no checkpoint yet: beginning at its first step")
         return _begun_again(run_dir, horizon, devices, num_nodes)
     file, payload = found
-    _refuse_going_back(Path(path), run_dir, file, payload.get("step"))
+    _refuse_going_back(find_path(path), run_dir, file, payload.get("step"))
     with restoring(file):
         stored, schedule = read_schedule(payload)
         own = "given" in payload["corpus"]["tokenizer"]
