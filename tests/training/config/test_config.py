@@ -22,7 +22,7 @@ from gpt.training.config.loading import asked_for, read, to_yaml, unknown_key, v
 from gpt.training.config.schedule import Horizon, parse_horizon
 from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.optim import OptimConfig
-from harness import refusal
+from harness import refusal, train
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
@@ -71,6 +71,21 @@ def test_shipped_config(choice, tmp_path):
     assert expected
     assert {key: config[key] for key in expected} == expected
     assert validate(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
+
+
+def test_help():
+    """What it says of keys and their defaults is true, and it lists the groups; with no line too wide for a page."""
+    done = train("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    keys = flatten(dataclasses.asdict(Config())) | dict.fromkeys(("data", "model", "optim", "tokenizer", "plan"))
+    named = set(re.findall(r"([a-z_.]+)=", done.stdout)) - {"key"}
+    assert len(named) > 15 and named <= keys.keys()
+    defaults = re.findall(r"^  ([a-z_.]+)=.*\(default: ([\w]+)\)", done.stdout, re.M)
+    assert [(key, value) for key, value in defaults if key != "run_dir"] == [
+        (key, str(keys[key])) for key in ("tokenizer.vocab_size", "seed", "trainer.tokens_per_step", "trainer.device")
+    ]
+    assert "\noptim: adamw, muon\n" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
