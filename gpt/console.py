@@ -47,12 +47,12 @@ def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
 
 
-def progress_bar(total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
-    """Show a bar in bytes of text on terminals only, after `delay` seconds; it disappears at the end."""
+def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
+    """Show a bar in bytes, and its label, on terminals only, after `delay` seconds; it disappears at the end."""
     from tqdm import tqdm
 
-    hidden = not sys.stderr.isatty()
-    return tqdm(total=total, initial=initial, unit="B", unit_scale=True, delay=delay, leave=False, disable=hidden)
+    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not sys.stderr.isatty()}
+    return tqdm(desc=label, total=total, initial=initial, delay=delay, **style)
 
 
 def duration(seconds: float) -> str:

@@ -295,6 +295,8 @@ def describe(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         own = "; for a text of your own say data.path=FILE" if group.startswith("data") else ""
+        if group == "tokenizer" and name.startswith("char"):
+            own = "; byte comes closest to characters"
         return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"

@@ -88,7 +88,7 @@ def _receive(url: str, stream: BufferedRandom) -> None:
         if here and answer.status != 206:
             stream.truncate(0)
             here = stream.seek(0)
-        with progress_bar(answer.length and here + answer.length, here) as bar:
+        with progress_bar(f"downloading {url.rpartition('/')[2]}", answer.length and here + answer.length, here) as bar:
             while block := answer.read(BLOCK):
                 stream.write(block)
                 bar.update(len(block))

@@ -5,8 +5,8 @@ from gpt.console import quote
 _STEP = "trainer.tokens_per_step, which counts all sequences of a step x model.context_length"
 # What to write here, and the keys that people know for it; a key may be followed by its value.
 _KEYS = {
-    "horizon=Nsteps": "max_iters max_steps num_train_steps",
-    "horizon=Nepochs": "max_epochs num_train_epochs num_epochs",
+    "horizon=Nsteps": "steps iters max_iters max_steps num_train_steps",
+    "horizon=Nepochs": "epochs max_epochs num_train_epochs num_epochs",
     "horizon=Nmin": "max_time",
     _STEP: "batch_size per_device_train_batch_size train_batch_size gradient_accumulation_steps "
     "accumulate_grad_batches",
