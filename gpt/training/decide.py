@@ -134,7 +134,7 @@ def _with_suitable_horizon(config: Config, corpora: Corpora, automatic: bool) ->
         from gpt.training.estimate.timing import measure  # imports Lightning
 
         say("timing a few steps")
-        _, seconds = measure(config, make_schedule(config, corpora.train_tokens, automatic), corpora)
+        _, seconds = measure(config, make_schedule(config, corpora.train_tokens, automatic), corpora, at_most=1.0)
         if (fitting := int(AUTO_SECONDS / seconds)) < steps:
             steps = max(STEPS, fitting)
             why = f"takes about {duration(steps * seconds)} on this machine"

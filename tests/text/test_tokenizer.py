@@ -1,7 +1,7 @@
 """Text to ids and back: published ids, independent encoders as oracles, round trips, cuts, training."""
 
-import dataclasses
 import base64
+import dataclasses
 import hashlib
 import json
 import time
