@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from gpt.console import command_line
 from gpt.training.callbacks.user import load_callbacks
-from gpt.training.command import Request, ask, compose_and_run, decide, reported
+from gpt.training.command import Request, ask, compose_and_run, decide, finished, reported
 from gpt.training.distributed.launch import as_one_of_many, launch
 from gpt.training.estimate.forecast import print_plan
 
@@ -22,7 +22,7 @@ def train(request: Request) -> float | None:
     if session.stopped_by:
         sys.exit(128 + session.stopped_by)
     session.report()
-    return session.metrics["val_bits_per_byte"]
+    return finished(request, session)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")

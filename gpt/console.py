@@ -47,12 +47,12 @@ def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
 
 
-def progress_bar(total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
-    """Show a bar in bytes of text on terminals and in notebooks, after `delay` seconds; it disappears at the end."""
+def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
+    """Show a bar in bytes, and its label, on terminals and in notebooks, after `delay` seconds; it goes at the end."""
     from tqdm.auto import tqdm
 
     hidden = not (sys.stderr.isatty() or in_notebook())
-    return tqdm(total=total, initial=initial, unit="B", unit_scale=True, delay=delay, leave=False, disable=hidden)
+    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": hidden}
 
 
 def in_notebook() -> bool:

@@ -99,7 +99,7 @@ def verify_corpora(folders: list[Path]) -> None:
             raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of {CACHE}")
         prepared = open_prepared(folder)
         tokens = len(prepared.train) + len(prepared.validation)
-        with progress_bar(tokens * width(prepared.tokenizer).itemsize) as bar:
+        with progress_bar(f"checking {folder}", tokens * width(prepared.tokenizer).itemsize) as bar:
             verify(folder, prepared.manifest, bar.update)
         say(f"{folder}: {tokens:,} tokens, vocabulary {prepared.tokenizer.vocab_size:,}, every hash matches")
 

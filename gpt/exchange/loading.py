@@ -3,6 +3,7 @@
 Importing this module is quick: torch, which takes seconds, is imported only to read weights.
 """
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -18,24 +19,23 @@ if TYPE_CHECKING:
 
 BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"  # of a run
 _PREFERRED = (BEST, LAST, PREVIOUS)
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+_HUB_NAME = re.compile(r"(distil)?gpt2|gpt2-(medium|large|xl)|[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -> Path:
     """Find the checkpoint that a path stands for, without a path the newest run below `runs`; `UserError` if none.
 
     A run directory stands for its best checkpoint, or else its newest; a checkpoint file and a Hugging Face directory
-    for themselves. What does not exist is taken as the name of a run below `runs`, or else of a GPT-2 on the Hugging
-    Face hub, which is downloaded.
+    for themselves. What does not exist is taken as the name of a run below `runs`, or else as OWNER/NAME, or gpt2 and
+    its larger sizes, on the Hugging Face hub, from which the model is downloaded.
     """
     if path is None:
         found = [file for name in _PREFERRED for file in runs.glob(f"*/{name}")]
         if not found:
             raise UserError(f"no run below {runs}/ has a checkpoint: train one first with python train.py")
         path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent
-    if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
-        path = _by_name(str(path), runs)
-    path = Path(path)
+    named = find_path(path, runs)
+    path = named if os.path.exists(named) else _from_hub(str(path), runs)
     if huggingface.is_directory(path) or path.is_file():
         return path
     run = path.parent if path.name == "checkpoints" else path
@@ -45,15 +45,26 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
     raise UserError(f"{path}: a folder without {BEST} or {LAST}; give a run directory")
 
 
-def _by_name(name: str, runs: Path) -> Path:
-    """Find the run of a name, or download the model that the Hugging Face hub has under it."""
-    if os.path.exists(runs / name):
-        return runs / name
+def find_path(name: str | Path, runs: Path = Path("runs")) -> Path:
+    """Return the path of this name, or else that of the run of this name below `runs`, if either exists."""
+    found = [path for path in (name, runs / name) if os.path.exists(path)]  # Path.exists fails for a name too long
+    return Path(found[0] if found else name)
+
+
+def near_run(name: str | Path, runs: Path = Path("runs")) -> str:
+    """Ask whether the run was meant whose name is like this one; nothing if there is none."""
+    near = difflib.get_close_matches(Path(name).name, [folder.name for folder in runs.glob("*/")], n=1, cutoff=0.75)
+    return f"did you mean {runs / near[0]}?" if near else ""
+
+
+def _from_hub(name: str, runs: Path) -> Path:
+    """Download the model that the Hugging Face hub has under a name; `UserError` if none can have it."""
     first = name.split("/")[0]
     below_here = first == runs.name or os.path.exists(first)  # a mistake in "runs/typo" is not looked up elsewhere
     if _HUB_NAME.fullmatch(name) and len(name) <= 96 and not below_here and not name.endswith(".ckpt"):
         return huggingface.download(name)
-    raise UserError(f"{name}: there is no such checkpoint or run directory")
+    remedy = near_run(name, runs) or f"give a path, a name below {runs}/, or OWNER/NAME on the Hugging Face hub"
+    raise UserError(f"{name}: there is no such checkpoint or run directory: {remedy}")
 
 
 def open_model(path: str | Path) -> tuple["GPT", Tokenizer]:

@@ -1,22 +1,32 @@
 """What generate.py prints: growing text, several texts, JSON, or answers to prompts as they are typed."""
 
 import codecs
+import functools
 import io
 import itertools
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
-from gpt.errors import UserError
+from gpt.console import say
+from gpt.errors import UserError, require_range
+from gpt.sampling.arguments import LIMITS
+from gpt.sampling.generation import Sampling
 from gpt.sampling.language_model import Continuation, TokenLogprob
 from gpt.text import cache
 from gpt.text.analysis.overlap import LEAST, find_copies
 from gpt.text.pieces import visible
 from gpt.text.prepared import PreparedText, find_prepared
 from gpt.text.tokenizer import Tokenizer
+
+OPTION = re.compile(r"/([A-Za-z][\w-]*)(?:\s+|$)(\S*)\s*")  # a line that is no prompt; /usr/bin is one
 
 
 def print_growing(steps: Iterator[list[Continuation]]) -> Iterator[list[Continuation]]:
@@ -53,12 +63,18 @@ def print_json(prompts: list[str], steps: Iterator[list[Continuation]], settings
 
 
 def interact(
-    continue_texts: Callable[[list[list[int]]], Iterator[list[Continuation]]],
+    continue_texts: functools.partial,
     encode: Callable[[str], list[int]],
     num_samples: int,
     keep_context: bool,
 ) -> None:
-    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session."""
+    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session, and `/temperature 0.5` is an option.
+
+    Options change the keywords `sampling` and `max_new_tokens` of `continue_texts`.
+    """
+    if sys.stdin.isatty():
+        leave = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
+        say(f"{leave} leaves, Ctrl-C ends a text, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # as prompts from elsewhere are, whatever the locale
     said = ""
@@ -68,6 +84,12 @@ def interact(
         except EOFError:
             print()
             return
+        if option := OPTION.fullmatch(prompt):
+            try:
+                continue_texts = _with_option(continue_texts, *option.groups())
+            except UserError as error:
+                say(str(error), sys.stderr)
+            continue
         said = f"{said}\n{prompt}" if keep_context and said and prompt else prompt
         steps = continue_texts([encode(said)] * num_samples)
         try:
@@ -82,11 +104,33 @@ def interact(
             print()
 
 
+def _with_option(continue_texts: functools.partial, name: str, value: str) -> functools.partial:
+    """Return what continues texts with another option; `UserError` if there is none such, or it is out of range."""
+    kinds, key = {"max_new_tokens": int} | get_type_hints(Sampling), name.replace("-", "_")
+    if key not in kinds:
+        known = " ".join(f"/{key.replace('_', '-')}" for key in kinds)
+        raise UserError(f"/{name} is no option: choose from {known}")
+    try:
+        number = kinds[key](value)
+    except ValueError:
+        raise UserError(f"/{name} {value!r} is not of type {kinds[key].__name__}") from None
+    if key in LIMITS:
+        require_range(name, number, *LIMITS[key])
+        return functools.partial(continue_texts, **{key: number})
+    return functools.partial(continue_texts, sampling=replace(continue_texts.keywords["sampling"], **{key: number}))
+
+
 def printable(text: Continuation, start: int = 0) -> str:
-    """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
+    """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for.
+
+    The first of these lines says what is in the columns.
+    """
     if not text.logprobs:
         return text.text[start:]
-    return "".join("\n  " + token_line(token) for token in text.logprobs[start:])
+    lines = [token_line(token) for token in text.logprobs[start:]]
+    if start == 0:
+        lines.insert(0, _columns(["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]))
+    return "".join("\n  " + line for line in lines)
 
 
 def token_line(token: TokenLogprob) -> str:
@@ -94,7 +138,11 @@ def token_line(token: TokenLogprob) -> str:
     shown = [
         f"{visible(one.token)} {100 * math.exp(one.logprob):.3g}%".replace("\n", "") for one in (token, *token.top)
     ]
-    return "  ".join(f"{one:<16}" for one in shown).rstrip()
+    return _columns(shown)
+
+
+def _columns(cells: list[str]) -> str:
+    return "  ".join(f"{cell:<16}" for cell in cells).rstrip()
 
 
 def token_as_json(token: TokenLogprob) -> dict:

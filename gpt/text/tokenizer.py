@@ -21,6 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_PATTERN = r"(?s:.{1,1000})"
 NAMES = ("bpe", "gpt2", "byte")
+LONGEST_TOKEN = 1024  # bytes, of 256 characters, the longest that are learnt; a few doublings make a text of gigabytes
 
 # GPT-2's printable stand-ins, which `tokenizers` and files of its kind hold instead of bytes: printable Latin-1
 # characters stand for themselves; the other bytes are U+0100 and on, in order.
@@ -57,6 +58,10 @@ class Tokenizer:
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
             raise UserError(
                 f"tokenizer {name!r}: it has no token for byte {missing[0]}, so some texts cannot be encoded"
+            )
+        if (longest := max(map(len, ranks))) > LONGEST_TOKEN:
+            raise UserError(
+                f"tokenizer {name!r}: it has a token of {longest:,} bytes, and the most are {LONGEST_TOKEN:,}"
             )
         self.name = name
         self.pattern = pattern

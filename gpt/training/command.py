@@ -1,6 +1,7 @@
 """The command line of train.py: what Hydra composes, checked, and its errors in one line each."""
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -24,21 +25,22 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt.console import say
+from gpt.console import quote, say
 from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
-from gpt.training.config.loading import callbacks_of, read, repeated, unknown_key, validate
+from gpt.training.config.loading import asked_for, callbacks_of, read, unknown_key, validate
 from gpt.training.config.other_trainers import quoted
 from gpt.training.config.schema import Config
 from gpt.training.decide import begin, new_or_resumed, resume
-from gpt.training.distributed.launch import ranks
+from gpt.training.distributed.launch import is_rank_0, ranks
 from gpt.training.estimate.forecast import plan_of
 from gpt.training.optim import unread_settings
 from gpt.training.runs import directory
 from gpt.training.session import Session
 
 CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
-FAILED, STOPPED = "failed", "stopped"  # files in the folder of a sweep: why jobs failed, and that a signal has come
+# Files in the folder of a sweep: why jobs failed, how the others ended, and that a signal has come.
+FAILED, FINISHED, STOPPED = "failed", "finished", "stopped"
 
 ConfigStore.instance().store(name="defaults", node=asdict(Config()))
 
@@ -74,7 +76,7 @@ def ask(composed: DictConfig) -> Request:
         sys.exit("the sweep was stopped before this job")
     chosen = HydraConfig.get()
     overrides, single = list(chosen.overrides.task), chosen.mode != RunMode.MULTIRUN
-    config = validate(repeated(composed, overrides))
+    config = validate(asked_for(composed, overrides))
     refuse_contradictions(config, overrides)
     plan = plan_of(composed, single)
     if config.resume == "auto":
@@ -142,6 +144,16 @@ def reported() -> Iterator[list[float]]:
         result[:] = [_note_failure(f"job {chosen.job.num} ({' '.join(chosen.overrides.task)})", error)]
 
 
+def finished(request: Request, session: Session) -> float:
+    """Return a run's bits per byte; for a job of a sweep, note them with what was asked for."""
+    bits = session.metrics["val_bits_per_byte"]
+    if SWEEP in os.environ and is_rank_0():
+        again = [override for override in request.overrides if override not in request.gives("run_dir")]
+        with contextlib.suppress(OSError):  # on a machine that does not share the folder
+            _note(FINISHED, json.dumps([bits, str(session.run_dir), again]))
+    return bits
+
+
 def compose_and_run(job: Callable[[], Any]) -> None:
     """Have Hydra compose the configuration and run the job; with --multirun, once for each job of the sweep."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
@@ -187,7 +199,7 @@ def check_jobs() -> None:
         try:
             jobs.append(overrides)
             plan_of(composed, single=False)
-            refuse_contradictions(validate(repeated(composed, overrides)), overrides)
+            refuse_contradictions(validate(asked_for(composed, overrides)), overrides)
         except UserError as error:
             problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")
 
@@ -207,7 +219,9 @@ def check_jobs() -> None:
 
 @contextlib.contextmanager
 def failing_at_the_end() -> Iterator[str]:
-    """Yield the override that lets the jobs of a sweep note why they failed; `UserError` after the sweep if one did.
+    """Yield the override that lets the jobs of a sweep note how they ended; then name the best.
+
+    Raises `UserError` after the sweep if one failed.
 
     A signal stops jobs in processes of joblib's after their step, and lets no other begin. Their launcher would kill
     those that are still saving, if the signal ended it.
@@ -229,15 +243,23 @@ def failing_at_the_end() -> Iterator[str]:
             "trainer.devices for several devices"
         )
     with TemporaryDirectory() as folder:
-        file = Path(folder) / FAILED
         for number in SIGNALS if "hydra/launcher=joblib" in sys.argv else ():
             signal.signal(number, stop)
         yield f"++hydra.job.env_set.{SWEEP}={Path(folder).as_posix()}"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        failed, ended = (
+            file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+            for file in (Path(folder) / FAILED, Path(folder) / FINISHED)
+        )
+    if ended:
+        bits, run_dir, overrides = min(map(json.loads, ended))
+        own = get_args_parser().parse_known_args(sys.argv)[0].config_dir
+        words = ["python", "train.py", *(["--config-dir", own] if own else []), *overrides]
+        say(f"\nbest of {len(ended)} jobs: {bits:.4f} bits per byte in {run_dir}")
+        say(f"train it again: {' '.join(map(quote, words))}")
     if signals:
         sys.exit(128 + signals[0])
-    if lines:
-        raise UserError(f"{len(lines)} of the sweep's jobs failed; the first was {lines[0]}")
+    if failed:
+        raise UserError(f"{len(failed)} of the sweep's jobs failed; the first was {failed[0]}")
 
 
 def _note_failure(job: str, error: Exception) -> float:
@@ -247,11 +269,16 @@ def _note_failure(job: str, error: Exception) -> float:
     line = " ".join(f"{job}: {error}".split())
     say(f"train.py: {line}", sys.stderr)
     try:
-        with (Path(os.environ[SWEEP]) / FAILED).open("a", encoding="utf-8") as file:
-            print(line, file=file)
+        _note(FAILED, line)
     except (OSError, KeyError):  # on a machine that does not share the folder; Hydra carries the error back
         raise UserError(line) from None
     return math.inf
+
+
+def _note(name: str, line: str) -> None:
+    """Add a line to a file in the folder of the sweep."""
+    with (Path(os.environ[SWEEP]) / name).open("a", encoding="utf-8") as file:
+        print(line, file=file)
 
 
 def describe(error: Exception) -> str:
@@ -266,7 +293,9 @@ def describe(error: Exception) -> str:
         return f"{override!r} {what}{remedy if '=' in override else ''}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        own = "; for a text of your own say data=text data.path=FILE" if group.startswith("data") else ""
+        own = "; for a text of your own say data.path=FILE" if group.startswith("data") else ""
+        if group == "tokenizer" and name.startswith("char"):
+            own = "; byte comes closest to characters"
         return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from gpt.console import say
+from gpt.console import duration, say
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
-from gpt.exchange.loading import open_model
+from gpt.exchange.loading import find_path, open_model
 from gpt.files import flatten
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
@@ -28,13 +28,14 @@ from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training import runs
 from gpt.training.checkpoints.resuming import on_devices, read_schedule, require_same_text, restoring, with_horizon
-from gpt.training.config.advice import warnings
+from gpt.training.config.advice import STEPS, suitable_steps, warnings
 from gpt.training.config.loading import read, to_yaml, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import as_launched, connect, from_rank_0, on_all_ranks, ranks
 from gpt.training.session import Session, warn
 
+AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
@@ -130,7 +131,25 @@ def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = No
     corpora = load_corpora(config, start.tokenizer)
     if config.data.prompts is None:
         config = replace(config, data=replace(config.data, prompts=prompts_from(corpora)))
+    if config.horizon == "auto":
+        config = _with_suitable_horizon(config, corpora, automatic)
     return Session(config, make_schedule(config, corpora.train_tokens, automatic), corpora, Path(), start)
+
+
+def _with_suitable_horizon(config: Config, corpora: Corpora, automatic: bool) -> Config:
+    """The configuration with the steps that suit the text, or that this machine trains in `AUTO_SECONDS`, if fewer."""
+    steps, why = suitable_steps(config, corpora), "suits a text of this size"
+    config = replace(config, horizon=f"{steps}steps")
+    if steps > STEPS:
+        from gpt.training.estimate.timing import measure  # imports Lightning
+
+        say("timing a few steps")
+        _, seconds = measure(config, make_schedule(config, corpora.train_tokens, automatic), corpora, at_most=1.0)
+        if (fitting := int(AUTO_SECONDS / seconds)) < steps:
+            steps = max(STEPS, fitting)
+            why = f"takes about {duration(steps * seconds)} on this machine"
+    say(f"horizon={steps}steps {why}")
+    return replace(config, horizon=f"{steps}steps")
 
 
 def make_schedule(config: Config, train_tokens: int, automatic: bool) -> Schedule:
@@ -238,6 +257,8 @@ def require_processes(config: Config) -> None:
 
 def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session | None:
     """A run from its newest checkpoint on, until `horizon` if that is given; None if it is complete."""
+    if horizon == "auto":
+        raise UserError("horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps")
     run_dir = runs.directory(path)
     runs.lock(run_dir)
     found = runs.load_newest(run_dir, warn)
@@ -245,7 +266,7 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
         say(f"{run_dir} has no checkpoint yet: beginning at its first step")
         return _begun_again(run_dir, horizon, devices, num_nodes)
     file, payload = found
-    _refuse_going_back(Path(path), run_dir, file, payload.get("step"))
+    _refuse_going_back(find_path(path), run_dir, file, payload.get("step"))
     with restoring(file):
         stored, schedule = read_schedule(payload)
         own = "given" in payload["corpus"]["tokenizer"]

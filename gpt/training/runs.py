@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import DamagedError, load
+from gpt.exchange.loading import find_path, near_run
 from gpt.files import HeldError, hold, link, write_text
 from gpt.text.corpus.config import DataConfig
 from gpt.text.tokenizer import Tokenizer
@@ -73,14 +74,18 @@ def require_empty(run_dir: Path) -> None:
 
 
 def directory(path: str | Path) -> Path:
-    """The run directory that a path names: itself, its checkpoints folder, or a file in that; else `UserError`."""
-    path = Path(path)
+    """The run directory that a path or a name below runs/ stands for; else `UserError`.
+
+    A run may also be named by its checkpoints folder, or by a file in that.
+    """
+    path = find_path(path)
     if path.is_file():
         path = path.resolve().parent
     if path.name == "checkpoints":
         path = path.resolve().parent
     if not (path / "config.yaml").is_file():
-        raise UserError(f"{path}: not a run directory (it has no config.yaml); give one of those below runs/")
+        remedy = near_run(path) or "give one of those below runs/"
+        raise UserError(f"{path}: not a run directory (it has no config.yaml); {remedy}")
     return path
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -455,14 +456,16 @@ def test_top_logprobs_on_a_terminal(here, monkeypatch, capsys):
     arguments = ["--max-new-tokens", "7", "--temperature", "0", "--top-logprobs", "2"]
     out = output(capsys, "--prompt", "2 3 5", *arguments)
     (sample,) = report(capsys, "--prompt", "2 3 5", *arguments)["samples"]
-    first, *lines = out.splitlines()
+    first, head, *lines = out.splitlines()
     assert (first, len(lines), out[-1]) == ("2 3 5", 7, "\n")
+    assert head == "  token             likeliest 1       likeliest 2"
     for line, token in zip(lines, sample["logprobs"], strict=True):
         own, likeliest, other = re.fullmatch(r"  (\S+ \S+%) +(\S+ \S+%) +(\S+ \S+%)", line).groups()
         assert own == likeliest
         assert float(own.split()[1][:-1]) == pytest.approx(100 * math.exp(token["logprob"]), rel=0.01)
         assert float(other.split()[1][:-1]) <= float(own.split()[1][:-1])
-    block = "\n".join([first, *lines])
+        assert line.index(likeliest, 3) == head.index("likeliest 1")
+    block = "\n".join([first, head, *lines])
     both = output(capsys, "--prompt", "2 3 5", *arguments, "--num-samples", "2")
     assert both == f"--- 1 of 2 ---\n{block}\n--- 2 of 2 ---\n{block}\n"
     give_stdin(monkeypatch, b"2 3 5\n")
@@ -489,7 +492,7 @@ def test_end_of_text(tmp_path, capsys):
     assert printed["samples"] == [{"prompt": "a", "text": "", "tokens": 1, "finish_reason": "end_of_text"}] * 2
     arguments = ["--prompt", "a", "--checkpoint", run, "--temperature", "0.1"]
     assert output(capsys, *arguments) == "a\n"
-    assert output(capsys, *arguments, "--top-logprobs", "0") == "a\n  <|endoftext|> 100%\n"
+    assert output(capsys, *arguments, "--top-logprobs", "0") == "a\n  token\n  <|endoftext|> 100%\n"
 
 
 @pytest.mark.parametrize(
@@ -523,6 +526,39 @@ def test_interactive(here, monkeypatch, capsys):
     give_stdin(monkeypatch, b"2 3 5\n")
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0", "--num-samples", "2")
     assert out == f"> {texts[0]}\n---\n{texts[0]}\n> \n"
+
+
+def test_interactive_options(here, monkeypatch, capsys):
+    """An option holds from its line on, with the others; a mistaken one is a line on stderr; a path is a prompt."""
+    lines = ["/temperature 0", "2 3 5", "/max_new_tokens 3", "/top-k 1", "/temperature 9", "2 3 5", "/usr/bin"]
+    mistakes = {
+        "/temperature -1": "temperature=-1.0 is out of range: it must be at least 1e-06 and at most 100 (or 0: the ",
+        "/temperature": "/temperature '' is not of type float",
+        "/top-k 0.5": "/top-k '0.5' is not of type int",
+        "/max-new-tokens 0": "max-new-tokens=0 is out of range: it must be at least 1 and at most 10000000",
+        "/temprature 1": "/temprature is no option: choose from /max-new-tokens /repetition-penalty /temperature ",
+    }
+    give_stdin(monkeypatch, "".join(f"{line}\n" for line in [*lines[:2], *mistakes, *lines[2:]]).encode())
+    generate.main(["--interactive", "--max-new-tokens", "7", "--temperature", "100"])
+    printed = capsys.readouterr()
+    told = printed.err.splitlines()[1:]
+    assert len(told) == len(mistakes)
+    assert all(map(str.startswith, told, mistakes.values()))
+    texts = [expected_text(b"2 3 5", 7), expected_text(b"2 3 5", 3), expected_text(b"/usr/bin", 3)]
+    assert printed.out == f"> > {texts[0]}\n" + "> " * 8 + f"> {texts[1]}\n> {texts[2]}\n> \n"
+
+
+def test_how_to_leave_is_said_on_a_terminal(here):
+    """And nowhere else: the others here see all of stderr."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), "--interactive"], cwd=here, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.write(ours, b"\x04")
+    _, err = process.communicate(timeout=120)
+    line = "Ctrl-D leaves, Ctrl-C ends a text, and a line such as /temperature 0.5 changes an option\n"
+    assert re.match(NOTE + re.escape(line), err.decode())
+    assert process.returncode == 0
 
 
 def test_interactive_context(here, monkeypatch, capsys):

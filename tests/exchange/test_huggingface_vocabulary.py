@@ -187,6 +187,23 @@ def test_other_tokenizers(folder, place, value, reason):
     assert refusal(folder).startswith(reason)
 
 
+@pytest.mark.parametrize("levels", [10, 11, 16])
+def test_letters_that_are_doubled(folder, levels):
+    """A small file cannot hold tokens so long that what is made of a few of them fills the memory."""
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    tokens, pairs = [stand_ins(bytes([byte])) for byte in range(256)], []
+    for level in range(levels):
+        pairs.append(["a" * 2**level] * 2)
+        tokens.append("a" * 2 ** (level + 1))
+    stored["model"] |= {"vocab": {token: i for i, token in enumerate(tokens)}, "merges": pairs}
+    stored["added_tokens"][0]["id"] = len(tokens)
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    if levels == 10:
+        assert read(folder)[0].vocab_size == 267
+    else:
+        assert refusal(folder) == f"tokenizer 'bpe': it has a token of {2**levels:,} bytes, and the most are 1,024"
+
+
 def test_other_merges(folder):
     """Merges that never make one of the tokens; that is found by comparing."""
     pairs = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]

@@ -98,7 +98,7 @@ def test_find_nothing(tmp_path):
 
 
 def test_find_by_name(tmp_path, monkeypatch):
-    """A name is that of a run, unless there is a path of that name; a name below runs/ is not looked up on the hub."""
+    """A name is that of a run, unless there is a path of that name; other words are not looked up on the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface, "download", lambda name: pytest.fail("looked up"))
     run = make_run(Path("runs"), "gpt2", "best")
@@ -106,8 +106,23 @@ def test_find_by_name(tmp_path, monkeypatch):
     write_huggingface(Path("gpt2"))
     assert find_checkpoint("gpt2") == find_checkpoint(Path("gpt2")) == Path("gpt2")  # which stands for itself
     Path("models").mkdir()
-    for name in ("runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b", "typo" * 1009 + "/"):
-        assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory"
+    remedy = "give a path, a name below runs/, or OWNER/NAME on the Hugging Face hub"
+    words = ("typo", "gpt-2-medium", "runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b")
+    for name in (*words, "typo" * 1009 + "/"):
+        assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory: {remedy}"
+    make_run(Path("runs"), "2026-11-23_book-mini", "best")
+    for name in ("2026-11-23_bock-mini", "runs/2026-11-23_book-mini2"):
+        assert refusal(find_checkpoint, name).endswith("directory: did you mean runs/2026-11-23_book-mini?")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "me/my-model"])
+def test_names_of_the_hub(tmp_path, monkeypatch, name):
+    """GPT-2's own, and whatever has an owner."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface, "download", lambda name: asked.append(name) or write_huggingface(tmp_path / "hub"))
+    assert find_checkpoint(name) == tmp_path / "hub"
+    assert asked == [name]
 
 
 # --- the hub ---
@@ -201,7 +216,7 @@ def test_hub_refusals(tmp_path, hub):
     assert not any(place.endswith("model.safetensors") for place in Hub.asked)
     start = "there is no such path or run, and the Hugging Face hub does not give such a model ("
     nowhere = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    for name, env in (("no/model", hub), ("a..b", hub), ("tiny/model", nowhere)):
+    for name, env in (("no/model", hub), ("a..b/c", hub), ("tiny/model", nowhere)):
         done = open_apart(name, env)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert done.stderr.startswith(f"opening: {name}: {start}")

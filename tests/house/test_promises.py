@@ -71,6 +71,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         ],
         "Configurations in checkpoints are data": ["test_config.py::test_stored_configurations_are_literal"],
         "Hugging Face weights are read from safetensors": ["test_huggingface.py::test_pickles_are_not_read"],
+        "A tokenizer whose tokens are longer": ["test_huggingface_vocabulary.py::test_letters_that_are_doubled"],
         "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
         "Checkpoints are verified by their checksums": [
             "test_faults.py::test_damaged_checkpoint",

@@ -1,5 +1,6 @@
 """Text to ids and back: published ids, independent encoders as oracles, round trips, cuts, training."""
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -353,6 +354,7 @@ MALFORMED = "the rank table is malformed: each line must be a token in base64 an
         (tampered(ranks="".join(LINES) + "eHh4eHg= 4294967296\n"), "ids must be 0 to"),
         (tampered(ranks="".join(LINES) + "eHh4eHg= -1\n"), "ids must be 0 to"),
         (tampered(ranks="".join(LINES) + "eHh4eHg= 399\n"), "ids must be 0 to"),
+        (tampered(ranks="".join(LINES) + f"{base64.b64encode(b'x' * 1025).decode()} {len(LINES)}\n"), "of 1,025 bytes"),
         *((tampered(ranks="".join([*LINES, line])), MALFORMED) for line in ("YWE=", "YWE= 400 x", "Y 400", "é 400")),
         # tiktoken would panic on some of these, and others would drop text in silence or never end.
         *((tampered(pattern=p), "the tokenizer's pattern=") for p in ("", "(", "(?:a|a)*b", GPT2_PATTERN + " ")),

@@ -104,6 +104,20 @@ def test_directory_of_a_path(run_dir):
         runs.directory(run_dir.parent)
 
 
+def test_directory_of_a_name(run_dir, tmp_path, monkeypatch):
+    """So may one below runs/ by its name, and one that is nearly its name is asked about."""
+    monkeypatch.chdir(tmp_path)
+    (run_dir / "checkpoints").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/book-mini").symlink_to(run_dir)
+    for name in ("book-mini", "book-mini/checkpoints", "runs/book-mini"):
+        assert runs.directory(name).resolve() == run_dir.resolve()
+    with pytest.raises(UserError, match=r"^book-min: not a run directory \(.*\); did you mean runs/book-mini\?$"):
+        runs.directory("book-min")
+    with pytest.raises(UserError, match=r"^poem: not a run directory \(.*\); give one of those below runs/$"):
+        runs.directory("poem")
+
+
 def test_lock_once_a_process(run_dir):
     """The process that holds a run may take it again, by any name."""
     runs.lock(run_dir)

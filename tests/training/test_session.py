@@ -17,9 +17,10 @@ from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
 from gpt.training.checkpoints.saving import CheckpointFiles
+from gpt.training.config.loading import read
 from gpt.training.decide import decide_hardware, load_corpora, make_schedule
 from gpt.training.estimate.timing import seconds_per_step
-from harness import read_curves, refusal, tiny_arguments, tiny_config, train
+from harness import differences, read_curves, refusal, tiny_arguments, tiny_config, train
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,35 @@ def test_begin_decides_everything(folder, tmp_path):
     assert session.schedule.automatic
     stored = yaml.safe_load((session.run_dir / "config.yaml").read_text())
     assert stored["trainer"]["micro_batch_size"] == "6"
+
+
+@pytest.mark.parametrize(
+    ("limit", "horizon", "why"),
+    [
+        (600, "377steps", "suits a text of this size"),
+        (1e-6, "30steps", r"takes about \ds on this machine"),
+    ],
+)
+def test_automatic_horizon(folder, tmp_path, monkeypatch, capsys, limit, horizon, why):
+    """Ten epochs of the text, or what fits into the time; and the run is that of a horizon in steps, bit for bit."""
+    monkeypatch.setattr(decide, "AUTO_SECONDS", limit)
+    session = decide.begin(tiny_config(folder, "horizon=auto", f"run_dir={tmp_path / 'auto'}"))
+    assert re.search(rf"^horizon={horizon} {why}$", capsys.readouterr().out, re.M)
+    assert session.schedule.total_steps == int(horizon.removesuffix("steps"))
+    assert read(tmp_path / "auto/config.yaml").horizon == session.config.horizon == horizon
+    if horizon == "30steps":
+        session.fit()
+        decide.begin(tiny_config(folder, f"horizon={horizon}", f"run_dir={tmp_path / 'given'}")).fit()
+        assert differences(tmp_path / "auto", tmp_path / "given") == []
+        line = "horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps"
+        assert refusal(decide.resume, str(tmp_path / "auto"), "auto") == line
+
+
+def test_automatic_horizon_of_a_short_text(folder, tmp_path, monkeypatch):
+    """The least number of steps is not timed, however long it takes."""
+    monkeypatch.setattr("gpt.training.estimate.timing.measure", lambda *_: pytest.fail("timed"))
+    changes = ("horizon=auto", "trainer.tokens_per_step=4800", f"run_dir={tmp_path / 'run'}")
+    assert decide.begin(tiny_config(folder, *changes)).config.horizon == "30steps"
 
 
 def test_probe_takes_a_few_steps(folder):

@@ -5,6 +5,7 @@ over in silence.
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import ROOT, tiny_arguments, train
+from harness import ROOT, Done, differences, tiny_arguments, train
 
 
 @pytest.fixture
@@ -53,6 +54,37 @@ def test_sweep(settings, tmp_path, monkeypatch):
         json.loads((run / "metrics.json").read_text())["val_bits_per_byte"] for run in sorted(tmp_path.glob("runs/2*"))
     ]
     assert returned == [None, None, *losses]  # each job is checked before the first one trains
+
+
+def best(done: Done | subprocess.CompletedProcess, jobs: int) -> tuple[float, Path, list[str]]:
+    """What the end of a sweep says: the best bits per byte, their run, and the arguments of the command for it."""
+    lines = rf"^best of {jobs} jobs: (\d+\.\d{{4}}) bits per byte in (\S+)\ntrain it again: (.*)\n\Z"
+    said = re.search(lines, done.stdout, re.M)
+    assert said, done.stdout
+    program, script, *arguments = shlex.split(said[3])
+    assert (program, script) == ("python", "train.py")
+    return float(said[1]), Path(said[2]), arguments
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_sweep_ends_with_its_best_job(settings, tmp_path, in_a_file):
+    """The command that it prints trains that very run again, whatever the values hold, and recipes of one's own."""
+    rates, prompts = "optim.lr=1e-9,0.006", "data.prompts=['a b, c=d','é\"']"
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    content = "# @package _global_\ntrainer: {tokens_per_step: 48}\n"
+    (tmp_path / "mine/experiment/short.yaml").write_text(content, encoding="utf-8")
+    recipe = ["--config-dir", "mine", "experiment=short"] if in_a_file else []
+    changes = [*recipe, *settings, "run_dir=first,second"] if in_a_file else [*settings, rates]
+    changes = [change for change in changes if not (in_a_file and "tokens_per_step" in change)]
+    done = train("-m", *changes, prompts)
+    assert (done.returncode, done.stderr) == (0, "")
+    bits, run_dir, arguments = best(done, 2)
+    assert prompts in arguments
+    figures = {file.parent: json.loads(file.read_text()) for file in tmp_path.rglob("metrics.json")}
+    assert bits == round(min(figure["val_bits_per_byte"] for figure in figures.values()), 4)
+    assert bits == round(figures[run_dir.absolute()]["val_bits_per_byte"], 4)
+    assert train(*arguments, "run_dir=again").returncode == 0
+    assert differences(tmp_path / "again", run_dir) == []
 
 
 def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
@@ -111,6 +143,7 @@ def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
     parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
     assert (done.returncode, rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
+    assert best(done, 2)[1].is_dir()
     paths = f"data.path={corpus_folder / 'corpus.txt'},{tmp_path / 'missing'}"
     done = sweep(*settings, *parallel, paths)
     last = done.stderr.splitlines()[-1]
@@ -153,6 +186,11 @@ def test_search(settings, tmp_path):
     losses = [json.loads(file.read_text())["val_bits_per_byte"] for file in tmp_path.glob("runs/*/metrics.json")]
     assert len(losses) == 3
     assert found["best_value"] == min(losses)
+    bits, run_dir, arguments = best(done, 3)
+    assert bits == round(found["best_value"], 4)
+    assert {f"{key}={value}" for key, value in found["best_params"].items()} <= set(arguments)
+    stored = yaml.safe_load((tmp_path / run_dir / "config.yaml").read_text())
+    assert stored["optim"]["lr"] == found["best_params"]["optim.lr"]
     assert found["best_params"].keys() == {"optim.lr", "optim.matrix_lr"}
     assert found["best_params"]["optim.lr"] in rates(tmp_path)
     diverging = ["optim.matrix_weight_decay=1e41,0.1", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=2"]

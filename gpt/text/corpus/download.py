@@ -23,7 +23,7 @@ from gpt.text.corpus.formats import read_documents, require
 
 BLOCK = 1 << 18  # bytes to receive at once
 TIMEOUT = 30  # seconds without a byte
-OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data=text data.path=FILE"
+OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 
 
 def fetch_file(url: str, sha256: str, cache: Path, say: Callable[[str], None]) -> Path:
@@ -88,7 +88,7 @@ def _receive(url: str, stream: BufferedRandom) -> None:
         if here and answer.status != 206:
             stream.truncate(0)
             here = stream.seek(0)
-        with progress_bar(answer.length and here + answer.length, here) as bar:
+        with progress_bar(f"downloading {url.rpartition('/')[2]}", answer.length and here + answer.length, here) as bar:
             while block := answer.read(BLOCK):
                 stream.write(block)
                 bar.update(len(block))

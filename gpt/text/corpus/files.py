@@ -10,6 +10,7 @@ from typing import NoReturn
 from gpt.console import say
 from gpt.errors import UserError
 from gpt.files import is_output
+from gpt.text.corpus.config import ONE_WORD
 from gpt.text.corpus.formats import explain_unreadable, looks_like_text
 
 
@@ -48,7 +49,10 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
             say(f"skipping {what}: {_some(others, root)}")
             found = tuple(file for file in found if is_text[file])
     if not found:
-        raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
+        own = f"; for the corpus of that name say data={path}" if path in ONE_WORD else ""
+        raise UserError(
+            f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob{own}"
+        )
     return found
 
 

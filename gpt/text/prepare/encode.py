@@ -52,7 +52,7 @@ def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, s
         for name, count in counts.items():
             writer = Writer(working / f"{name}.bin", width(tokenizer), count["tokens"], count["sha256"])
             writers[name] = stack.enter_context(contextlib.closing(writer))
-        bar = stack.enter_context(progress_bar(size, done, delay=1))
+        bar = stack.enter_context(progress_bar(f"tokenizing {source.corpus.name}", size, done, delay=1))
 
         def flush() -> None:
             for name, writer in writers.items():

@@ -26,7 +26,7 @@ class Source:
         """The findings of one reading, which is said; `del` frees the memory that the sample takes."""
         count = len(self.corpus.files)
         self.say(f"reading {self.corpus.name} ({count:,} file{'s' * (count != 1)})")
-        with progress_bar(delay=1) as bar:
+        with progress_bar(f"reading {self.corpus.name}", delay=1) as bar:
             pieces = (piece for _, _, piece in self.corpus.pieces())
             found = survey(pieces, self.validation_bytes, bar.update)
         self.corpus.require_text(found.bytes)

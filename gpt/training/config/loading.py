@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
+from gpt.text.corpus.config import DataConfig
 from gpt.training import runs
 from gpt.training.config.other_trainers import OTHER_TRAINERS
 from gpt.training.config.schema import Config
@@ -102,15 +103,25 @@ def to_yaml(config: Config) -> str:
 # --- what only the command line may say ---
 
 
-def repeated(composed: DictConfig, overrides: list[str]) -> DictConfig | dict:
-    """The configuration of the run that `rerun` names, if any, with the keys and groups that `overrides` name.
+def asked_for(composed: DictConfig, overrides: list[str]) -> dict:
+    """What Hydra composed, or the run that `rerun` names with the keys and groups that `overrides` name.
+
+    `data.path` without `data` means data=text.
+    """
+    names = [override.lstrip("+~").split("=")[0] for override in overrides]
+    config = _resolved(composed)
+    if config.get("rerun"):
+        config = _repeated(config, names)
+    if "data.path" in names and "data" not in names and config["data"]["name"] == DataConfig.name:
+        config["data"]["name"] = "text"
+    return config
+
+
+def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The configuration of the run that `rerun` names, with the keys and groups of these names as given.
 
     What was `auto` stays as it was decided, for the same bits, unless an override invalidates it.
     """
-    if not composed.get("rerun"):
-        return composed
-    given = _resolved(composed)
-    names = [override.lstrip("+~").split("=")[0] for override in overrides]
     if "experiment" in names:
         raise UserError("experiment and rerun exclude each other: rerun brings every setting; add single keys to it")
     config = dataclasses.asdict(read(runs.directory(str(given["rerun"])) / "config.yaml")) | {

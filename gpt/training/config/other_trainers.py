@@ -5,8 +5,8 @@ from gpt.console import quote
 _STEP = "trainer.tokens_per_step, which counts all sequences of a step x model.context_length"
 # What to write here, and the keys that people know for it; a key may be followed by its value.
 _KEYS = {
-    "horizon=Nsteps": "max_iters max_steps num_train_steps",
-    "horizon=Nepochs": "max_epochs num_train_epochs num_epochs",
+    "horizon=Nsteps": "steps iters max_iters max_steps num_train_steps",
+    "horizon=Nepochs": "epochs max_epochs num_train_epochs num_epochs",
     "horizon=Nmin": "max_time",
     _STEP: "batch_size per_device_train_batch_size train_batch_size gradient_accumulation_steps "
     "accumulate_grad_batches",
@@ -39,7 +39,7 @@ _KEYS = {
     "run_dir": "out_dir default_root_dir output_dir",
     "resume=RUN": "ckpt_path resume_from_checkpoint",
     "init_from": "model_name_or_path",
-    "data=text data.path=FILE": "dataset train_file",
+    "data.path=FILE": "dataset train_file",
 }
 OTHER_TRAINERS = {theirs: ours for ours, keys in _KEYS.items() for theirs in keys.split()}
 

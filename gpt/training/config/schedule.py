@@ -26,7 +26,7 @@ def parse_horizon(text: str) -> Horizon:
     match = _HORIZON.fullmatch(text.strip())
     if not match or not 0 < float(match[1]) < 1e15:
         raise UserError(
-            f"horizon={text!r} is not a horizon: give a number above 0 and a unit, such as "
+            f"horizon={text!r} is not a horizon: give auto, or a number above 0 and a unit, such as "
             "2000steps, 100Mtokens, 3epochs, 90s, 3min or 2h"
         )
     if match[5]:

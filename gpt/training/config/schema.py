@@ -75,7 +75,10 @@ class Config:
     init_from: str | None = None  # a run, a checkpoint, a Hugging Face GPT-2 folder or a name on the hub
 
     def __post_init__(self) -> None:
-        parse_horizon(self.horizon)
+        if self.horizon != "auto":
+            parse_horizon(self.horizon)
+        elif self.trainer.strategy == "fsdp":
+            raise UserError("horizon=auto times steps on one device, and fsdp needs several: give a number of steps")
         if not 0 <= self.seed < 1 << 63:
             raise UserError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
         require_range("patience", self.patience, 0, note="(off)")

@@ -25,13 +25,13 @@ from gpt.training.loop import make_batch
 from gpt.training.module import GPTModule
 
 
-def measure(config: Config, schedule: Schedule, corpora: Corpora) -> tuple[Schedule, float]:
+def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Schedule, float]:
     """Seconds per step, and the schedule with as small a micro-batch as memory requires, if it may choose it."""
     keep_freed_memory()  # as training does
     while True:
         try:
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                return schedule, seconds_per_step(config, schedule, corpora)
+                return schedule, seconds_per_step(config, schedule, corpora, at_most)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

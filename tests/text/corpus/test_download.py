@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import http.server
+import io
 import itertools
 import json
 import random
@@ -300,6 +301,15 @@ def test_full_disk(tmp_path, server, downloads):
     (downloads / f"{NAME}.part").symlink_to("/dev/full")
     said = refusal(fetch, server, "whole", tmp_path)
     assert said.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
+
+
+def test_bar(server, tmp_path, monkeypatch):
+    """On a terminal, a bar says what it is of."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    fetch(server, "whole", tmp_path)
+    assert re.match(r"\rdownloading \S+: +0%", terminal.getvalue())
 
 
 # --- data sets of the hub ---

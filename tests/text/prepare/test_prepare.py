@@ -1,17 +1,21 @@
 """Preparing: the tokens of every document in order, once, and one line for a text that is too short."""
 
 import hashlib
+import io
 import json
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+from gpt.console import progress_bar
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
+from gpt.text.prepare import encode, source
 from gpt.text.prepare.prepare import FORMAT, TooShortError
 from gpt.text.prepare.split import survey
 from gpt.text.prepared import SPLITS
@@ -52,6 +56,18 @@ def test_tokens_are_the_split(tmp_path, name, values):
     assert documents_of(prepared.train, expected) == train
     assert documents_of(prepared.validation, expected) == validation
     assert len(train) > 40 and len(validation) > 1
+
+
+def test_bars(tmp_path, monkeypatch):
+    """On a terminal, each bar says what it is of; here from the first moment on, and not after a second."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for module in (source, encode):
+        at_once = lambda *given, delay: progress_bar(*given)  # noqa: E731
+        monkeypatch.setattr(module, "progress_bar", at_once)
+    make(write_documents(tmp_path), tmp_path / "cache", TokenizerConfig("byte"))
+    assert re.search(r"\rreading text: .*\rtokenizing text: +0%", terminal.getvalue(), re.S)
 
 
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 import gpt.training.command  # noqa: F401
 from gpt.errors import UserError
 from gpt.files import flatten
-from gpt.training.config.loading import repeated, to_yaml, validate
+from gpt.training.config.loading import asked_for, to_yaml, validate
 from gpt.training.config.schema import Config
 from harness import ROOT, TINY, differences, tiny_config, train, write_corpus
 
@@ -33,7 +33,7 @@ def rerun(run: Path, *overrides: str) -> Config:
     """The configuration of `python train.py rerun=RUN ...`."""
     overrides = (f"rerun={run}", *overrides)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return validate(repeated(compose("train", list(overrides)), list(overrides)))
+        return validate(asked_for(compose("train", list(overrides)), list(overrides)))
 
 
 def changes(run: Path, config: Config) -> dict:
@@ -57,6 +57,16 @@ def test_keys_and_groups_win(stored):
     assert dataclasses.astuple(config.model) == (128, 128, 5, 4, 0.0, True)
     assert (config.optim.name, config.optim.lr, config.optim.betas) == ("adamw", 0.004, Config().optim.betas)
     assert rerun(stored, "optim=muon").optim.lr == 0.006
+
+
+def test_another_text(stored):
+    """A path makes a run on a corpus one on text, and a run on a mixture stays one."""
+    file = stored / "config.yaml"
+    plain = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for name, path, weights in (("python_docs", None, []), ("mix", ["a", "b"], [1, 2])):
+        file.write_text(yaml.safe_dump(plain | {"data": {"name": name, "path": path, "weights": weights}}))
+        config = rerun(stored, "data.path=[a,c]")
+        assert (config.data.name, config.data.path) == ("mix" if weights else "text", ["a", "c"])
 
 
 @pytest.mark.parametrize(

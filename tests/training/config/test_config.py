@@ -18,11 +18,11 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.command import describe  # registers the defaults under which configs/train.yaml composes
-from gpt.training.config.loading import read, to_yaml, unknown_key, validate
+from gpt.training.config.loading import asked_for, read, to_yaml, unknown_key, validate
 from gpt.training.config.schedule import Horizon, parse_horizon
 from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.optim import OptimConfig
-from harness import refusal
+from harness import refusal, train
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
@@ -71,6 +71,46 @@ def test_shipped_config(choice, tmp_path):
     assert expected
     assert {key: config[key] for key in expected} == expected
     assert validate(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
+
+
+def test_help():
+    """What it says of keys and their defaults is true, and it lists the groups; with no line too wide for a page."""
+    done = train("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    keys = flatten(dataclasses.asdict(Config())) | dict.fromkeys(("data", "model", "optim", "tokenizer", "plan"))
+    named = set(re.findall(r"([a-z_.]+)=", done.stdout)) - {"key"}
+    assert len(named) > 15 and named <= keys.keys()
+    defaults = re.findall(r"^  ([a-z_.]+)=.*\(default: ([\w]+)\)", done.stdout, re.M)
+    assert [(key, value) for key, value in defaults if key != "run_dir"] == [
+        (key, str(keys[key])) for key in ("tokenizer.vocab_size", "seed", "trainer.tokens_per_step", "trainer.device")
+    ]
+    assert "\noptim: adamw, muon\n" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "prompts"),
+    [
+        (["data.path=a.txt"], "text", None),
+        (["+data.path=a.txt", "data.prompts=[b]"], "text", ["b"]),
+        (["data.path=a.txt", "experiment=gpt2_small"], "text", None),
+        (["data.path=me/set", "data=huggingface"], "huggingface", None),
+        (["data.path=[a,python_docs]", "data=mix", "data.weights=[1,2]"], "mix", None),
+        (["data.cache=a"], "python_docs", ["", "Raise ValueError if", "Return a list of"]),
+    ],
+)
+def test_a_path_is_of_text(overrides, name, prompts):
+    """Without `data`, in place of the default corpus and its prompts."""
+    config = validate(asked_for(composed(*overrides), overrides))
+    assert (config.data.name, config.data.prompts) == (name, prompts)
+
+
+def test_a_path_contradicts_a_corpus():
+    """It does not replace a corpus that was chosen."""
+    for choice in ("data=python_docs", "experiment=shakespeare"):
+        overrides = [choice, "data.path=a.txt"]
+        line = refusal(validate, asked_for(composed(*overrides), overrides))
+        assert line == "data.path='a.txt' works only with data=text: add that, or leave the path out"
 
 
 def test_defaults_hold_every_key():
@@ -211,6 +251,7 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"seed": 2**63}, r"seed=9223372036854775808 .*below 2\^63"),
         ({"horizon": 1000}, r"horizon='1000' .*a unit"),
         ({"horizon": "0steps"}, r"horizon='0steps' .*above 0"),
+        ({"horizon": "auto", "trainer": {"strategy": "fsdp"}, "optim": {"name": "adamw"}}, r"horizon=auto .* fsdp"),
         ({"logger": ["csv", "comet"]}, r"logger='comet' .*choose from tensorboard, csv, wandb, mlflow"),
     ],
 )

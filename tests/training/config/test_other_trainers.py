@@ -29,6 +29,10 @@ def told(*arguments: str) -> str:
     ("arguments", "line"),
     [
         (["max_iters=5000"], "there is no key 'max_iters': write horizon=Nsteps"),
+        (["epochs=3"], "there is no key 'epochs': write horizon=Nepochs"),
+        (["steps=3"], "there is no key 'steps': write horizon=Nsteps"),
+        (["tokenizer=char"], "tokenizer=char is not known: choose from bpe, byte, gpt2; byte comes closest to"),
+        (["data=book"], "; for a text of your own say data.path=FILE"),
         (["++data.batch_size=3"], "there is no key 'data.batch_size': write trainer.tokens_per_step, which counts"),
         (["seed=3", "-m", "n_layer=2,3"], "there is no key 'n_layer': write model.num_layers"),
         (["--seed", "3"], "--seed: keys are written key=value"),

@@ -357,6 +357,18 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_an_automatic_horizon_is_rank_0s(settings, tmp_path):
+    """Rank 0 times a few steps while the others wait, and all train as many as it says."""
+    run_dir = tmp_path / "run"
+    changes = ["horizon=auto", "trainer.tokens_per_step=1152", "trainer.devices=2", f"run_dir={run_dir}"]
+    done = train_apart(*settings, *changes)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("horizon=31steps suits a text of this size") == 1
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == 31
+    assert read(run_dir / "config.yaml").horizon == "31steps"
+
+
+@pytest.mark.slow
 def test_a_time_as_horizon_is_rank_0s(settings, tmp_path):
     """All ranks stop after the same step, and the run ends in time."""
     run_dir = tmp_path / "run"

@@ -43,9 +43,13 @@ def test_counts_are_those_of_the_run(arguments, figures):
 
 def test_text(figures):
     """A person reads the figures and every warning."""
-    figures = figures | {"epochs": {"prose": 3.0, "verse": 5000.0}, "train_seconds": 7300.0, "warnings": ["too long"]}
+    figures = figures | {"epochs": {"prose": 3.0, "verse": 4541.2}, "train_seconds": 7300.0, "warnings": ["too long"]}
     text = describe(figures)
-    assert "4 steps of 96 tokens see each byte 3 times in prose, 5e+03 times in verse" in text
+    assert "4 steps of 96 tokens see each byte 3 times in prose, 4,541 times in verse" in text
+    assert "384 tokens, 12,346 per parameter (compute-optimal: 20)" in describe(
+        figures | {"tokens_per_parameter": 12345.6}
+    )
+    assert "384 tokens, 0.0123 per parameter" in describe(figures | {"tokens_per_parameter": 0.012345})
     assert "2h01m at" in text
     assert re.search(r"^ +\d+ MiB  activations$", text, re.M)
     assert text.endswith("\n\ntoo long")

@@ -92,6 +92,28 @@ def test_the_last_command_fits_the_outcome(best, longer, command):
     assert list(closing_lines(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
 
 
+UNPASSED = {"references": {"unigram": {"bits_per_byte": 3.5, "passed_at": None}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 145}, "rerun=runs/a horizon=72steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 2000}, "rerun=runs/a horizon=500steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 1}, "rerun=runs/a horizon=1steps"),
+        ({"train_loss": 1.0, "val_loss": 1.9}, "resume=runs/a horizon=2200steps"),
+        ({"train_loss": 3.0, "val_loss": 3.9} | UNPASSED, "rerun=runs/a horizon=500steps"),
+        ({"train_loss": 3.0, "val_loss": 3.7} | UNPASSED, "resume=runs/a horizon=2200steps"),
+        ({"train_loss": 3.0, "val_loss": 3.9, "references": {}}, "resume=runs/a horizon=2200steps"),
+    ],
+)
+def test_a_run_that_memorises_is_not_made_longer(changes, command):
+    """Where no validation has turned, the training loss far below it says so; sooner if it passed no reference."""
+    figures = FIGURES | {"best_step": 1100} | changes
+    figures |= {"best_val_loss": figures["val_loss"]}
+    assert list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))[-1].endswith(f" {command}")
+
+
 @pytest.mark.parametrize(
     ("text", "width", "line"),
     [
