@@ -51,8 +51,8 @@ def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: 
     """Show a bar in bytes, and its label, on terminals and in notebooks, after `delay` seconds; it goes at the end."""
     from tqdm.auto import tqdm
 
-    hidden = not (sys.stderr.isatty() or in_notebook())
-    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": hidden}
+    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not (sys.stderr.isatty() or in_notebook())}
+    return tqdm(desc=label, total=total, initial=initial, delay=delay, **style)
 
 
 def in_notebook() -> bool:

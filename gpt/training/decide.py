@@ -22,6 +22,7 @@ from gpt.model.memory import choose_micro_batch
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.analysis.prompts import prompts_from
 from gpt.text.cache import CACHE
+from gpt.text.corpus.config import ONE_WORD
 from gpt.text.corpus.download import with_revision
 from gpt.text.prepare.prepare import TooShortError, prepare
 from gpt.text.prepared import Corpora
@@ -130,7 +131,8 @@ def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = No
     config = replace(config, data=with_revision(config.data, _cache(config)))
     corpora = load_corpora(config, start.tokenizer)
     if config.data.prompts is None:
-        config = replace(config, data=replace(config.data, prompts=prompts_from(corpora)))
+        prompts = ONE_WORD.get(config.data.name) or prompts_from(corpora)
+        config = replace(config, data=replace(config.data, prompts=prompts))
     if config.horizon == "auto":
         config = _with_suitable_horizon(config, corpora, automatic)
     return Session(config, make_schedule(config, corpora.train_tokens, automatic), corpora, Path(), start)

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
-from gpt.training.callbacks.pictures import CELL, GAP
+from gpt.sampling.pictures import CELL, GAP
 from gpt.training.config.loading import validate
 from harness import CONCERNS, ROOT, Done, differences, read_curves, tiny_arguments, train
 

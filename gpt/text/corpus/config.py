@@ -34,8 +34,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_choice("data.name", self.name, NAMES)
-        if self.prompts is None:
-            self.prompts = ONE_WORD.get(self.name)
         require_choice("data.errors", self.errors, ("strict", "replace"))
         if self.name == "text" and not self.paths:
             raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")

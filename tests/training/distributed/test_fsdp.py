@@ -158,7 +158,6 @@ def test_all_ranks_see_a_weight_that_is_broken_on_one(corpus_folder, monkeypatch
     [
         (["optim=muon", "trainer.devices=2"], "muon needs whole ones: add optim=adamw"),
         (["optim=adamw", "trainer.devices=1", "trainer.num_nodes=1"], "there is 1: leave it out; trainer.activation"),
-        (["optim=adamw", "trainer.device=cpu", "trainer.compile=true"], "one graph of all blocks on a CPU"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(changes, message, tmp_path):
