@@ -6,19 +6,16 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_type_hints
 
 from gpt.console import say
-from gpt.errors import UserError, require_range
-from gpt.sampling.arguments import LIMITS
-from gpt.sampling.generation import Sampling
+from gpt.errors import UserError
+from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.language_model import Continuation, TokenLogprob
 from gpt.text import cache
 from gpt.text.analysis.overlap import LEAST, find_copies
@@ -68,13 +65,10 @@ def interact(
     num_samples: int,
     keep_context: bool,
 ) -> None:
-    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session, and `/temperature 0.5` is an option.
-
-    Options change the keywords `sampling` and `max_new_tokens` of `continue_texts`.
-    """
+    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session, and `/top-k 5` sets an option."""
     if sys.stdin.isatty():
-        leave = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
-        say(f"{leave} leaves, Ctrl-C ends a text, and a line such as /temperature 0.5 changes an option", sys.stderr)
+        leave = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
+        say(f"{leave}, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # as prompts from elsewhere are, whatever the locale
     said = ""
@@ -106,30 +100,21 @@ def interact(
 
 def _with_option(continue_texts: functools.partial, name: str, value: str) -> functools.partial:
     """Return what continues texts with another option; `UserError` if there is none such, or it is out of range."""
-    kinds, key = {"max_new_tokens": int} | get_type_hints(Sampling), name.replace("-", "_")
-    if key not in kinds:
-        known = " ".join(f"/{key.replace('_', '-')}" for key in kinds)
-        raise UserError(f"/{name} is no option: choose from {known}")
-    try:
-        number = kinds[key](value)
-    except ValueError:
-        raise UserError(f"/{name} {value!r} is not of type {kinds[key].__name__}") from None
-    if key in LIMITS:
-        require_range(name, number, *LIMITS[key])
-        return functools.partial(continue_texts, **{key: number})
-    return functools.partial(continue_texts, sampling=replace(continue_texts.keywords["sampling"], **{key: number}))
+    sampling, key = continue_texts.keywords["sampling"], name.replace("-", "_")
+    if key not in (known := ("max_new_tokens", *vars(sampling))):
+        raise UserError(f"/{name} is no option: choose from /{' /'.join(known).replace('_', '-')}")
+    given = {key: getattr(parse_arguments([f"--{key.replace('_', '-')}={value}"]), key)}
+    if key in vars(sampling):
+        given = {"sampling": replace(sampling, **given)}
+    return functools.partial(continue_texts, **given)
 
 
 def printable(text: Continuation, start: int = 0) -> str:
-    """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for.
-
-    The first of these lines says what is in the columns.
-    """
+    """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
     if not text.logprobs:
         return text.text[start:]
-    lines = [token_line(token) for token in text.logprobs[start:]]
-    if start == 0:
-        lines.insert(0, _columns(["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]))
+    head = ["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]
+    lines = [*([] if start else [columns(head)]), *map(token_line, text.logprobs[start:])]
     return "".join("\n  " + line for line in lines)
 
 
@@ -138,10 +123,10 @@ def token_line(token: TokenLogprob) -> str:
     shown = [
         f"{visible(one.token)} {100 * math.exp(one.logprob):.3g}%".replace("\n", "") for one in (token, *token.top)
     ]
-    return _columns(shown)
+    return columns(shown)
 
 
-def _columns(cells: list[str]) -> str:
+def columns(cells: list[str]) -> str:
     return "  ".join(f"{cell:<16}" for cell in cells).rstrip()
 
 

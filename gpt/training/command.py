@@ -219,9 +219,7 @@ def check_jobs() -> None:
 
 @contextlib.contextmanager
 def failing_at_the_end() -> Iterator[str]:
-    """Yield the override that lets the jobs of a sweep note how they ended; then name the best.
-
-    Raises `UserError` after the sweep if one failed.
+    """Yield the override that lets the jobs of a sweep note how they ended; name the best, and raise if one failed.
 
     A signal stops jobs in processes of joblib's after their step, and lets no other begin. Their launcher would kill
     those that are still saving, if the signal ended it.
@@ -293,10 +291,8 @@ def describe(error: Exception) -> str:
         return f"{override!r} {what}{remedy if '=' in override else ''}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        own = "; for a text of your own say data.path=FILE" if group.startswith("data") else ""
-        if group == "tokenizer" and name.startswith("char"):
-            own = "; byte comes closest to characters"
-        return f"{group}={name} is not known: choose from {', '.join(error.options)}{own}"
+        own = {"data": "; for a text of your own say data.path=FILE", "tokenizer": "; byte comes closest to characters"}
+        return f"{group}={name} is not known: choose from {', '.join(error.options)}{own.get(group, '')}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"
     if "@experiment." in str(error):

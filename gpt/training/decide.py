@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gpt.console import duration, say
+from gpt.console import say
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import find_path, open_model
@@ -140,17 +140,15 @@ def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = No
 
 def _with_suitable_horizon(config: Config, corpora: Corpora, automatic: bool) -> Config:
     """The configuration with the steps that suit the text, or that this machine trains in `AUTO_SECONDS`, if fewer."""
-    steps, why = suitable_steps(config, corpora), "suits a text of this size"
+    steps = suitable_steps(config, corpora)
     config = replace(config, horizon=f"{steps}steps")
     if steps > STEPS:
         from gpt.training.estimate.timing import measure  # imports Lightning
 
-        say("timing a few steps")
-        _, seconds = measure(config, make_schedule(config, corpora.train_tokens, automatic), corpora, at_most=1.0)
-        if (fitting := int(AUTO_SECONDS / seconds)) < steps:
-            steps = max(STEPS, fitting)
-            why = f"takes about {duration(steps * seconds)} on this machine"
-    say(f"horizon={steps}steps {why}")
+        schedule = make_schedule(config, corpora.train_tokens, automatic)
+        _, seconds = measure(config, schedule, corpora, at_most=1.0)
+        steps = max(STEPS, min(steps, int(AUTO_SECONDS / seconds)))
+    say(f"horizon={steps}steps suits this text and this machine")
     return replace(config, horizon=f"{steps}steps")
 
 

@@ -74,10 +74,7 @@ def require_empty(run_dir: Path) -> None:
 
 
 def directory(path: str | Path) -> Path:
-    """The run directory that a path or a name below runs/ stands for; else `UserError`.
-
-    A run may also be named by its checkpoints folder, or by a file in that.
-    """
+    """The run directory that a path or a run's name stands for, or its checkpoints, or a file in them; `UserError`."""
     path = find_path(path)
     if path.is_file():
         path = path.resolve().parent

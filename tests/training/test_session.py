@@ -47,18 +47,12 @@ def test_begin_decides_everything(folder, tmp_path):
     assert stored["trainer"]["micro_batch_size"] == "6"
 
 
-@pytest.mark.parametrize(
-    ("limit", "horizon", "why"),
-    [
-        (600, "377steps", "suits a text of this size"),
-        (1e-6, "30steps", r"takes about \ds on this machine"),
-    ],
-)
-def test_automatic_horizon(folder, tmp_path, monkeypatch, capsys, limit, horizon, why):
+@pytest.mark.parametrize(("limit", "horizon"), [(600, "377steps"), (1e-6, "30steps")])
+def test_automatic_horizon(folder, tmp_path, monkeypatch, capsys, limit, horizon):
     """Ten epochs of the text, or what fits into the time; and the run is that of a horizon in steps, bit for bit."""
     monkeypatch.setattr(decide, "AUTO_SECONDS", limit)
     session = decide.begin(tiny_config(folder, "horizon=auto", f"run_dir={tmp_path / 'auto'}"))
-    assert re.search(rf"^horizon={horizon} {why}$", capsys.readouterr().out, re.M)
+    assert f"horizon={horizon} suits this text and this machine\n" in capsys.readouterr().out
     assert session.schedule.total_steps == int(horizon.removesuffix("steps"))
     assert read(tmp_path / "auto/config.yaml").horizon == session.config.horizon == horizon
     if horizon == "30steps":

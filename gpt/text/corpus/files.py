@@ -10,7 +10,6 @@ from typing import NoReturn
 from gpt.console import say
 from gpt.errors import UserError
 from gpt.files import is_output
-from gpt.text.corpus.config import ONE_WORD
 from gpt.text.corpus.formats import explain_unreadable, looks_like_text
 
 
@@ -49,10 +48,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
             say(f"skipping {what}: {_some(others, root)}")
             found = tuple(file for file in found if is_text[file])
     if not found:
-        own = f"; for the corpus of that name say data={path}" if path in ONE_WORD else ""
-        raise UserError(
-            f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob{own}"
-        )
+        raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
     return found
 
 

@@ -1,8 +1,5 @@
 """Warnings of a new run before its first step: the settings that do not suit its text, and those that would."""
 
-import math
-from typing import Any
-
 import numpy as np
 
 from gpt.text.prepared import MIXTURE_WINDOWS, Corpora
@@ -11,8 +8,8 @@ from gpt.training.config.schema import Config
 
 # benchmarks/LOG.md says how these were measured.
 TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
-MEMORISED = 2.0  # a validation loss this many times the training loss shows a model that only memorises,
-MEMORISED_UNPASSED = 1.25  # and this many where it has not even passed a simple reference
+MEMORISED = 2.0  # a validation loss so many times the training loss is that of a text learnt by heart,
+UNPASSED = 1.25  # and so many where no reference has been passed
 MOST_EPOCHS = 50  # after which a text is only learnt by heart
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
@@ -46,14 +43,6 @@ def suitable_steps(config: Config, corpora: Corpora) -> int:
 def shorter_steps(config: Config, corpora: Corpora, best_step: int) -> int:
     """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
     return min(best_step, suitable_steps(config, corpora))
-
-
-def memorises(figures: dict[str, Any]) -> bool:
-    """Tell from the figures of metrics.json whether more steps would only memorise more of the training text."""
-    references = figures["references"].values()
-    unpassed = references and all(reference["passed_at"] is None for reference in references)
-    gap = MEMORISED_UNPASSED if unpassed else MEMORISED
-    return figures["val_loss"] > gap * figures.get("train_loss", math.inf)
 
 
 def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:

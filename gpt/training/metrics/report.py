@@ -11,7 +11,7 @@ from tqdm.utils import disp_len, disp_trim
 
 from gpt.console import duration, quote
 from gpt.text.pieces import visible
-from gpt.training.config.advice import TURNED, memorises
+from gpt.training.config.advice import MEMORISED, TURNED, UNPASSED
 
 MOST_SAMPLES = 3
 
@@ -68,13 +68,20 @@ def _next(figures: dict[str, Any], prompt: str, shorter: int, longer: str, run_d
     yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
     if figures["val_loss"] > TURNED * figures["best_val_loss"]:
         yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={shorter}steps"
-    elif memorises(figures):  # and has not been validated often enough to see that it has turned
+    elif _memorises(figures):  # and has not been validated often enough to see that it has turned
         steps = min(shorter, max(1, figures["steps"] // 2))
         yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
     elif longer:
         yield "train longer", f"python train.py {quote(f'resume={run}')} horizon={longer}"
     else:
         yield "go on", f"python train.py {quote(f'resume={run}')}"
+
+
+def _memorises(figures: dict[str, Any]) -> bool:
+    """Whether the training loss is so far below validation that more steps would only memorise more of the text."""
+    passed = [reference["passed_at"] for reference in figures["references"].values()]
+    gap = UNPASSED if passed and not any(passed) else MEMORISED
+    return "train_loss" in figures and figures["val_loss"] > gap * figures["train_loss"]
 
 
 # --- text that fits a terminal ---

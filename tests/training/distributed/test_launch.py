@@ -363,7 +363,7 @@ def test_an_automatic_horizon_is_rank_0s(settings, tmp_path):
     changes = ["horizon=auto", "trainer.tokens_per_step=1152", "trainer.devices=2", f"run_dir={run_dir}"]
     done = train_apart(*settings, *changes)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("horizon=31steps suits a text of this size") == 1
+    assert done.stdout.count("horizon=31steps suits this text and this machine") == 1
     assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == 31
     assert read(run_dir / "config.yaml").horizon == "31steps"
 
