@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 
 from lightning import Callback, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -32,7 +32,7 @@ from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
 from gpt.training.loop import TrainBatches
 from gpt.training.metrics.curves import Curves, UpdateRatios
-from gpt.training.metrics.loggers import UserCurves, close_loggers, open_loggers
+from gpt.training.metrics.loggers import UserCurves, open_loggers
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.module import GPTModule
 from gpt.training.runs import Start
@@ -99,7 +99,9 @@ class Training:
         finally:
             for callback in (self.checkpoints, self.curves, self.progress):
                 callback.close()
-            close_loggers(others)
+            for logger in others:
+                if isinstance(logger, WandbLogger):  # whose run would go on in the next; Lightning ends that of mlflow
+                    logger.experiment.finish()
 
 
 def build_trainer(

@@ -1,7 +1,8 @@
 """Users' own Lightning callbacks, named on the command line as `module:name`."""
 
-import importlib
 import os
+import pkgutil
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,10 @@ def load_callbacks(names: list[str]) -> list["Callback"]:
 def _load(name: str) -> "Callback":
     from lightning import Callback
 
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if not re.fullmatch("[^:]+:[^:]+", name):
         raise UserError(f"callbacks: {name!r} is not of the form module:name, as in lightning.pytorch.callbacks:Timer")
     try:
-        callback = getattr(importlib.import_module(module), attribute)
+        callback = pkgutil.resolve_name(name)
         if callable(callback) and not isinstance(callback, Callback):
             callback = callback()
     except Exception as error:

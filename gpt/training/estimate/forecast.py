@@ -136,10 +136,8 @@ def describe(f: dict[str, Any]) -> str:
     share = f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
     where = f"{devices} x {trainer['device']}" if devices > 1 else trainer["device"]
     alone = ", without the exchange among devices" if devices > 1 else ""
-    each = [
-        f"{_figure(times)} times{f' in {name}' if len(f['epochs']) > 1 else ''}" for name, times in f["epochs"].items()
-    ]
-    ratio = f"{_figure(f['tokens_per_parameter'])} per parameter (compute-optimal: {COMPUTE_OPTIMAL})"
+    each = [f"{times:,.2f} times{f' in {name}' if len(f['epochs']) > 1 else ''}" for name, times in f["epochs"].items()]
+    ratio = f"{f['tokens_per_parameter']:,.2f} per parameter (compute-optimal: {COMPUTE_OPTIMAL})"
     validating = f"{duration(f['validation_seconds'])} more ({share:.0%})"
     rows = [
         ("model", f"{f['parameters']:,} parameters, in {trainer['precision']} on {where}"),
@@ -154,10 +152,6 @@ def describe(f: dict[str, Any]) -> str:
     ]
     lines = [f"{name:10}{line}" for name, line in rows]
     return "\n".join([*lines, *([""] if f["warnings"] else []), *f["warnings"]])
-
-
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _size(size: float) -> str:

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,6 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
             write_text(file, f"{identity}\n")
         loggers.append(logger)
     return loggers
-
-
-def close_loggers(loggers: Sequence[Logger]) -> None:
-    """End the wandb run of this process, as another run of a sweep would go on in it. Lightning ends that of mlflow."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
 
 
 class UserCurves(Logger, StepCallback):

@@ -45,8 +45,8 @@ def test_text(figures):
     """A person reads the figures and every warning."""
     figures = figures | {"epochs": {"prose": 3.0, "verse": 4541.2}, "train_seconds": 7300.0, "warnings": ["too long"]}
     text = describe(figures)
-    assert "4 steps of 96 tokens see each byte 3 times in prose, 4,541 times in verse" in text
-    assert "384 tokens, 12,346 per parameter (compute-optimal: 20)" in describe(
+    assert "4 steps of 96 tokens see each byte 3.00 times in prose, 4,541.20 times in verse" in text
+    assert "384 tokens, 12,345.60 per parameter (compute-optimal: 20)" in describe(
         figures | {"tokens_per_parameter": 12345.6}
     )
     assert "384 tokens, 0.0123 per parameter" in describe(figures | {"tokens_per_parameter": 0.012345})
