@@ -49,7 +49,7 @@ def test_text(figures):
     assert "384 tokens, 12,345.60 per parameter (compute-optimal: 20)" in describe(
         figures | {"tokens_per_parameter": 12345.6}
     )
-    assert "384 tokens, 0.0123 per parameter" in describe(figures | {"tokens_per_parameter": 0.012345})
+    assert "384 tokens, 0.01 per parameter" in describe(figures | {"tokens_per_parameter": 0.012345})
     assert "2h01m at" in text
     assert re.search(r"^ +\d+ MiB  activations$", text, re.M)
     assert text.endswith("\n\ntoo long")
