@@ -2,8 +2,7 @@
 
 Tokens a second of training the mini model and of sampling from it and from GPT-2 124M, on a quiet machine and beside a
 process that keeps one core busy, in turn. `spinning` is OpenMP as it comes, `giving way` is gpt.hardware.threads.
-The others are
-what a user can choose before the start: OMP_WAIT_POLICY=passive, or one thread.
+The others are what a user can choose before the start: OMP_WAIT_POLICY=passive, or one thread.
 """
 
 import contextlib
@@ -78,7 +77,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--seconds", type=float, default=8.0, help="of each turn")
+    arguments.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     args = arguments.parse_args()
     print(machine())
     found: dict[str, dict[str, list[float]]] = {}

@@ -60,10 +60,10 @@ part_tests() {
 }
 
 part_step() {
-  local sizes=(--preset gpt2_small --rounds 5)
-  [ -z "$CPU" ] || sizes=(--preset mini --rounds 1 --shape 2 32 --only "ours, bf16, AdamW")
+  local sizes=(--preset gpt2_small --seconds 60)
+  [ -z "$CPU" ] || sizes=(--preset mini --seconds 0 --shape 2 32 --only "ours, Muon")
   "$PYTHON" benchmarks/train_step.py "${sizes[@]}" --json "$OUT/step.json" &&
-    variants "$OUT/step.json" tokens_per_second time_to_ours share_of_bf16_peak peak_bytes | rows step
+    variants "$OUT/step.json" tokens_per_second time_to_ours share_of_peak peak_bytes | rows step
 }
 
 part_minute() {
@@ -106,10 +106,10 @@ part_learn() {
 }
 
 part_sample() {
-  local sizes=(--tokens 200 --rounds 3)
-  [ -z "$CPU" ] || sizes=(--tokens 2 --rounds 1 --only "ours, fp32, 1 at once")
+  local sizes=(--tokens 200 --seconds 60)
+  [ -z "$CPU" ] || sizes=(--tokens 2 --seconds 0 --only "ours, fp32, 1 at once")
   "$PYTHON" benchmarks/generate.py "${sizes[@]}" --json "$OUT/sample.json" &&
-    variants "$OUT/sample.json" tokens_per_second to_transformers_bf16 peak_bytes | rows sample
+    variants "$OUT/sample.json" tokens_per_second to_transformers peak_bytes | rows sample
 }
 
 part_score() {

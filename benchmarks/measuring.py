@@ -5,6 +5,7 @@ runs in its own process, with its own memory and allocator, a few steps at a tim
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import platform
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from gpt.hardware.device import choose_device  # noqa: E402
+from gpt.hardware.device import DTYPES, choose_device, choose_precision  # noqa: E402
 from gpt.hardware.memory import peak_memory_bytes  # noqa: E402
 
 if TYPE_CHECKING:  # a benchmark that does not train measures memory without them
@@ -90,6 +91,8 @@ def _serve(pipe, make: Callable[..., Callable[[], Any]], arguments: dict) -> Non
             pipe.send(("times", (times, peak, result if isinstance(result, dict) else {})))
     except EOFError:
         pass
+    except ImportError as error:
+        pipe.send(("error", f"{error.name} is not installed"))
     except Exception:
         pipe.send(("error", traceback.format_exc()))
 
@@ -196,6 +199,21 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
                   enumerate(zip(line, widths, strict=True))).rstrip()
         for line in lines
     )  # fmt: skip
+
+
+def rounds(seconds: float, least: int = 3) -> Iterator[int]:
+    """Count rounds until so many seconds are up, but at least `least` of them."""
+    begin = time.perf_counter()
+    for i in itertools.count():
+        if i >= least and time.perf_counter() - begin > seconds:
+            return
+        yield i
+
+
+def precision() -> str:
+    """The precision that training takes on this machine, as PyTorch names it."""
+    name = choose_precision("auto", choose_device())
+    return str(DTYPES[name]).removeprefix("torch.")
 
 
 def parser(doc: str) -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from gpt.training.optim import lr_factor, set_lr
 from gpt.training.session import Session
 
 PRESETS = {  # overrides, steps in each turn, turns
-    "mini": (["trainer.micro_batch_size=8"], 25, 60),
+    "mini": (["trainer.micro_batch_size=8"], 25, 40),
     "gpt2_small": (
         [
             "model=gpt2_small",
@@ -112,7 +112,7 @@ def measure(preset: str) -> dict:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=["mini"])
     args = arguments.parse_args()
     print(machine())
     reports = {preset: measure(preset) for preset in args.preset}

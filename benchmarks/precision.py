@@ -1,4 +1,4 @@
-"""What lower precision costs: python benchmarks/precision.py [--seeds 3] [--steps 1500] [--json FILE].
+"""What lower precision costs: python benchmarks/precision.py [--seeds 1] [--steps 500] [--json FILE].
 
 Training: the quick start's model in fp32 and in bf16, on the same windows in the same order. Sampling: the last of
 those models, scored on its validation text with weights in fp32, bf16 and int8. All figures are bits per byte.
@@ -40,8 +40,8 @@ def score(run_dir: Path, precision: str) -> float:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--steps", type=int, default=1500)
+    arguments.add_argument("--seeds", type=int, default=1)
+    arguments.add_argument("--steps", type=int, default=500)
     args = arguments.parse_args()
     print(machine())
     trained: dict[str, list[float]] = {"fp32": [], "bf16": []}

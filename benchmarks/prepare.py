@@ -1,8 +1,8 @@
-"""How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 1000] [--json FILE].
+"""How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 300] [--json FILE].
 
 Three ways to encode the same documents from Python's documentation, measured in turn: tiktoken's own batch encoding in
-memory, ours from a file to verified prepared on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
-peak memory of a training's process that prepares a large corpus, and the time to open prepared too large to read.
+memory, ours from a file to prepared text on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
+peak memory of a training's process that prepares a large corpus, and the time to open prepared text too large to read.
 """
 
 import gzip
@@ -160,7 +160,7 @@ def sparse(folder: Path, tokens: int) -> Path:
 
 
 def opening(folder: Path) -> dict[str, float]:
-    """Seconds to open 10 GB of prepared, and to make the first of a billion windows' batches."""
+    """Seconds to open 10 GB of prepared text, and to make the first of a billion windows' batches."""
     ten, billion = folder / "ten", folder / "billion"
     ten.mkdir()
     billion.mkdir()
@@ -180,7 +180,7 @@ def opening(folder: Path) -> dict[str, float]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--megabytes", type=float, default=48, help="of text, for the comparison")
-    arguments.add_argument("--large", type=int, default=1000, help="megabytes of the large corpus; 0 leaves it out")
+    arguments.add_argument("--large", type=int, default=300, help="megabytes of the large corpus; 0 leaves it out")
     args = arguments.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as name:
@@ -190,14 +190,14 @@ def main() -> None:
         head = f"{args.megabytes:g} MB on {CORES} cores, medians of {ROUNDS}"
         print(table([head, "MB/s", "/ tiktoken"], [[way, speed, speed / fastest] for way, speed in speeds.items()]))
         agree = formats_agree(folder)
-        print(f"\nsame prepared from .txt, .jsonl, .jsonl.gz and .parquet: {agree}\n")
+        print(f"\nthe same tokens from .txt, .jsonl, .jsonl.gz and .parquet: {agree}\n")
         seconds = opening(folder)
         print(table(["", "ms"], [[what, 1000 * value] for what, value in seconds.items()]))
         prepared = large(args.large, folder) if args.large else {}
         if prepared:
             rows = [[what, *figures.values()] for what, figures in prepared.items()]
             print("\n" + table([f"{args.large} MB", "MB/s", "MB held before", "at the peak"], rows))
-    report = {"cores": CORES, "MB/s": speeds, "same prepared": agree, "seconds": seconds, "large corpus": prepared}
+    report = {"cores": CORES, "MB/s": speeds, "same tokens": agree, "seconds": seconds, "large corpus": prepared}
     finish(report, args.json)
 
 

@@ -1,4 +1,4 @@
-"""How much is learnt in a time: python benchmarks/quality.py --text FILE [--seeds 3] [--seconds 180] [--json FILE].
+"""How much is learnt in a time: python benchmarks/quality.py --text FILE [--seeds 1] [--seconds 60] [--json FILE].
 
 The peer is nanoGPT's CPU recipe on a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters, batches of
 12, fp32, AdamW from 1e-3 to 1e-4 over 2,000 steps. Ours is `python train.py experiment=shakespeare` as a user runs it,
@@ -119,8 +119,8 @@ def row(name: str, figures: dict) -> list[str]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--text", type=Path, required=True)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--seconds", type=float, default=180.0)
+    arguments.add_argument("--seeds", type=int, default=1)
+    arguments.add_argument("--seconds", type=float, default=60.0)
     args = arguments.parse_args()
     text = args.text.read_text(encoding="utf-8")
     print(machine())

@@ -1,5 +1,6 @@
 """The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
 
+All in the precision that training takes on this machine, bf16 or fp32, in turn for --seconds (90) with each preset.
 --shape 2 128 takes 2 windows of 128 tokens, and --only NAME ... the variants whose names contain one of these.
 
 Tokens a second, share of the matrix peak measured in the same run, and peak memory. Every variant takes the same steps
@@ -9,11 +10,12 @@ may not hold all variants at once, each takes turns with the first alone; what c
 """
 
 import importlib.util
+import statistics
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measuring import Worker, finish, machine, matrix_peak, parser, table
+from measuring import Worker, finish, machine, matrix_peak, parser, precision, rounds, table
 
 from gpt.hardware.device import choose_compile, choose_device
 from gpt.hardware.memory import keep_freed_memory
@@ -170,39 +172,39 @@ def with_adamw(parameters, preset: str, autocast: bool, shape: Shape, loss: Call
 
 def variants(preset: str) -> list[tuple[str, Callable, dict]]:
     """The name, the function and the settings of each."""
-    bf16 = {"dtype": "bfloat16", "optim": "adamw"}
+    usual = {"dtype": precision(), "optim": "adamw"}
+    halves = usual["dtype"] != "float32"
     found: list[tuple[str, Callable, dict]] = [
-        ("ours, bf16, AdamW", ours, bf16),
-        ("transformers, bf16 autocast", hugging_face, {"autocast": True}),
-        ("ours, bf16, AdamW, checkpointing", ours, bf16 | {"checkpointing": True}),
-        ("ours, bf16, Muon", ours, bf16 | {"optim": "muon"}),
-        ("transformers, fp32", hugging_face, {"autocast": False}),
+        ("ours, AdamW", ours, usual),
+        ("ours, Muon", ours, usual | {"optim": "muon"}),
+        ("ours, AdamW, checkpointing", ours, usual | {"checkpointing": True}),
     ]
-    if hasattr(F, "linear_cross_entropy"):
-        found.insert(3, ("ours, bf16, AdamW, torch's loss", ours, bf16 | {"loss": torch_loss}))
-    if importlib.util.find_spec("litgpt"):
-        found.append(("litgpt, bf16 autocast", litgpt, {"autocast": True}))
-    if choose_device().type == "cuda":
-        found[2:2] = [
-            ("ours, bf16, AdamW, not compiled", ours, bf16 | {"compiled": False}),
-            ("ours, bf16, AdamW, waits for the norm", ours, bf16 | {"waits": True}),
-            ("ours, TF32, AdamW", ours, bf16 | {"dtype": "float32"}),
-            ("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32", "matmul": "highest"}),
+    for name, make in (("transformers", hugging_face), ("litgpt", litgpt)):
+        if importlib.util.find_spec(name):
+            found.append((f"{name}, autocast" if halves else name, make, {"autocast": halves}))
+        else:
+            print(f"left out: {name}, which is not installed")
+    if halves and preset == "mini":  # with the large model, all variants together would take more than 24 GB
+        found.append(("ours, fp32, AdamW", ours, usual | {"dtype": "float32"}))
+    if preset == "mini":
+        found.append(("naive, fp32, Muon", naive, {}))
+    if hasattr(F, "linear_cross_entropy") and choose_device().type == "cuda":
+        found += [
+            ("ours, AdamW, torch's loss", ours, usual | {"loss": torch_loss}),
+            ("ours, AdamW, not compiled", ours, usual | {"compiled": False}),
+            ("ours, AdamW, waits for the norm", ours, usual | {"waits": True}),
+            ("ours, TF32, AdamW", ours, usual | {"dtype": "float32"}),
+            ("ours, fp32, AdamW, without TF32", ours, usual | {"dtype": "float32", "matmul": "highest"}),
         ]
-    elif preset == "mini":  # with the large model, all variants together would take more than 24 GB
-        found += [("ours, fp32, AdamW", ours, bf16 | {"dtype": "float32"}), ("naive, fp32, Muon", naive, {})]
     return found
 
 
-def measure(preset: str, rounds: int, steps: int, shape: Shape, only: list[str] | None) -> dict:
-    """Measure every variant in turn with the matrix peaks, and report."""
+def measure(preset: str, seconds: float, steps: int, shape: Shape, only: list[str] | None) -> dict:
+    """Measure every variant in turn with the matrix peak, and report."""
     wanted = [one for one in variants(preset) if not only or any(words in one[0] for words in only)]
     groups = [wanted] if choose_device().type == "cpu" else [wanted[:1], *([one] for one in wanted[1:])]
-    seconds = 1.0 if len(groups) == 1 else 0.1
-    peaks = {
-        dtype: Worker(dtype, matrix_peak, dtype=dtype, n=2048, seconds=seconds) for dtype in ("bfloat16", "float32")
-    }
-    found: dict[str, list[float]] = {dtype: [] for dtype in peaks}
+    peak = Worker("peak", matrix_peak, dtype=precision(), n=2048, seconds=1.0 if len(groups) == 1 else 0.1)
+    found: list[float] = []
     workers: list[Worker] = []
     for group in groups:
         started = []
@@ -210,12 +212,11 @@ def measure(preset: str, rounds: int, steps: int, shape: Shape, only: list[str] 
             for name, make, settings in group:
                 extra = {} if make is naive else {"shape": shape}
                 started.append(Worker(name, make, preset=preset, **settings, **extra))
-                started[-1].run(2)
+                started[-1].run(1)
                 started[-1].times.clear()
-            for _ in range(rounds):
-                for dtype, worker in peaks.items():
-                    worker.run(1)
-                    found[dtype].append(worker.facts["flops"])
+            for _ in rounds(seconds / len(groups)):
+                peak.run(1)
+                found.append(peak.facts["flops"])
                 for worker in [*workers[:1], *started]:
                     worker.run(steps)
         except SystemExit as error:
@@ -228,39 +229,38 @@ def measure(preset: str, rounds: int, steps: int, shape: Shape, only: list[str] 
             print(f"{worker.name}: {1000 * worker.median:,.1f} ms", flush=True)
             if workers[0] is not worker:
                 worker.close()
-    for worker in [workers[0], *peaks.values()]:
+    for worker in [workers[0], peak]:
         worker.close()
-    return report(preset, workers, {dtype: sorted(values)[len(values) // 2] for dtype, values in found.items()}, shape)
+    return report(preset, workers, statistics.median(found), shape)
 
 
-def report(preset: str, workers: list[Worker], peaks: dict[str, float], shape: Shape) -> dict:
+def report(preset: str, workers: list[Worker], peak: float, shape: Shape) -> dict:
     """Print a preset's table; return its figures."""
     device = choose_device().type
     B, T = tokens(preset, device, shape)[0].shape
     flops = GPT(config_of(preset)).flops_per_token(T) * B * T
-    print(f"\n{preset}: {B} x {T} tokens, {flops / 1e9:.1f} GFLOP a step; "
-          + ", ".join(f"{dtype} peak {peak / 1e9:,.0f} GFLOP/s" for dtype, peak in peaks.items()))  # fmt: skip
+    print(f"\n{preset}: {B} x {T} tokens in {precision()}, {flops / 1e9:.1f} GFLOP a step, {peak / 1e9:,.0f} GFLOP/s")
     first, rows, figures = workers[0].median, [], {}
     for worker in workers:
-        share = flops / worker.median / peaks["bfloat16"]
+        share = flops / worker.median / peak
         milliseconds, rate = f"{1000 * worker.median:,.1f}", f"{B * T / worker.median:,.0f}"
-        ratio, peak = f"{worker.median / first:.2f}", f"{worker.peak / 1e9:.2f}"
-        rows.append([worker.name, milliseconds, rate, ratio, f"{share:.1%}", peak])
+        ratio, memory = f"{worker.median / first:.2f}", f"{worker.peak / 1e9:.2f}"
+        rows.append([worker.name, milliseconds, rate, ratio, f"{share:.1%}", memory])
         figures[worker.name] = {
             "ms": 1000 * worker.median,
             "tokens_per_second": B * T / worker.median,
             "time_to_ours": worker.median / first,
-            "share_of_bf16_peak": share,
+            "share_of_peak": share,
             "peak_bytes": worker.peak,
         }
-    print(table(["", "ms", "tokens/s", "time / ours", "of bf16 peak", "GB at peak"], rows))
-    return {"peaks": peaks, "batch": [B, T], "flops": flops, "variants": figures}
+    print(table(["", "ms", "tokens/s", "time / ours", "of the peak", "GB of memory"], rows))
+    return {"precision": precision(), "peak": peak, "batch": [B, T], "flops": flops, "variants": figures}
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
-    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--seconds", type=float, default=90, help="of each preset")
     arguments.add_argument("--shape", type=int, nargs=2, metavar=("B", "T"))
     arguments.add_argument("--only", nargs="+", metavar="NAME")
     args = arguments.parse_args()
@@ -268,7 +268,7 @@ def main() -> None:
     reports = {}
     for preset in args.preset:
         steps = 10 if preset == "mini" or choose_device().type == "cuda" else 1
-        reports[preset] = measure(preset, args.rounds, steps, args.shape and tuple(args.shape), args.only)
+        reports[preset] = measure(preset, args.seconds, steps, args.shape and tuple(args.shape), args.only)
     finish(reports, args.json)
 
 

@@ -5,6 +5,7 @@ import importlib
 import sys
 import sysconfig
 import tokenize
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 def builtin_docs() -> Iterator[str]:
     """Yield the docstrings of each module that is built into the interpreter as one document."""
     for module_name in sorted(sys.builtin_module_names):
-        module = importlib.import_module(module_name)
+        with warnings.catch_warnings(action="ignore"):  # some are deprecated
+            module = importlib.import_module(module_name)
         seen: dict[str, str] = {}
         for name, value in sorted(vars(module).items()):
             if name.endswith("hook"):  # sys.excepthook and the like, which programs replace
