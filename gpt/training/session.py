@@ -36,7 +36,7 @@ def warn(line: str) -> None:
     say(f"train.py: {line}", sys.stderr)
 
 
-@dataclass
+@dataclass(repr=False)
 class Session:
     """A run that is ready to train: what it learns from, for how long, where it starts and where it writes."""
 
@@ -48,6 +48,9 @@ class Session:
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last validation: see docs/runs.md for each key
     samples: list[str] = field(default_factory=list)  # of the last validation
     stopped_by: int = 0  # the signal that ended the training early
+
+    def __repr__(self) -> str:
+        return f"Session({self.run_dir})"
 
     def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
