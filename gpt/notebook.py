@@ -1,6 +1,6 @@
 """Training from Python, in a notebook or a script: `gpt.train` takes the keys of `python train.py`, without Hydra."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +57,11 @@ def train(
     *,
     horizon: str | None = None,
     seed: int | None = None,
-    model: Mapping[str, Any] | None = None,
-    tokenizer: Mapping[str, Any] | None = None,
-    data: Mapping[str, Any] | None = None,
-    optim: Mapping[str, Any] | None = None,
-    trainer: Mapping[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    tokenizer: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
     patience: int | None = None,
     init_from: str | Path | None = None,
     run_dir: str | Path | None = None,
@@ -78,21 +78,22 @@ def train(
     Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint, and returns what there is.
     Raises `UserError`, a `ValueError` of one line, for a wrong setting.
     """
-    values: dict[str, Any] = {"seed": seed, "model": model, "tokenizer": tokenizer, "data": data, "optim": optim}
-    values |= {"trainer": trainer, "patience": patience, "init_from": init_from and str(init_from)}
-    values |= {"run_dir": run_dir and str(run_dir)}
-    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items() if value}
+    given: dict[str, Any] = {"seed": seed, "patience": patience, "init_from": init_from, "run_dir": run_dir}
+    given |= {"model": model, "tokenizer": tokenizer, "data": data, "optim": optim, "trainer": trainer}
+    values = {key: str(one) if isinstance(one, Path) else one for key, one in given.items() if one is not None}
     if text is not None:
         path = str(text) if isinstance(text, str | Path) else [str(one) for one in text]
-        values["data"] = {"name": "text", "path": path} | values.get("data", {})
-    if resume is not None:
-        if values:
-            raise UserError(f"resume continues a run as it was configured, and {next(iter(values))} would change it")
-        session = continued(str(resume), horizon)
-        if session is None:
-            raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
-    else:
+        values["data"] = {"name": "text", "path": path} | (data or {})
+    session: Session | None
+    if resume is None:
         session = begin(validate(values | ({"horizon": horizon} if horizon else {})), kept=list(model or {}))
+    elif values:
+        first = next(iter(values))
+        raise UserError(
+            f"resume continues a run as it was, and {first} would change it: start a new one with init_from"
+        )
+    elif not (session := continued(str(resume), horizon)):
+        raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
     session.fit(callbacks)
     best, own = open_model(session.run_dir)
     return TrainedModel(best.to(session.config.trainer.device), own, session)

@@ -55,7 +55,8 @@ def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, caps
 def test_before_the_first_validation(corpus_folder, settings, tmp_path, capsys):
     """There is nothing to report then, and it says so; the model is that of the last checkpoint."""
     where = tmp_path / "run"
-    lm = gpt.train(corpus_folder / "corpus.txt", run_dir=where, callbacks=[StopAt(3)], **settings)
+    lm = gpt.train(corpus_folder / "corpus.txt", seed=0, run_dir=where, callbacks=[StopAt(3)], **settings)
+    assert lm.session.config.seed == 0
     capsys.readouterr()
     lm.report()
     assert capsys.readouterr().out == "nothing to report before the first validation, at step 17\n"
@@ -90,7 +91,7 @@ def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
         ({"tokenizer": "byte"}, "tokenizer='byte' stands where keys such as tokenizer.name belong"),
         ({"text": "missing.txt"}, "missing.txt"),
         ({"resume": "runs/typo"}, "runs/typo: not a run directory"),
-        ({"resume": "runs/typo", "seed": 3}, "resume continues a run as it was configured, and seed would change it"),
+        ({"resume": "runs/typo", "seed": 3}, "resume continues a run as it was, and seed would change it"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, arguments, problem):
