@@ -57,7 +57,8 @@ def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: 
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
-    return "ipykernel" in sys.modules
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def duration(seconds: float) -> str:
