@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt.compare import read_curves
-from gpt.errors import UserError
+from gpt.errors import UserError, require_choice
 from gpt.exchange.loading import open_model
+from gpt.files import read_yaml
 from gpt.sampling.language_model import LanguageModel
 from gpt.training.config.loading import validate
 from gpt.training.decide import begin
@@ -17,6 +18,9 @@ from gpt.training.session import Session
 if TYPE_CHECKING:
     from lightning import Callback
     from matplotlib.axes import Axes
+
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 @dataclass(repr=False)
@@ -57,10 +61,10 @@ def train(
     *,
     horizon: str | None = None,
     seed: int | None = None,
-    model: dict[str, Any] | None = None,
-    tokenizer: dict[str, Any] | None = None,
-    data: dict[str, Any] | None = None,
-    optim: dict[str, Any] | None = None,
+    model: str | dict[str, Any] | None = None,
+    tokenizer: str | dict[str, Any] | None = None,
+    data: str | dict[str, Any] | None = None,
+    optim: str | dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     patience: int | None = None,
     init_from: str | Path | None = None,
@@ -71,22 +75,26 @@ def train(
     """Train as `python train.py` does, and open the best model of the run.
 
     `text` is what `data.path` takes: a file, a folder, a glob, a URL or a list of these; by default the documentation
-    of this Python. `horizon` is a length such as "2000steps", "3epochs" or "3min". `model={"num_layers": 6}` stands for
-    `model.num_layers=6`, and so do the other groups of keys (docs/configuration.md). `resume` continues a run, to which
-    only `horizon` may be added.
+    of this Python. `horizon` is a length such as "2000steps", "3epochs" or "3min". `optim="adamw"` and
+    `model={"num_layers": 6}` stand for `optim=adamw` and `model.num_layers=6`, and so do the other groups of keys
+    (docs/configuration.md). `resume` continues a run, to which only `horizon` may be added.
 
-    Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint, and returns what there is.
+    Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint.
     Raises `UserError`, a `ValueError` of one line, for a wrong setting.
     """
     given: dict[str, Any] = {"seed": seed, "patience": patience, "init_from": init_from, "run_dir": run_dir}
-    given |= {"model": model, "tokenizer": tokenizer, "data": data, "optim": optim, "trainer": trainer}
-    values = {key: str(one) if isinstance(one, Path) else one for key, one in given.items() if one is not None}
+    groups = {"model": model, "tokenizer": tokenizer, "data": data, "optim": optim, "trainer": trainer}
+    given |= {group: _settings(group, keys) for group, keys in groups.items() if keys is not None}
+    values: dict[str, Any] = {
+        key: str(one) if isinstance(one, Path) else one for key, one in given.items() if one is not None
+    }
     if text is not None:
         path = str(text) if isinstance(text, str | Path) else [str(one) for one in text]
-        values["data"] = {"name": "text", "path": path} | (data or {})
+        values["data"] = {"name": "text", "path": path} | values.get("data", {})
     session: Session | None
     if resume is None:
-        session = begin(validate(values | ({"horizon": horizon} if horizon else {})), kept=list(model or {}))
+        config = validate(values | ({"horizon": horizon} if horizon else {}))
+        session = begin(config, model if isinstance(model, str) else "", kept=list(values.get("model", {})))
     elif values:
         first = next(iter(values))
         raise UserError(
@@ -97,3 +105,13 @@ def train(
     session.fit(callbacks)
     best, own = open_model(session.run_dir)
     return TrainedModel(best.to(session.config.trainer.device), own, session)
+
+
+def _settings(group: str, given: str | dict[str, Any]) -> dict[str, Any]:
+    """The keys of a group: those of the file in configs/ that is named, if any, and those that are given."""
+    keys = {"name": given} if isinstance(given, str) else given
+    if (name := keys.get("name")) is None:
+        return keys
+    known = {file.stem: file for file in sorted((CONFIGS / group).glob("*.yaml"))}
+    require_choice(group, name, tuple(known))
+    return read_yaml(known[name]) | ({} if isinstance(given, str) else given)

@@ -192,7 +192,8 @@ class LanguageModel:
 
         settings = Sampling(**sampling)
         ids = self.tokenizer.encode(prompt)
-        generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
+        seed = secrets.randbits(31) if seed is None else seed
+        generator = torch.Generator(self.device).manual_seed(seed)
         *_, (text,) = self.continue_texts([ids], max_new_tokens, settings, generator)
         parts = insight_page(self.model, self.tokenizer, ids, text.tokens, settings, {"seed": seed, **vars(settings)})
         return Page("".join(parts))

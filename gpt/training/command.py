@@ -111,6 +111,8 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
         raise UserError(f"{shapes[0]} does not go with init_from, which brings its own model and tokenizer")
     if "experiment=finetune" in overrides and not config.init_from:
         raise UserError("experiment=finetune is for weights that have been trained: name them with init_from=PATH")
+    if named := [override for override in overrides if re.match(r"\+*optim\.name=", override)]:
+        raise UserError(f"{named[0]} would keep the settings of another optimizer: write optim={config.optim.name}")
     unread = unread_settings(config.optim.name)
     if idle := [o for o in overrides if o.lstrip("+").split("=")[0].removeprefix("optim.") in unread]:
         raise UserError(f"{idle[0]} has no effect with optim={config.optim.name}: its settings are in configs/optim")
@@ -288,7 +290,9 @@ def describe(error: Exception) -> str:
         if several:
             what = "has several values: add -m to train with each, or brackets for a list"
         remedy = f"; to give the value as it stands, use quotes inside quotes: {quoted(override)}"
-        return f"{override!r} {what}{remedy if '=' in override else ''}"
+        if "=" not in override:
+            remedy = f": to train on it, write data.path={override}" if os.path.exists(override) else ""
+        return f"{override!r} {what}{remedy}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         own = {"data": "; for a text of your own say data.path=FILE", "tokenizer": "; byte comes closest to characters"}

@@ -122,6 +122,8 @@ class Session:
         if not self.metrics:
             say(f"nothing to report before the first validation, at step {self.schedule.validate_every}")
             return
+        if self.stopped_by:
+            say("as of the last validation:")
         prompt = ((self.config.data.prompts or [""])[-1].splitlines() or [""])[0]
         shorter = shorter_steps(self.config, self.corpora, self.metrics["best_step"])
         longer = f"{2 * self.schedule.seconds:g}s" if self.schedule.seconds else f"{2 * self.metrics['steps']}steps"

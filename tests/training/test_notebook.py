@@ -16,6 +16,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 import gpt
+import gpt.notebook
 from gpt.training.config.schema import Config
 from gpt.training.decide import begin
 from harness import ROOT, StopAt, differences, refusal, tiny_arguments, tiny_config, train
@@ -38,7 +39,8 @@ def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, caps
     lm = gpt.train(text, horizon="23steps", run_dir=where, callbacks=[StopAt(7)], **settings)
     assert lm.session.stopped_by == signal.SIGTERM
     lm.report()
-    assert capsys.readouterr().out.splitlines()[-1].endswith(f"python train.py resume={where}")
+    assert "\nas of the last validation:\n" in (printed := capsys.readouterr().out)
+    assert printed.splitlines()[-1].endswith(f"python train.py resume={where}")
     lm = lm.resume()
     assert differences(tmp_path / "a", where) == []
     assert lm.generate("alpha", 7, seed=1) == gpt.load(tmp_path / "a").generate("alpha", 7, seed=1)
@@ -88,7 +90,8 @@ def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
     [
         ({"horizon": "3minutes"}, "horizon='3minutes' is not a horizon"),
         ({"model": {"num_layer": 3}}, "there is no key 'model.num_layer'; did you mean 'model.num_layers'?"),
-        ({"tokenizer": "byte"}, "tokenizer='byte' stands where keys such as tokenizer.name belong"),
+        ({"tokenizer": "char"}, "tokenizer='char' is not known: choose from bpe, byte, gpt2"),
+        ({"optim": {"name": "adam"}}, "optim='adam' is not known: choose from adamw, muon"),
         ({"text": "missing.txt"}, "missing.txt"),
         ({"resume": "runs/typo"}, "runs/typo: not a run directory"),
         ({"resume": "runs/typo", "seed": 3}, "resume continues a run as it was, and seed would change it"),
@@ -98,6 +101,18 @@ def test_mistakes(tmp_path, monkeypatch, arguments, problem):
     """One line each, which IPython shows without a traceback."""
     monkeypatch.chdir(tmp_path)
     assert problem in refusal(gpt.train, **arguments)
+
+
+def test_a_group_brings_its_settings(monkeypatch):
+    """By its name, alone or among other keys, as on the command line."""
+    seen = []
+    monkeypatch.setattr(gpt.notebook, "begin", lambda config, name, kept: seen.append((config, name)) or 1 / 0)
+    for optim in ("adamw", {"name": "adamw", "clip": 0.5}):
+        with pytest.raises(ZeroDivisionError):
+            gpt.train(optim=optim, model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
+    (first, name), (second, _) = seen
+    assert (first.optim.lr, first.optim.schedule, first.optim.clip, second.optim.clip) == (0.001, "cosine", 1.0, 0.5)
+    assert (first.model.num_layers, name, first.tokenizer.name) == (12, "gpt2_small", "byte")
 
 
 def test_arguments_are_keys():

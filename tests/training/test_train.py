@@ -343,6 +343,18 @@ def test_settings_of_the_other_optimizer(refuse, setting):
     assert f"{setting} has no effect with optim=adamw: its settings are in configs/optim" in line
 
 
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("optim.name=adamw", "optim.name=adamw would keep the settings of another optimizer: write optim=adamw"),
+        ("README.md", "'README.md' is not key=value as Hydra reads it: to train on it, write data.path=README.md"),
+    ],
+)
+def test_what_was_meant(refuse, argument, problem):
+    """A choice of an optimizer without its settings, and a file without its key, get the words for it."""
+    assert refuse(argument).endswith(f"{problem}")
+
+
 def test_allocation_without_srun(settings, monkeypatch, tmp_path):
     """Within a SLURM allocation, a plain start trains as it does anywhere."""
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash_1"}.items():

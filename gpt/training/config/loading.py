@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
-from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.config import ONE_WORD, DataConfig
 from gpt.training import runs
 from gpt.training.config.other_trainers import OTHER_TRAINERS
 from gpt.training.config.schema import Config
@@ -113,7 +113,8 @@ def asked_for(composed: DictConfig, overrides: list[str]) -> dict:
     if config.get("rerun"):
         config = _repeated(config, names)
     if "data.path" in names and "data" not in names and config["data"]["name"] == DataConfig.name:
-        config["data"]["name"] = "text"
+        path = config["data"]["path"]
+        config["data"] |= {"name": path, "path": None} if path in list(ONE_WORD) else {"name": "text"}
     return config
 
 

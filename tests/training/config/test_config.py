@@ -97,6 +97,7 @@ def test_help():
         (["data.path=me/set", "data=huggingface"], "huggingface", None),
         (["data.path=[a,python_docs]", "data=mix", "data.weights=[1,2]"], "mix", None),
         (["data.cache=a"], "python_docs", None),
+        (["data.path=python_stdlib"], "python_stdlib", None),
     ],
 )
 def test_a_path_is_of_text(overrides, name, prompts):
