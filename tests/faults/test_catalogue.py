@@ -214,7 +214,7 @@ def settings(folder) -> list[str]:
     "environment",
     [
         {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "TERM": "dumb"},
-        {"HOME": "/no/such/folder", "TMPDIR": "/no/such/folder"},
+        {"HOME": "/dev/null/home", "TMPDIR": "/dev/null/home"},
         {"OMP_NUM_THREADS": "2"},
     ],
     ids=["plain terminal", "no home", "other threads"],
