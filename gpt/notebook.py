@@ -10,7 +10,7 @@ from gpt.errors import UserError, require_choice
 from gpt.exchange.loading import open_model
 from gpt.files import read_yaml
 from gpt.sampling.language_model import LanguageModel
-from gpt.training.config.loading import validate
+from gpt.training.config.loading import CONFIGS, validate
 from gpt.training.decide import begin
 from gpt.training.decide import resume as continued
 from gpt.training.session import Session
@@ -18,9 +18,6 @@ from gpt.training.session import Session
 if TYPE_CHECKING:
     from lightning import Callback
     from matplotlib.axes import Axes
-
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 @dataclass(repr=False)

@@ -28,7 +28,7 @@ from yaml import YAMLError
 from gpt.console import quote, say
 from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
-from gpt.training.config.loading import asked_for, callbacks_of, read, unknown_key, validate
+from gpt.training.config.loading import CONFIGS, asked_for, callbacks_of, read, unknown_key, validate
 from gpt.training.config.other_trainers import quoted
 from gpt.training.config.schema import Config
 from gpt.training.decide import begin, new_or_resumed, resume
@@ -38,7 +38,6 @@ from gpt.training.optim import unread_settings
 from gpt.training.runs import directory
 from gpt.training.session import Session
 
-CONFIGS = str(Path(__file__).resolve().parents[2] / "configs")
 # Files in the folder of a sweep: why jobs failed, how the others ended, and that a signal has come.
 FAILED, FINISHED, STOPPED = "failed", "finished", "stopped"
 
@@ -194,7 +193,7 @@ def check_jobs() -> None:
     problems: list[str] = []
     jobs: list[list[str]] = []
 
-    @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
+    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
     def check(composed: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides = list(chosen.overrides.task)

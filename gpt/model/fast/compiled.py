@@ -28,7 +28,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as the source co
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The twin, compiled for this processor in about a second; `UserError` where that does not work."""
+    """The twin, compiled for this processor in a quarter of a second; `UserError` where that does not work."""
     compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
     if compiler is None:
         raise UserError("--compile needs a C compiler, such as gcc: install one, or leave it out")
@@ -39,9 +39,10 @@ def _library() -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             try:
                 compiled, library = f"{folder}/one_token.o", f"{folder}/one_token.so"
-                for step in ([*flags, *threads, "-c", str(SOURCE)], ["-shared", compiled, "-lm"]):
-                    result = compiled if step[0] != "-shared" else library
-                    subprocess.run([compiler, *step, "-o", result], check=True, capture_output=True, text=True)
+                translate = [compiler, *flags, *threads, "-c", str(SOURCE), "-o", compiled]
+                link = [compiler, "-shared", compiled, "-o", library, "-lm"]
+                for command in (translate, link):
+                    subprocess.run(command, check=True, capture_output=True, text=True)
                 return ctypes.CDLL(library)  # OpenMP is PyTorch's own, which is loaded already: they share its threads
             except (subprocess.CalledProcessError, OSError) as error:
                 problem = problem or error

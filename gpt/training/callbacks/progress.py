@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar and samples on a terminal, two lines for each validation elsewhere."""
+"""What a run shows while it trains: a bar and samples on a terminal, elsewhere two lines for each validation."""
 
 import math
 import shutil

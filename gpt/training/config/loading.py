@@ -20,6 +20,8 @@ from gpt.training import runs
 from gpt.training.config.other_trainers import OTHER_TRAINERS
 from gpt.training.config.schema import Config
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
 
 def validate(values: DictConfig | dict) -> Config:
     """Check a configuration, of nested dictionaries or as Hydra composed it; `UserError` names the key that is wrong.

@@ -75,9 +75,9 @@ class Curves(StepCallback):
         threading.excepthook = self._on_thread_error
         while any(self._run_dir.glob(f"events.out.tfevents.{int(time.time())}.*")):
             time.sleep(0.1)  # TensorBoard reads files in the order of their names, which begin with the second
-        # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         place = self._run_dir if config.run_dir else self._run_dir.parent
         self._lines = place / ".references"  # hidden, so that runs/* are runs
+        # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
             self.writer._get_file_writer().add_summary(summary, 0)
