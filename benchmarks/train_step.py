@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from measuring import Worker, finish, machine, matrix_peak, parser, precision, rounds, table
 
-from gpt.hardware.device import choose_compile, choose_device
+from gpt.hardware.device import choose_compile, choose_device, choose_precision
 from gpt.hardware.memory import keep_freed_memory
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
@@ -74,7 +74,8 @@ def ours(
         for block in model.blocks:
             block.compile()
     weights, heads = dict(model.named_parameters()), model.config.num_heads
-    optimizer = build_optimizer(weights, heads, OptimConfig(optim), torch.bfloat16)
+    muon = torch.bfloat16 if choose_precision("auto", torch.device(device)) == "bf16" else torch.float32
+    optimizer = build_optimizer(weights, heads, OptimConfig(optim), muon)
     parameters = list(model.parameters())
     idx, targets = tokens(preset, device, shape)
 

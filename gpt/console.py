@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import gc
 import io
 import os
 import shlex
@@ -122,6 +123,8 @@ def command_line(program: str) -> Iterator[None]:
         if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
             _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
         raise
+    finally:
+        gc.freeze()  # at its end Python would look through all of PyTorch for cycles, which takes a second
 
 
 def _end(program: str, line: str, code: int) -> None:
