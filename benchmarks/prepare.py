@@ -1,4 +1,4 @@
-"""How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 300] [--json FILE].
+"""How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 150] [--json FILE].
 
 Three ways to encode the same documents from Python's documentation, measured in turn: tiktoken's own batch encoding in
 memory, ours from a file to prepared text on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
@@ -6,6 +6,7 @@ peak memory of a training's process that prepares a large corpus, and the time t
 """
 
 import gzip
+import importlib.util
 import json
 import os
 import random
@@ -46,11 +47,11 @@ def prepare_file(path: Path, **settings) -> prepared.PreparedText:
     """Prepare a text in a new cache beside it."""
     cache = tempfile.mkdtemp(dir=path.parent)
     data = DataConfig("text", str(path), **settings)
-    return prepare(data, TokenizerConfig("gpt2"), 128, Path(cache), quiet=True).sources[0]
+    return prepare(data, TokenizerConfig("gpt2"), 128, Path(cache), lambda line: None).sources[0]
 
 
 def hugging_face(texts: list[str]) -> Callable[[], object]:
-    """`datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory: pip install datasets."""
+    """`datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory."""
     import datasets
     from transformers import PreTrainedTokenizerFast
 
@@ -80,8 +81,11 @@ def throughput(megabytes: float, folder: Path) -> dict[str, float]:
     ways = {
         "tiktoken encode_ordinary_batch, in memory": lambda: encoding.encode_ordinary_batch(texts, num_threads=CORES),
         "ours, .jsonl to prepared on disk": lambda: prepare_file(file),
-        "datasets.map, fast tokenizer, in memory": hugging_face(texts),
     }
+    if importlib.util.find_spec("datasets") and importlib.util.find_spec("transformers"):
+        ways["datasets.map, fast tokenizer, in memory"] = hugging_face(texts)
+    else:
+        print("left out: datasets.map (pip install datasets transformers)")
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -179,8 +183,8 @@ def opening(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--megabytes", type=float, default=48, help="of text, for the comparison")
-    arguments.add_argument("--large", type=int, default=300, help="megabytes of the large corpus; 0 leaves it out")
+    arguments.add_argument("--megabytes", type=float, default=24, help="of text, for the comparison")
+    arguments.add_argument("--large", type=int, default=150, help="megabytes of the large corpus; 0 leaves it out")
     args = arguments.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as name:
