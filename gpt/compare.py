@@ -1,9 +1,15 @@
-"""The command `python -m gpt.compare`: which runs are best, and what differs between them."""
+"""The command `python -m gpt.compare`: which runs are best, and what differs between them.
+
+Runs that differ in nothing but their seeds make one group, with its mean and its scatter. A difference between groups
+is beyond their seeds if Student's t says so at 95%; each group has few runs, so their scatter is that of all together.
+"""
 
 import argparse
 import csv
 import json
 import math
+import re
+import statistics
 import sys
 import textwrap
 from collections import Counter
@@ -20,11 +26,15 @@ from gpt.errors import UserError
 from gpt.files import flatten, read_text, read_yaml
 
 RUNS = Path("runs")
-LOSS, SPEED = "val/bits_per_byte", "work/tokens_per_second"
+LOSS, SPEED, RATE = "val/bits_per_byte", "work/tokens_per_second", "train/lr"
+SEEDS = {"seed", "data.seed"}
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # t for 1, 2, ... degrees of freedom
+FALLEN = 0.1  # of its peak: so far above its end, a rate has as good as fallen
 FIGURES = ("val_loss", "val_bits_per_byte", "best_val_loss", "steps", "train_seconds", "tokens_per_second")
 NOT_LEARNT = {"run_dir", "resume", "rerun", "logger", "data.cache", "data.prompts"}  # keys with no effect on the model
 COLUMNS = {  # of the table: the heading, and how to write the figure
-    "best": ("best", ".4f"), "at_equal_tokens": ("tokens", ".4f"), "at_equal_seconds": ("time", ".4f"),
+    "best": ("best", ".4f"), "scatter": ("+-", ".4f"), "runs": ("runs", ".0f"),
+    "at_equal_tokens": ("tokens", ".4f"), "at_equal_seconds": ("time", ".4f"),
     "steps": ("steps", ".0f"), "train_seconds": ("seconds", ".1f"),
 }  # fmt: skip
 WIDTH = 80
@@ -38,6 +48,7 @@ class Run:
     config: dict[str, Any]  # by dotted keys
     tokens_per_step: int
     figures: dict[str, float]  # metrics.json; empty before the first validation
+    code: str = ""  # its commit, and whether it was changed
 
     @cached_property
     def curve(self) -> np.ndarray:
@@ -51,6 +62,14 @@ class Run:
         logged, speeds = np.array(points[SPEED] or [(end, self.figures["tokens_per_second"])]).T
         clock = np.cumsum(np.diff(logged, prepend=0) * tokens / speeds)
         return np.array([steps * tokens, np.interp(steps, [0, *logged], [0, *clock]), bits])
+
+    def fallen(self, row: int, amount: float) -> bool:
+        """Whether its rates had fallen when a row of the curve reached `amount`; True if they never do."""
+        if not (rates := np.array(read_curves(self.folder, (RATE,))[RATE])).size:
+            return True
+        then = np.interp(np.interp(amount, self.curve[row], self.curve[0] / self.tokens_per_step), *rates.T)
+        end = self.config.get("optim.final_lr", 0.0) + FALLEN
+        return self.config.get("optim.schedule") == "constant" or bool(then <= end * rates[:, 1].max())
 
     @property
     def best(self) -> float:
@@ -70,20 +89,60 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the runs, best first, for people or as JSON."""
     args = parse_arguments(arguments)
     runs = [read_run(path if path.exists() else RUNS / path) for path in args.runs] or list(all_runs())
-    runs.sort(key=lambda run: run.best)
     ends = [run.curve[:2, -1] for run in runs if run.figures] if args.runs else []
     equal = dict(zip(("tokens", "seconds"), np.min(ends, axis=0).tolist(), strict=True)) if ends else {}
-    rows = []
-    for run, keys in zip(runs, differences(runs, most=len(runs) if args.runs else len(runs) // 2), strict=True):
-        row: dict[str, Any] = {"run": run.folder.name if run.folder.parent == RUNS else str(run.folder)}
-        row["best"] = run.best if run.figures else None
-        row |= {f"at_equal_{what}": run.bits_at(i, end) for i, (what, end) in enumerate(equal.items())}
-        row |= {key: run.figures.get(key) for key in ("steps", "train_seconds")}
-        rows.append(row | {"differs": {key: run.config[key] for key in keys}})
+    groups = grouped(runs)
+    shown = differences([group[0] for group in groups], most=len(groups) if args.runs else len(groups) // 2)
+    rows = [row_of(group, equal, keys) for group, keys in zip(groups, shown, strict=True)]
+    judge(rows)
     if args.json:
         print(json.dumps({"runs": rows, "equal": equal}, indent=2, default=str))
     else:
         print_table(rows, equal)
+
+
+def grouped(runs: list[Run]) -> list[list[Run]]:
+    """Put runs together that differ in nothing but seeds and have come as far: the best first, in each group too."""
+    groups: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.best):
+        alike: dict[str, Any] = {key: value for key, value in run.config.items() if key not in NOT_LEARNT | SEEDS}
+        if not re.search(r"\d\s*(s|min|h)$", str(run.config.get("horizon"))):  # whose steps differ by chance
+            alike["steps"] = run.figures.get("steps")
+        groups.setdefault(json.dumps(alike if run.figures else str(run.folder), default=str), []).append(run)
+    return sorted(groups.values(), key=lambda group: statistics.fmean(run.best for run in group))
+
+
+def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[str, Any]:
+    """What is shown of a group: means over its runs, their scatter, the name of the best, and the keys that differ."""
+    first, several = group[0], len(group) > 1
+    row: dict[str, Any] = {"run": first.folder.name if first.folder.parent == RUNS else str(first.folder)}
+    row |= {"best": mean([run.best for run in group if run.figures]), "runs": len(group)}
+    row["scatter"] = statistics.stdev(run.best for run in group) if several else None
+    for i, (what, end) in enumerate(equal.items()):
+        row[f"at_equal_{what}"] = mean([run.bits_at(i, end) for run in group])
+        row[f"fallen_at_equal_{what}"] = all(run.fallen(i, end) for run in group if run.figures)
+    row["code"] = ", ".join(sorted({run.code for run in group if run.code}))
+    row |= {key: mean([run.figures.get(key) for run in group]) for key in ("steps", "train_seconds")}
+    return row | {"differs": {key: first.config[key] for key in keys if not (several and key in SEEDS)}}
+
+
+def mean(values: list[float | None]) -> float | None:
+    """The mean; None without values, or where one is missing."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def judge(rows: list[dict[str, Any]]) -> None:
+    """Add to each row how much worse than the first it is, and how much of that the seeds explain; both on one text."""
+    if not (freedom := sum(row["runs"] - 1 for row in rows)):
+        return
+    variance = sum((row["scatter"] or 0.0) ** 2 * (row["runs"] - 1) for row in rows) / freedom
+    t, first = STUDENT[min(freedom, len(STUDENT)) - 1], rows[0]
+    for row in rows[1:]:
+        other_text = any(key.startswith("data.") and key not in SEEDS for key in [*first["differs"], *row["differs"]])
+        if row["best"] is not None and not other_text:
+            row["worse_by"] = row["best"] - first["best"]
+            row["seeds_explain"] = t * math.sqrt(variance * (1 / first["runs"] + 1 / row["runs"]))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -117,6 +176,8 @@ def read_run(folder: Path) -> Run:
         if (file := folder / "metrics.json").is_file():
             stored = json.loads(read_text(file))
             run.figures = {key: stored[key] for key in FIGURES}
+            commit, _, changed = (stored.get("git_commit") or "").partition("-")
+            run.code = commit[:7] + ("+changes" if changed else "")
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -162,16 +223,31 @@ def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:
         title += f"; tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"
     if texts := sorted({key for row in rows for key in row["differs"] if key.startswith("data.")}):
         title += f"; runs on different text do not compare ({', '.join(texts)})"
+    codes = {row["code"] for row in rows if row["code"]}
+    if len(codes) == 1:
+        title += f"; code {codes.pop()}"
     print(textwrap.fill(title, WIDTH))
     columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
+    if all(row["runs"] == 1 for row in rows):
+        columns = {key: column for key, column in columns.items() if key not in ("runs", "scatter")}
     print("".join(f"{head:>8}" for head, _ in columns.values()) + "  run")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], form) for key, (_, form) in columns.items()]
+        stars = ["" if row.get(f"fallen_{key}", True) else "*" for key in columns]
         note = "" if row["steps"] else ": no validation yet"
-        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{note}")
+        print("".join(f"{cell + star:>8}" for cell, star in zip(cells, stars, strict=True)) + f"  {row['run']}{note}")
         words = [f"{key}={shorten(value)}" for key, value in row["differs"].items()]
+        words += [f"code={row['code']}"] if row["code"] and codes else []
         for line in textwrap.wrap("  ".join(words), WIDTH - 10, break_on_hyphens=False):
             print(" " * 10 + line)
+        if "worse_by" in row:
+            beyond = "more than" if row["worse_by"] > row["seeds_explain"] else "no more than"
+            print(
+                f"{'':10}worse than the first by {row['worse_by']:.4f}, {beyond} seeds explain "
+                f"({row['seeds_explain']:.4f})"
+            )
+    if not all(fallen for row in rows for key, fallen in row.items() if key.startswith("fallen_")):
+        print("* before its learning rates had fallen")
 
 
 def shorten(value: Any) -> str:

@@ -55,7 +55,7 @@ def make_batch(module: GPTModule, first: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on."""
     tokens = [source.train for source in module.corpora.sources]
     config, size = module.config, module.schedule.micro_batch_size
-    return training_batch(tokens, module.corpora.shares, config.seed, first, size, config.model.context_length)
+    return training_batch(tokens, module.corpora.shares, config.order_seed, first, size, config.model.context_length)
 
 
 def state_at(trainer: Trainer, step: int, accumulation: int) -> dict[str, Any]:

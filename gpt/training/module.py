@@ -107,7 +107,7 @@ class GPTModule(LightningModule):
         raise NonFiniteError(
             f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
             f"so {consequence} (loss {float(self.step_loss):.4g}; windows {checked * windows} to {step * windows - 1} "
-            f"of the order of seed {self.config.seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
+            f"of the order of seed {self.config.order_seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
         )
 
     def _norms_by_layer(self) -> str:

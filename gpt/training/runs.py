@@ -1,6 +1,7 @@
 """Create, lock and find run directories, and load their newest checkpoint."""
 
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -65,6 +66,19 @@ def text_name(data: DataConfig) -> str:
 
 def _safe(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", name, flags=re.ASCII)
+
+
+def git_commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The commit of the checkout that holds `folder`, with `-dirty` if its files have changed since; None outside one.
+
+    Files that git does not know make no difference.
+    """
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
 
 
 def require_empty(run_dir: Path) -> None:

@@ -96,6 +96,54 @@ def test_table(runs, capsys):
     ]
 
 
+def test_seeds(tmp_path, runs, capsys):
+    """Runs that differ in seeds alone make a group with mean and scatter, and differences are judged by them.
+
+    Checked by hand: scatters 0.1 and 0.1 with 4 degrees of freedom, so t sqrt(0.01 (1/3 + 1/3)) = 2.78 x 0.0816.
+    """
+    for seed, bits in enumerate((1.9, 2.0, 2.1)):
+        write_run(
+            runs / f"near-{seed}", [(6, bits + 0.2)], 4.0, {"seed": seed, "optim": {"lr": 0.1}}, git_commit="a" * 40
+        )
+        write_run(
+            runs / f"far-{seed}", [(6, bits + 0.3)], 4.0, {"seed": seed, "optim": {"lr": 0.2}}, git_commit="b-dirty"
+        )
+        write_run(runs / f"best-{seed}", [(6, bits)], 4.0, {"data": {"seed": seed}, "optim": {"lr": 0.3}})
+    near, far, best = ([f"{name}-{i}" for i in range(3)] for name in ("near", "far", "best"))
+    found = output(capsys, *near, *far, *best)["runs"]
+    assert [(row["run"], row["runs"], row["code"]) for row in found] == [
+        ("best-0", 3, ""), ("near-0", 3, "aaaaaaa"), ("far-0", 3, "b+changes")
+    ]  # fmt: skip
+    assert [row["best"] for row in found] == pytest.approx([2.0, 2.2, 2.3])
+    assert [row["scatter"] for row in found] == pytest.approx([0.1] * 3)
+    compare.main([*best, *near])
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "  2.0000  0.1000       3  2.0000  2.0000       6    12.0  best-0",
+        "          optim.lr=0.3",
+        "  2.2000  0.1000       3  2.2000  2.2000       6    12.0  near-0",
+        "          optim.lr=0.1",
+        "          worse than the first by 0.2000, no more than seeds explain (0.2270)",
+    ]
+    compare.main([*best, *far])
+    assert capsys.readouterr().out.splitlines()[-1].endswith("by 0.3000, more than seeds explain (0.2270)")
+    for seed, steps in enumerate((4, 6)):  # one was stopped early, so it is none of the group
+        write_run(runs / f"short-{seed}", [(steps, 3.0)], 4.0, {"seed": seed, "horizon": "6steps"})
+    assert [row["runs"] for row in output(capsys, "short-0", "short-1")["runs"]] == [1, 1]
+
+
+def test_rates_that_have_not_fallen(runs, capsys):
+    """At equal tokens and time, a run is marked whose own horizon, where its rates end, is further off."""
+    for name, steps in (("short", 4), ("long", 8)):
+        write_run(runs / name, [(step, 9.0 - step) for step in range(2, steps + 1, 2)], 2.0, {"optim": {"final_lr": 0}})
+        rates = [f"{step},train/lr,{0.1 * (steps - step)}" for step in range(1, steps + 1)]
+        with (runs / name / "metrics.csv").open("a", encoding="utf-8") as stream:
+            stream.write("\n".join([*rates, ""]))
+    compare.main(["short", "long"])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[3].split()[:3] == ["1.0000", "5.0000*", "5.0000*"] and "5.0000  5.0000 " in shown[4]
+    assert shown[-1] == "* before its learning rates had fallen"
+
+
 def test_curves_of_a_real_run(tmp_path):
     """metrics.csv ends where metrics.json says, and without it there is that end."""
     write_corpus(tmp_path)

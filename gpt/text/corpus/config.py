@@ -30,6 +30,7 @@ class DataConfig:
     max_bytes: int | None = None  # huggingface: take no more text than this
     cache: str | None = None  # the folder for prepared text; by default data/cache
     validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
+    seed: int | None = None  # of the order of windows; by default that of the run
     prompts: list[str] | None = None  # sampled during training; "" starts a document; by default the text's own
 
     def __post_init__(self) -> None:

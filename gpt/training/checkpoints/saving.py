@@ -1,7 +1,6 @@
 """When checkpoints are saved, what they say about their run, and how Lightning writes and reads them."""
 
 import platform
-import subprocess
 import time
 from dataclasses import asdict
 from importlib.metadata import version
@@ -20,24 +19,13 @@ from gpt.training.callbacks.validation import Validation
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.config.loading import to_yaml
 from gpt.training.module import GPTModule
-from gpt.training.runs import require_present
+from gpt.training.runs import git_commit, require_present
 
 
 def versions() -> dict[str, str]:
     """The versions on which a run's every bit depends."""
     names = ("torch", "lightning", "tiktoken")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
-
-
-def git_commit(folder: Path) -> str | None:
-    """The commit of the checkout that holds `folder`, or None outside one."""
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, encoding="utf-8", timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
 
 
 class Checkpoints(StepCallback):
@@ -50,7 +38,7 @@ class Checkpoints(StepCallback):
 
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation, amended: bool = False):
         self._run_dir, self._clock, self._validation, self._amended = run_dir, clock, validation, amended
-        self._commit, self._signals = git_commit(Path(__file__).resolve().parent), StopSignals()
+        self._commit, self._signals = git_commit(), StopSignals()
         self._saved_step, self._saved_at = -1, 0.0
         self.began = False  # whether everything is restored, and the training has begun
         self.stopped_by = 0  # the signal that ended the run early

@@ -79,8 +79,9 @@ class Config:
             parse_horizon(self.horizon)
         elif self.trainer.strategy == "fsdp":
             raise UserError("horizon=auto times steps on one device, and fsdp needs several: give a number of steps")
-        if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"seed={self.seed} is out of range: it must be at least 0 and below 2^63")
+        for name, seed in (("seed", self.seed), ("data.seed", self.order_seed)):
+            if not 0 <= seed < 1 << 63:
+                raise UserError(f"{name}={seed} is out of range: it must be at least 0 and below 2^63")
         require_range("patience", self.patience, 0, note="(off)")
         for name in self.logger:
             require_choice("logger", name, LOGGERS)
@@ -95,6 +96,11 @@ class Config:
             self._require_splittable()
         if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
             self.require_whole_windows()
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of windows; `seed` is that of everything else."""
+        return self.seed if self.data.seed is None else self.data.seed
 
     def _require_splittable(self) -> None:
         """Raise `UserError` for settings that do not go with trainer.strategy=fsdp."""

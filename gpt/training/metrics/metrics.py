@@ -15,6 +15,7 @@ from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.callbacks.validation import Validation
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
+from gpt.training.runs import git_commit
 
 
 class Metrics(StepCallback):
@@ -27,6 +28,7 @@ class Metrics(StepCallback):
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation, curves: Curves):
         self._file = run_dir / "metrics.json"
         self._clock, self._validation, self._curves = clock, validation, curves
+        self._commit = git_commit()
         self._references: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a session on
         self._passed_at: dict[str, int] = {}
         self.latest: dict = {}
@@ -67,6 +69,7 @@ class Metrics(StepCallback):
             "tokens_per_second": tokens / seconds,
             "parameters": module.model.config.num_parameters,
             "peak_memory_bytes": peak_memory_bytes(module.device),
+            "git_commit": self._commit,
             "references": {
                 name: {"bits_per_byte": bits, "passed_at": self._passed_at.get(name)}
                 for name, bits in self._references.items()
@@ -76,7 +79,7 @@ class Metrics(StepCallback):
     def _measure_mixture(self, module: GPTModule, step: int) -> dict[str, dict[str, float]]:
         """How often the text of each corpus was seen and how well it is predicted, which go into curves as well."""
         corpora, T = module.corpora, module.config.model.context_length
-        windows = windows_given(step * module.schedule.windows_per_step, corpora.shares, module.config.seed)
+        windows = windows_given(step * module.schedule.windows_per_step, corpora.shares, module.config.order_seed)
         mixture = {}
         for i, (name, source) in enumerate(zip(corpora.names, corpora.sources, strict=True)):
             epochs, bits = windows[i] * T / len(source.train), self._validation.by_corpus[i].bits_per_byte

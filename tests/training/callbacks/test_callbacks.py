@@ -18,7 +18,8 @@ from gpt.sampling.scoring import Score
 from gpt.training import decide, runs
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.checkpoints.journal import Journal
-from gpt.training.checkpoints.saving import CheckpointFiles, git_commit, versions
+from gpt.training.checkpoints.saving import CheckpointFiles, versions
+from gpt.training.runs import git_commit
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.metrics.curves import Curves
 from gpt.training.session import Session
@@ -254,3 +255,7 @@ def test_git_commit(tmp_path):
     subprocess.run(["git", *identity, "-C", inside, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
     head = (inside / ".git" / (inside / ".git/HEAD").read_text().split()[1]).read_text().strip()
     assert git_commit(inside) == head
+    (inside / "code.py").touch()
+    assert git_commit(inside) == head
+    subprocess.run(["git", "-C", inside, "add", "code.py"], check=True)
+    assert git_commit(inside) == f"{head}-dirty"
