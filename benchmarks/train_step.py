@@ -75,7 +75,7 @@ def ours(
             block.compile()
     weights, heads = dict(model.named_parameters()), model.config.num_heads
     muon = torch.bfloat16 if choose_precision("auto", torch.device(device)) == "bf16" else torch.float32
-    optimizer = build_optimizer(weights, heads, OptimConfig(optim), muon)
+    optimizer = build_optimizer(weights, heads, OptimConfig(optim).for_model(model.config), muon)
     parameters = list(model.parameters())
     idx, targets = tokens(preset, device, shape)
 

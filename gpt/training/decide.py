@@ -37,6 +37,7 @@ from gpt.training.distributed.launch import as_launched, connect, from_rank_0, o
 from gpt.training.session import Session, warn
 
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
+DECIDED = ("data.prompts", "data.revision", "optim.lr", "optim.matrix_lr")  # when a run begins, where they are null
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
@@ -201,7 +202,7 @@ def _cache(config: Config) -> Path:
 
 
 def decide_hardware(config: Config) -> Config:
-    """The configuration with everything that was `auto` decided for this machine."""
+    """The configuration with everything that was left open decided for this machine, and the rates for its model."""
     devices, num_nodes = as_launched(config.trainer.devices, config.trainer.num_nodes)
     config = replace(config, trainer=replace(config.trainer, devices=devices, num_nodes=num_nodes))
     config.require_whole_windows()
@@ -226,7 +227,7 @@ def decide_hardware(config: Config) -> Config:
         compile=str(choose_compile(config.trainer.compile, device)).lower(),
         micro_batch_size=micro_batch,
     )
-    return replace(config, trainer=trainer)
+    return replace(config, trainer=trainer, optim=config.optim.for_model(config.model))
 
 
 def require_devices(config: Config) -> torch.device:
@@ -346,7 +347,7 @@ def new_or_resumed(config: Config) -> Config:
         return replace(config, resume=None)
     stored = flatten(asdict(read(file)))
     for key, value in flatten(asdict(config)).items():
-        decided = value == "auto" or (value is None and key in ("data.prompts", "data.revision"))
+        decided = value == "auto" or (value is None and key in DECIDED)
         brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
         if value != stored[key] and not (decided or brought or key in MAY_DIFFER):
             remedy = "give the same settings as before, or another run_dir"

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from gpt.errors import UserError, require_choice, require_range
+from gpt.model.transformer import ModelConfig
 
 # Odd polynomials a x + b x^3 + c x^5. Applied one after the other, they move every singular value of a matrix towards 1
 # as fast as polynomials of this degree can: Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932). These three,
@@ -28,6 +29,7 @@ POLAR_EXPRESS_LARGE = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
 )
 LARGE_MATRIX = 256  # rows
+MINI = ModelConfig()  # whose rates are known best
 MOMENTUM_WARMUP = (0.85, 300)  # Muon's momentum at the first step, and the steps until it reaches its final value
 NORMALIZER_BETA = 0.95  # decay of the running mean square of Muon's directions
 
@@ -44,10 +46,10 @@ class OptimConfig:
     """Which optimizer, and its rates over the run. Rates are peaks, reached after the warm-up."""
 
     name: str = "muon"  # muon, or adamw for everything
-    matrix_lr: float = 0.02  # Muon's rate
+    matrix_lr: float | None = None  # Muon's rate; by default what suits the model: see `for_model`
     matrix_weight_decay: float = 0.1
     momentum: float = 0.95  # Muon's
-    lr: float = 0.006  # AdamW's rate
+    lr: float | None = None  # AdamW's rate; likewise
     weight_decay: float = 0.5  # AdamW's, on matrices and embeddings; never on norms and biases
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     clip: float = 0.0  # the largest norm of the whole gradient; 0 does not clip
@@ -60,7 +62,8 @@ class OptimConfig:
         require_choice("optim.name", self.name, tuple(OPTIMIZERS))
         require_choice("optim.schedule", self.schedule, tuple(SCHEDULES))
         for name in ("matrix_lr", "lr"):
-            require_range(f"optim.{name}", getattr(self, name), 0, 10, above=True)
+            if getattr(self, name) is not None:
+                require_range(f"optim.{name}", getattr(self, name), 0, 10, above=True)
         for name in ("matrix_weight_decay", "weight_decay", "clip", "warmup_steps"):
             require_range(f"optim.{name}", getattr(self, name), 0)
         require_range("optim.momentum", self.momentum, 0, 1, below=True)
@@ -68,6 +71,18 @@ class OptimConfig:
             require_range(f"optim.{name}", getattr(self, name), 0, 1)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise UserError(f"optim.betas={list(self.betas)} must be two numbers of at least 0 and below 1")
+
+    def for_model(self, model: ModelConfig) -> "OptimConfig":
+        """Return these settings with the rates that were left open: those of `mini`, scaled to depth and width.
+
+        The layers add up in the residual stream, so Muon's shrinks with the root of their number (Yang et al. 2023,
+        arXiv:2310.02244); the width makes no difference to orthogonal steps (Yang et al. 2023, arXiv:2310.17813).
+        AdamW's shrinks with the root of the width: an embedding's would be constant, and a head's 1/width (Yang et al.
+        2022, arXiv:2203.03466), and these weights are both. benchmarks/LOG.md has the losses at half and twice of each.
+        """
+        matrix_lr = 0.02 * math.sqrt(MINI.num_layers / model.num_layers)
+        lr = 0.006 * math.sqrt(MINI.d_model / model.d_model)
+        return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
 
 
 def lr_factor(

@@ -22,7 +22,7 @@ from gpt.training.callbacks.base import Clock
 from gpt.training.callbacks.pictures import AttentionMaps, Embeddings
 from gpt.training.callbacks.progress import Progress
 from gpt.training.callbacks.samples import Samples
-from gpt.training.callbacks.stopping import Deadline, EarlyStop, MemorisingWarning
+from gpt.training.callbacks.stopping import Deadline, EarlyStop, ExplosionWarning, MemorisingWarning
 from gpt.training.callbacks.validation import Validation
 from gpt.training.checkpoints.journal import Journal
 from gpt.training.checkpoints.resuming import restoring
@@ -71,7 +71,8 @@ class Training:
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
         before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
-        after = [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
+        after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
+        after += [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
         after += [Embeddings(run_dir, self.curves), self.metrics, self.early, self.user_curves]
         self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after, self.checkpoints, self.progress]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())

@@ -166,7 +166,7 @@ def test_training_command_composes(command, house):
         for override, text in zip(parsed, overrides, strict=True)
     ]
     jobs = list(itertools.product(*choices))
-    assert len(jobs) == (2 if " -m optim" in command else 1)
+    assert len(jobs) == (6 if "seed=1,2,3" in command else 2 if " -m optim" in command else 1)
     for job in jobs:
         refuse_contradictions(composed(house, [*extra, *job]), list(job))
 
@@ -275,10 +275,10 @@ def test_every_option_of_generate_exists(capsys):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/machines.md"])
 def test_benchmarks_exist(name):
-    """Each script in the table of speeds, with the option it is given there."""
+    """Each script that is named beside a figure, with the option it is given there."""
     table = PAGES[name].split("## How fast it is")[1]
-    commands = re.findall(r"\| `(\w+\.py)( --\w+)?[^`]*` \|$", table, re.M)
-    assert len(commands) >= 4
+    commands = re.findall(r"`(\w+\.py)( --\w+)?[^`]*` \|$", table, re.M)
+    assert len(commands) >= 2
     for script, option in commands:
         assert not option or f'"{option.strip()}"' in (ROOT / "benchmarks" / script).read_text(), (script, option)
 

@@ -224,7 +224,7 @@ def test_elsewhere(name, fused):
     for block in model.blocks:
         block.attention.fused_kernel = fused
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(parameters, HEADS, OptimConfig(name), torch.bfloat16)
+    optimizer = build_optimizer(parameters, HEADS, OptimConfig(name, 0.02, lr=0.006), torch.bfloat16)
     idx = make_idx(CONTEXT).to("meta")
     for model.checkpointing in (False, True):
         loss = chunked_next_token_loss(*model.hidden_and_head(idx), idx)

@@ -44,6 +44,7 @@ def begin(folder: Path, run_dir: Path, *changes: str) -> Session:
 def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Schedule, Corpora]:
     """A module as it is made for CUDA, still on the CPU."""
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
+    config.optim = config.optim.for_model(config.model)
     corpora = load_corpora(config)
     schedule = make_schedule(config, corpora.train_tokens, automatic=False)
     return GPTModule(config, schedule, corpora), schedule, corpora

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.model.transformer import GPT, GPTConfig
+from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.training import decide
+from gpt.training.config.loading import read
 from gpt.training.estimate.forecast import optimizer_bytes
 from gpt.training.optim import (
     OPTIMIZERS,
@@ -44,7 +45,8 @@ def make_model(heads: int = HEADS, **changes) -> GPT:
 
 
 def make_optimizer(model: GPT, dtype: torch.dtype = torch.float32, **changes) -> GPTOptimizer:
-    return build_optimizer(dict(model.named_parameters()), model.config.num_heads, OptimConfig(**changes), dtype)
+    config = OptimConfig(**changes).for_model(model.config)
+    return build_optimizer(dict(model.named_parameters()), model.config.num_heads, config, dtype)
 
 
 def set_gradients(model: GPT, step: int) -> dict[str, Tensor]:
@@ -184,7 +186,7 @@ def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
     session = decide.begin(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
     session.fit()
     curves = read_table(tmp_path / "run")
-    assert curves["train/lr"][-1] == (3, pytest.approx(0.006 * lr_factor(2, 3, OptimConfig())))
+    assert curves["train/lr"][-1] == (3, pytest.approx(session.config.optim.lr * lr_factor(2, 3, OptimConfig())))
     assert "train/matrix_lr" not in curves
     shape = GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11)
     assert optimizer_bytes(shape, session.config) == 4 * shape.num_parameters
@@ -285,7 +287,7 @@ def test_orthogonalize_does_not_see_the_size(size):
 @pytest.mark.parametrize(("momentum", "heads"), [(0.95, 3), (0.5, 3), (0.95, 1)])
 def test_muon_by_definition(first_step, momentum, heads):
     """Five steps on square, wide, tall and fused matrices equal the definition, one matrix or head at a time."""
-    config = OptimConfig(matrix_lr=0.03, matrix_weight_decay=0.7, momentum=momentum)
+    config = OptimConfig(matrix_lr=0.03, lr=0.01, matrix_weight_decay=0.7, momentum=momentum)
     model = make_model(heads)
     start = values(model)
     optimizer = build_optimizer(dict(model.named_parameters()), heads, config, torch.float32)
@@ -458,3 +460,17 @@ def test_config_limits_are_accepted(name):
         optimizer = make_optimizer(model, name=name, lr=lr, matrix_lr=lr, weight_decay=decay, **limits)
         continue_training(model, optimizer, range(2))
         assert all(value.isfinite().all() for value in values(model).values())
+
+
+@pytest.mark.parametrize(
+    ("layers", "channels", "matrix_lr", "lr"), [(4, 128, 0.02, 0.006), (16, 512, 0.01, 0.003), (1, 32, 0.04, 0.012)]
+)
+def test_rates_suit_the_model(corpus_folder, tmp_path, layers, channels, matrix_lr, lr):
+    """Those of mini are the known ones, and others follow from depth and width; given ones are taken as they stand."""
+    shape = ModelConfig(num_layers=layers, d_model=channels)
+    found = OptimConfig().for_model(shape)
+    assert (found.matrix_lr, found.lr) == pytest.approx((matrix_lr, lr))
+    assert OptimConfig(matrix_lr=0.5, lr=0.25).for_model(shape) == OptimConfig(matrix_lr=0.5, lr=0.25)
+    changes = ["horizon=1steps", "optim.lr=0.125", f"run_dir={tmp_path / 'run'}"]
+    stored = read(decide.begin(tiny_config(corpus_folder, *changes)).run_dir / "config.yaml")
+    assert (stored.optim.matrix_lr, stored.optim.lr) == (OptimConfig().for_model(stored.model).matrix_lr, 0.125)

@@ -1,8 +1,9 @@
-"""What ends a run: its time is up, validation has not improved for long, or a callback asks; and a warning before."""
+"""What ends a run: its time is up, validation has not improved for long, or a callback asks; and warnings before."""
 
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from lightning import Trainer
@@ -14,8 +15,11 @@ from gpt.training.callbacks.validation import Validation
 from gpt.training.config.advice import TURNED, shorter_steps
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
+from gpt.training.optim import unread_settings
 
 WORSE = 2  # validations in a row, after which a run is told that it memorises
+EXPLODED = 1.2, 0.3  # a training loss above so many times its course, and so many nats, is not the luck of a batch
+POINTS = 5  # of the curve in a row, after which it is no hiccup either
 MILESTONES = 4  # validations and checkpoints of a run whose horizon is a time, besides those that its steps are due
 
 
@@ -98,3 +102,40 @@ class MemorisingWarning(StepCallback):
 
     def load_state_dict(self, state: dict) -> None:
         self._train_loss, self._worse = state["train_loss"], state["worse"]
+
+
+class ExplosionWarning(StepCallback):
+    """Says once that the training loss stays far above its own course: finite numbers, but rates that are too high."""
+
+    def __init__(self, run_dir: Path, validation: Validation, curves: Curves):
+        self._run_dir, self._validation, self._curves = run_dir, validation, curves
+        self._course = self._lowest = math.inf  # a running mean of the curve, and the least that it was
+        self._good, self._high = 0, 0  # the step of the last point on course, and the points in a row since
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        loss, (times, nats), optim = self._curves.loss, EXPLODED, module.config.optim
+        if not module.schedule.due(step, module.config.trainer.log_every) or math.isnan(loss) or self._high == POINTS:
+            return
+        if loss <= times * self._lowest + nats:
+            self._course = loss if self._course == math.inf else 0.9 * self._course + 0.1 * loss
+            self._lowest, self._good, self._high = min(self._lowest, self._course), step, 0
+            return
+        self._high += 1
+        if self._high == POINTS and trainer.is_global_zero:
+            rates = {"lr", "matrix_lr"} - unread_settings(optim.name)
+            lower = " ".join(f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates))
+            best = self._validation.best_step
+            kept = f"best.ckpt of step {best} is from before; " if 0 < best <= self._good else ""
+            say(
+                f"train.py: training loss has been far above its course since step {self._good} ({loss:.2f}, and "
+                f"{self._lowest:.2f} before): {kept}try lower rates with rerun={self._run_dir} {lower}",
+                sys.stderr,
+            )
+
+    def state_dict(self) -> dict:
+        return {"course": self._course, "lowest": self._lowest, "good": self._good, "high": self._high}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._course, self._lowest, self._good, self._high = (
+            state[key] for key in ("course", "lowest", "good", "high")
+        )

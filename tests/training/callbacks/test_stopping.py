@@ -267,3 +267,29 @@ def test_a_stop_signal_while_the_time_is_up(corpus_folder, tmp_path, monkeypatch
     session = begin(corpus_folder, tmp_path, "horizon=3s")
     session.fit([machine, StopAt(3, signal.SIGTERM)])
     assert session.metrics["steps"] == 3
+
+
+# --- an explosion ---
+
+
+@pytest.mark.parametrize("stop", [0, 58, 80])
+def test_explosion(tmp_path, corpus_folder, capsys, stop):
+    """Rates that are too high are told once, with the rates to try, whether or not the run is stopped meanwhile."""
+    rates = ["optim.lr=2", "optim.matrix_lr=2", "optim.warmup_steps=100", "trainer.log_every=2"]
+    run = ["horizon=120steps", "trainer.validate_every=20", "data.prompts=[]", f"run_dir={tmp_path / 'run'}"]
+    decide.begin(tiny_config(corpus_folder, *run, *rates)).fit([StopAt(stop)] if stop else [])
+    if stop:
+        session = decide.resume(str(tmp_path / "run"))
+        assert session
+        session.fit()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "above its course" in line]
+    losses = dict(read_table(tmp_path / "run")["train/loss"])
+    told = re.fullmatch(
+        r"train.py: training loss has been far above its course since step (\d+) \((.*), and (.*) before\): best.ckpt "
+        rf"of step 20 is from before; try lower rates with rerun={tmp_path}/run optim.lr=1 optim.matrix_lr=1",
+        *lines,
+    )
+    assert told
+    good, high, lowest = int(told[1]), float(told[2]), float(told[3])
+    assert high == pytest.approx(losses[good + 10], abs=0.01)
+    assert all(losses[good + 2 * i] > 1.2 * lowest + 0.3 for i in range(1, 6)) and losses[good] <= 1.2 * lowest + 0.31
