@@ -75,13 +75,14 @@ class OptimConfig:
     def for_model(self, model: ModelConfig) -> "OptimConfig":
         """Return these settings with the rates that were left open: those of `mini`, scaled to depth and width.
 
-        The layers add up in the residual stream, so Muon's shrinks with the root of their number (Yang et al. 2023,
-        arXiv:2310.02244); the width makes no difference to orthogonal steps (Yang et al. 2023, arXiv:2310.17813).
-        AdamW's shrinks with the root of the width: an embedding's would be constant, and a head's 1/width (Yang et al.
-        2022, arXiv:2203.03466), and these weights are both. benchmarks/LOG.md has the losses at half and twice of each.
+        The layers add up in the residual stream, so Muon's shrinks with their number, by an exponent between the 1/2 of
+        Yang et al. 2023 (arXiv:2310.02244) and the 1 of Dey et al. 2025 (CompleteP, arXiv:2505.01618); the width makes
+        no difference to orthogonal steps (Yang et al. 2023, arXiv:2310.17813). AdamW's shrinks with the width: an
+        embedding's would not and a head's would as 1/width (Yang et al. 2022, arXiv:2203.03466), and these weights are
+        both. benchmarks/LOG.md has the losses at half and twice of each.
         """
-        matrix_lr = 0.02 * math.sqrt(MINI.num_layers / model.num_layers)
-        lr = 0.006 * math.sqrt(MINI.d_model / model.d_model)
+        matrix_lr = 0.02 * (MINI.num_layers / model.num_layers) ** 0.75
+        lr = 0.006 * (MINI.d_model / model.d_model) ** 0.5
         return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
 
 
