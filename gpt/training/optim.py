@@ -75,14 +75,15 @@ class OptimConfig:
     def for_model(self, model: ModelConfig) -> "OptimConfig":
         """Return these settings with the rates that were left open: those of `mini`, scaled to depth and width.
 
-        The layers add up in the residual stream, so Muon's shrinks with their number, by an exponent between the 1/2 of
-        Yang et al. 2023 (arXiv:2310.02244) and the 1 of Dey et al. 2025 (CompleteP, arXiv:2505.01618); the width makes
-        no difference to orthogonal steps (Yang et al. 2023, arXiv:2310.17813). AdamW's shrinks with the width: an
+        The layers add up in the residual stream, so Muon's steps shrink with their number, by an exponent between the
+        1/2 of Yang et al. 2023 (arXiv:2310.02244) and the 1 of Dey et al. 2025 (CompleteP, arXiv:2505.01618); the width
+        makes no difference to orthogonal steps (Yang et al. 2023, arXiv:2310.17813). AdamW's shrink with the width: an
         embedding's would not and a head's would as 1/width (Yang et al. 2022, arXiv:2203.03466), and these weights are
-        both. benchmarks/LOG.md has the losses at half and twice of each.
+        both. Fewer layers than mini's bear no larger steps, and narrower embeddings bear all of 1/width:
+        benchmarks/LOG.md has the losses at half and twice of each rate.
         """
-        matrix_lr = 0.02 * (MINI.num_layers / model.num_layers) ** 0.75
-        lr = 0.006 * (MINI.d_model / model.d_model) ** 0.5
+        depth, width = model.num_layers / MINI.num_layers, model.d_model / MINI.d_model
+        matrix_lr, lr = 0.02 * min(1.0, depth**-0.75), 0.006 * max(width**-0.5, 1 / width)
         return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
 
 
