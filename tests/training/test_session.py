@@ -20,6 +20,8 @@ from gpt.training.checkpoints.saving import CheckpointFiles
 from gpt.training.config.loading import read
 from gpt.training.decide import decide_hardware, load_corpora, make_schedule
 from gpt.training.estimate.timing import seconds_per_step
+from gpt.training.loop import make_batch
+from gpt.training.module import GPTModule
 from harness import differences, read_curves, refusal, tiny_arguments, tiny_config, train
 
 
@@ -61,6 +63,25 @@ def test_automatic_horizon(folder, tmp_path, monkeypatch, capsys, limit, horizon
         assert differences(tmp_path / "auto", tmp_path / "given") == []
         line = "horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps"
         assert refusal(decide.resume, str(tmp_path / "auto"), "auto") == line
+
+
+def test_a_seed_for_the_order_of_windows(folder):
+    """`seed` draws the initial weights and, unless `data.seed` is given, the order of windows."""
+
+    def drawn(*changes: str) -> tuple[bytes, bytes]:
+        config = decide_hardware(tiny_config(folder, "horizon=6steps", *changes))
+        corpora = load_corpora(config, quiet=True)
+        module = GPTModule(config, make_schedule(config, corpora.train_tokens, False), corpora)
+        weights = module.model.position_embedding.weight.detach().numpy().tobytes()
+        return weights, make_batch(module, 0)[0].numpy().tobytes()
+
+    usual, both, order = drawn("seed=1"), drawn("seed=1", "data.seed=1"), drawn("seed=1", "data.seed=2")
+    assert usual == both
+    assert order[0] == usual[0] and order[1] != usual[1]
+    other = drawn("seed=2")
+    assert other[0] != usual[0] and other[1] == order[1]
+    assert drawn("seed=2", "data.seed=1") == (other[0], usual[1])
+    assert "data.seed=-1 is out of range" in refusal(tiny_config, folder, "data.seed=-1")
 
 
 def test_automatic_horizon_of_a_short_text(folder, tmp_path, monkeypatch):

@@ -19,9 +19,9 @@ from gpt.training import decide, runs
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.checkpoints.journal import Journal
 from gpt.training.checkpoints.saving import CheckpointFiles, versions
-from gpt.training.runs import git_commit
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.metrics.curves import Curves
+from gpt.training.runs import git_commit
 from gpt.training.session import Session
 from harness import StopAt, read_curves, tiny_config
 
