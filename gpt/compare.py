@@ -102,13 +102,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def grouped(runs: list[Run]) -> list[list[Run]]:
-    """Put runs together that differ in nothing but seeds and have come as far: the best first, in each group too."""
+    """Put runs together that differ in nothing but seeds and have come as far: the best first, in each group too.
+
+    A repetition with the same seeds says nothing of their scatter, and begins another group.
+    """
     groups: dict[str, list[Run]] = {}
+    times: Counter[str] = Counter()
     for run in sorted(runs, key=lambda run: run.best):
         alike: dict[str, Any] = {key: value for key, value in run.config.items() if key not in NOT_LEARNT | SEEDS}
         if not re.search(r"\d\s*(s|min|h)$", str(run.config.get("horizon"))):  # whose steps differ by chance
             alike["steps"] = run.figures.get("steps")
-        groups.setdefault(json.dumps(alike if run.figures else str(run.folder), default=str), []).append(run)
+        same = json.dumps([alike, *(run.config.get(key) for key in sorted(SEEDS))], default=str)
+        times[same] += 1
+        group = [alike, times[same]] if run.figures else str(run.folder)
+        groups.setdefault(json.dumps(group, default=str), []).append(run)
     return sorted(groups.values(), key=lambda group: statistics.fmean(run.best for run in group))
 
 

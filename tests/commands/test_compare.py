@@ -126,6 +126,8 @@ def test_seeds(tmp_path, runs, capsys):
     ]
     compare.main([*best, *far])
     assert capsys.readouterr().out.splitlines()[-1].endswith("by 0.3000, more than seeds explain (0.2270)")
+    write_run(runs / "again", [(6, 1.9)], 4.0, {"data": {"seed": 0}, "optim": {"lr": 0.3}})
+    assert sorted(row["runs"] for row in output(capsys, *best, "again")["runs"]) == [1, 3]
     for seed, steps in enumerate((4, 6)):  # one was stopped early, so it is none of the group
         write_run(runs / f"short-{seed}", [(steps, 3.0)], 4.0, {"seed": seed, "horizon": "6steps"})
     assert [row["runs"] for row in output(capsys, "short-0", "short-1")["runs"]] == [1, 1]
