@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from lightning import Trainer
 
-from gpt.console import say
+from gpt.console import quote, say
 from gpt.sampling.scoring import Score
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.callbacks.validation import Validation
@@ -123,12 +123,15 @@ class ExplosionWarning(StepCallback):
         self._high += 1
         if self._high == POINTS and trainer.is_global_zero:
             rates = {"lr", "matrix_lr"} - unread_settings(optim.name)
-            lower = " ".join(f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates))
+            words = [
+                f"rerun={self._run_dir}",
+                *(f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates)),
+            ]
             best = self._validation.best_step
             kept = f"best.ckpt of step {best} is from before; " if 0 < best <= self._good else ""
             say(
                 f"train.py: training loss has been far above its course since step {self._good} ({loss:.2f}, and "
-                f"{self._lowest:.2f} before): {kept}try lower rates with rerun={self._run_dir} {lower}",
+                f"{self._lowest:.2f} before): {kept}try lower rates with {' '.join(map(quote, words))}",
                 sys.stderr,
             )
 
