@@ -1,6 +1,7 @@
 """What people see of a command: its lines, its progress bars, and how it ends."""
 
 import argparse
+import atexit
 import contextlib
 import errno
 import gc
@@ -100,6 +101,7 @@ def command_line(program: str) -> Iterator[None]:
     2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
     finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
     """
+    atexit.register(gc.freeze)  # or else Python looks through all of PyTorch for cycles at its end, for a second
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -123,8 +125,6 @@ def command_line(program: str) -> Iterator[None]:
         if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
             _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
         raise
-    finally:
-        gc.freeze()  # at its end Python would look through all of PyTorch for cycles, which takes a second
 
 
 def _end(program: str, line: str, code: int) -> None:
