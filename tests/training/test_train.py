@@ -218,7 +218,7 @@ def test_start_from_a_run(run, settings, tmp_path):
     done = train(*settings, f"init_from={run[0]}", *tiny_steps, f"run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["tokenizer"]["name"] == "bpe"
-    before = json.loads((run[0] / "metrics.json").read_text())["val_loss"]
+    before = json.loads((run[0] / "metrics.json").read_text())["best_val_loss"]
     assert json.loads((run_dir / "metrics.json").read_text())["val_loss"] == pytest.approx(before, abs=1e-3)
 
 
