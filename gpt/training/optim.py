@@ -79,11 +79,11 @@ class OptimConfig:
         1/2 of Yang et al. 2023 (arXiv:2310.02244) and the 1 of Dey et al. 2025 (CompleteP, arXiv:2505.01618); the width
         makes no difference to orthogonal steps (Yang et al. 2023, arXiv:2310.17813). AdamW's shrink with the width: an
         embedding's would not and a head's would as 1/width (Yang et al. 2022, arXiv:2203.03466), and these weights are
-        both. Fewer layers than mini's bear no larger steps, and narrower embeddings bear all of 1/width:
+        both. Fewer layers than mini's bear no larger steps, and embeddings down to 64 channels bear all of 1/width:
         benchmarks/LOG.md has the losses at half and twice of each rate.
         """
         depth, width = model.num_layers / MINI.num_layers, model.d_model / MINI.d_model
-        matrix_lr, lr = 0.02 * min(1.0, depth**-0.75), 0.006 * max(width**-0.5, 1 / width)
+        matrix_lr, lr = 0.02 * min(1.0, depth**-0.75), 0.006 * min(max(width**-0.5, 1 / width), 2.0)
         return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
 
 

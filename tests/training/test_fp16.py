@@ -109,7 +109,13 @@ def test_learns_as_well(folder, tmp_path):
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
         run_dir = tmp_path / precision
-        settings = ("horizon=41steps", "optim=adamw", f"trainer.precision={precision}", f"run_dir={run_dir}")
+        settings = (
+            "horizon=41steps",
+            "optim=adamw",
+            "optim.lr=0.006",
+            f"trainer.precision={precision}",
+            f"run_dir={run_dir}",
+        )
         decide.begin(tiny_config(folder, *settings)).fit()
         losses[precision] = torch.tensor(list(curve(run_dir, "train/loss").values()))
     assert curve(tmp_path / "fp16", "train/skipped_steps")[41] == 0

@@ -463,7 +463,8 @@ def test_config_limits_are_accepted(name):
 
 
 @pytest.mark.parametrize(
-    ("layers", "channels", "matrix_lr", "lr"), [(4, 128, 0.02, 0.006), (64, 512, 0.0025, 0.003), (2, 64, 0.02, 0.012)]
+    ("layers", "channels", "matrix_lr", "lr"),
+    [(4, 128, 0.02, 0.006), (64, 512, 0.0025, 0.003), (2, 64, 0.02, 0.012), (1, 8, 0.02, 0.012)],
 )
 def test_rates_suit_the_model(corpus_folder, tmp_path, layers, channels, matrix_lr, lr):
     """Those of mini are the known ones, and others follow from depth and width; given ones are taken as they stand."""

@@ -236,7 +236,7 @@ def test_start_from_hugging_face(settings, tmp_path):
     assert payload["tokenizer"]["name"] == "gpt2"
     assert payload["config"]["model"]["d_model"] == 6
     moved = (payload["state_dict"]["position_embedding.weight"] - theirs.transformer.wpe.weight).abs().max()
-    assert 0 < moved < 0.01
+    assert 0 < moved < 0.02
 
 
 @pytest.mark.slow
