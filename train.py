@@ -31,7 +31,7 @@ def job(composed: DictConfig) -> float | None:
     with reported() as failure:
         request = ask(composed)
         if request.plan:
-            print_plan(request.config, request.plan)
+            print_plan(request.config, request.model, request.plan)
             return None
         if request.processes > 1:
             return launch(train, request, request.processes)

@@ -11,11 +11,16 @@ With --rates in place of candidates, models from 2 layers of 64 channels to 8 of
 or more texts, with the learning rates that follow from their shape and with half and twice of each alone. A line is a
 model, a text and a horizon: bits per byte with the rule and with its neighbours, how much worse the rule is than the
 best of them, and the range of two seeds with the rule.
+
+With --law, the members of model=auto train on the texts, if any are given, and their results join those in law.csv.
+Then the numbers of gpt/training/config/law.py are fitted to all of them anew, and printed beside what they predict.
 """
 
 import argparse
+import csv
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,9 +32,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 from measuring import ROOT, table
 
 from gpt.model.transformer import ModelConfig
+from gpt.training.config import law
 from gpt.training.optim import OptimConfig
 
 SHAPES = ((2, 64), (4, 128), (6, 192), (8, 256))  # layers and channels; heads of 32
@@ -109,10 +116,83 @@ def compare_rates(texts: Sequence[Path]) -> None:
     print(table(["", "rule", "matrix_lr / 2", "x 2", "lr / 2", "x 2", "worse than the best", "seeds"], rows))
 
 
+POINTS = ROOT / "benchmarks/law.csv"
+RUNS = ((2, 64, 5300), (3, 96, 3300), (4, 128, 2000), (6, 192, 800), (8, 256, 400))  # a minute of two cores each
+RUNS += ((3, 96, 16300), (4, 128, 9800), (6, 192, 3900), (8, 256, 2000))  # five minutes
+NUMBERS = ("FALL", "HARDNESS", "SIZE_POWER", "TEXT", "REPEATS", "REPEATS_POWER", "BY_HEART", "BY_HEART_POWER")
+
+
+def extend_points(texts: Sequence[Path]) -> None:
+    """Train the members on texts, the probe first, and add a row for each run to the points."""
+    runs = [(text, run) for text in texts for run in ((2, 64, 1000), *RUNS)]
+    made = [
+        (f"model.num_layers={L} model.d_model={C} model.num_heads={C // 32} horizon={n}steps", 1, t)
+        for t, (L, C, n) in runs
+    ]
+    with POINTS.open("a") as stream:
+        for (text, (layers, channels, steps)), found in zip(runs, train_all(made), strict=True):
+            distinct = round(found["tokens"] / found["epochs"])
+            row = (text.stem, layers, channels, steps, distinct, found["val_bits_per_byte"])
+            print(*row, sep=",", file=stream, flush=True)
+
+
+def fit_law() -> None:
+    """Fit the logarithms of the law's numbers to all points by Levenberg's method; print what it predicts."""
+    with POINTS.open() as stream:
+        rows = [
+            {key: value if key == "text" else float(value) for key, value in row.items()}
+            for row in csv.DictReader(stream)
+        ]
+    probes = {row["text"]: row for row in rows if (row["layers"], row["steps"]) == (2, 1000)}
+    rows = [row for row in rows if row is not probes[row["text"]]]
+
+    def model(row: dict) -> ModelConfig:
+        return ModelConfig(num_layers=int(row["layers"]), d_model=int(row["channels"]), num_heads=1)
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        for name, value in zip(NUMBERS, np.exp(logarithms), strict=True):
+            setattr(law, name, value)
+        found = []
+        for row in rows:
+            probe = probes[row["text"]]
+            of_text = law.Law(int(row["distinct"])).through(model(probe), 1024e3, probe["bits"])
+            try:
+                found.append(math.log(of_text.bits_per_byte(model(row), 1024 * row["steps"]) / row["bits"]))
+            except (OverflowError, ValueError):  # too long a step
+                found.append(1e3)
+        return np.array(found)
+
+    at, damping = np.log([getattr(law, name) for name in NUMBERS]), 1e-3
+    errors = residuals(at)
+    for _ in range(300):
+        jacobian = np.stack([(residuals(at + step) - errors) / 1e-5 for step in 1e-5 * np.eye(len(at))], axis=1)
+        step = np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(at)), jacobian.T @ errors)
+        if (tried := residuals(at - step)) @ tried < errors @ errors:
+            at, errors, damping = at - step, tried, damping / 3
+        else:
+            damping *= 3
+    print(*(f"{name} = {value:.3g}" for name, value in zip(NUMBERS, np.exp(at), strict=True)), sep="\n")
+    lines = [
+        [
+            row["text"],
+            f"{row['layers']:.0f} x {row['channels']:.0f}",
+            f"{row['steps']:.0f}",
+            f"{row['bits']:.4f}",
+            f"{100 * error:+.1f}%",
+        ]
+        for row, error in zip(rows, errors, strict=True)
+    ]
+    print(table(["text", "model", "steps", "bits per byte", "predicted"], lines))
+    print(
+        f"root mean square {100 * (errors @ errors / len(errors)) ** 0.5:.2f}%, at most {100 * abs(errors).max():.2f}%"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--text", type=Path, nargs="+", default=[])
     parser.add_argument("--rates", action="store_true", help="compare the learning rates of several shapes")
+    parser.add_argument("--law", action="store_true", help="fit the law of model=auto, with new texts or without")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--log", type=Path, help="a file to append JSON lines to")
     parser.add_argument(
@@ -123,6 +203,10 @@ def main() -> None:
         texts = [stack.enter_context(training_part(file)) for file in args.text]
         if args.rates:
             compare_rates(texts)
+            return
+        if args.law:
+            extend_points(texts)
+            fit_law()
             return
         seeds = range(1, args.seeds + 1)
         candidates = [(c, seed, text) for text in texts for c in args.candidates or [] for seed in seeds]

@@ -30,7 +30,7 @@ from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
 from gpt.training.config.loading import CONFIGS, asked_for, callbacks_of, read, unknown_key, validate
 from gpt.training.config.other_trainers import quoted
-from gpt.training.config.schema import Config
+from gpt.training.config.schema import SHAPE, Config
 from gpt.training.decide import begin, new_or_resumed, resume
 from gpt.training.distributed.launch import is_rank_0, ranks
 from gpt.training.estimate.forecast import plan_of
@@ -79,10 +79,12 @@ def ask(composed: DictConfig) -> Request:
     refuse_contradictions(config, overrides)
     plan = plan_of(composed, single)
     if config.resume == "auto":
-        config = new_or_resumed(config)
+        config = new_or_resumed(config, chosen.runtime.choices["model"])
     elif overrides and not plan and not config.resume and ranks().rank == 0:
         say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
-    model = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
+    model = chosen.runtime.choices["model"]
+    if composed.get("rerun") and "model=auto" not in overrides:
+        model = "rerun"
     return Request(config, model, tuple(overrides), tuple(callbacks_of(composed, overrides)), plan)
 
 
@@ -106,6 +108,10 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
             f"start a new run from its weights with init_from={config.resume}"
         )
     shapes = [override for override in overrides if re.match(r"\+*(model=|tokenizer\b)", override)]
+    if "model=auto" in overrides:
+        config.require_time()
+        if given := [o for o in overrides if re.match(rf"\+*model\.({'|'.join(SHAPE)})=", o)]:
+            raise UserError(f"{given[0]} does not go with model=auto, which chooses it: leave one of them out")
     if config.init_from and shapes:
         raise UserError(f"{shapes[0]} does not go with init_from, which brings its own model and tokenizer")
     if "experiment=finetune" in overrides and not config.init_from:

@@ -4,6 +4,7 @@ Rank 0 decides, and the other processes of the training hear of it.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ from gpt.training.session import Session, warn
 
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
 DECIDED = ("data.prompts", "data.revision", "optim.lr", "optim.matrix_lr")  # when a run begins, where they are null
+CHOSEN = ("model.", "horizon", "trainer.tokens_per_step")  # how the keys begin that model=auto decides
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
@@ -102,8 +104,13 @@ def _text_key(corpora: Corpora) -> str:
 def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:
     """A run from its first step; `run_dir` is the directory of one that was stopped before its first checkpoint."""
     require_processes(config)
-    session = prepared(config, kept, run_dir)
-    for line in warnings(session.config, session.schedule, session.corpora):
+    session = prepared(config, name, kept, run_dir)
+    schedule = session.schedule
+    if schedule.seconds and not session.members and config.trainer.strategy != "fsdp":
+        from gpt.training.estimate.timing import in_steps  # imports Lightning
+
+        schedule, _ = in_steps(session.config, schedule, session.corpora, at_most=1.0)
+    for line in warnings(session.config, schedule, session.corpora):
         warn(line)
     session.run_dir = run_dir or runs.make(config.run_dir, _run_name(config, name), to_yaml(session.config))
     return session
@@ -119,15 +126,22 @@ def _run_name(config: Config, model: str) -> str:
     return f"{runs.text_name(config.data)}-{model}"
 
 
-def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:
-    """Decide everything that was left open, and prepare the text; the session has no directory yet."""
+def prepared(
+    config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | None = None, longest: float = 0.0
+) -> Session:
+    """Decide everything that was left open, and prepare the text; the session has no directory yet.
+
+    `name` is that of the model; auto is chosen, from what members learn in the horizon's time, or in `longest` seconds.
+    """
     require_loggers(config)
+    if name == "auto":
+        config.require_time()
     if run_dir is None and config.run_dir:
         runs.require_empty(Path(config.run_dir))
     start = runs.Start()
     if config.init_from:
         config = _with_weights(config, kept, start)
-    automatic = config.trainer.micro_batch_size == "auto"
+    automatic, asked = config.trainer.micro_batch_size == "auto", config
     config = decide_hardware(config)
     config = replace(config, data=with_revision(config.data, _cache(config)))
     corpora = load_corpora(config, start.tokenizer)
@@ -136,7 +150,30 @@ def prepared(config: Config, kept: Sequence[str] = (), run_dir: Path | None = No
         config = replace(config, data=replace(config.data, prompts=prompts))
     if config.horizon == "auto":
         config = _with_suitable_horizon(config, corpora, automatic)
+    if name == "auto":
+        return _chosen(replace(asked, data=config.data), corpora, automatic, longest)
     return Session(config, make_schedule(config, corpora.train_tokens, automatic), corpora, Path(), start)
+
+
+def _chosen(config: Config, corpora: Corpora, automatic: bool, longest: float) -> Session:
+    """The session of the model that learns most of a text in the time that the horizon gives."""
+    from gpt.training.estimate.choice import announcement, best, choose  # imports Lightning
+
+    def decided(member: ModelConfig) -> tuple[Config, Schedule]:
+        context = max(member.context_length, config.model.context_length)
+        model = replace(member, context_length=context, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias)
+        tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many windows
+        made = decide_hardware(replace(config, model=model, trainer=replace(config.trainer, tokens_per_step=tokens)))
+        return made, make_schedule(made, corpora.train_tokens, automatic)
+
+    seconds = parse_horizon(config.horizon).amount
+    members = choose(decided, corpora, seconds, longest)
+    say(announcement(members, seconds, corpora))
+    chosen = best(members, seconds)
+    bits, useful = chosen.reached(seconds)
+    horizon = config.horizon if useful == seconds else f"{math.ceil(useful)}s"
+    schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits)
+    return Session(replace(chosen.config, horizon=horizon), schedule, corpora, Path(), members=members)
 
 
 def _with_suitable_horizon(config: Config, corpora: Corpora, automatic: bool) -> Config:
@@ -335,9 +372,10 @@ def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: ob
         )
 
 
-def new_or_resumed(config: Config) -> Config:
+def new_or_resumed(config: Config, model: str = "") -> Config:
     """Decide `resume=auto`: the run in `run_dir` if there is one, else None, so that a new one begins there.
 
+    `model` is the name of its model: what auto chose when the run began stands.
     Raises `UserError` if there is no `run_dir`, or if the run in it was configured differently.
     """
     if not config.run_dir:
@@ -347,7 +385,7 @@ def new_or_resumed(config: Config) -> Config:
         return replace(config, resume=None)
     stored = flatten(asdict(read(file)))
     for key, value in flatten(asdict(config)).items():
-        decided = value == "auto" or (value is None and key in DECIDED)
+        decided = value == "auto" or (value is None and key in DECIDED) or (model == "auto" and key.startswith(CHOSEN))
         brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
         if value != stored[key] and not (decided or brought or key in MAY_DIFFER):
             remedy = "give the same settings as before, or another run_dir"

@@ -28,6 +28,8 @@ from gpt.training.metrics.report import closing_lines
 if TYPE_CHECKING:
     from lightning import Callback
 
+    from gpt.training.estimate.choice import Member
+
 # Importing Lightning takes seconds, so trainer.py waits until the configuration has been found to be right.
 
 
@@ -48,6 +50,7 @@ class Session:
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last validation: see docs/runs.md for each key
     samples: list[str] = field(default_factory=list)  # of the last validation
     stopped_by: int = 0  # the signal that ended the training early
+    members: "Sequence[Member]" = ()  # that model=auto has weighed
 
     def __repr__(self) -> str:
         return f"Session({self.run_dir})"

@@ -80,7 +80,10 @@ def adapted(command: str) -> str:
     for name, meaning in MEANING.items():
         command = command.replace(name, meaning)
     trains = command.startswith("python train.py") and "resume=runs" not in command and "--cfg" not in command
-    short = " ".join(word for word in SHORT.split() if "init_from=" not in command or not word.startswith("model."))
+    own_shape = "init_from=" in command or "model=auto" in command
+    short = " ".join(word for word in SHORT.split() if not (own_shape and word.startswith("model.")))
+    if "model=auto" in command:
+        short = short.replace("horizon=2steps", "horizon=2s")
     return f"{command} trainer.device=cpu {short}" if trains else command
 
 

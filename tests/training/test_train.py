@@ -290,7 +290,7 @@ def refuse(tmp_path):
         ("horizon=fast", "horizon='fast' is not a horizon"),
         ("data=text", "data=text needs data.path=FILE"),
         ("data.path=x.txt", "data.path='x.txt' names no text file"),
-        ("model=nope", "model=nope is not known: choose from gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini"),
+        ("model=nope", "model=nope is not known: choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini"),
         ("foo", "'foo' is not key=value"),
         ("init_from=/nowhere", "/nowhere: there is no such checkpoint or run directory"),
         ("resume=/nowhere", "/nowhere: not a run directory"),

@@ -89,4 +89,4 @@ def with_horizon(
             f"horizon={horizon} is behind this run, which has trained {step} steps in {duration(seconds)}: give a "
             "longer horizon"
         )
-    return replace(config, horizon=horizon), replace(schedule, extended_at=step, factor_then=factor)
+    return replace(config, horizon=horizon), replace(schedule, extended_at=step, factor_then=factor, expected_bits=0.0)

@@ -1,10 +1,14 @@
 """Warnings of a new run before its first step: the settings that do not suit its text, and those that would."""
 
+from dataclasses import asdict
+
 import numpy as np
 
+from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.prepared import MIXTURE_WINDOWS, Corpora
+from gpt.training.config.law import FAMILY, Law
 from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config.schema import SHAPE, Config
 
 # benchmarks/LOG.md says how these were measured.
 TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
@@ -14,6 +18,8 @@ MOST_EPOCHS = 50  # after which a text is only learnt by heart
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
 VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
+FAR, LEAST_TOKENS = 0.05, 200_000  # a share of bits per byte; tokens from which on the law is known
+COST = 0.75  # the power of its parameters with which a step of a model takes longer
 DOCUMENTS, NEARLY_ALL = 100, 0.95  # enough to judge a context by; a share of the text
 VALIDATION_TOKENS, UNCERTAINTY = 4000, 0.07  # the loss on so many varies by so much from one part of a text to another
 NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up: Chinese has 1.0 and 1.5, English 0, 4
@@ -23,7 +29,8 @@ STRETCH, STRETCHES = 1 << 17, 8  # tokens to look at together, and about how man
 def warnings(config: Config, schedule: Schedule, corpora: Corpora) -> list[str]:
     """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
     checks = [_repeats(config, schedule, corpora)]
-    if not config.init_from:  # which brings its own vocabulary and context
+    if not config.init_from:  # which brings its own size, vocabulary and context
+        checks[0] = checks[0] or _size(config, schedule, corpora)
         checks += [_cut_up(corpora) or _vocabulary(corpora), _context(config, corpora)]
     checks.append(_validation(config, corpora))
     return [line for line in checks if line]
@@ -63,6 +70,32 @@ def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:
         f"{schedule.total_steps:,} steps would read {what} {most:,.0f} times; beyond about {MOST_EPOCHS} a model only "
         f"memorises it: {remedy}"
     )
+
+
+def _size(config: Config, schedule: Schedule, corpora: Corpora) -> str:
+    law, tokens = Law(corpora.train_tokens), schedule.total_steps * config.trainer.tokens_per_step
+    if schedule.seconds or min(tokens, corpora.train_tokens) < LEAST_TOKENS:
+        return ""
+
+    def bits(model: ModelConfig) -> float:
+        """After training for as long as the given model takes for its tokens."""
+        most = tokens * (_parameters(config.model, corpora) / _parameters(model, corpora)) ** COST
+        return law.bits_per_byte(model, law.best_tokens(model, most))
+
+    best = min(FAMILY, key=bits)
+    fewer = 1 - bits(best) / bits(config.model)
+    if fewer < FAR:
+        return ""
+    what = "large" if _parameters(best, corpora) < _parameters(config.model, corpora) else "small"
+    shape = " ".join(f"model.{key}={getattr(best, key)}" for key in SHAPE)
+    return (
+        f"{config.model.num_layers} layers of {config.model.d_model} channels are {what} for {tokens:,} tokens: try "
+        f"{shape}, about {fewer:.0%} fewer bits per byte in that time"
+    )
+
+
+def _parameters(model: ModelConfig, corpora: Corpora) -> int:
+    return GPTConfig(**asdict(model), vocab_size=corpora.tokenizer.vocab_size).num_parameters
 
 
 def _vocabulary(corpora: Corpora) -> str:

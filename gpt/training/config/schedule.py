@@ -53,6 +53,7 @@ class Schedule:
     validate_every: int = MOST_STEPS
     extended_at: int = 0  # the step at which the run was given another horizon
     factor_then: float = 1.0  # the fraction of the peak that its rates had fallen to
+    expected_bits: float = 0.0  # per byte, at the horizon, where model=auto has said so
 
     def due(self, step: int, every: int) -> bool:
         """Whether what happens every so many steps, and at the horizon, happens after this one."""

@@ -11,6 +11,7 @@ from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config.schedule import parse_horizon
 from gpt.training.optim import OPTIMIZERS, OptimConfig
 
+SHAPE = ("d_model", "num_layers", "num_heads")
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 
 
@@ -101,6 +102,18 @@ class Config:
     def order_seed(self) -> int:
         """The seed of the order of windows; `seed` is that of everything else."""
         return self.seed if self.data.seed is None else self.data.seed
+
+    def require_time(self) -> None:
+        """Raise `UserError` for settings that do not go with model=auto."""
+        if self.init_from:
+            raise UserError("model=auto does not go with init_from, which brings its own model")
+        if self.horizon == "auto" or parse_horizon(self.horizon).unit != "seconds":
+            raise UserError(
+                f"model=auto weighs models by what they learn in a time, and horizon={self.horizon} is none: give one, "
+                "such as horizon=10min"
+            )
+        if self.trainer.strategy == "fsdp":
+            raise UserError("model=auto times models on one device, and fsdp needs several: name a model")
 
     def _require_splittable(self) -> None:
         """Raise `UserError` for settings that do not go with trainer.strategy=fsdp."""

@@ -22,13 +22,13 @@ from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
 from gpt.model.memory import training_memory
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.config.advice import epochs, warnings
-from gpt.training.config.schedule import Horizon
 from gpt.training.config.schema import Config
 from gpt.training.decide import prepared
 from gpt.training.distributed.launch import ranks
 from gpt.training.optim import MUON, OPTIMIZERS, build_optimizer
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
+HORIZONS = (600, 3600, 28800)  # seconds: a plan says what model=auto would choose for each
 CHECKPOINTS = 3  # best, last and previous
 CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times steps: curves, pictures, Lightning's loop
 
@@ -45,28 +45,27 @@ def plan_of(composed: Mapping, single: bool) -> str:
     return asked
 
 
-def print_plan(config: Config, form: str) -> None:
-    """Print what the run of a configuration will take; nothing is written but prepared text, which the run will use."""
+def print_plan(config: Config, model: str, form: str) -> None:
+    """Print what a run will take, of the model with that name; nothing is written but its prepared text."""
     with contextlib.redirect_stdout(sys.stderr):
-        figures = forecast(config)
+        figures = forecast(config, model)
     say(json.dumps(figures, indent=2) if form == "json" else describe(figures))
 
 
-def forecast(config: Config) -> dict[str, Any]:
+def forecast(config: Config, model: str = "") -> dict[str, Any]:
     """Everything that plan=json prints, in bytes, seconds and counts."""
-    session = prepared(config)
+    session = prepared(config, model, longest=HORIZONS[-1])
     config, schedule, corpora = session.config, session.schedule, session.corpora
+    members, horizon = session.members, schedule.seconds
     del session  # and the weights to start from, which a run does not keep either
-    from gpt.training.estimate.timing import measure, seconds_validating  # imports what stays in memory while training
+    from gpt.training.estimate.choice import expectations
+    from gpt.training.estimate.timing import in_steps, seconds_validating  # imports what stays in memory while training
 
     device = torch.device(config.trainer.device)
     free, process = free_memory(device), _held(device)
     say("timing a few steps and part of a validation")
-    schedule, seconds = measure(config, schedule, corpora)
+    schedule, seconds = in_steps(config, schedule, corpora)
     settings = config.trainer
-    if schedule.seconds:
-        fitting = Horizon(schedule.seconds / seconds, "steps")
-        schedule = schedule.until(fitting, settings.tokens_per_step, corpora.train_tokens, settings.validate_every)
     gc.collect()
     with explained("choose a smaller model"):
         validating = seconds_validating(config, schedule, corpora)
@@ -110,7 +109,7 @@ def forecast(config: Config) -> dict[str, Any]:
         "free_memory": free,
         "memory": parts | {"process": process + extra, "peak": peak},
         "warnings": warnings(config, schedule, corpora),
-    }
+    } | ({"expected": expectations(members, horizon, HORIZONS)} if members else {})
 
 
 def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
@@ -150,6 +149,9 @@ def describe(f: dict[str, Any]) -> str:
         ("memory", f"{_size(held['peak'])} at peak on each device, of {_size(f['free_memory'])} free; its parts:"),
         *(("", f"{_size(size):>9}  {name.replace('_', ' ')}") for name, size in held.items() if name != "peak"),
     ]
+    for i, row in enumerate(f.get("expected", [])):
+        line = f"about {row['bits_per_byte']:.2f} bits per byte in {duration(row['seconds'])} with {row['model']}"
+        rows.append(("" if i else "expected", line))
     lines = [f"{name:10}{line}" for name, line in rows]
     return "\n".join([*lines, *([""] if f["warnings"] else []), *f["warnings"]])
 

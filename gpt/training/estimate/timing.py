@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -19,10 +19,20 @@ from gpt.text.analysis.references import references
 from gpt.text.batches import validation_batches
 from gpt.text.prepared import Corpora
 from gpt.training.callbacks.samples import continue_prompt, longest_copy
-from gpt.training.config.schedule import Schedule
+from gpt.training.config.schedule import Horizon, Schedule
 from gpt.training.config.schema import Config
 from gpt.training.loop import make_batch
 from gpt.training.module import GPTModule
+from gpt.training.optim import set_lr
+
+
+def in_steps(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Schedule, float]:
+    """A schedule whose horizon is a time as it will be in steps, at the seconds per step that are also returned."""
+    schedule, seconds = measure(config, schedule, corpora, at_most)
+    if schedule.seconds:
+        fitting, trainer = Horizon(schedule.seconds / seconds, "steps"), config.trainer
+        schedule = schedule.until(fitting, trainer.tokens_per_step, corpora.train_tokens, trainer.validate_every)
+    return schedule, seconds
 
 
 def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Schedule, float]:
@@ -40,21 +50,32 @@ def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float
 
 
 def seconds_per_step(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> float:
-    """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100.
+    """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100."""
+    times: list[float] = []
+    begin = time.perf_counter()
+    for _, seconds in throwaway_steps(config, replace(schedule, total_steps=1000), corpora):
+        times.append(seconds)
+        if len(times) >= 3 and (time.perf_counter() - begin >= at_most or len(times) >= 100):
+            break
+    # The first half warms up. A median would leave out hiccups, of which a run has its share.
+    return statistics.fmean(times[len(times) // 2 :])
 
-    Of the micro-batches of a step, two are timed: the first makes the gradients, and all others add to them.
+
+def throwaway_steps(config: Config, schedule: Schedule, corpora: Corpora) -> Iterator[tuple[GPTModule, float]]:
+    """Train a model without a run: yield it after each step, and the seconds that the step takes.
+
+    Of the micro-batches of a step, two are done: the first makes the gradients, and all others add to them.
     """
-    module = GPTModule(config, replace(schedule, total_steps=1000), corpora)
+    module = GPTModule(config, schedule, corpora)
     device = torch.device(config.trainer.device)
     module.to(device)
     optimizer = module.configure_optimizers()
-    times: list[float] = []
-    timed = min(2, schedule.accumulation)
-    begin = time.perf_counter()
-    while len(times) < 3 or (time.perf_counter() - begin < at_most and len(times) < 100):
+    done = min(2, schedule.accumulation)
+    for step in range(schedule.total_steps):
         start = time.perf_counter()
-        for _ in range(timed):
-            idx, targets = make_batch(module, 0)
+        set_lr(optimizer, schedule.rate_factor(step, 0.0, config.optim))
+        for i in range(done):
+            idx, targets = make_batch(module, (step * done + i) * schedule.micro_batch_size)
             module.loss(idx.to(device), targets.to(device)).backward()
         math.isfinite(module.measure_gradients())  # waits for the device, as a real step does
         computed = time.perf_counter()
@@ -62,9 +83,7 @@ def seconds_per_step(config: Config, schedule: Schedule, corpora: Corpora, at_mo
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append((computed - start) * schedule.accumulation / timed + time.perf_counter() - computed)
-    # The first half warms up. A median would leave out hiccups, of which a run has its share.
-    return statistics.fmean(times[len(times) // 2 :])
+        yield module, (computed - start) * schedule.accumulation / done + time.perf_counter() - computed
 
 
 def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> float:

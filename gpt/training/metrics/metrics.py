@@ -56,6 +56,8 @@ class Metrics(StepCallback):
         """The contents of metrics.json; docs/runs.md explains each key."""
         tokens, seconds = step * module.config.trainer.tokens_per_step, self._clock.seconds
         trained = {} if math.isnan(self._curves.loss) else {"train_loss": self._curves.loss}
+        if module.schedule.expected_bits and step == module.schedule.total_steps:
+            trained["expected_bits_per_byte"] = module.schedule.expected_bits
         return trained | {
             "val_loss": score.nats_per_token,
             "val_nats_per_byte": score.nats_per_byte,

@@ -193,7 +193,7 @@ def test_mistakes_on_the_command_line(override, line):
         ("optim.lrr=3", r"'optim\.lrr'; did you mean 'optim\.lr'"),
         ("d_model=64", r"'d_model'; did you mean 'model\.d_model'"),
         ("modle=mini", r"'modle'"),
-        ("model=gpt3", r"^model=gpt3 .*choose from gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini$"),
+        ("model=gpt3", r"^model=gpt3 .*choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini$"),
         ("experiment=mine", r"^experiment=mine .*choose from finetune, gpt2_small, shakespeare$"),
         ("optim.lr", r"^'optim\.lr' is not key=value"),
         ("data.path=a=b", r"^'data\.path=a=b' is not key=value.*quotes"),

@@ -1,0 +1,116 @@
+"""model=auto: the model of a family that learns most of a text in a given time, and what it is to reach."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gpt.console import duration
+from gpt.errors import UserError
+from gpt.hardware.device import arithmetic
+from gpt.hardware.threads import giving_way
+from gpt.model.transformer import GPTConfig, ModelConfig
+from gpt.sampling.scoring import strided_score, sum_of
+from gpt.text.prepared import Corpora
+from gpt.training.config.law import FAMILY, Law
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+from gpt.training.estimate.timing import measure, throwaway_steps
+from gpt.training.optim import MINI
+
+PROBE_SHARE, PROBE_STEPS = 0.1, (250, 1000)  # of the time that there is, and within these steps
+WORSE = 1.02  # a model that is to need so many times the bits of the best ends the search among larger ones
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model of the family, decided for this machine and timed on it, with the law of the text that it is to learn."""
+
+    config: Config
+    schedule: Schedule
+    parameters: int
+    tokens_per_second: float
+    law: Law
+
+    def __str__(self) -> str:
+        model = self.config.model
+        return f"{model.num_layers} layers of {model.d_model} channels"
+
+    @property
+    def is_mini(self) -> bool:
+        model = self.config.model
+        return (model.num_layers, model.d_model) == (MINI.num_layers, MINI.d_model)
+
+    def reached(self, seconds: float) -> tuple[float, float]:
+        """The bits per byte to expect of a time, and how much of it to train for: not longer than validation falls."""
+        model, most = self.config.model, seconds * self.tokens_per_second
+        tokens = self.law.best_tokens(model, most)
+        return self.law.bits_per_byte(model, tokens), seconds * tokens / most
+
+
+def best(members: Sequence[Member], seconds: float) -> Member:
+    """The member that is to reach the least in a time."""
+    return min(members, key=lambda member: member.reached(seconds))
+
+
+def choose(
+    decided: Callable[[ModelConfig], tuple[Config, Schedule]], text: Corpora, seconds: float, longest: float
+) -> list[Member]:
+    """Probe a text with the smallest member, and time members from there up, until a larger one learns less.
+
+    `decided` makes everything else follow from a model. Members are weighed for `seconds` of training, or for `longest`
+    if that is more.
+    """
+    members: list[Member] = []
+    law, longest = Law(text.train_tokens), max(seconds, longest)
+    for model in FAMILY:
+        config, schedule = decided(model)
+        if config.model.context_length >= text.train_tokens:
+            break
+        try:
+            schedule, each = measure(config, schedule, text, at_most=1.0)
+        except UserError:  # out of memory
+            if members:
+                break
+            raise
+        if not members:
+            steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
+            law = probe(law, config, replace(schedule, total_steps=steps), text)
+        parameters = GPTConfig(**asdict(config.model), vocab_size=text.tokenizer.vocab_size).num_parameters
+        members.append(Member(config, schedule, parameters, config.trainer.tokens_per_step / each, law))
+        if members[-1].reached(longest)[0] > WORSE * best(members, longest).reached(longest)[0] and model in FAMILY[3:]:
+            break
+    return members
+
+
+def probe(law: Law, config: Config, schedule: Schedule, text: Corpora) -> Law:
+    """Train a throwaway model, and return the law with what that says of the text."""
+    if config.trainer.precision == "fp16":  # whose broken steps only training skips
+        config = replace(config, trainer=replace(config.trainer, precision="fp32"))
+    tokens, T = schedule.total_steps * config.trainer.tokens_per_step, config.model.context_length
+    with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
+        for module, _ in throwaway_steps(config, schedule, text):
+            model = module.model
+        sizes = [source.manifest["splits"]["validation"]["bytes"] for source in text.sources]
+        each = zip(text.sources, sizes, strict=True)
+        found = sum_of(strided_score(model, source.validation, size, T) for source, size in each)
+    return law.through(config.model, tokens, found.bits_per_byte)
+
+
+def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> str:
+    """What was chosen for a time, and what to expect, in a line."""
+    chosen, size = best(members, seconds), sum(source.manifest["splits"]["train"]["bytes"] for source in text.sources)
+    bits, useful = chosen.reached(seconds)
+    line = (
+        f"model=auto: {chosen}, {chosen.parameters / 1e6:.1f} million parameters, for {duration(seconds)} at "
+        f"{chosen.tokens_per_second:,.0f} tokens/s on {size / 1e6:.1f} MB: about {bits:.2f} bits per byte"
+    )
+    if useful < seconds:
+        line += f" after {duration(useful)}, and more would only memorise the text"
+    minis = [member for member in members if member.is_mini and member is not chosen]
+    return line + "".join(f"; mini would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
+
+
+def expectations(members: Sequence[Member], seconds: float, others: Sequence[float]) -> list[dict[str, Any]]:
+    """What to expect of each member after a time, and of the best after others."""
+    pairs = [(seconds, member) for member in members] + [(time, best(members, time)) for time in others]
+    return [{"seconds": time, "model": str(one), "bits_per_byte": one.reached(time)[0]} for time, one in pairs]

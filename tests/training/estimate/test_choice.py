@@ -1,0 +1,155 @@
+"""model=auto: what it chooses, says and expects, and the law that it goes by."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from gpt.model.transformer import ModelConfig
+from gpt.training import decide
+from gpt.training.config.law import FAMILY, Law
+from gpt.training.estimate import choice
+from harness import refusal, tiny_arguments, tiny_config, train
+
+TEXT = Law(1_000_003)
+MINI = ModelConfig()
+
+
+def test_family():
+    """Every member is larger than the one before, has heads of 32 or 64 channels, and one is mini."""
+    sizes = [model.num_layers * model.d_model**2 for model in FAMILY]
+    assert sizes == sorted(set(sizes))
+    assert all(model.d_model // model.num_heads == (32 if model.d_model <= 256 else 64) for model in FAMILY)
+    assert FAMILY.count(MINI) == 1
+
+
+def test_law():
+    """More text and more layers help, repeated text helps less, and one that is learnt by heart does harm."""
+    assert TEXT.bits_per_byte(MINI, 3e5) > TEXT.bits_per_byte(MINI, 9e5) > TEXT.bits_per_byte(FAMILY[4], 9e5)
+    fresh, again = (TEXT.bits_per_byte(MINI, 1e6 * n) / TEXT.bits_per_byte(MINI, 2e6 * n) for n in (0.5, 5))
+    assert fresh > again
+    assert TEXT.bits_per_byte(MINI, 2e8) > TEXT.bits_per_byte(MINI, 1e7)
+    assert TEXT.best_tokens(MINI, 1e6) == 1e6
+    assert TEXT.best_tokens(MINI, 1e9) == pytest.approx(TEXT.best_tokens(MINI, 2e8), rel=0.05)
+    assert TEXT.best_tokens(FAMILY[-1], 1e9) < TEXT.best_tokens(MINI, 1e9)
+
+
+def test_law_through_a_probe():
+    """The law of a text has the value that was measured, wherever that was, and a harder text stays harder."""
+    for tokens in (2e5, 1e6):
+        easy, hard = (TEXT.through(FAMILY[0], tokens, bits) for bits in (1.3, 2.6))
+        assert easy.bits_per_byte(FAMILY[0], tokens) == pytest.approx(1.3)
+        assert hard.bits_per_byte(FAMILY[0], tokens) == pytest.approx(2.6)
+        assert easy.bits_per_byte(MINI, 3e6) < 1.3 < hard.bits_per_byte(MINI, 3e6) < 2.6
+        assert easy.bits_per_byte(FAMILY[-1], 3e6) > 0
+
+
+@pytest.fixture
+def given(corpus_folder, monkeypatch):
+    """The arguments of a tiny run, and a family of models that are as tiny."""
+    tiny = [(1, 8), (2, 16), (2, 24), (3, 24), (3, 32)]
+    family = tuple(ModelConfig(16, channels, layers, num_heads=2) for layers, channels in tiny)
+    monkeypatch.setattr(choice, "FAMILY", family)
+    monkeypatch.setattr(choice, "PROBE_STEPS", (8, 12))
+    return [one for one in tiny_arguments(corpus_folder) if not re.match(r"model\.[dn]|trainer.micro", one)]
+
+
+def test_chooses_trains_and_reports(given, tmp_path):
+    """The chosen member is trained in the time; config.yaml, metrics.json and the table say so; the same resumes."""
+    asked = ["model=auto", "horizon=2s", "resume=auto", f"run_dir={tmp_path / 'run'}", *given]
+    done = train(*asked)
+    assert done.returncode == 0, done.stderr
+    line = re.search(
+        r"model=auto: (\d+) layers of (\d+) channels, [\d.]+ million parameters, for 2s at [\d,]+ tokens/s on 0.0 MB: "
+        r"about ([\d.]+) bits per byte",
+        done.stdout,
+    )
+    assert line, done.stdout
+    model = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]
+    assert (model["num_layers"], model["d_model"]) == (int(line[1]), int(line[2]))
+    figures = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert f"{figures['expected_bits_per_byte']:.2f}" == line[3]
+    assert re.search(
+        rf"expected +{figures['expected_bits_per_byte']:.4f}  by model=auto; what came is [\d.]+%", done.stdout
+    )
+    assert figures["train_seconds"] < 4
+    again = train(*asked)
+    assert (again.returncode, "is complete" in again.stdout) == (0, True), again.stderr
+    longer = train(f"resume={tmp_path / 'run'}", "horizon=3s")
+    assert longer.returncode == 0 and "by model=auto" not in longer.stdout
+
+
+def test_plan(given, capsys):
+    """A plan weighs the neighbours, and other times; more time never expects more bits."""
+    done = train("model=auto", "horizon=2s", "plan=json", *given)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["expected"]
+    assert [row["seconds"] for row in rows[-3:]] == [600, 3600, 28800]
+    assert len(rows) >= 3 + 4
+    bits = [row["bits_per_byte"] for row in rows[-3:]]
+    assert bits[0] >= bits[1] * 0.99 >= bits[2] * 0.98
+
+
+def test_only_memorising(given, tmp_path):
+    """Where a text is learnt by heart, the run ends when validation is at its best, and says so."""
+    done = train("model=auto", "horizon=9h", "plan=json", *given)
+    assert re.search(
+        r"for 9h00m at .* bits per byte after [\dmhs]+, and more would only memorise the text", done.stderr
+    )
+    assert json.loads(done.stdout)["train_seconds"] < 3600
+
+
+def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
+    """Members that memory does not hold are left out; if that is the smallest, it is one line."""
+    measured = choice.measure
+
+    def measure(config, *others, **options):
+        if config.model.d_model > limit:
+            raise choice.UserError("out of memory")
+        return measured(config, *others, **options)
+
+    monkeypatch.setattr(choice, "measure", measure)
+    config = tiny_config(corpus_folder, "horizon=1s", "trainer.micro_batch_size=auto")
+    limit = 16
+    assert [member.config.model.d_model for member in decide.prepared(config, "auto").members] == [8, 16]
+    limit = 7
+    assert refusal(decide.prepared, config, "auto") == "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["horizon=400steps"], "model=auto weighs models by what they learn in a time, and horizon=400steps is none"),
+        (["horizon=1Mtokens"], "horizon=1Mtokens is none: give one, such as horizon=10min"),
+        (["horizon=3epochs"], "horizon=3epochs is none"),
+        (["horizon=auto"], "horizon=auto is none"),
+        (["horizon=1min", "init_from=gpt2"], "model=auto does not go with init_from, which brings its own model"),
+        (["horizon=1min", "model.num_layers=3"], "model.num_layers=3 does not go with model=auto, which chooses it"),
+        (["horizon=1min", "trainer.strategy=fsdp", "optim=adamw", "trainer.devices=2"], "name a model"),
+        (["-m", "horizon=1min,400steps"], "job 1 (model=auto horizon=400steps"),
+    ],
+)
+def test_refused(changes, message, tmp_path):
+    done = train("model=auto", *changes, f"run_dir={tmp_path / 'run'}")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert message in done.stderr
+
+
+def test_text_too_short(tmp_path):
+    """A text shorter than the context of the smallest member is one line, as for any model."""
+    (tmp_path / "short.txt").write_text("too short " * 9)
+    path = [f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    done = train("model=auto", "horizon=1min", *path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "model.context_length=" in done.stderr
+
+
+def test_sweep_over_horizons(given, tmp_path):
+    """Each job of a sweep makes its own choice."""
+    done = train(
+        "-m", "model=auto", "horizon=1s,2s", f"hydra.sweep.dir={tmp_path}", f"run_dir={tmp_path}/${{horizon}}", *given
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("model=auto: ") >= 2
+    assert "best of 2 jobs" in done.stdout
