@@ -44,7 +44,7 @@ class Member:
         """The bits per byte to expect of a time, and how much of it to train for: not longer than validation falls."""
         model, most = self.config.model, seconds * self.tokens_per_second
         tokens = self.law.best_tokens(model, most)
-        return self.law.bits_per_byte(model, tokens), seconds * tokens / most
+        return self.law.bits_per_byte(model, tokens), seconds * (tokens / most)
 
 
 def best(members: Sequence[Member], seconds: float) -> Member:
