@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gpt.console import command_line, say
+from gpt.files import write_text
 from gpt.sampling.arguments import parse_arguments, read_prompts
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
@@ -29,7 +30,7 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.exchange.loading import find_checkpoint, open_with_record
     from gpt.hardware.device import choose_device
     from gpt.sampling.generation import Sampling
-    from gpt.sampling.insight import insight_page, write_insight
+    from gpt.sampling.insight import insight_page
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
     from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
@@ -74,9 +75,9 @@ def sample(args: argparse.Namespace) -> None:
         print(copied(text.tokens, sources), end="")
         if args.insight:
             facts = {"checkpoint": str(path), "seed": seed} | vars(sampling)
-            write_insight(
-                args.insight, insight_page(model, tokenizer, encode(prompts[0]), text.tokens, sampling, facts)
-            )
+            write_text(args.insight, insight_page(model, tokenizer, encode(prompts[0]), text.tokens, sampling, facts))
+            size = args.insight.stat().st_size
+            say(f"generate.py: wrote {args.insight} ({size:,} bytes): open it in a browser", sys.stderr)
     else:
         print_several(prompts, steps, sources)
 

@@ -195,8 +195,8 @@ class LanguageModel:
         seed = secrets.randbits(31) if seed is None else seed
         generator = torch.Generator(self.device).manual_seed(seed)
         *_, (text,) = self.continue_texts([ids], max_new_tokens, settings, generator)
-        parts = insight_page(self.model, self.tokenizer, ids, text.tokens, settings, {"seed": seed, **vars(settings)})
-        return Page("".join(parts))
+        facts = {"seed": seed, **vars(settings)}
+        return Page(insight_page(self.model, self.tokenizer, ids, text.tokens, settings, facts))
 
     @torch.inference_mode()
     def attention(self, text: str) -> "Image":
