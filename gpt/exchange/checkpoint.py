@@ -7,7 +7,6 @@ versions of the libraries. It is read with `weights_only=True`, so no file can r
 
 import errno
 import shutil
-import textwrap
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError, is_disk_full
+from gpt.errors import UserError, is_disk_full, reason
 from gpt.files import replacing
 from gpt.hardware.memory import is_out_of_memory
 from gpt.model.transformer import GPT, GPTConfig
@@ -157,8 +156,3 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinite elements."""
     # A sum takes a twentieth of the time of `isfinite`, but may overflow.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def reason(error: BaseException) -> str:
-    """Put what an error says into one line of bounded length."""
-    return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.errors import UserError, is_disk_full
+from gpt.errors import UserError, is_disk_full, reason
 from gpt.exchange import vocabulary
 from gpt.files import write_text
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
@@ -82,9 +82,9 @@ def download(name: str) -> Path:
     except Exception as error:  # of the hub, the network, proxies and the cache
         if is_disk_full(error):
             raise
-        why = " ".join(str(error).split("\n")[0].split())[:200]
-        hub = f"the Hugging Face hub does not give such a model ({why}): check the name, your access and the connection"
-        raise UserError(f"{name}: there is no such path or run, and {hub}") from None
+        hub = f"the Hugging Face hub does not give such a model ({reason(error)})"
+        remedy = "check the name, your access and the connection"
+        raise UserError(f"{name}: there is no such path or run, and {hub}: {remedy}") from None
 
 
 def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
@@ -114,7 +114,7 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     import torch
     from safetensors.torch import load_file
 
-    from gpt.exchange.checkpoint import build_config, build_model, reason
+    from gpt.exchange.checkpoint import build_config, build_model
     from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)
