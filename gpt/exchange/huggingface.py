@@ -47,17 +47,14 @@ _FIXED: dict[str, tuple] = {
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
-
-# The fields of a model's configuration, each with the values that GPT-2 has; None is any.
-_GPT2: dict[str, tuple | None] = dict.fromkeys(
-    ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias")
-)
+# The fields of a model's configuration that GPT-2 has, with any value.
+_GPT2 = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias"}
 
 
 def require_gpt2(model: "GPT") -> None:
     """Raise `UserError` unless a model is a GPT-2, which is all that other programs know how to compute."""
     for name, value in vars(model.config).items():
-        if (allowed := _GPT2.get(name, ())) is not None and value not in allowed:
+        if name not in _GPT2:
             raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, so this model cannot be exported")
 
 
