@@ -48,14 +48,10 @@ def save(payload: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as error:  # torch's archive writer raises one of its own after that of the stream
         if not is_disk_full(error) and not is_disk_full(error.__context__ or error):
             raise
-        needs, free = (
-            sum(part.nbytes for part in _parts(payload) if isinstance(part, Tensor)),
-            shutil.disk_usage(path.parent).free,
-        )
-        room = (
-            f"the checkpoint needs {needs:,} bytes, {free:,} are free, and a quota or a limit on files may allow less"
-        )
-        raise UserError(f"{path}: the disk is full: {room}; earlier checkpoints are intact") from error
+        needs = sum(part.nbytes for part in _parts(payload) if isinstance(part, Tensor))
+        room = f"the checkpoint needs {needs:,} bytes, {shutil.disk_usage(path.parent).free:,} are free"
+        limits = "a quota or a limit on files may allow less; earlier checkpoints are intact"
+        raise UserError(f"{path}: the disk is full: {room}, and {limits}") from error
 
 
 def _parts(value: Any) -> Iterator[Any]:
