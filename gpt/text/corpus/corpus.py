@@ -81,9 +81,7 @@ class Corpus:
 def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
     """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
     if data.name == "python_stdlib":
-        return Corpus(
-            "python_stdlib", python_docs.files(), lambda file: ([text] for text in python_docs.read_source(file))
-        )
+        return Corpus("python_stdlib", python_docs.files(), lambda file: [python_docs.read_source(file)])
     if data.name == "python_docs":
         modules = python_docs.files()
 
