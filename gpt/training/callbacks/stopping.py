@@ -121,10 +121,8 @@ class ExplosionWarning(StepCallback):
         self.high += 1
         if self.high == POINTS and trainer.is_global_zero:
             rates = {"lr", "matrix_lr"} - unread_settings(optim.name)
-            words = [
-                f"rerun={self._run_dir}",
-                *(f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates)),
-            ]
+            words = [f"rerun={self._run_dir}"]
+            words += [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates)]
             best = self._validation.best_step
             kept = f"best.ckpt of step {best} is from before; " if 0 < best <= self.good else ""
             say(
