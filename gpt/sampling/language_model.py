@@ -93,9 +93,8 @@ class LanguageModel:
     tokenizer: Tokenizer
 
     def __repr__(self) -> str:
-        shape = (
-            f"{self.model.config.num_parameters:,} parameters, a context of {self.model.config.context_length:,} tokens"
-        )
+        config = self.model.config
+        shape = f"{config.num_parameters:,} parameters, a context of {config.context_length:,} tokens"
         return f"{type(self).__name__}({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
 
     def generate(self, prompt: str = "", max_new_tokens: int = 300, **options: Any) -> str:
