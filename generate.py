@@ -3,18 +3,16 @@
 import argparse
 import functools
 import sys
-from typing import TYPE_CHECKING
 
 from gpt.console import command_line, say
+from gpt.files import write_text
 from gpt.sampling.arguments import parse_arguments, read_prompts
-
-if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
-    from gpt.sampling.language_model import LanguageModel
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Sample as the command line says."""
     args = parse_arguments(arguments)
+    # Importing torch takes seconds, so that waits until the arguments have proved right.
     from gpt.hardware.memory import explained
     from gpt.hardware.threads import giving_way
 
@@ -29,7 +27,7 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.exchange.loading import find_checkpoint, open_with_record
     from gpt.hardware.device import choose_device
     from gpt.sampling.generation import Sampling
-    from gpt.sampling.insight import insight_page, write_insight
+    from gpt.sampling.insight import insight_page
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
     from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
@@ -47,13 +45,12 @@ def sample(args: argparse.Namespace) -> None:
     rows = len(prompts) or args.num_samples
     torch.set_num_threads(choose_threads(model, rows, args.compile))
     pack_weights(model, precision, rows, args.compile)
-    language_model = LanguageModel(model, tokenizer)
 
     # The text
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 33  # short enough to type
     say(f"generate.py: sampling {path} with seed {seed}", sys.stderr)
     continue_texts = functools.partial(
-        language_model.continue_texts,
+        LanguageModel(model, tokenizer).continue_texts,
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
         generator=torch.Generator(device).manual_seed(seed),
@@ -61,7 +58,16 @@ def sample(args: argparse.Namespace) -> None:
         stops=tuple(args.stop),
         top_logprobs=args.top_logprobs,
     )
-    encode = functools.cache(functools.partial(encode_prompt, language_model))
+
+    @functools.cache
+    def encode(prompt: str) -> list[int]:
+        """Return a prompt's tokens, with a note on stderr if the model cannot see them all."""
+        ids, context = tokenizer.encode(prompt), model.config.context_length
+        if (excess := len(ids) - context) > 0:
+            note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {excess} are cut"
+            say(f"generate.py: {note}", sys.stderr)
+        return ids
+
     if args.interactive:
         interact(continue_texts, tokenizer.encode if args.keep_context else encode, args.num_samples, args.keep_context)
         return
@@ -74,20 +80,11 @@ def sample(args: argparse.Namespace) -> None:
         print(copied(text.tokens, sources), end="")
         if args.insight:
             facts = {"checkpoint": str(path), "seed": seed} | vars(sampling)
-            write_insight(
-                args.insight, insight_page(model, tokenizer, encode(prompts[0]), text.tokens, sampling, facts)
-            )
+            write_text(args.insight, insight_page(model, tokenizer, encode(prompts[0]), text.tokens, sampling, facts))
+            size = args.insight.stat().st_size
+            say(f"generate.py: wrote {args.insight} ({size:,} bytes): open it in a browser", sys.stderr)
     else:
         print_several(prompts, steps, sources)
-
-
-def encode_prompt(language_model: "LanguageModel", prompt: str) -> list[int]:
-    """Return a prompt's tokens, with a note on stderr if the model cannot see them all."""
-    ids, context = language_model.tokenizer.encode(prompt), language_model.model.config.context_length
-    if (excess := len(ids) - context) > 0:
-        note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {excess} are cut"
-        say(f"generate.py: {note}", sys.stderr)
-    return ids
 
 
 if __name__ == "__main__":

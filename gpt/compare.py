@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gpt.console import Parser, command_line, say
-from gpt.errors import UserError
+from gpt.errors import UserError, reason
 from gpt.files import flatten, read_text, read_yaml
 
 RUNS = Path("runs")
@@ -208,8 +208,7 @@ def read_curves(folder: Path, tags: Sequence[str]) -> dict[str, list[tuple[float
 
 
 def damaged(file: Path, error: Exception) -> UserError:
-    reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-    return UserError(f"{file}: damaged ({reason}); leave this run out, or move it away")
+    return UserError(f"{file}: damaged ({reason(error)}); leave this run out, or move it away")
 
 
 def differences(runs: list[Run], most: int) -> list[list[str]]:

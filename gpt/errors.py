@@ -2,6 +2,7 @@
 
 import errno
 import math
+import textwrap
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -46,6 +47,12 @@ def require_range(
         if high < math.inf:
             limits += f" and {'below' if below else 'at most'} {high}"
         raise UserError(f"{key}={value} is out of range: it must be {limits}{' ' * bool(note)}{note}")
+
+
+def reason(error: BaseException) -> str:
+    """Put what an error says into one line of bounded length."""
+    said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return textwrap.shorten(said, 300, placeholder=" ...") or type(error).__name__
 
 
 def is_disk_full(error: BaseException) -> bool:

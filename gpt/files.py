@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from gpt.errors import UserError
+from gpt.errors import UserError, reason
 
 # How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
@@ -89,7 +89,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 class _NoAliases(yaml.SafeLoader):
@@ -107,7 +107,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(text, _NoAliases)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

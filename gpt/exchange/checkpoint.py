@@ -7,7 +7,6 @@ versions of the libraries. It is read with `weights_only=True`, so no file can r
 
 import errno
 import shutil
-import textwrap
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError, is_disk_full
+from gpt.errors import UserError, is_disk_full, reason
 from gpt.files import replacing
 from gpt.hardware.memory import is_out_of_memory
 from gpt.model.transformer import GPT, GPTConfig
@@ -49,14 +48,10 @@ def save(payload: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as error:  # torch's archive writer raises one of its own after that of the stream
         if not is_disk_full(error) and not is_disk_full(error.__context__ or error):
             raise
-        needs, free = (
-            sum(part.nbytes for part in _parts(payload) if isinstance(part, Tensor)),
-            shutil.disk_usage(path.parent).free,
-        )
-        room = (
-            f"the checkpoint needs {needs:,} bytes, {free:,} are free, and a quota or a limit on files may allow less"
-        )
-        raise UserError(f"{path}: the disk is full: {room}; earlier checkpoints are intact") from error
+        needs = sum(part.nbytes for part in _parts(payload) if isinstance(part, Tensor))
+        room = f"the checkpoint needs {needs:,} bytes, {shutil.disk_usage(path.parent).free:,} are free"
+        limits = "a quota or a limit on files may allow less; earlier checkpoints are intact"
+        raise UserError(f"{path}: the disk is full: {room}, and {limits}") from error
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -157,8 +152,3 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinite elements."""
     # A sum takes a twentieth of the time of `isfinite`, but may overflow.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def reason(error: BaseException) -> str:
-    """Put what an error says into one line of bounded length."""
-    return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

@@ -54,12 +54,14 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
         writer.add_head_count(config.num_heads)
         writer.add_layer_norm_eps(model.final_norm.eps)
         _add_tokenizer(writer, tokenizer)
-        for name, weight in _weights(model).items():
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
+        for theirs, weight in named_weights(model):
+            name = names.get_name(f"transformer.{theirs}", (".weight", ".bias")) or theirs
             stored = kind if weight.ndim == 2 and name != "position_embd.weight" else "f32"
             quantization = gguf.GGMLQuantizationType[stored.upper()]
             try:
                 with np.errstate(over="raise"):
-                    packed = gguf.quants.quantize(weight, quantization)
+                    packed = gguf.quants.quantize(weight.contiguous().numpy(), quantization)
             except (FloatingPointError, gguf.quants.QuantError):
                 why = "holds numbers too large, or for q8_0 rows not divisible by 32,"
                 raise UserError(f"{name} {why} for type={kind}: use f32 or bf16") from None
@@ -70,17 +72,6 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
             writer.write_tensors_to_file()
         finally:
             writer.close()
-
-
-def _weights(model: "GPT") -> dict[str, np.ndarray]:
-    """All weights by their names in the file."""
-    import gguf
-
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.num_layers)
-    weights = {}
-    for name, weight in named_weights(model):
-        weights[table.get_name(f"transformer.{name}", (".weight", ".bias")) or name] = weight.contiguous().numpy()
-    return weights
 
 
 def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:

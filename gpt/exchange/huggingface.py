@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.errors import UserError, is_disk_full
+from gpt.errors import UserError, is_disk_full, reason
 from gpt.exchange import vocabulary
 from gpt.files import write_text
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
@@ -47,17 +47,14 @@ _FIXED: dict[str, tuple] = {
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
-
-# The fields of a model's configuration, each with the values that GPT-2 has; None is any.
-_GPT2: dict[str, tuple | None] = dict.fromkeys(
-    ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias")
-)
+# The fields of a model's configuration that GPT-2 has, with any value.
+_GPT2 = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias"}
 
 
 def require_gpt2(model: "GPT") -> None:
     """Raise `UserError` unless a model is a GPT-2, which is all that other programs know how to compute."""
     for name, value in vars(model.config).items():
-        if (allowed := _GPT2.get(name, ())) is not None and value not in allowed:
+        if name not in _GPT2:
             raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, so this model cannot be exported")
 
 
@@ -82,9 +79,9 @@ def download(name: str) -> Path:
     except Exception as error:  # of the hub, the network, proxies and the cache
         if is_disk_full(error):
             raise
-        why = " ".join(str(error).split("\n")[0].split())[:200]
-        hub = f"the Hugging Face hub does not give such a model ({why}): check the name, your access and the connection"
-        raise UserError(f"{name}: there is no such path or run, and {hub}") from None
+        hub = f"the Hugging Face hub does not give such a model ({reason(error)})"
+        remedy = "check the name, your access and the connection"
+        raise UserError(f"{name}: there is no such path or run, and {hub}: {remedy}") from None
 
 
 def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
@@ -114,7 +111,7 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     import torch
     from safetensors.torch import load_file
 
-    from gpt.exchange.checkpoint import build_config, build_model, reason
+    from gpt.exchange.checkpoint import build_config, build_model
     from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)

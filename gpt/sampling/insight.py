@@ -10,7 +10,6 @@ Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_mo
 import base64
 import json
 import math
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.console import say
-from gpt.files import replacing
+from gpt.files import write_text
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
 from gpt.text.pieces import label
@@ -46,21 +44,14 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file, for a browser."""
-        Path(path).write_text(self.html, encoding="utf-8")
-
-
-def write_insight(page: Path, parts: Iterator[str]) -> None:
-    """Write what `insight_page` yields."""
-    with replacing(page) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        stream.writelines(parts)
-    say(f"generate.py: wrote {page} ({page.stat().st_size:,} bytes): open it in a browser", sys.stderr)
+        write_text(Path(path), self.html)
 
 
 @torch.inference_mode()
 def insight_page(
     model: GPT, tokenizer: Tokenizer, prompt: list[int], new: list[int], sampling: Sampling, facts: dict[str, Any]
-) -> Iterator[str]:
-    """Yield the page in parts: the prompt, and the new tokens that the model wrote while all of it was in its context.
+) -> str:
+    """Make the page of a prompt, and of the new tokens that the model wrote while all of it was in its context.
 
     Of later ones, drawn when the view had lost its beginning, it only says how many they are.
     """
@@ -91,14 +82,11 @@ def insight_page(
     page = (ASSETS / "insight.html").read_text(encoding="utf-8")
     page = page.replace("/* style */", (ASSETS / "insight.css").read_text(encoding="utf-8"))
     page = page.replace("/* script */", (ASSETS / "insight.js").read_text(encoding="utf-8"))
-    before, after = page.split("<!-- data -->")
-    yield before
     # A script element would end at the first "</script", whatever it is in.
     script = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    yield f'<script type="application/json" id="data">{script}</script>\n'
-    for number, packed in enumerate(layers):
-        yield f'<script type="text/plain" id="layer{number}">{packed}</script>\n'
-    yield after
+    scripts = [f'<script type="application/json" id="data">{script}</script>\n']
+    scripts += [f'<script type="text/plain" id="layer{i}">{packed}</script>\n' for i, packed in enumerate(layers)]
+    return page.replace("<!-- data -->", "".join(scripts))
 
 
 def _packed(queries: Tensor, keys: Tensor, values: Tensor) -> str:

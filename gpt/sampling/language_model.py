@@ -93,9 +93,8 @@ class LanguageModel:
     tokenizer: Tokenizer
 
     def __repr__(self) -> str:
-        shape = (
-            f"{self.model.config.num_parameters:,} parameters, a context of {self.model.config.context_length:,} tokens"
-        )
+        config = self.model.config
+        shape = f"{config.num_parameters:,} parameters, a context of {config.context_length:,} tokens"
         return f"{type(self).__name__}({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
 
     def generate(self, prompt: str = "", max_new_tokens: int = 300, **options: Any) -> str:
@@ -195,8 +194,8 @@ class LanguageModel:
         seed = secrets.randbits(31) if seed is None else seed
         generator = torch.Generator(self.device).manual_seed(seed)
         *_, (text,) = self.continue_texts([ids], max_new_tokens, settings, generator)
-        parts = insight_page(self.model, self.tokenizer, ids, text.tokens, settings, {"seed": seed, **vars(settings)})
-        return Page("".join(parts))
+        facts = {"seed": seed, **vars(settings)}
+        return Page(insight_page(self.model, self.tokenizer, ids, text.tokens, settings, facts))
 
     @torch.inference_mode()
     def attention(self, text: str) -> "Image":

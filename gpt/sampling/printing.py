@@ -19,7 +19,7 @@ from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.language_model import Continuation, TokenLogprob
 from gpt.text import cache
 from gpt.text.analysis.overlap import LEAST, find_copies
-from gpt.text.pieces import visible
+from gpt.text.pieces import label
 from gpt.text.prepared import PreparedText, find_prepared
 from gpt.text.tokenizer import Tokenizer
 
@@ -120,10 +120,7 @@ def printable(text: Continuation, start: int = 0) -> str:
 
 def token_line(token: TokenLogprob) -> str:
     """Show a token with its probability, then the likeliest in its place with theirs, in columns."""
-    shown = [
-        f"{visible(one.token)} {100 * math.exp(one.logprob):.3g}%".replace("\n", "") for one in (token, *token.top)
-    ]
-    return columns(shown)
+    return columns([f"{label(one.token)} {100 * math.exp(one.logprob):.3g}%" for one in (token, *token.top)])
 
 
 def columns(cells: list[str]) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt.errors import UserError
+from gpt.errors import UserError, reason
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.text.prepared import Corpora
@@ -95,7 +95,7 @@ class Training:
                     raise
             # A callback that needs a logger where there is none, or a curve that nobody writes.
             if isinstance(error, MisconfigurationException) or "conditioned on metric" in str(error):
-                raise UserError(" ".join(str(error).split())) from error
+                raise UserError(reason(error)) from error
             raise
         finally:
             for callback in (self.checkpoints, self.curves, self.progress):

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +48,9 @@ class Corpus:
         for number, file in enumerate(self.files[first:], first):
             count = 0
             for blocks in self.read(file):
-                texts = cut(blocks)
-                text, begins = next(texts, None), True
-                while text is not None:
-                    after = next(texts, None)
-                    yield number, count, Piece(text, begins, after is None)
-                    text, begins = after, False
+                with_next = pairwise(chain(cut(blocks), [""]))  # pieces are never empty
+                for i, (text, after) in enumerate(with_next):
+                    yield number, count, Piece(text, begins=i == 0, ends=not after)
                     count += 1
 
     def stamp(self) -> list[tuple[int, int]]:
@@ -83,9 +81,7 @@ class Corpus:
 def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
     """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
     if data.name == "python_stdlib":
-        return Corpus(
-            "python_stdlib", python_docs.files(), lambda file: ([text] for text in python_docs.read_source(file))
-        )
+        return Corpus("python_stdlib", python_docs.files(), lambda file: [python_docs.read_source(file)])
     if data.name == "python_docs":
         modules = python_docs.files()
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
 from gpt.console import progress_bar
-from gpt.errors import UserError, is_disk_full
+from gpt.errors import UserError, is_disk_full, reason
 from gpt.files import publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 from gpt.text.corpus.config import DataConfig
@@ -64,7 +64,7 @@ def _download(url: str, sha256: str, stream: BufferedRandom) -> None:
                 raise
             if here <= before:
                 kept = f"{here:,} bytes are kept for the next attempt; " if here else ""
-                raise UserError(f"{url}: cannot be downloaded ({_reason(error)}); {kept}{OFFLINE}") from None
+                raise UserError(f"{url}: cannot be downloaded ({reason(error)}); {kept}{OFFLINE}") from None
     stream.seek(0)
     if (found := hashlib.file_digest(stream, "sha256").hexdigest()) != sha256:
         stream.truncate(0)
@@ -94,10 +94,6 @@ def _receive(url: str, stream: BufferedRandom) -> None:
                 bar.update(len(block))
         if answer.length:
             raise ConnectionError(f"{answer.length:,} bytes are missing")
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # --- the Hugging Face hub ---
@@ -201,6 +197,6 @@ def _explain_hub(data: DataConfig, cache: Path) -> Iterator[None]:
         before = cache.glob(f"downloads/datasets--{data.paths[0].replace('/', '--')}/snapshots/*")
         have = "".join(f"; already fetched: data.revision={folder.name}" for folder in sorted(before)[-1:])
         raise UserError(
-            f"data.path={data.path!r}: the hub does not provide it ({type(error).__name__}: {_reason(error)}){have}; "
+            f"data.path={data.path!r}: the hub does not provide it ({type(error).__name__}: {reason(error)}){have}; "
             f"{OFFLINE}"
         ) from None

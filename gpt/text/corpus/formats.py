@@ -118,10 +118,8 @@ def _unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
                     if length >= size:
                         yield b"".join(held)
                         held, length = [], 0
-        except MemoryError:
-            raise
         except Exception as error:  # each library has its own for damage, bz2 an OSError without a number
-            if isinstance(error, OSError) and error.errno is not None:
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
                 raise
             raise UserError(
                 f"{file}: cannot be decompressed beyond byte {offset:,} of its content ({error}): "

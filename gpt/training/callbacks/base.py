@@ -15,6 +15,8 @@ SUSPENDED = 10  # times a usual step, and a second: a longer gap between two ste
 class StepCallback(Callback):
     """A callback with one hook per optimizer step, however many micro-batches it takes, and one per validation."""
 
+    stored: tuple[str, ...] = ()  # the attributes that a checkpoint keeps
+
     def on_train_batch_end(self, trainer: Trainer, module: GPTModule, outputs, batch, batch_idx: int) -> None:  # type: ignore[override]
         if (batch_idx + 1) % module.schedule.accumulation == 0:
             self.on_step_end(trainer, module, trainer.global_step)
@@ -25,9 +27,18 @@ class StepCallback(Callback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         """Called on every rank when the validation after `step` is done, with the clock paused."""
 
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.stored}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in self.stored:
+            setattr(self, name, state[name])
+
 
 class Clock(StepCallback):
     """The seconds spent on training steps: all the time in the fit loop except inside `paused` and while suspended."""
+
+    stored = ("seconds",)
 
     def __init__(self) -> None:
         self.seconds = 0.0  # of the whole run, up to the end of the last step
@@ -57,9 +68,3 @@ class Clock(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         lap = self._lap()
         self._usual = 0.9 * self._usual + 0.1 * lap if self._usual else lap
-
-    def state_dict(self) -> dict:
-        return {"seconds": self.seconds}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.seconds = state["seconds"]

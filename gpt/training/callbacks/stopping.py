@@ -74,22 +74,24 @@ class EarlyStop(StepCallback):
 class MemorisingWarning(StepCallback):
     """Says once that validations in a row are worse than the best while the training loss goes on falling."""
 
+    stored = ("train_loss", "worse")
+
     def __init__(self, validation: Validation, curves: Curves):
         self._validation, self._curves = validation, curves
-        self._train_loss = -math.inf  # when validation was best; below everything as long as it is unknown
-        self._worse = 0  # validations in a row; it stays at `WORSE` once that is said
+        self.train_loss = -math.inf  # when validation was best; below everything as long as it is unknown
+        self.worse = 0  # validations in a row; it stays at `WORSE` once that is said
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         best, best_step = self._validation.best_loss, self._validation.best_step
-        if self._worse == WORSE:
+        if self.worse == WORSE:
             return
         if best_step == step:
-            self._train_loss = -math.inf
-        if self._train_loss == -math.inf and not math.isnan(self._curves.loss):  # its first point may come later
-            self._train_loss = self._curves.loss
-        turned = score.nats_per_token > TURNED * best and TURNED * self._curves.loss < self._train_loss
-        self._worse = self._worse + 1 if turned else 0
-        if self._worse == WORSE and trainer.is_global_zero:
+            self.train_loss = -math.inf
+        if self.train_loss == -math.inf and not math.isnan(self._curves.loss):  # its first point may come later
+            self.train_loss = self._curves.loss
+        turned = score.nats_per_token > TURNED * best and TURNED * self._curves.loss < self.train_loss
+        self.worse = self.worse + 1 if turned else 0
+        if self.worse == WORSE and trainer.is_global_zero:
             steps = shorter_steps(module.config, module.corpora, best_step)
             say(
                 f"train.py: validation loss was lowest at step {best_step} and has risen since, while training loss "
@@ -97,48 +99,34 @@ class MemorisingWarning(StepCallback):
                 sys.stderr,
             )
 
-    def state_dict(self) -> dict:
-        return {"train_loss": self._train_loss, "worse": self._worse}
-
-    def load_state_dict(self, state: dict) -> None:
-        self._train_loss, self._worse = state["train_loss"], state["worse"]
-
 
 class ExplosionWarning(StepCallback):
     """Says once that the training loss stays far above its own course: finite numbers, but rates that are too high."""
 
+    stored = ("course", "lowest", "good", "high")
+
     def __init__(self, run_dir: Path, validation: Validation, curves: Curves):
         self._run_dir, self._validation, self._curves = run_dir, validation, curves
-        self._course = self._lowest = math.inf  # a running mean of the curve, and the least that it was
-        self._good, self._high = 0, 0  # the step of the last point on course, and the points in a row since
+        self.course = self.lowest = math.inf  # a running mean of the curve, and the least that it was
+        self.good, self.high = 0, 0  # the step of the last point on course, and the points in a row since
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         loss, (times, nats), optim = self._curves.loss, EXPLODED, module.config.optim
-        if not module.schedule.due(step, module.config.trainer.log_every) or math.isnan(loss) or self._high == POINTS:
+        if not module.schedule.due(step, module.config.trainer.log_every) or math.isnan(loss) or self.high == POINTS:
             return
-        if loss <= times * self._lowest + nats:
-            self._course = loss if self._course == math.inf else 0.9 * self._course + 0.1 * loss
-            self._lowest, self._good, self._high = min(self._lowest, self._course), step, 0
+        if loss <= times * self.lowest + nats:
+            self.course = loss if self.course == math.inf else 0.9 * self.course + 0.1 * loss
+            self.lowest, self.good, self.high = min(self.lowest, self.course), step, 0
             return
-        self._high += 1
-        if self._high == POINTS and trainer.is_global_zero:
+        self.high += 1
+        if self.high == POINTS and trainer.is_global_zero:
             rates = {"lr", "matrix_lr"} - unread_settings(optim.name)
-            words = [
-                f"rerun={self._run_dir}",
-                *(f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates)),
-            ]
+            words = [f"rerun={self._run_dir}"]
+            words += [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates)]
             best = self._validation.best_step
-            kept = f"best.ckpt of step {best} is from before; " if 0 < best <= self._good else ""
+            kept = f"best.ckpt of step {best} is from before; " if 0 < best <= self.good else ""
             say(
-                f"train.py: training loss has been far above its course since step {self._good} ({loss:.2f}, and "
-                f"{self._lowest:.2f} before): {kept}try lower rates with {' '.join(map(quote, words))}",
+                f"train.py: training loss has been far above its course since step {self.good} ({loss:.2f}, and "
+                f"{self.lowest:.2f} before): {kept}try lower rates with {' '.join(map(quote, words))}",
                 sys.stderr,
             )
-
-    def state_dict(self) -> dict:
-        return {"course": self._course, "lowest": self._lowest, "good": self._good, "high": self._high}
-
-    def load_state_dict(self, state: dict) -> None:
-        self._course, self._lowest, self._good, self._high = (
-            state[key] for key in ("course", "lowest", "good", "high")
-        )

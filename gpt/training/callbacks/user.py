@@ -6,7 +6,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from gpt.errors import UserError
+from gpt.errors import UserError, reason
 
 if TYPE_CHECKING:
     from lightning import Callback
@@ -33,8 +33,8 @@ def _load(name: str) -> "Callback":
         if callable(callback) and not isinstance(callback, Callback):
             callback = callback()
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"callbacks: {name} cannot be imported and made ({reason})") from error
+        why = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"callbacks: {name} cannot be imported and made ({why})") from error
     if not isinstance(callback, Callback):
         raise UserError(f"callbacks: {name} is of type {type(callback).__name__}, not a lightning.Callback")
     return callback

@@ -24,6 +24,8 @@ class Validation(StepCallback):
     `trainer.callback_metrics` has `val/loss`.
     """
 
+    stored = ("best_loss", "best_step")
+
     def __init__(self, run_dir: Path, clock: Clock):
         self._run_dir, self._clock = run_dir, clock
         self.best_loss, self.best_step = math.inf, -1
@@ -66,9 +68,3 @@ class Validation(StepCallback):
         totals = trainer.strategy.reduce(totals, reduce_op="sum")
         assert isinstance(totals, Tensor)
         return Score(float(totals[0]), int(totals[1]), part.bytes)
-
-    def state_dict(self) -> dict:
-        return {"best_loss": self.best_loss, "best_step": self.best_step}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.best_loss, self.best_step = state["best_loss"], state["best_step"]

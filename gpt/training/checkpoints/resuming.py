@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.console import duration
-from gpt.errors import UserError
-from gpt.exchange.checkpoint import reason
+from gpt.errors import UserError, reason
 from gpt.hardware.memory import is_out_of_memory
 from gpt.text.prepared import Corpora
 from gpt.training.config.loading import validate
@@ -24,8 +23,7 @@ def restoring(file: Path) -> Iterator[None]:
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        why = f"it has no {error}" if isinstance(error, KeyError) else reason(error)
-        raise UserError(f"{file}: cannot be continued: {why}; start anew with init_from={file}") from None
+        raise UserError(f"{file}: cannot be continued: {reason(error)}; start anew with init_from={file}") from None
 
 
 def read_schedule(payload: dict[str, Any]) -> tuple[Config, Schedule]:

@@ -127,10 +127,8 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """
     if "experiment" in names:
         raise UserError("experiment and rerun exclude each other: rerun brings every setting; add single keys to it")
-    config = dataclasses.asdict(read(runs.directory(str(given["rerun"])) / "config.yaml")) | {
-        "run_dir": None,
-        "resume": None,
-    }
+    config = dataclasses.asdict(read(runs.directory(str(given["rerun"])) / "config.yaml"))
+    config |= {"run_dir": None, "resume": None}
     if "trainer.device" in names:
         config["trainer"] |= {"precision": "auto", "compile": "auto"}
     if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):

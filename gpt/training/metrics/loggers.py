@@ -9,7 +9,7 @@ from typing import Any
 from lightning import Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
-from gpt.errors import UserError
+from gpt.errors import UserError, reason
 from gpt.files import read_text, write_text
 from gpt.training.callbacks.base import StepCallback
 from gpt.training.config.schema import Config
@@ -38,7 +38,7 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
             identity = logger.experiment.id if name == "wandb" else logger.run_id
             logger.log_hyperparams(asdict(config))
         except Exception as error:  # no login, no network, a server without this run
-            why = " ".join(str(error).split())
+            why = reason(error)
             raise UserError(f"logger={name}: cannot be started ({why}): check its login and address") from error
         if known is None:
             write_text(file, f"{identity}\n")
