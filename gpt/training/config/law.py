@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL, HARDNESS = 0.289, 0.572  # of bits per byte, for each factor of e in what is lacking, at one bit; how it grows
-SIZE_POWER = 0.566  # of the weights in the blocks, in millions
-TEXT = 3.22  # what a million tokens that have not been seen are worth in that
-REPEATS, REPEATS_POWER = 7.53, 0.542  # epochs that repetition is worth at most, by tokens over weights
-BY_HEART, BY_HEART_POWER = 0.00407, 0.305  # what an epoch costs by being learnt by heart, by weights over tokens
+FALL, HARDNESS = 0.292, 0.576  # of bits per byte, for each factor of e in what is lacking, at one bit; how it grows
+SIZE_POWER = 0.554  # of the weights in the blocks, in millions
+TEXT = 3.11  # what a million tokens that have not been seen are worth in that
+REPEATS, REPEATS_POWER = 7.47, 0.545  # epochs that repetition is worth at most, by tokens over weights
+BY_HEART, BY_HEART_POWER = 0.00403, 0.305  # what an epoch costs by being learnt by heart, by weights over tokens
 LEAST = 0.3  # of its level, which no text falls below
 
 

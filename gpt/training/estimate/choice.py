@@ -18,6 +18,7 @@ from gpt.training.estimate.timing import measure, throwaway_steps
 from gpt.training.optim import MINI
 
 PROBE_SHARE, PROBE_STEPS = 0.2, (250, 1000)  # of the time that there is, and within these steps: the law knows 1,000
+PACE = 0.94  # of the speed of bare steps, which a run reaches with its batches, curves and checkpoints
 WORSE = 1.02  # a model that is to need so many times the bits of the best ends the search among larger ones
 
 
@@ -76,7 +77,8 @@ def choose(
             steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
             law = probe(law, config, replace(schedule, total_steps=steps), text)
         parameters = GPTConfig(**asdict(config.model), vocab_size=text.tokenizer.vocab_size).num_parameters
-        members.append(Member(config, schedule, parameters, config.trainer.tokens_per_step / each, law))
+        speed = PACE * config.trainer.tokens_per_step / each
+        members.append(Member(config, schedule, parameters, speed, law))
         if members[-1].reached(longest)[0] > WORSE * best(members, longest).reached(longest)[0] and model in FAMILY[3:]:
             break
     return members

@@ -122,6 +122,25 @@ def test_cut_into_bytes(tmp_path):
     assert not any("GPT-2" in line for line in told(settings(tmp_path, "    x = 1_1\n" * 3001, "tokenizer=gpt2")))
 
 
+def test_size(tmp_path):
+    """A model far too large or too small for its horizon is named with one that suits it, and mini is not."""
+    config = settings(tmp_path, words(160_000), "horizon=400steps")
+    for layers, channels, horizon, what in (
+        (8, 256, "400steps", "large"),
+        (2, 64, "9000steps", "small"),
+        (4, 128, "2000steps", ""),
+        (2, 64, "2h", ""),
+    ):
+        shape = [f"model.num_layers={layers}", f"model.d_model={channels}", f"model.num_heads={channels // 32}"]
+        lines = told(changed(config, f"horizon={horizon}", *shape))
+        assert len(lines) == bool(what), lines
+        if what:
+            assert f"{layers} layers of {channels} channels are {what} for " in lines[0]
+            remedy = re.search(r"tokens: try (model.*?), about \d+% fewer bits per byte in that time$", lines[0])
+            assert remedy
+            assert told(changed(config, f"horizon={horizon}", *remedy[1].split())) == []
+
+
 def test_mixture(tmp_path):
     """A small part of a mixture is seen too often, at these weights; nothing is said where the horizon is a time."""
     (tmp_path / "poem.txt").write_text(words(450), encoding="utf-8")
