@@ -47,7 +47,7 @@ class Law:
         """The law on a text of which a model needs `bits` per byte after so many tokens."""
         level = bits
         for _ in range(20):
-            level = bits - level**HARDNESS * self._lacking(model, tokens)
+            level = max(bits / 10, bits - level**HARDNESS * self._lacking(model, tokens))
         return replace(self, level=level)
 
     def bits_per_byte(self, model: ModelConfig, tokens: float) -> float:

@@ -1,6 +1,7 @@
 """model=auto: what it chooses, says and expects, and the law that it goes by."""
 
 import json
+import math
 import re
 
 import pytest
@@ -43,6 +44,15 @@ def test_law_through_a_probe():
         assert hard.bits_per_byte(FAMILY[0], tokens) == pytest.approx(2.6)
         assert easy.bits_per_byte(MINI, 3e6) < 1.3 < hard.bits_per_byte(MINI, 3e6) < 2.6
         assert easy.bits_per_byte(FAMILY[-1], 3e6) > 0
+
+
+@pytest.mark.parametrize("bits", [0.0, 1e-6, 0.3, 9.0])
+def test_law_of_a_strange_text(bits):
+    """A text that is learnt at once, or not at all, has numbers to compare as well."""
+    for law in (Law(1000), TEXT):
+        found = law.through(FAMILY[0], 3e5, bits)
+        reached = [found.bits_per_byte(model, found.best_tokens(model, 1e7)) for model in FAMILY]
+        assert all(isinstance(one, float) and 0 <= one < math.inf for one in reached)
 
 
 @pytest.fixture
