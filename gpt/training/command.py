@@ -82,9 +82,7 @@ def ask(composed: DictConfig) -> Request:
         config = new_or_resumed(config, chosen.runtime.choices["model"])
     elif overrides and not plan and not config.resume and ranks().rank == 0:
         say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
-    model = chosen.runtime.choices["model"]
-    if composed.get("rerun") and "model=auto" not in overrides:
-        model = "rerun"
+    model = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
     return Request(config, model, tuple(overrides), tuple(callbacks_of(composed, overrides)), plan)
 
 
@@ -110,6 +108,8 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
     shapes = [override for override in overrides if re.match(r"\+*(model=|tokenizer\b)", override)]
     if "model=auto" in overrides:
         config.require_time()
+        if any(re.match(r"\+*rerun=", override) for override in overrides):
+            raise UserError("model=auto does not go with rerun, which brings its own model")
         if given := [o for o in overrides if re.match(rf"\+*model\.({'|'.join(SHAPE)})=", o)]:
             raise UserError(f"{given[0]} does not go with model=auto, which chooses it: leave one of them out")
     if config.init_from and shapes:

@@ -15,6 +15,7 @@ from harness import refusal, tiny_arguments, tiny_config, train
 
 TEXT = Law(1_000_003)
 MINI = ModelConfig()
+RERUN = "train.py: model=auto does not go with rerun, which brings its own model"
 
 
 def test_family():
@@ -84,6 +85,8 @@ def test_chooses_trains_and_reports(given, tmp_path):
         rf"expected +{figures['expected_bits_per_byte']:.4f}  by model=auto; what came is [\d.]+%", done.stdout
     )
     assert figures["train_seconds"] < 4
+    done = train("model=auto", "horizon=2s", f"rerun={tmp_path / 'run'}")
+    assert (done.returncode, done.stderr.splitlines()) == (2, [RERUN])
     again = train(*asked)
     assert (again.returncode, "is complete" in again.stdout) == (0, True), again.stderr
     longer = train(f"resume={tmp_path / 'run'}", "horizon=3s")
