@@ -85,7 +85,7 @@ def test_chooses_trains_and_reports(given, tmp_path):
         rf"expected +{figures['expected_bits_per_byte']:.4f}  by model=auto; what came is [\d.]+%", done.stdout
     )
     assert figures["train_seconds"] < 4
-    done = train("model=auto", "horizon=2s", f"rerun={tmp_path / 'run'}")
+    done = train("model=auto", "horizon=2s", "trainer.tokens_per_step=1024", f"rerun={tmp_path / 'run'}")
     assert (done.returncode, done.stderr.splitlines()) == (2, [RERUN])
     again = train(*asked)
     assert (again.returncode, "is complete" in again.stdout) == (0, True), again.stderr
