@@ -92,14 +92,19 @@ def train_all(candidates: Sequence[tuple[str, int, Path]]) -> Iterator[dict]:
         yield from pool.map(run, candidates)
 
 
+def trained(layers: int, channels: int, steps: int) -> str:
+    """The overrides for a model of a shape, with heads of 32, that trains for so many steps."""
+    model = f"model.num_layers={layers} model.d_model={channels} model.num_heads={channels // 32}"
+    return f"{model} horizon={steps}steps data.validation_bytes=150000 logger=[csv]"
+
+
 def with_rates(layers: int, channels: int, steps: int, change: tuple[float, float]) -> str:
     """The overrides for a model with the rates of the rule, changed by two factors."""
     shape = ModelConfig(num_layers=layers, d_model=channels, num_heads=channels // 32)
     optim = OptimConfig().for_model(shape)
     assert optim.matrix_lr and optim.lr
     rates = f"optim.matrix_lr={optim.matrix_lr * change[0]:.5g} optim.lr={optim.lr * change[1]:.5g}"
-    model = f"model.num_layers={layers} model.d_model={channels} model.num_heads={shape.num_heads}"
-    return f"{model} horizon={steps}steps data.validation_bytes=150000 logger=[csv] {rates}"
+    return f"{trained(layers, channels, steps)} {rates}"
 
 
 def compare_rates(texts: Sequence[Path]) -> None:
@@ -125,10 +130,7 @@ NUMBERS = ("FALL", "HARDNESS", "SIZE_POWER", "TEXT", "REPEATS", "REPEATS_POWER",
 def extend_points(texts: Sequence[Path]) -> None:
     """Train the members on texts, the probe first, and add a row for each run to the points."""
     runs = [(text, run) for text in texts for run in ((2, 64, 1000), *RUNS)]
-    made = [
-        (f"model.num_layers={L} model.d_model={C} model.num_heads={C // 32} horizon={n}steps", 1, t)
-        for t, (L, C, n) in runs
-    ]
+    made = [(trained(*run), 1, text) for text, run in runs]
     with POINTS.open("a") as stream:
         for (text, (layers, channels, steps)), found in zip(runs, train_all(made), strict=True):
             distinct = round(found["tokens"] / found["epochs"])

@@ -230,13 +230,13 @@ def test_start_from_hugging_face(settings, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
     arguments = [*settings, f"init_from={tmp_path / 'theirs'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    done = train(*arguments)
+    done = train(*arguments, "optim.lr=0.006")
     assert done.returncode == 0, done.stderr
     payload = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
     assert payload["tokenizer"]["name"] == "gpt2"
     assert payload["config"]["model"]["d_model"] == 6
     moved = (payload["state_dict"]["position_embedding.weight"] - theirs.transformer.wpe.weight).abs().max()
-    assert 0 < moved < 0.02
+    assert 0 < moved < 0.01
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_chooses_trains_and_reports(given, tmp_path):
     assert longer.returncode == 0 and "by model=auto" not in longer.stdout
 
 
-def test_plan(given, capsys):
+def test_plan(given):
     """A plan weighs the neighbours, and other times; more time never expects more bits."""
     done = train("model=auto", "horizon=2s", "plan=json", *given)
     assert done.returncode == 0, done.stderr
