@@ -2,20 +2,28 @@
 
 A corpus is a circle of n tokens, cut into n // T windows. Each epoch shows each window once, in its own order and cut
 at its own places; both follow from the seed and the epoch's number. The circle closes before the first token, which is
-an end-of-text.
+an end-of-text. A corpus in more than ten shards is several such circles, each of ten shards that the seed deals
+together, and each epoch shows one circle after the other in its own order, so few shards are needed at a time.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.text.prepared import MIXTURE_WINDOWS
+from gpt.text.shards import GROUP, Circle, Shards
 
 
 def training_batch(
-    corpora: Sequence[np.ndarray], shares: Sequence[int], seed: int, first: int, batch_size: int, context_length: int
+    corpora: Sequence[np.ndarray | Shards],
+    shares: Sequence[int],
+    seed: int,
+    first: int,
+    batch_size: int,
+    context_length: int,
 ) -> tuple[Tensor, Tensor]:
     """Return windows `first` to `first + batch_size` of the whole training, as inputs and targets, each (B, T).
 
@@ -57,17 +65,53 @@ def windows_given(count: int, shares: Sequence[int], seed: int) -> list[int]:
     return [blocks * share + int((source == i).sum()) for i, share in enumerate(shares)]
 
 
-def _windows(tokens: np.ndarray, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
+def _windows(tokens: np.ndarray | Shards, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
     """Return the windows of one corpus with these numbers: (B, T + 1) token ids."""
+    if isinstance(tokens, np.ndarray):
+        epoch, place = np.divmod(numbers, np.uint64(len(tokens) // context_length))
+        return _of_circle(tokens, seed, epoch, place, context_length)
+    groups, counts = _deal(tokens, seed, context_length)
+    epoch, place = np.divmod(numbers, counts.sum())
+    block = np.empty((len(numbers), context_length + 1), dtype=np.int64)
+    for e in np.unique(epoch):
+        # The last group of an epoch is followed by the first of the next.
+        order = np.concatenate([_order(len(groups), seed, e), _order(len(groups), seed, e + np.uint64(1))[:1]])
+        ends = np.cumsum(counts[order[:-1]])
+        turn = np.searchsorted(ends, place, side="right")
+        for t in np.unique(turn[epoch == e]):
+            here = (epoch == e) & (turn == t)
+            circle = tokens.circle(groups[order[t]], groups[order[t + 1]])
+            own = place[here] - (ends[t] - counts[order[t]])
+            block[here] = _of_circle(circle, seed, epoch[here], own, context_length)
+    return block
+
+
+@lru_cache(8)
+def _deal(tokens: Shards, seed: int, context_length: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Deal shards to groups, at random unless there is only one; return the groups, and the windows in each."""
+    count = len(tokens.lengths)
+    order = permute(np.arange(count), count, np.uint64(seed)) if count > GROUP else np.arange(count)
+    groups = [order[first : first + GROUP] for first in range(0, count, GROUP)]
+    windows = [tokens.lengths[group].sum() // context_length for group in groups]
+    return groups, np.array(windows, dtype=np.uint64)
+
+
+def _order(groups: int, seed: int, epoch: np.uint64) -> np.ndarray:
+    """Return the order of the groups of shards in an epoch."""
+    return permute(np.arange(groups), groups, _mix(np.uint64(seed) ^ np.uint64(0x6E0), epoch))
+
+
+def _of_circle(
+    tokens: np.ndarray | Circle, seed: int, epoch: np.ndarray, place: np.ndarray, context_length: int
+) -> np.ndarray:
+    """Return the windows at these places in the order of these epochs."""
     n, T = len(tokens), context_length
     assert n > T, "prepare refuses a text this short"
-    per_epoch = n // T
-    epoch, place = np.divmod(numbers, np.uint64(per_epoch))
     window = np.empty_like(place)
     shift = np.empty_like(place)
     for e in np.unique(epoch):
         of_epoch = epoch == e
-        window[of_epoch] = permute(place[of_epoch], per_epoch, _mix(np.uint64(seed), e))
+        window[of_epoch] = permute(place[of_epoch], n // T, _mix(np.uint64(seed), e))
         shift[of_epoch] = _mix(np.uint64(seed) ^ np.uint64(0x5A17), e) % np.uint64(T) if e else 0
     start = window * np.uint64(T) + shift
     positions = (start[:, None] + np.arange(T + 1, dtype=np.uint64)) % np.uint64(n)

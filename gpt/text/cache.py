@@ -37,14 +37,24 @@ def make_cache(cache: Path) -> None:
 
 def write_json(file: Path, content: dict) -> None:
     """Replace a JSON file as a whole, with a seal: the hash of its content, by which `read_json` notices damage."""
-    write_text(file, json.dumps({**content, "seal": _seal(content)}, indent=2))
+    write_text(file, sealed(content))
 
 
 def read_json(file: Path) -> dict:
     """Return what `write_json` wrote; raise `ValueError` if it is damaged."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    return unsealed(file.read_text(encoding="utf-8"), file.name)
+
+
+def sealed(content: dict) -> str:
+    """Return JSON with its own hash in it."""
+    return json.dumps({**content, "seal": _seal(content)}, indent=2)
+
+
+def unsealed(text: str, name: str) -> dict:
+    """Return what `sealed` got; raise `ValueError` if it is damaged."""
+    content = json.loads(text)
     if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
-        raise ValueError(f"the content of {file.name} does not match its seal")
+        raise ValueError(f"the content of {name} does not match its seal")
     return content
 
 

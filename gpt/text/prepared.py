@@ -13,6 +13,8 @@ import numpy as np
 from gpt.errors import UserError
 from gpt.text.cache import read_json
 from gpt.text.corpus.formats import explain_unreadable
+from gpt.text.corpus.remote import Remote
+from gpt.text.shards import GROUP, Shards, Store
 from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
@@ -29,10 +31,15 @@ class PreparedText:
     `manifest` holds the key that the folder was made for, the hashes, and the counts of tokens, bytes and documents.
     """
 
-    train: np.ndarray  # (tokens,), of `width`, on disk
+    train: np.ndarray | Shards  # (tokens,), of `width`, on disk
     validation: np.ndarray
     tokenizer: Tokenizer
     manifest: dict
+
+    @property
+    def at_hand(self) -> np.ndarray:
+        """The training tokens, or those of the first shard: enough for a look at the text."""
+        return self.train[0] if isinstance(self.train, Shards) else self.train
 
     def validation_bytes(self) -> Iterator[bytes]:
         """Yield the validation text in blocks of bounded size, without end-of-text."""
@@ -133,6 +140,35 @@ def open_prepared(folder: Path) -> PreparedText:
     if sum(tokens.nbytes for tokens in arrays.values()) <= VERIFY_BYTES:
         verify(folder, manifest)
     return PreparedText(arrays["train"], arrays["validation"], tokenizer, manifest)
+
+
+def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
+    """Open what `gpt.prepare` has published; shards come into the cache, which may take `room` bytes, as they are used.
+
+    Raises `UserError` naming what is wrong and the remedy.
+    """
+    manifest, tokens = store.read_json("manifest.json"), store.read("tokenizer.json")
+    if manifest is None or tokens is None:
+        raise UserError(f"{store.url}: holds no prepared text; python -m gpt.prepare --to {store.url} makes it")
+    try:
+        tokenizer = Tokenizer.from_dict(json.loads(tokens))
+        if manifest["tokenizer"] != tokenizer.sha256:
+            raise ValueError("the tokenizer is not the one in the manifest")
+        listed = manifest.get("shards") or [
+            ["train.bin", *(manifest["splits"]["train"][k] for k in ("tokens", "sha256"))]
+        ]
+        each = width(tokenizer).itemsize
+        files = [store.file(name, tokens * each, sha256, cache, room) for name, tokens, sha256 in listed]
+        held = manifest["splits"]["validation"]
+        last = store.file("validation.bin", held["tokens"] * each, held["sha256"], cache, room)
+        validation = Shards([last], [held["tokens"]], width(tokenizer))[0]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{store.url}: is damaged ({error}): prepare it again, in an empty folder") from None
+    lengths = [tokens for _, tokens, _ in listed]
+    needed = 2 * GROUP * max(lengths) * each
+    if isinstance(last, Remote) and room < min(needed, sum(lengths) * each):
+        raise UserError(f"data.cache_bytes={room:,} does not hold {2 * GROUP} shards of this text: {needed:,} do")
+    return PreparedText(Shards(files, lengths, width(tokenizer)), validation, tokenizer, manifest)
 
 
 def find_prepared(record: dict, tokenizer: Tokenizer, cache: Path) -> list[PreparedText]:

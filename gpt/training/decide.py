@@ -24,10 +24,10 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.analysis.prompts import prompts_from
 from gpt.text.cache import CACHE
 from gpt.text.corpus.config import ONE_WORD
-from gpt.text.corpus.download import with_revision
+from gpt.text.corpus.hub import with_revision
 from gpt.text.prepare.prepare import TooShortError, prepare
 from gpt.text.prepared import Corpora
-from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 from gpt.training import runs
 from gpt.training.checkpoints.resuming import on_devices, read_schedule, require_same_text, restoring, with_horizon
 from gpt.training.config.advice import STEPS, suitable_steps, warnings
@@ -143,8 +143,11 @@ def prepared(
         config = _with_weights(config, kept, start)
     automatic, asked = config.trainer.micro_batch_size == "auto", config
     config = decide_hardware(config)
-    config = replace(config, data=with_revision(config.data, _cache(config)))
+    config = replace(config, data=with_revision(config.data))
     corpora = load_corpora(config, start.tokenizer)
+    if config.data.name == "prepared":  # with a tokenizer of its own
+        how = TokenizerConfig(corpora.tokenizer.name, corpora.tokenizer.vocab_size)
+        config, asked = replace(config, tokenizer=how), replace(asked, tokenizer=how)
     if config.data.prompts is None:
         prompts = ONE_WORD.get(config.data.name) or prompts_from(corpora)
         config = replace(config, data=replace(config.data, prompts=prompts))

@@ -3,6 +3,7 @@
 import math
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.text.batches import mixture_place, permute, training_batch, validation_batches, windows_given
+from gpt.text.batches import _deal, mixture_place, permute, training_batch, validation_batches, windows_given
 from gpt.text.prepared import MIXTURE_WINDOWS as BLOCK
+from gpt.text.shards import GROUP, Shards
 
 IGNORE = -7  # any id that no token has
 T = 7
@@ -92,6 +94,61 @@ def test_shortest_texts(length):
     assert torch.equal((idx[:, :1] + torch.arange(T)) % length, idx)
     assert torch.equal((idx + 1) % length, targets)
     assert len({tuple(window) for window in idx.tolist()}) > 2  # the cuts move from epoch to epoch
+
+
+# --- shards ---
+
+LENGTHS = [50 + 13 * (i % 7) for i in range(37)]  # 4 groups, of 10 shards but for the last
+
+
+def shards(folder: Path, lengths: list[int] = LENGTHS) -> Shards:
+    """Shards whose tokens are their own positions in the whole text."""
+    folder.mkdir(exist_ok=True)
+    for i, part in enumerate(np.split(np.arange(sum(lengths), dtype=np.uint16), np.cumsum(lengths)[:-1])):
+        (folder / f"{i}").write_bytes(part.tobytes())
+    return Shards([folder / f"{i}" for i in range(len(lengths))], lengths, np.dtype("uint16"))
+
+
+def test_shards_of_one_group_are_one_text(tmp_path):
+    """Up to ten shards have the very order of the text that they are cut from."""
+    text = shards(tmp_path, LENGTHS[:10])
+    for first in (0, 17, 1000):
+        one = training_batch([text], (BLOCK,), 5, first, 31, T)
+        assert equal(one, corpus_batch(np.arange(len(text)), 5, first, 31, T))
+
+
+def test_shards_by_groups(tmp_path):
+    """An epoch shows each group's windows once, one group after the other; groups and their order follow the seed."""
+    text = shards(tmp_path)
+    of_token = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    orders = set()
+    groups = [group.tolist() for group in _deal(text, 5, T)[0]]
+    dealt = [shard for group in groups for shard in group]
+    assert sorted(dealt) == list(range(37)) != dealt
+    assert groups != [group.tolist() for group in _deal(text, 6, T)[0]]
+    counts = [sum(LENGTHS[i] for i in group) // T for group in groups]
+    for epoch in range(12):
+        idx, targets = training_batch([text], (BLOCK,), 5, epoch * sum(counts), sum(counts), T)
+        which = [next(g for g, group in enumerate(groups) if of_token[window[0]] in group) for window in idx.tolist()]
+        order = list(dict.fromkeys(which))
+        assert which == [g for g in order for _ in range(counts[g])]
+        assert len(set(idx.flatten().tolist())) == sum(counts) * T  # no token twice
+        assert (idx[:, 1:] == targets[:, :-1]).all()
+        orders.add(tuple(order))
+    assert len(orders) > 6
+
+
+def test_shards_and_cuts_into_batches(tmp_path):
+    """Batches of any size, from any place on, are the same windows, and two groups at most are open."""
+    text = shards(tmp_path)
+    whole, _ = training_batch([text], (BLOCK,), 5, 0, 1300, T)
+    for size in (1, 7, 100):
+        parts = []
+        for first in range(0, 1300, size):
+            parts.append(training_batch([text], (BLOCK,), 5, first, min(size, 1300 - first), T)[0])
+            assert len(text._open) <= GROUP
+        assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(training_batch([shards(tmp_path)], (BLOCK,), 5, 1200, 100, T)[0], whole[1200:])
 
 
 # --- mixtures ---

@@ -47,7 +47,7 @@ def find_overlap(text: np.ndarray, corpus: np.ndarray) -> Overlap:
 
 def find_copies(ids: list[int], sources: Sequence[PreparedText]) -> tuple[list[bool], str]:
     """For each token of a text, whether it stands in a passage of the training text; and the longest such passage."""
-    found = [find_overlap(np.array(ids, dtype=np.int64), source.train) for source in sources]
+    found = [find_overlap(np.array(ids, dtype=np.int64), source.at_hand) for source in sources]
     longest = max(found, key=lambda one: one.length)
     passage = sources[0].tokenizer.decode(ids[longest.start : longest.start + longest.length])
     return np.logical_or.reduce([one.copied for one in found]).tolist(), passage

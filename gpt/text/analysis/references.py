@@ -46,7 +46,7 @@ def sample(tokens: np.ndarray, size: int) -> np.ndarray:
 def _count_models(sources: Sequence[PreparedText]) -> tuple[float, float]:
     """The bits that a unigram and a bigram model need for all validation tokens but each text's first."""
     V = sources[0].tokenizer.vocab_size
-    texts = [sample(source.train, COUNTED // len(sources)) for source in sources]
+    texts = [sample(source.at_hand, COUNTED // len(sources)) for source in sources]
     tokens = np.concatenate([text.ravel() for text in texts])
     unigram = (np.bincount(tokens, minlength=V) + 1) / (len(tokens) + V)  # (V,)
     pairs, counts = np.unique(

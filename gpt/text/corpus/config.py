@@ -1,6 +1,7 @@
 """Which text to train on: the keys below `data=`."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,12 @@ ONE_WORD = {  # corpora that need no path, and the prompts to sample from them
     "python_stdlib": ["", "class Error(", "def __init__(self"],
     "tinyshakespeare": ["", "JULIET:", "ROMEO:"],
 }
-NAMES = (*ONE_WORD, "text", "huggingface", "mix")
+NAMES = (*ONE_WORD, "text", "huggingface", "mix", "prepared")
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, and so not of a local file."""
+    return re.match(r"\w[\w+.-]+://", path) is not None
 
 
 @dataclass
@@ -29,6 +35,7 @@ class DataConfig:
     revision: str | None = None  # huggingface: the commit of the data set; by default the newest
     max_bytes: int | None = None  # huggingface: take no more text than this
     cache: str | None = None  # the folder for prepared text; by default data/cache
+    cache_bytes: int = 100_000_000_000  # that copies of remote files may take there
     validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
     seed: int | None = None  # of the order of windows; by default that of the run
     prompts: list[str] | None = None  # sampled during training; "" starts a document; by default the text's own
@@ -40,6 +47,8 @@ class DataConfig:
             raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name == "huggingface" and len(self.paths) != 1:
             raise UserError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
+        if self.name == "prepared" and len(self.paths) != 1:
+            raise UserError("data=prepared needs data.path=URL: what python -m gpt.prepare --to URL has published")
         if self.name in ONE_WORD and self.paths:
             raise UserError(f"data.path={self.path!r} works only with data=text: add that, or leave the path out")
         if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):
@@ -51,6 +60,13 @@ class DataConfig:
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise UserError(f"data.weights={self.weights} is out of range: each must be above 0")
         require_range("data.validation_bytes", self.validation_bytes, 1, 10**9)
+        require_range("data.cache_bytes", self.cache_bytes, 1)
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
+            raise UserError(f"data.sha256={self.sha256!r} is not 64 hex digits: give what sha256sum FILE prints")
+        if self.sha256 is not None and not (self.name == "text" and len(self.paths) == 1 and is_url(self.paths[0])):
+            raise UserError(
+                "data.sha256 is the hash of one file behind a URL: leave it out, or give only data.path=URL"
+            )
         require_range("data.max_bytes", 1 if self.max_bytes is None else self.max_bytes, 1)
         if self.cache:
             self.cache = os.path.expanduser(self.cache)

@@ -1,22 +1,22 @@
 """The text to train on: which files hold it, and its documents in pieces of bounded size."""
 
 import hashlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt.console import say
 from gpt.errors import UserError
 from gpt.text.corpus import python_docs
-from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.download import fetch_dataset, fetch_file, up_to
+from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
 from gpt.text.corpus.formats import explain_unreadable, is_table, read_documents, reader_of
 from gpt.text.corpus.hashes import hash_files
+from gpt.text.corpus.hub import find_dataset, up_to
+from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
 
 TINY_SHAKESPEARE = (
@@ -39,8 +39,8 @@ class Corpus:
     """Files, and how to read documents from them; `version` names whatever else determines the documents."""
 
     name: str
-    files: tuple[Path, ...]
-    read: Callable[[Path], Iterable[Iterable[str]]]
+    files: tuple[Path | Remote, ...]
+    read: Callable[[Any], Iterable[Iterable[str]]]
     version: str = ""
 
     def pieces(self, first: int = 0) -> Iterator[tuple[int, int, Piece]]:
@@ -53,19 +53,18 @@ class Corpus:
                     yield number, count, Piece(text, begins=i == 0, ends=not after)
                     count += 1
 
-    def stamp(self) -> list[tuple[int, int]]:
-        """Return the size and modification time of each file, to compare later."""
-        found = []
-        for file in self.files:
-            with explain_unreadable(file):
-                status = file.stat()
-            found.append((status.st_size, status.st_mtime_ns))
-        return found
+    def stamp(self) -> list[tuple]:
+        """Return the size and modification time, or tag, of each file, to compare later."""
+        return [(file.size, file.tag) if isinstance(file, Remote) else _stamp(file) for file in self.files]
 
     def sha256(self, cache: Path) -> str:
         """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
+        return self.identity(hash_files(self.files, cache))
+
+    def identity(self, digests: Iterable[str]) -> str:
+        """Return the hash of everything that determines the documents, given that of each file."""
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n".encode())
-        for file, file_digest in zip(self.files, hash_files(self.files, cache), strict=True):
+        for file, file_digest in zip(self.files, digests, strict=True):
             _, version = reader_of(file)
             kind = "".join(file.suffixes) + f" {version}" * (version > 0)
             digest.update(f"{kind}\n{file_digest}\n".encode("utf-8", "replace"))
@@ -91,28 +90,44 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
                 yield from ([text] for text in python_docs.builtin_docs())
 
         return Corpus("python_docs", modules, read_docs, sys.version)
-    version, rest = f"{data.text_field}\n{data.errors}", None
+    rest = None
     if data.name == "tinyshakespeare":
-        files: tuple[Path, ...] = (fetch_file(*TINY_SHAKESPEARE, cache, say),)
+        url, sha256 = TINY_SHAKESPEARE
+        files: tuple[Path | Remote, ...] = (Remote(url, None, "", cache, data.cache_bytes, sha256, say),)
     elif data.name == "huggingface":
-        files, rest = fetch_dataset(data, cache, say)
+        files, rest = find_dataset(data, cache, say)
     else:
-        files = each_once(file for path in data.paths for file in _files_at(path, data, cache, say))
+        files = _files_of(data, cache, say)
         if tables := [file.name for file in files if is_table(file)]:
             others = f" and {len(tables) - 1:,} more" if len(tables) > 1 else ""
             remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
             say(f"{tables[0]}{others}: a table, taken as raw text, commas and quotes included: {remedy}")
+    return corpus_of(data, files, rest)
 
-    def read(file: Path) -> Iterable[Iterable[str]]:
-        documents = read_documents(file, data.text_field, data.errors)
+
+def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...], rest: int | None) -> Corpus:
+    """Return the corpus of these files, of which the last counts for at most `rest` bytes of text."""
+    version = f"{data.text_field}\n{data.errors}"
+
+    def read(file: Path | Remote) -> Iterable[Iterable[str]]:
+        documents = read_documents(local(file), data.text_field, data.errors)
         return documents if rest is None or file != files[-1] else up_to(rest, documents)
 
     return Corpus(data.name, files, read, version=version if rest is None else f"{version}\n{rest}")
 
 
-def _files_at(path: str, data: DataConfig, cache: Path, say: Say) -> tuple[Path, ...]:
-    if not re.match(r"https?://", path):
-        return find_text_files(path, cache, say)
-    if data.sha256 is None:
-        raise UserError(f"data.path={path!r} needs the hash of its file: data.sha256=")
-    return (fetch_file(path, data.sha256, cache, say),)
+def _stamp(file: Path) -> tuple[int, int]:
+    with explain_unreadable(file):
+        status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _files_of(data: DataConfig, cache: Path, say: Say) -> tuple[Path | Remote, ...]:
+    """Return the files that the paths name, each once."""
+    if data.sha256 is not None:
+        return (Remote(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, say),)
+    files: list[Path | Remote] = []
+    for path in data.paths:
+        files += find(path, cache, data.cache_bytes, say) if is_url(path) else find_text_files(path, cache, say)
+    here = set(each_once(file for file in files if isinstance(file, Path)))
+    return tuple(dict.fromkeys(file for file in files if file in here or isinstance(file, Remote)))

@@ -48,13 +48,13 @@ def read_documents(file: Path, text_field: str = "text", errors: str = "strict")
     return reader_of(file)[0](file, text_field, errors)
 
 
-def kind_of(file: Path) -> str:
+def kind_of(file: Any) -> str:
     """Return the suffix that says how to read a file: the last one that is not a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in PACKED), "")
 
 
-def reader_of(file: Path) -> tuple[Callable[[Path, str, str], Documents], int]:
+def reader_of(file: Any) -> tuple[Callable[[Path, str, str], Documents], int]:
     """Return the reader of a file's suffix and its version; of an unknown one, those of plain text."""
     return READERS.get(kind_of(file), (_text, 0))
 
@@ -70,10 +70,12 @@ def looks_like_text(file: Path) -> bool:
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_NOT_TEXT)
 
 
-def is_table(file: Path) -> bool:
+def is_table(file: Any) -> bool:
     """Whether a file holds a table, as CSV or as a JSON array, which `read_documents` takes for plain text."""
     kind = kind_of(file)
-    return kind in (".csv", ".tsv") or (kind == ".json" and _beginning(file).lstrip(_WHITE + b"\n").startswith(b"["))
+    if kind != ".json" or not isinstance(file, Path):
+        return kind in (".csv", ".tsv")
+    return _beginning(file).lstrip(_WHITE + b"\n").startswith(b"[")
 
 
 @contextlib.contextmanager

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from gpt.text.cache import make_cache, read_json, write_json
 from gpt.text.corpus.formats import explain_unreadable
+from gpt.text.corpus.remote import Remote
 
 REMEMBERED = 1 << 20  # bytes: files from this size on are remembered
 
 
-def hash_files(files: Sequence[Path], cache: Path) -> list[str]:
-    """Return the hashes of files, those of large and unchanged ones from the cache, and keep the new ones there.
+def hash_files(files: Sequence[Path | Remote], cache: Path) -> list[str]:
+    """Return the hashes of files, those of large or remote, unchanged ones from the cache, and keep the new ones there.
 
     A file counts as unchanged if its size, inode and times are. One that changed in the last seconds is not remembered:
     it could change again without a trace.
@@ -25,6 +26,14 @@ def hash_files(files: Sequence[Path], cache: Path) -> list[str]:
     new: dict[str, list] = {}
     with contextlib.suppress(OSError, ValueError):
         known = read_json(store)
+
+    def remote(file: Remote) -> str:
+        if file.sha256:
+            return file.sha256.lower()
+        stamp = [file.size, file.tag]
+        if known.get(file.url, [None])[0] != stamp:
+            new[file.url] = [stamp, sha256(file.local())]
+        return (known | new)[file.url][1]
 
     def sha256(file: Path) -> str:
         with explain_unreadable(file), file.open("rb") as stream:
@@ -39,8 +48,10 @@ def hash_files(files: Sequence[Path], cache: Path) -> list[str]:
             new[name] = [stamp, digest]
         return digest
 
+    paths = [file for file in files if isinstance(file, Path)]
     with ThreadPoolExecutor() as threads:
-        digests = list(threads.map(sha256, files))
+        here = dict(zip(paths, threads.map(sha256, paths), strict=True))
+    digests = [remote(file) if isinstance(file, Remote) else here[file] for file in files]  # one at a time
     if new:
         with contextlib.suppress(OSError):  # the next process computes them again
             make_cache(cache)

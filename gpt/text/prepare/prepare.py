@@ -16,12 +16,13 @@ from gpt.errors import UserError
 from gpt.files import publish, write_text
 from gpt.text.cache import JOURNAL, delete, explain_unwritable, make_cache, read_json, working_folder, write_json
 from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.corpus import Say
+from gpt.text.corpus.corpus import Say, open_corpus
 from gpt.text.corpus.mixture import configs_of, names_of, shares_of
 from gpt.text.prepare.encode import encode
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import SAMPLE_BYTES
-from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_prepared
+from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_prepared, read_prepared
+from gpt.text.shards import Store
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
 
 FORMAT = 3  # raise it when the same text gives other tokens: no run continues on them
@@ -46,7 +47,13 @@ def prepare(
     `TooShortError`, and keeps nothing, if a text is too short for one window of `context_length` tokens.
     """
     shares = shares_of(data)
-    sources = [Source(config, cache, say) for config in configs_of(data)]
+    if data.name == "prepared":
+        found = read_prepared(Store(data.paths[0]), cache, data.cache_bytes)
+        if isinstance(tokenizer, Tokenizer) and tokenizer.sha256 != found.tokenizer.sha256:
+            raise UserError(f"data.path={data.paths[0]!r} was prepared with another tokenizer than the model's")
+        _require_enough(len(found.train), len(found.validation), context_length)
+        return Corpora((found,), names_of(data), shares)
+    sources = [Source(open_corpus(one, cache, say), one.validation_bytes, cache, say) for one in configs_of(data)]
     if len(sources) > 1 and isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
         tokenizer = _joint_tokenizer(sources, shares, tokenizer.vocab_size, cache)
     prepared = tuple(_prepare_one(source, tokenizer, context_length, cache) for source in sources)
@@ -81,10 +88,7 @@ def _prepare_one(
     source: Source, tokenizer: TokenizerConfig | Tokenizer, context_length: int, cache: Path
 ) -> PreparedText:
     """Return one corpus as token ids, from the cache or after adding it there."""
-    how = {"given": tokenizer.sha256} if isinstance(tokenizer, Tokenizer) else {"name": tokenizer.name}
-    if isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
-        how["vocab_size"] = str(tokenizer.vocab_size)
-    key = {"format": FORMAT, "corpus": source.sha256, "tokenizer": how, "validation_bytes": source.validation_bytes}
+    key = key_of(source.sha256, tokenizer, source.validation_bytes)
     folder = cache / f"{source.corpus.name}-{tokenizer.name}-{_digest(key | {'layout': LAYOUT})}"
     if folder.exists():
         source.say(f"{source.corpus.name} is already prepared, in {folder}")
@@ -101,6 +105,14 @@ def _prepare_one(
     return found
 
 
+def key_of(corpus: str, tokenizer: TokenizerConfig | Tokenizer, validation_bytes: int) -> dict:
+    """Return everything that determines the tokens; `corpus` is the hash of all documents."""
+    how = {"given": tokenizer.sha256} if isinstance(tokenizer, Tokenizer) else {"name": tokenizer.name}
+    if isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
+        how["vocab_size"] = str(tokenizer.vocab_size)
+    return {"format": FORMAT, "corpus": corpus, "tokenizer": how, "validation_bytes": validation_bytes}
+
+
 def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Tokenizer, context_length: int) -> None:
     """Decide on split and tokenizer, encode, and write the manifest; or continue where an earlier process stopped."""
     sample = None
@@ -113,7 +125,7 @@ def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
         delete(working)
         working.mkdir()
         found = source.survey
-        tokenizer = how if isinstance(how, Tokenizer) else _make_tokenizer(how, source)
+        tokenizer = how if isinstance(how, Tokenizer) else make_tokenizer(how, source)
         write_text(working / "tokenizer.json", json.dumps(tokenizer.to_dict()))
         nothing = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""} for name in SPLITS}
         journal = {"split": asdict(found.split), "bytes": found.bytes, "place": (0, 0, 0), "splits": nothing}
@@ -133,7 +145,8 @@ def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
     )
 
 
-def _make_tokenizer(config: TokenizerConfig, source: Source) -> Tokenizer:
+def make_tokenizer(config: TokenizerConfig, source: Source) -> Tokenizer:
+    """Return the tokenizer of a configuration, trained on a corpus if need be."""
     if config.name != "bpe":
         return gpt2_tokenizer() if config.name == "gpt2" else byte_tokenizer()
     found = source.survey

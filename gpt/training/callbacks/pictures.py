@@ -69,6 +69,6 @@ class Embeddings(StepCallback):
 def frequent(corpora: Corpora) -> list[int]:
     """The ids of at most `MOST_TOKENS` tokens of the training text, most frequent first."""
     V = corpora.tokenizer.vocab_size
-    texts = [sample(source.train, COUNTED // len(corpora.sources)) for source in corpora.sources]
+    texts = [sample(source.at_hand, COUNTED // len(corpora.sources)) for source in corpora.sources]
     counts = np.bincount(np.concatenate([text.ravel() for text in texts]), minlength=V)
     return np.argsort(-counts, kind="stable")[:MOST_TOKENS].tolist()

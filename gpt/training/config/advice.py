@@ -165,6 +165,7 @@ def _stretches(corpora: Corpora) -> list[np.ndarray]:
     """Return stretches of training tokens, evenly spaced in each corpus; all of it if it is small."""
     found = []
     for source in corpora.sources:
-        every = max(STRETCH, len(source.train) // STRETCHES)
-        found += [source.train[start : start + STRETCH] for start in range(0, len(source.train), every)]
+        tokens = source.at_hand
+        every = max(STRETCH, len(tokens) // STRETCHES)
+        found += [tokens[start : start + STRETCH] for start in range(0, len(tokens), every)]
     return found

@@ -1,4 +1,4 @@
-"""Downloads from a real server on loopback that cuts, stalls, lies and fails, by processes that are killed."""
+"""Files from a real server on loopback that cuts, stalls, lies and fails, fetched by processes that are killed."""
 
 import contextlib
 import hashlib
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +23,8 @@ import pytest
 from gpt.files import is_output
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import open_corpus
-from gpt.text.corpus.download import OFFLINE, fetch_file, with_revision
+from gpt.text.corpus.hub import with_revision
+from gpt.text.corpus.remote import OFFLINE, Remote, find
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig
 from harness import ROOT, refusal
@@ -47,24 +49,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         way, asked = self.path.split("/")[1], self.headers["Range"]
         self.server.asked.append(f"{self.command} {self.path}" if way in ("api", "datasets") else asked)
         first = len(self.server.asked) == 1
-        content, name = CONTENT, b""
+        content = CONTENT
         if way in ("api", "datasets"):
-            name = re.sub(r"^/(api/)?datasets/me/", "", self.path).encode()
-            if (found := self.server.hub.get(name.decode())) is None:
-                return self.answer(
-                    404, b"", {"X-Error-Code": "RevisionNotFound" if b"revision" in name else "RepoNotFound"}
-                )
+            name = re.sub(r"^/(api/)?datasets/me/", "", self.path.partition("?")[0])
+            if (found := self.server.hub.get(unquote(name))) is None:
+                code = "RevisionNotFound" if "revision" in name else "EntryNotFound" if "/" in name else "RepoNotFound"
+                return self.answer(404, b"", {"X-Error-Code": code})
             content = found
-        start = int(asked[6:].split("-")[0]) if asked and not way.startswith("ignore") else 0
-        status = 416 if start >= len(content) else 206 if start else 200
+        ranged = asked is not None and not way.startswith("ignore")
+        start, last = map(int, asked[6:].split("-")) if ranged else (0, len(content) - 1)
+        status = 416 if start >= len(content) else 206 if ranged else 200
         if way.isdigit() or (way == "moved"):
             return self.answer(302 if way == "moved" else int(way), b"", {"Location": "/whole/file.txt"})
-        where = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        where = f"bytes {start}-{last}/{len(content)}"
         headers = {"Content-Range": where, "ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         if way == "encoded":
             headers["Content-Encoding"] = "gzip"
         cuts = way in ("short", "ignores") or (way in ("stalls", "datasets") and first and self.server.stalls)
-        self.answer(status, content[start:] if status < 400 else b"", headers, CUT if cuts else None)
+        self.answer(status, content[start : last + 1] if status < 400 else b"", headers, CUT if cuts else None)
         if cuts and way in ("stalls", "datasets"):
             self.server.gate.wait(60)
 
@@ -123,7 +125,11 @@ def downloads(tmp_path) -> Path:
 
 
 def fetch(server: Server, way: str, cache: Path, sha256: str = SHA256) -> Path:
-    return fetch_file(server.url(way), sha256, cache, [].append)
+    return remote(server.url(way), cache, sha256).local()
+
+
+def remote(url: str, cache: Path, sha256: str = SHA256, say=[].append) -> Remote:
+    return Remote(url, None, "", cache, 10**7, sha256, say)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -152,7 +158,8 @@ def start(program: str, *arguments: object) -> subprocess.Popen:
 
 
 def start_fetching(server: Server, way: str, cache: Path) -> subprocess.Popen:
-    program = "from gpt.text.corpus.download import *; print(fetch_file(*sys.argv[1:3], Path(sys.argv[3]), say))"
+    program = "from gpt.text.corpus.remote import *; "
+    program += "print(Remote(sys.argv[1], None, '', Path(sys.argv[3]), 10**7, sys.argv[2]).local())"
     return start(program, server.url(way), SHA256, cache)
 
 
@@ -161,18 +168,13 @@ def start_fetching(server: Server, way: str, cache: Path) -> subprocess.Popen:
 
 @pytest.mark.parametrize("way", ["whole", "moved", "encoded"])
 def test_fetched_once(tmp_path, server, way):
-    """The bytes as they are, also behind a redirect; the second time nothing is said, asked or touched."""
-    said: list[str] = []
+    """The bytes as they are, also behind a redirect; the second time nothing is said or asked."""
     cache = tmp_path / "new" / "folder"
-    file = fetch_file(server.url(way), SHA256.upper(), cache, said.append)
+    file = fetch(server, way, cache, SHA256.upper())
     check(file)
-    assert said == [f"downloading {server.url(way)}"]
-    assert server.asked == [None] * (2 if way == "moved" else 1)
     assert is_output(cache)
     server.stop()
-    time_before = file.stat().st_mtime_ns
-    assert fetch_file(server.url(way), SHA256, cache, pytest.fail) == file
-    assert file.stat().st_mtime_ns == time_before
+    assert remote(server.url(way), cache, say=pytest.fail).local() == file
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_fetched_once(tmp_path, server, way):
 )
 def test_name_is_safe(tmp_path, server, end, name):
     """The last component of the path, without what a file name should not have, its end kept."""
-    file = fetch_file(server.url("whole").replace("file.txt", end), SHA256, tmp_path, [].append)
+    file = remote(server.url("whole").replace("file.txt", end), tmp_path).local()
     assert visible(tmp_path / "downloads") == [file] == [tmp_path / f"downloads/{SHA256[:16]}-{name}"]
 
 
@@ -274,7 +276,7 @@ def test_unreachable(tmp_path, server):
     """No server at all, or no URL to ask: one line, and nothing is left."""
     server.stop()
     for url in (server.url("whole"), "http://", "http://[::1/file", "http://127.0.0.1:99999/file"):
-        line = refusal(fetch_file, url, SHA256, tmp_path, [].append)
+        line = refusal(remote(url, tmp_path).local)
         assert line.startswith(f"{url}: cannot be downloaded (") and line.endswith(OFFLINE)
         assert is_empty(tmp_path / "downloads")
 
@@ -336,9 +338,20 @@ def hub(server, tmp_path, monkeypatch) -> Server:
         ("lines", COMMIT, "", {"a.jsonl": b""}),
         ("lines", CONVERTED, "/revision/refs%2Fconvert%2Fparquet", converted),
     ]:
-        info = {"id": f"me/{name}", "sha": commit, "siblings": [{"rfilename": file} for file in content]}
-        for path in (branch, f"/revision/{commit}"):
-            server.hub[name + path] = json.dumps(info).encode()
+        info = json.dumps({"id": f"me/{name}", "sha": commit, "siblings": []}).encode()
+        server.hub |= {name + path: info for path in (branch, f"/revision/{commit}")}
+        for folder in {"", *(str(parent) for file in content for parent in Path(file).parents)} - {"."}:
+            below = {file.removeprefix(f"{folder}/") if folder else file for file in content if file.startswith(folder)}
+            tree = [
+                {"type": "directory", "oid": "0", "size": 0, "path": f"{folder}/{first}".strip("/")}
+                for first in {file.split("/")[0] for file in below if "/" in file}
+            ]
+            for file in below:
+                data = content[f"{folder}/{file}".strip("/")]
+                if "/" not in file:
+                    oid = hashlib.sha256(data).hexdigest()
+                    tree.append({"type": "file", "oid": oid, "size": len(data), "path": f"{folder}/{file}".strip("/")})
+            server.hub[f"{name}/tree/{commit}/{folder}".strip("/")] = json.dumps(tree).encode()
         server.hub |= {f"{name}/resolve/{commit}/{file}": data for file, data in content.items()}
     for key, value in {"HF_ENDPOINT": server.url(), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}.items():
         monkeypatch.setenv(key, value)

@@ -1,0 +1,291 @@
+"""Files behind URLs (s3://, gs://, hf://, https://): listed, fetched one at a time, checked, kept in bounded disk."""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BufferedRandom
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+import fsspec
+
+from gpt.console import progress_bar, say
+from gpt.errors import UserError, is_disk_full, reason
+from gpt.files import ABANDONED, publish
+from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
+
+BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
+ATTEMPTS = 5  # at a block, with a pause after each that doubles
+PATIENCE = 30  # seconds without a byte
+DRIVERS = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "huggingface"}  # scheme -> extra
+OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
+LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
+
+
+class UnreachableError(UserError):
+    """A store does not answer, or not as it should."""
+
+
+@contextlib.contextmanager
+def explain(url: str, part: Path | None = None) -> Iterator[None]:
+    """Turn what the library of a store raises into one line that says what is kept, unless the disk is full."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except ImportError as error:
+        extra = DRIVERS.get(url.partition("://")[0])
+        install = f": pip install -e '.[{extra}]'" if extra else ""
+        raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
+    except Exception as error:  # each store has a library of its own
+        if is_disk_full(error):
+            raise
+        size = part.stat().st_size if part and part.exists() else 0
+        kept = f"{size:,} bytes are kept for the next attempt; " if size else ""
+        remedy = _remedy(error)
+        kind = UserError if remedy else UnreachableError
+        what = f"{type(error).__name__}: {reason(error)}"
+        raise kind(f"{url}: cannot be used ({what}); {kept}{remedy or OFFLINE}") from None
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to do about an error; nothing if it may pass by itself."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return "there is no such file: check the spelling"
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in type(error).__name__:
+        return f"{LOGIN}, or check the spelling"
+    if re.search("range.* not satisfiable", str(error), re.IGNORECASE):
+        return "the file has become shorter: run the command again"
+    return "check the spelling" if isinstance(error, ValueError | IsADirectoryError) else ""
+
+
+def open_store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system behind a URL, and the path there. Credentials are those of the store's own tools."""
+    for driver in ("gcsfs", "s3fs"):
+        logging.getLogger(driver).setLevel(logging.CRITICAL)  # whatever is an error is raised as well
+    options: dict[str, Any] = {}
+    with explain(url):
+        if url.startswith("http"):
+            from aiohttp import ClientTimeout
+
+            timeout = ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
+            raw = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
+            options = {"client_kwargs": {"trust_env": True, "timeout": timeout, **raw}, "encoded": True}
+        elif url.startswith("hf:"):
+            options = {"block_size": 1}  # what it reads beyond each block that we ask for
+        return fsspec.core.url_to_fs(url, **options)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file behind a URL as its store lists it, and where its local copy is kept.
+
+    `tag` is what the store says to tell versions apart, such as the ETag. If the `sha256` is known, that is checked
+    instead, and the store is asked for nothing once there is a copy.
+    """
+
+    url: str
+    size: int | None
+    tag: str
+    cache: Path
+    room: int  # bytes that all copies together may take
+    sha256: str = ""
+    say: Callable[[str], None] = say
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        if not self.url.startswith("http"):
+            return self.url.rsplit("/", 1)[-1]
+        return unquote(re.split("[?#]", self.url)[0].rsplit("/", 1)[-1])
+
+    @property
+    def suffixes(self) -> list[str]:
+        return PurePosixPath(self.name).suffixes
+
+    @property
+    def target(self) -> Path:
+        """Where the local copy is, or will be."""
+        key = self.sha256.lower() or hashlib.sha256(f"{self.url}\n{self.size}\n{self.tag}".encode()).hexdigest()
+        return self.cache / f"downloads/{key[:16]}-{re.sub('[^A-Za-z0-9._-]+', '_', self.name)[-100:]}"
+
+    def local(self) -> Path:
+        """Return the local copy, whole and checked, after fetching it if need be. An interrupted download resumes.
+
+        Raises `UserError` naming the URL or the folder, the reason and the remedy.
+        """
+        target = self.target
+        with explain_unwritable(target.parent):
+            make_cache(self.cache)
+            with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
+                if not target.is_file():
+                    part = target.with_name(f"{target.name}.part")
+                    self._download(part)
+                    publish(part, target)
+                os.utime(target)  # by which `make_room` knows what is in use
+        return target
+
+    def _download(self, part: Path) -> None:
+        """Append the rest of the file to what an earlier attempt left, and check the whole."""
+        fs, path = open_store(self.url)
+        with explain(self.url, part):
+            size, tag = (self.size, self.tag) if self.size is not None else _described(fs, path)
+            whole = b"" if size is not None else _retried(lambda _: fs.cat_file(path))  # of a length that nobody tells
+        self._make_room(part, len(whole) if size is None else size)
+        with part.open("a+b") as stream, explain(self.url, part):
+            if size is None:
+                stream.truncate(0)
+                stream.write(whole)
+            else:
+                _receive(fs, path, stream, size)
+            stream.seek(0)
+            if self.sha256:
+                found, wanted = hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower()
+                what, remedy = f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256="
+            else:
+                found, wanted = repr(_described(fs, path)), repr((size, tag))
+                what, remedy = f"size and tag are {found}, and were {wanted}", ""
+            if found != wanted:
+                stream.truncate(0)
+                raise UserError(
+                    f"{self.url}: {what}: the file has changed, or another server answered; check the URL{remedy}, and "
+                    "run the command again"
+                )
+
+    def _make_room(self, part: Path, size: int) -> None:
+        """Delete the copies that were used longest ago, until `size` bytes fit beside the others."""
+        if size > self.room:
+            raise UserError(
+                f"data.cache_bytes={self.room} does not hold {self.url}, which has {size:,} bytes: raise it"
+            )
+        copies = []
+        for file in part.parent.iterdir():
+            with contextlib.suppress(OSError):  # another process has deleted it
+                status = file.stat()
+                if file != part and not file.name.startswith("."):  # which locks and listings do
+                    size += status.st_size
+                    if file.suffix != ".part" or status.st_mtime < time.time() - ABANDONED:
+                        copies.append((status.st_mtime_ns, status.st_size, file))
+        for _, length, file in sorted(copies):
+            if size > self.room:
+                with contextlib.suppress(OSError):  # in use, on Windows
+                    file.unlink()
+                    size -= length
+
+
+def local(file: Path | Remote) -> Path:
+    """Return a file that can be read here: the copy of a remote one."""
+    return file.local() if isinstance(file, Remote) else file
+
+
+def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> tuple[Remote, ...]:
+    """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
+
+    Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
+    """
+    note = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+    try:
+        fs, path = open_store(url)
+        with explain(url):
+            listed = _listed(fs, path)
+        if not listed:
+            raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
+        with explain_unwritable(note.parent):
+            make_cache(cache)
+            note.parent.mkdir(exist_ok=True)
+            write_json(note, {"files": listed})
+    except UnreachableError as error:
+        try:
+            listed = read_json(note)["files"]
+        except (OSError, ValueError):
+            raise error from None
+        say(f"{error}; taking its files as they were the last time")
+    return tuple(Remote(name, size, tag, cache, room, say=say) for name, size, tag in listed)
+
+
+def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
+    """Return the URL, the size and the tag of each file, in the order that local files have."""
+    top, *pattern = re.split(r"[*?\[]", path)
+    if not pattern or path.startswith("http"):  # a query has a question mark
+        info = _info(fs, path)
+        if info["type"] == "file":
+            return [(fs.unstrip_protocol(path), info["size"], _tag(info))]
+        found = sorted(fs.find(path, detail=True).items(), key=lambda file: file[0].split("/"))
+    else:
+        fs.invalidate_cache()
+        top, found = top.rpartition("/")[0], sorted(fs.glob(path, detail=True).items())
+    return [
+        (fs.unstrip_protocol(name), info["size"], _tag(info))
+        for name, info in found
+        if info["type"] == "file" and info["size"] != 0 and "/." not in name.removeprefix(top.rstrip("/"))
+    ]
+
+
+def _described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
+    """Return the size and the tag that a file has now."""
+    info = _info(fs, path)
+    return info["size"], _tag(info)
+
+
+def _info(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+    """Return what a store says of a file; other stores than web servers are asked again by their own libraries."""
+
+    def ask(_: int) -> dict[str, Any]:
+        try:
+            return fs.info(path)
+        except FileNotFoundError as error:  # whatever the reason is
+            raise (error.__cause__ or error) from None
+
+    fs.invalidate_cache()
+    return _retried(ask) if path.startswith("http") else fs.info(path)
+
+
+def _tag(info: dict[str, Any]) -> str:
+    """Return what tells the versions of a file apart, by the first of the names that stores have for it."""
+    names = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")
+    return next((str(info[name]) for name in names if info.get(name)), "")
+
+
+def _retried(ask: Callable[[int], Any]) -> Any:
+    """Return the answer to `ask(attempt)`; after an error that may pass, ask again, with ever longer pauses."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return ask(attempt)
+        except Exception as error:
+            if _remedy(error):
+                raise
+        time.sleep(2**attempt / 5)
+    return ask(ATTEMPTS - 1)
+
+
+def _receive(fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, size: int) -> None:
+    """Append the rest of a file, in blocks."""
+    here = stream.seek(0, os.SEEK_END)
+    if here > size:
+        here = stream.truncate(0)
+    with progress_bar(f"downloading {path.rpartition('/')[2]}", size, here, delay=1) as bar:
+        while here < size:
+            block = _retried(functools.partial(_block, fs, path, here, size))
+            here += stream.write(block)
+            stream.flush()
+            bar.update(len(block))
+
+
+def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attempt: int) -> bytes:
+    """Return bytes of a file from `here` on, after each attempt that failed fewer of them."""
+    block = fs.cat_file(path, start=here, end=min(size, here + (BLOCK >> 2 * attempt)))
+    if len(block) == size:  # some servers always send all
+        block = block[here:]
+    if not 0 < len(block) <= size - here:
+        raise ConnectionError(f"{len(block):,} bytes came where {size - here:,} are missing")
+    return block

@@ -1,0 +1,129 @@
+"""Prepared text in shards, on a disk or behind a URL: fetched in groups, the next one while this one is used."""
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import fsspec
+import numpy as np
+
+from gpt.errors import UserError
+from gpt.files import mark_as_cache, replacing
+from gpt.text.cache import sealed, unsealed
+from gpt.text.corpus.remote import Remote, explain, local, open_store
+
+GROUP = 10  # shards whose windows are shuffled together
+
+
+class Store:
+    """A folder of prepared text: a local one, or behind a URL. Files come into it whole or not at all."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._fs, self._path = open_store(self.url)
+        self._is_local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if there is none."""
+        with explain(f"{self.url}/{name}"):
+            try:
+                return self._fs.cat_file(f"{self._path}/{name}")
+            except FileNotFoundError:
+                return None
+
+    def read_json(self, name: str) -> dict | None:
+        """Return what `write_json` wrote; `UserError` if it is damaged."""
+        content = self.read(name)
+        try:
+            return None if content is None else unsealed(content.decode("utf-8"), name)
+        except ValueError as error:
+            raise UserError(f"{self.url}: is damaged ({error}): prepare it again, in an empty folder") from None
+
+    def write(self, name: str, content: bytes | Path) -> None:
+        """Put a file into the folder, in place of an older one."""
+        with explain(f"{self.url}/{name}"):
+            if self._is_local:
+                folder = Path(self._path)
+                folder.mkdir(parents=True, exist_ok=True)
+                mark_as_cache(folder)
+                with replacing(folder / name) as temporary:
+                    temporary.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+            elif isinstance(content, bytes):
+                self._fs.pipe_file(f"{self._path}/{name}", content)
+            else:
+                self._fs.put_file(str(content), f"{self._path}/{name}")
+
+    def write_json(self, name: str, content: dict) -> None:
+        """Put a small file into the folder that notices damage."""
+        self.write(name, sealed(content).encode())
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file in the folder."""
+        with explain(self.url):
+            self._fs.invalidate_cache()
+            return {
+                name.rsplit("/", 1)[-1]: info["size"] for name, info in self._fs.find(self._path, detail=True).items()
+            }
+
+    def file(self, name: str, size: int, sha256: str, cache: Path, room: int) -> Path | Remote:
+        """Return a file of the folder, which `local` makes one to open."""
+        if self._is_local:
+            return Path(self._path) / name
+        return Remote(f"{self.url}/{name}", size, "", cache, room, sha256)
+
+
+class Shards:
+    """The training tokens of a corpus in several files, of which two groups at a time are needed on this machine."""
+
+    def __init__(self, files: Sequence[Path | Remote], lengths: Sequence[int], dtype: np.dtype):
+        self.lengths = np.array(lengths, dtype=np.int64)
+        self._files = files
+        self._dtype = dtype
+        self._open: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    def __getitem__(self, shard: int) -> np.ndarray:
+        """Open a shard, after fetching it if need be: (tokens,), on disk."""
+        file = local(self._files[shard])
+        try:
+            found = np.asarray(np.memmap(file, self._dtype, mode="r"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read ({error})") from None
+        if len(found) != self.lengths[shard]:
+            raise UserError(f"{file}: has {len(found):,} tokens where the manifest says {self.lengths[shard]:,}")
+        return found
+
+    def circle(self, group: np.ndarray, following: np.ndarray) -> "Circle":
+        """Return the shards of a group as one text, and begin to fetch the group that follows."""
+        if not self._open.keys() >= set(group):
+            self._open = {shard: self._open[shard] if shard in self._open else self[shard] for shard in group}
+            threading.Thread(target=self._fetch, args=(following,), daemon=True).start()
+        return Circle([self._open[shard] for shard in group])
+
+    def _fetch(self, group: np.ndarray) -> None:
+        with contextlib.suppress(UserError, OSError):  # which the one who needs the shard meets again
+            for shard in group:
+                local(self._files[shard])
+
+
+class Circle:
+    """Several arrays of tokens, one after the other, to be indexed as one."""
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the tokens at positions of any shape."""
+        which = np.searchsorted(self._ends, positions, side="right")
+        found = np.empty(positions.shape, self._parts[0].dtype)
+        for i in np.unique(which):
+            here = which == i
+            found[here] = self._parts[i][positions[here].astype(np.int64) - (self._ends[i] - len(self._parts[i]))]
+        return found

@@ -1,0 +1,228 @@
+"""A text prepared in parts: the same bytes however many there are, whoever makes them, and whatever kills them."""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt.console import command_line
+from gpt.prepare import main
+from gpt.text.corpus.config import DataConfig
+from gpt.text.prepare.prepare import prepare
+from gpt.text.shards import GROUP
+from gpt.text.tokenizer import TokenizerConfig, gpt2_tokenizer
+from harness import refusal
+from workshop import DOCUMENTS, content, write_documents, write_files
+
+BPE = ["--tokenizer", "bpe", "--vocab-size", "307", "--shard-bytes", "300"]
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["gpt.prepare", "gpt.text.prepare.parts"])
+
+
+def plan(store: Path | str, text: str | list[str], cache: Path, *more: str) -> None:
+    texts = [text] if isinstance(text, str) else text
+    main(["--to", str(store), "--plan", "--text", *texts, "--cache", str(cache), *(more or BPE)])
+
+
+def run(store: Path | str, cache: Path, *step: str) -> None:
+    main(["--to", str(store), "--cache", str(cache), *step])
+
+
+def make(store: Path | str, text: str, cache: Path, *more: str) -> None:
+    """Plan, one part and publish, as one command."""
+    main(["--to", str(store), "--text", text, "--cache", str(cache), *(more or BPE)])
+
+
+def prepared(store: Path | str, cache: Path, **more):
+    [found] = prepare(
+        DataConfig("prepared", str(store), **more), TokenizerConfig(), 13, cache, lambda line: None
+    ).sources
+    return found
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> str:
+    """Documents in 53 files."""
+    return str(write_files(tmp_path_factory.mktemp("files")).path)
+
+
+@pytest.fixture(scope="module")
+def long_texts(tmp_path_factory) -> str:
+    """Three texts, too few to validate with whole ones: the end of the last does."""
+    return str(write_files(tmp_path_factory.mktemp("long"), ["".join(DOCUMENTS[i::3]) for i in range(3)]).path)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7, 100])
+@pytest.mark.parametrize("text", ["files", "long_texts"])
+def test_any_parts_make_the_same(request, tmp_path, text, parts):
+    """Parts in any order, some of them twice: byte for byte what one command makes."""
+    text = request.getfixturevalue(text)
+    make(tmp_path / "one", text, tmp_path / "cache")
+    plan(tmp_path / "many", text, tmp_path / "cache")
+    order = [*range(1, parts + 1), 1, parts]
+    random.Random(parts).shuffle(order)
+    for part in order:
+        run(tmp_path / "many", tmp_path / "another machine's", "--part", f"{part}/{parts}")
+    run(tmp_path / "many", tmp_path / "cache", "--join")
+    assert content(tmp_path / "many") == content(tmp_path / "one")
+
+
+@pytest.mark.parametrize("text", ["files", "long_texts"])
+def test_equals_one_machine(request, tmp_path, text):
+    """One after the other, the shards hold what train.py makes of the text, and name the same corpus."""
+    text = request.getfixturevalue(text)
+    make(tmp_path / "store", text, tmp_path / "cache")
+    there = prepared(tmp_path / "store", tmp_path / "cache")
+    how = TokenizerConfig("bpe", 307)
+    [here] = prepare(DataConfig("text", text), how, 13, tmp_path / "cache", lambda line: None).sources
+    count = len(there.train.lengths)
+    assert count > 1
+    assert np.concatenate([there.train[i] for i in range(count)]).tolist() == here.train.tolist()
+    assert there.validation.tolist() == here.validation.tolist()
+    assert there.manifest["splits"]["validation"] == here.manifest["splits"]["validation"]
+    key = dict(there.manifest["key"])
+    assert ("shards" in key) == (count > GROUP)
+    key.pop("shards", None)
+    assert key == here.manifest["key"]
+
+
+def test_what_is_published(files, tmp_path, capsys):
+    """The store says what it does, is marked as made, and can be planned again if that changes nothing."""
+    make(tmp_path / "store", files, tmp_path / "cache", "--shard-bytes", "300")
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"planned [\d,]+ shards of 53 files, [\d,]+ bytes, in {tmp_path}/store", lines[-2])
+    assert re.fullmatch(rf"published [\d,]+ tokens in \d+ shards: data=prepared data.path={tmp_path}/store", lines[-1])
+    before = content(tmp_path / "store")
+    make(tmp_path / "store", files, tmp_path / "cache", "--shard-bytes", "300")
+    assert content(tmp_path / "store") == before
+    assert prepared(tmp_path / "store", tmp_path / "cache").tokenizer.sha256 == gpt2_tokenizer().sha256
+    line = refusal(plan, tmp_path / "store", files, tmp_path / "cache")
+    assert line == f"{tmp_path}/store: holds another plan: name an empty folder"
+
+
+def test_of_a_large_text_the_plan_reads_some(files, tmp_path, monkeypatch):
+    """Files at even distances; of all of it, about as much is for validation as would be otherwise."""
+    monkeypatch.setattr("gpt.text.prepare.parts.READ", 4000)
+    folder = write_documents(tmp_path / "text", [f"{i} {document}" for i in range(20) for document in DOCUMENTS]).path
+    lines = Path(folder).read_text().splitlines(keepends=True)
+    for i in range(0, len(lines), 53):
+        (tmp_path / f"text/{i:04}.jsonl").write_text("".join(lines[i : i + 53]))
+    Path(folder).unlink()
+    make(tmp_path / "store", str(tmp_path / "text"), tmp_path / "cache")
+    splits = prepared(tmp_path / "store", tmp_path / "cache").manifest["splits"]
+    share = splits["validation"]["bytes"] / (splits["train"]["bytes"] + splits["validation"]["bytes"])
+    assert 0.001 < share < 0.02  # a tenth of one file in about twenty
+    monkeypatch.setattr("gpt.text.prepare.split.ENOUGH_DOCUMENTS", 10**6)
+    line = refusal(plan, tmp_path / "other", str(tmp_path / "text"), tmp_path / "cache")
+    assert "has too few short documents to choose validation text from 4,000 bytes" in line
+
+
+def test_mistakes(files, tmp_path, capsys):
+    """Each is one line, and nothing is published."""
+    store, cache = tmp_path / "store", tmp_path / "cache"
+    assert (
+        refusal(run, store, cache, "--join")
+        == f"{store}: holds no plan: begin with python -m gpt.prepare --plan --text TEXT"
+    )
+    assert "give --text FILE" in refusal(run, store, cache, "--plan")
+    assert "the plan says which text" in refusal(run, store, cache, "--part", "1/1", "--text", "x")
+    for part in ("0/3", "4/3", "3", "-1/2", "1/2/3"):
+        assert f"{part!r} is not such as 3/64" in refusal(run, store, cache, f"--part={part}")
+    copy = tmp_path / "files"
+    shutil.copytree(files, copy)
+    plan(store, str(copy), cache)
+    run(store, cache, "--part", "2/3")
+    line = refusal(run, store, cache, "--join")
+    assert re.search(
+        r"lacks \d+ of \d+ shards \(0, 2, 3, 5, 6, \.\.\.\): run the missing parts again, or --part 1/1", line
+    )
+    assert not (store / "manifest.json").exists()
+    assert "holds no prepared text; python -m gpt.prepare" in refusal(prepared, store, cache)
+    record = json.loads((store / "shard-000001.json").read_text())
+    os.utime(copy / "000.txt", (1, 1))
+    assert "000.txt: this file or one of the next is not as it was planned" in refusal(
+        run, store, cache, "--part", "1/1"
+    )
+    (store / "shard-000001.json").write_text(json.dumps(record | {"plan": "other"}))
+    assert "is damaged (the content of shard-000001.json does not match its seal)" in refusal(
+        run, store, cache, "--join"
+    )
+    (store / "tokenizer.json").unlink()
+    assert "holds no plan" in refusal(run, store, cache, "--join")
+
+
+def test_parts_of_another_plan_or_version(files, tmp_path, monkeypatch):
+    """They are told apart, by the plan's hash and the format."""
+    for shard_bytes in ("300", "400"):
+        make(tmp_path / shard_bytes, files, tmp_path / "cache", "--tokenizer", "byte", "--shard-bytes", shard_bytes)
+    shutil.copy(tmp_path / "300/shard-000003.json", tmp_path / "400")
+    line = refusal(run, tmp_path / "400", tmp_path / "cache", "--join")
+    assert line == f"{tmp_path}/400: shard 3 is of another plan: name an empty folder"
+    monkeypatch.setattr("gpt.text.prepare.parts.FORMAT", 99)
+    line = refusal(run, tmp_path / "300", tmp_path / "cache", "--part", "1/1")
+    assert line == f"{tmp_path}/300: was planned by another version of this program: plan it again, elsewhere"
+
+
+def test_damage_in_the_store(files, tmp_path):
+    """A shard that is shorter or gone is made again, and a reader says which file it is."""
+    store, cache = tmp_path / "store", tmp_path / "cache"
+    make(store, files, cache)
+    whole = content(store)
+    (store / "train-000002.bin").write_bytes(b"")
+    assert "lacks 1 of" in refusal(run, store, cache, "--join")
+    line = refusal(lambda: prepared(store, cache).train[2])
+    assert re.search(r"train-000002.bin: (has 0 tokens where|cannot be read)", line)
+    (store / "shard-000002.json").unlink()
+    run(store, cache, "--part", "1/1")
+    run(store, cache, "--join")
+    assert content(store) == whole
+    (store / "manifest.json").write_text("{}")
+    assert "is damaged" in refusal(prepared, store, cache)
+
+
+def prepare_apart(arguments: list[str], log: str) -> None:
+    """What a process of a part does."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    with command_line("gpt.prepare"):
+        main(arguments)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path):
+    """Two processes at a time, at random parts, each killed at any moment: in the end the same bytes."""
+    chance = random.Random(3)
+    text = str(write_files(tmp_path / "text", [document * 20 for document in DOCUMENTS]).path)
+    make(tmp_path / "one", text, tmp_path / "cache")
+    plan(tmp_path / "store", text, tmp_path / "cache")
+    kills = 0
+    while kills < 100:
+        running = []
+        for cache in chance.choices(["this machine's", "another's"], k=2):
+            arguments = ["--to", str(tmp_path / "store"), "--cache", str(tmp_path / cache)]
+            part = f"{chance.randint(1, 5)}/5"
+            process = START.Process(target=prepare_apart, args=([*arguments, "--part", part], str(tmp_path / "log")))
+            process.start()
+            running.append(process)
+        time.sleep(chance.uniform(0, 0.3))
+        for process in running:
+            process.kill()
+            process.join()
+            kills += process.exitcode == -signal.SIGKILL
+        if chance.random() < 0.1:  # so that there is always something left to make
+            for file in sorted((tmp_path / "store").glob("shard-*.json"))[::3]:
+                file.unlink()
+    run(tmp_path / "store", tmp_path / "this machine's", "--part", "1/1")
+    run(tmp_path / "store", tmp_path / "cache", "--join")
+    made = {name: data for name, data in content(tmp_path / "store").items() if not name.startswith(".")}
+    assert made == content(tmp_path / "one")
+    assert "Traceback" not in "".join(log.read_text() for log in tmp_path.glob("log"))
