@@ -13,7 +13,7 @@ from gpt.files import mark_as_cache, replacing
 from gpt.text.cache import sealed, unsealed
 from gpt.text.corpus.remote import Remote, explain, local, open_store
 
-GROUP = 10  # shards whose windows are shuffled together
+GROUP = 160  # files whose windows are shuffled together: as many as ten shards have
 
 
 class Store:

@@ -98,20 +98,20 @@ def test_shortest_texts(length):
 
 # --- shards ---
 
-LENGTHS = [50 + 13 * (i % 7) for i in range(37)]  # 4 groups, of 10 shards but for the last
+LENGTHS = [20 + 13 * (i % 7) for i in range(3 * GROUP + 57)]  # four groups, the last of them smaller
 
 
 def shards(folder: Path, lengths: list[int] = LENGTHS) -> Shards:
     """Shards whose tokens are their own positions in the whole text."""
     folder.mkdir(exist_ok=True)
-    for i, part in enumerate(np.split(np.arange(sum(lengths), dtype=np.uint16), np.cumsum(lengths)[:-1])):
+    for i, part in enumerate(np.split(np.arange(sum(lengths), dtype=np.uint32), np.cumsum(lengths)[:-1])):
         (folder / f"{i}").write_bytes(part.tobytes())
-    return Shards([folder / f"{i}" for i in range(len(lengths))], lengths, np.dtype("uint16"))
+    return Shards([folder / f"{i}" for i in range(len(lengths))], lengths, np.dtype("uint32"))
 
 
 def test_shards_of_one_group_are_one_text(tmp_path):
-    """Up to ten shards have the very order of the text that they are cut from."""
-    text = shards(tmp_path, LENGTHS[:10])
+    """The files of ten shards have the very order of the text that they are cut from."""
+    text = shards(tmp_path, LENGTHS[:GROUP])
     for first in (0, 17, 1000):
         one = training_batch([text], (BLOCK,), 5, first, 31, T)
         assert equal(one, corpus_batch(np.arange(len(text)), 5, first, 31, T))
@@ -124,7 +124,7 @@ def test_shards_by_groups(tmp_path):
     orders = set()
     groups = [group.tolist() for group in _deal(text, 5, T)[0]]
     dealt = [shard for group in groups for shard in group]
-    assert sorted(dealt) == list(range(37)) != dealt
+    assert sorted(dealt) == list(range(len(LENGTHS))) != dealt
     assert groups != [group.tolist() for group in _deal(text, 6, T)[0]]
     counts = [sum(LENGTHS[i] for i in group) // T for group in groups]
     for epoch in range(12):
@@ -141,14 +141,15 @@ def test_shards_by_groups(tmp_path):
 def test_shards_and_cuts_into_batches(tmp_path):
     """Batches of any size, from any place on, are the same windows, and two groups at most are open."""
     text = shards(tmp_path)
-    whole, _ = training_batch([text], (BLOCK,), 5, 0, 1300, T)
-    for size in (1, 7, 100):
+    count = 5 * len(text) // (4 * T)  # into the second epoch
+    whole, _ = training_batch([text], (BLOCK,), 5, 0, count, T)
+    for size in (17, 100):
         parts = []
-        for first in range(0, 1300, size):
-            parts.append(training_batch([text], (BLOCK,), 5, first, min(size, 1300 - first), T)[0])
+        for first in range(0, count, size):
+            parts.append(training_batch([text], (BLOCK,), 5, first, min(size, count - first), T)[0])
             assert len(text._open) <= GROUP
         assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(training_batch([shards(tmp_path)], (BLOCK,), 5, 1200, 100, T)[0], whole[1200:])
+    assert torch.equal(training_batch([shards(tmp_path)], (BLOCK,), 5, count - 100, 100, T)[0], whole[-100:])
 
 
 # --- mixtures ---
@@ -281,7 +282,7 @@ def test_permute_huge_sizes():
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
 def test_validation_predicts_every_token_once(length, batch_size):
     """In order, and from the token before it; only places past the end are ignored."""
-    tokens = np.arange(1000, 1000 + length, dtype=np.uint16)
+    tokens = np.arange(1000, 1000 + length, dtype=np.uint32)
     batches = list(validation_batches(tokens, batch_size, T, IGNORE))
     width = min(T, length - 1)
     predicted = []

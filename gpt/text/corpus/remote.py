@@ -26,7 +26,8 @@ ATTEMPTS = 5  # at a block, with a pause after each that doubles
 PATIENCE = 30  # seconds without a byte
 DRIVERS = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "huggingface"}  # scheme -> extra
 OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
-LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
+_WEB = ("http://", "https://")
+_LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
 
 
 class UnreachableError(UserError):
@@ -61,7 +62,7 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "there is no such file: check the spelling"
     if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in type(error).__name__:
-        return f"{LOGIN}, or check the spelling"
+        return f"{_LOGIN}, or check the spelling"
     if re.search("range.* not satisfiable", str(error), re.IGNORECASE):
         return "the file has become shorter: run the command again"
     return "check the spelling" if isinstance(error, ValueError | IsADirectoryError) else ""
@@ -165,9 +166,7 @@ class Remote:
     def _make_room(self, part: Path, size: int) -> None:
         """Delete the copies that were used longest ago, until `size` bytes fit beside the others."""
         if size > self.room:
-            raise UserError(
-                f"data.cache_bytes={self.room} does not hold {self.url}, which has {size:,} bytes: raise it"
-            )
+            raise UserError(f"data.cache_bytes={self.room} does not hold {self.url}, of {size:,} bytes: raise it")
         copies = []
         for file in part.parent.iterdir():
             with contextlib.suppress(OSError):  # another process has deleted it
@@ -216,7 +215,7 @@ def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> 
 def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
     """Return the URL, the size and the tag of each file, in the order that local files have."""
     top, *pattern = re.split(r"[*?\[]", path)
-    if not pattern or path.startswith("http"):  # a query has a question mark
+    if not pattern or path.startswith(_WEB):  # a query has a question mark
         info = _info(fs, path)
         if info["type"] == "file":
             return [(fs.unstrip_protocol(path), info["size"], _tag(info))]
@@ -247,7 +246,7 @@ def _info(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
             raise (error.__cause__ or error) from None
 
     fs.invalidate_cache()
-    return _retried(ask) if path.startswith("http") else fs.info(path)
+    return _retried(ask) if path.startswith(_WEB) else fs.info(path)
 
 
 def _tag(info: dict[str, Any]) -> str:

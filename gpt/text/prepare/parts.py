@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+
 from gpt.errors import UserError
 from gpt.text.cache import delete, sealed, working_folder
 from gpt.text.corpus.config import DataConfig
@@ -26,6 +28,8 @@ from gpt.text.shards import GROUP, Store
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 
 READ = 100 << 30  # bytes of files that a plan reads, at most: of a larger text, files at even distances
+PIECES = 16  # files of a shard, at most, dealt to groups one by one, so that a group resembles the whole text
+LEAST = 1 << 12  # tokens in such a file, but for the last of a shard
 NOTHING = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""}
 
 
@@ -113,15 +117,21 @@ class Planned:
         splits = encode(working, source, journal, self.tokenizer, None)
         digests = hash_files(source.corpus.files, self.cache)
         source.require_unchanged()
-        for name in SPLITS:
-            if splits[name]["tokens"]:
-                self.store.write(_name(name, number), working / f"{name}.bin")
-        self.store.write_json(f"shard-{number:06}.json", {"plan": self.digest, "files": digests, "splits": splits})
+        files: dict[str, list] = {name: [] for name in SPLITS}
+        for name, most in (("train", PIECES), ("validation", 1)):
+            tokens = np.fromfile(working / f"{name}.bin", width(self.tokenizer))
+            pieces = np.array_split(tokens, min(most, -(-len(tokens) // LEAST)) or 1) if len(tokens) else []
+            for i, piece in enumerate(pieces):
+                file = f"{name}-{number:06}-{i:02}.bin"
+                self.store.write(file, piece.tobytes())
+                files[name].append([file, len(piece), hashlib.sha256(piece.data).hexdigest()])
+        record = {"plan": self.digest, "sources": digests, "splits": splits, "files": files}
+        self.store.write_json(f"part-{number:06}.json", record)
         delete(working)
 
     def _record(self, number: int) -> dict | None:
         """Return what the store says of a shard; None if it is not there."""
-        record = self.store.read_json(f"shard-{number:06}.json")
+        record = self.store.read_json(f"part-{number:06}.json")
         if record is not None and record["plan"] != self.digest:
             raise UserError(f"{self.store.url}: shard {number} is of another plan: name an empty folder")
         return record
@@ -132,9 +142,8 @@ class Planned:
 
         def record_of(number: int) -> dict | None:
             record = self._record(number)
-            found = [sizes.get(_name(name, number), 0) for name in SPLITS]
-            whole = record and found == [record["splits"][name]["tokens"] * each for name in SPLITS]
-            return record if whole else None
+            files = [file for name in SPLITS for file in record["files"][name]] if record else []
+            return record if all(sizes.get(name) == tokens * each for name, tokens, _ in files) else None
 
         with ThreadPoolExecutor(16) as threads:
             found = list(threads.map(record_of, range(len(self.shards))))
@@ -146,12 +155,7 @@ class Planned:
             )
         records = [record for record in found if record]
         counts = {name: [record["splits"][name] for record in records] for name in SPLITS}
-        files = {
-            name: [
-                [_name(name, i), one["tokens"], one["sha256"]] for i, one in enumerate(counts[name]) if one["tokens"]
-            ]
-            for name in SPLITS
-        }
+        files = {name: [file for record in records for file in record["files"][name]] for name in SPLITS}
         validation = b"".join(self.store.read(name) or b"" for name, _, _ in files["validation"])
         hashes = {"train": json.dumps(files["train"]).encode(), "validation": validation}
         splits = {
@@ -159,7 +163,7 @@ class Planned:
             | {"sha256": hashlib.sha256(hashes[name]).hexdigest()}
             for name in SPLITS
         }
-        corpus = self.corpus.identity(digest for record in records for digest in record["files"])
+        corpus = self.corpus.identity(digest for record in records for digest in record["sources"])
         key = key_of(corpus, self.how, self.data.validation_bytes)
         if len(files["train"]) > GROUP:  # then the order of windows follows from the shards
             key["shards"] = splits["train"]["sha256"]
@@ -168,7 +172,3 @@ class Planned:
         self.store.write_json("manifest.json", manifest | {"shards": files["train"]})
         tokens = splits["train"]["tokens"]
         self.say(f"published {tokens:,} tokens in {len(records):,} shards: data=prepared data.path={self.store.url}")
-
-
-def _name(split: str, number: int) -> str:
-    return f"{split}-{number:06}.bin"

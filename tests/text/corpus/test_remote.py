@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import http.server
 import io
-import itertools
 import json
+import os
 import random
 import re
 import subprocess
@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -20,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import gpt.text.corpus.remote
 from gpt.files import is_output
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import open_corpus
@@ -46,35 +49,40 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        way, asked = self.path.split("/")[1], self.headers["Range"]
-        self.server.asked.append(f"{self.command} {self.path}" if way in ("api", "datasets") else asked)
-        first = len(self.server.asked) == 1
-        content = CONTENT
-        if way in ("api", "datasets"):
-            name = re.sub(r"^/(api/)?datasets/me/", "", self.path.partition("?")[0])
-            if (found := self.server.hub.get(unquote(name))) is None:
+        server, content, asked = self.server, CONTENT, self.headers["Range"]
+        way, is_hub = self.path.split("/")[1], self.path.startswith(("/api", "/datasets"))
+        if self.command == "GET":
+            server.asked.append(f"{self.path} {asked}" if is_hub else asked)
+        if server.fails or way.isdigit():
+            return self.answer(server.fails.pop() if server.fails else int(way), b"", {})
+        if way == "moved":
+            return self.answer(302, b"", {"Location": "/whole/file.txt"})
+        if is_hub:
+            name = re.sub(r"^/(api/)?datasets/me/", "", unquote(self.path.partition("?")[0]))
+            if (found := server.hub.get(name)) is None:
                 code = "RevisionNotFound" if "revision" in name else "EntryNotFound" if "/" in name else "RepoNotFound"
                 return self.answer(404, b"", {"X-Error-Code": code})
             content = found
-        ranged = asked is not None and not way.startswith("ignore")
-        start, last = map(int, asked[6:].split("-")) if ranged else (0, len(content) - 1)
-        status = 416 if start >= len(content) else 206 if ranged else 200
-        if way.isdigit() or (way == "moved"):
-            return self.answer(302 if way == "moved" else int(way), b"", {"Location": "/whole/file.txt"})
-        where = f"bytes {start}-{last}/{len(content)}"
-        headers = {"Content-Range": where, "ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        start, last = map(int, asked[6:].split("-")) if asked and "ignore" not in way else (0, len(content) - 1)
+        last = min(last, start + 100_002) if way == "less" else last
+        status = 416 if start >= len(content) else 206 if asked else 200
+        headers = {"ETag": f'"{server.tag}"', "X-Repo-Commit": COMMIT}
         if way == "encoded":
             headers["Content-Encoding"] = "gzip"
-        cuts = way in ("short", "ignores") or (way in ("stalls", "datasets") and first and self.server.stalls)
-        self.answer(status, content[start : last + 1] if status < 400 else b"", headers, CUT if cuts else None)
-        if cuts and way in ("stalls", "datasets"):
-            self.server.gate.wait(60)
+        server.tag += "x" * (way == "changes" and self.command == "GET")
+        stalls = way == "stalls" and self.command == "GET" and start >= CUT and not server.stalled
+        cut = 1003 if stalls else CUT if way in ("short", "ignored and cut") else None
+        server.stalled |= stalls
+        self.answer(status, content[start : last + 1] if status < 400 else b"", headers, cut)
+        if stalls:
+            server.gate.wait(60)
 
     def answer(self, status: int, content: bytes, headers: dict[str, str], cut: int | None = None) -> None:
         self.send_response(status)
+        if "untold" not in self.path:
+            headers["Content-Length"] = str(len(content))
         for key, value in headers.items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
             with contextlib.suppress(ConnectionError):  # the reader was killed
@@ -85,21 +93,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A server of a thread's own, which remembers the Range of each request, or what the hub was asked for."""
+    """A server of a thread's own, which remembers the Range that each GET asked for."""
 
     daemon_threads = False  # so that closing waits for all of them
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[str | None] = []
+        self.fails: list[int] = []  # how the next requests are answered
         self.hub: dict[str, bytes] = {}  # path below a data set's name -> content
-        self.stalls = True
+        self.tag = "x"  # of every file
+        self.stalled = False
         self.gate = threading.Event()  # until it is set, an answer that stalls does
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._thread.start()
 
     def url(self, way: str = "") -> str:
         return f"http://127.0.0.1:{self.server_address[1]}" + f"/{way}/file.txt" * bool(way)
+
+    def starts(self) -> list[int]:
+        """Where in the file each answer was to begin."""
+        return [int(asked[6:].split("-")[0]) for asked in self.asked if asked]
 
     def stop(self) -> None:
         self.gate.set()
@@ -133,8 +147,8 @@ def remote(url: str, cache: Path, sha256: str = SHA256, say=[].append) -> Remote
 
 
 def visible(folder: Path) -> list[Path]:
-    """All that is in a folder, but for the lock."""
-    return [file for file in folder.iterdir() if file.suffix != ".lock"]
+    """All that is in a folder, but for locks and listings."""
+    return [file for file in folder.iterdir() if not file.name.startswith(".")]
 
 
 def is_empty(folder: Path) -> bool:
@@ -158,17 +172,17 @@ def start(program: str, *arguments: object) -> subprocess.Popen:
 
 
 def start_fetching(server: Server, way: str, cache: Path) -> subprocess.Popen:
-    program = "from gpt.text.corpus.remote import *; "
-    program += "print(Remote(sys.argv[1], None, '', Path(sys.argv[3]), 10**7, sys.argv[2]).local())"
+    program = "from gpt.text.corpus import remote; remote.BLOCK = 1 << 18; "
+    program += "print(remote.Remote(sys.argv[1], None, '', Path(sys.argv[3]), 10**7, sys.argv[2]).local())"
     return start(program, server.url(way), SHA256, cache)
 
 
 # --- a file behind a URL ---
 
 
-@pytest.mark.parametrize("way", ["whole", "moved", "encoded"])
+@pytest.mark.parametrize("way", ["whole", "moved", "encoded", "untold", "ignored", "less"])
 def test_fetched_once(tmp_path, server, way):
-    """The bytes as they are, also behind a redirect; the second time nothing is said or asked."""
+    """The bytes as they are, whatever the server can do and tells; the second time nothing is said or asked."""
     cache = tmp_path / "new" / "folder"
     file = fetch(server, way, cache, SHA256.upper())
     check(file)
@@ -191,20 +205,37 @@ def test_name_is_safe(tmp_path, server, end, name):
     assert visible(tmp_path / "downloads") == [file] == [tmp_path / f"downloads/{SHA256[:16]}-{name}"]
 
 
-def test_short_answers_are_joined(tmp_path, server):
-    """Each answer ends early: the next begins where it did, as long as each brings something."""
-    check(fetch(server, "short", tmp_path))
-    starts = [0, *(int(asked[6:-1]) for asked in server.asked[1:])]
-    assert len(starts) >= 3
-    assert all(0 < there - here <= CUT for here, there in itertools.pairwise(starts))
+@pytest.mark.parametrize("way", ["whole", "encoded", "untold"])
+def test_without_a_hash(tmp_path, server, way):
+    """Size and tag tell whether the file behind a URL, which may have a query, is still that of the copy."""
+    url = server.url(way) + "?a=[b]*&c=d/e.parquet"
+    copies = []
+    for tag in "xxy":
+        server.tag = tag
+        [file] = find(url, tmp_path, 10**7, pytest.fail)
+        assert (file.url, file.name, file.suffixes, file.tag) == (url, "file.txt", [".txt"], f'"{tag}"')
+        assert file.size == (len(CONTENT) if way == "whole" else None)
+        copies.append(file.local())
+        assert copies[-1].read_bytes() == CONTENT
+    assert copies[0] == copies[1] != copies[2]
+
+
+@pytest.mark.parametrize("way", ["short", "stalls"])
+def test_short_answers_are_joined(tmp_path, server, monkeypatch, way):
+    """An answer ends early, or does not come: the next one is asked for less, and begins where the file does."""
+    monkeypatch.setattr(gpt.text.corpus.remote, "BLOCK", 1 << 21)
+    monkeypatch.setattr(gpt.text.corpus.remote, "PATIENCE", 0.3)
+    check(fetch(server, way, tmp_path))
+    starts = server.starts()
+    assert starts == sorted(starts) and len(set(starts)) < len(starts)
 
 
 def test_killed_process_leaves_its_bytes(tmp_path, server):
     """SIGKILL in the middle: the one that waits for it asks for the rest only."""
-    part = tmp_path / f"downloads/{NAME}.part"
+    part, kept = tmp_path / f"downloads/{NAME}.part", 1 << 20
     with start_fetching(server, "stalls", tmp_path) as process:
         deadline = time.monotonic() + 30
-        while not part.exists() or part.stat().st_size < CUT // 2:
+        while not part.exists() or part.stat().st_size < kept:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         with start_fetching(server, "stalls", tmp_path) as waiting:
@@ -213,19 +244,20 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
             process.kill()
             process.wait(30)
             out, errors = waiting.communicate(timeout=30)
-    assert (out, errors) == (f"downloading {server.url('stalls')}\n{tmp_path / 'downloads' / NAME}\n", "")
+    assert (out, errors) == (f"{tmp_path / 'downloads' / NAME}\n", "")
     check(tmp_path / "downloads" / NAME)
-    assert CUT // 2 <= int(server.asked[1][6:-1]) <= CUT
+    assert server.starts() == sorted([*range(0, len(CONTENT), 1 << 18), kept])
 
 
 @pytest.mark.parametrize(
     ("way", "part", "asked"),
     [
-        ("whole", CONTENT[:101], ["bytes=101-"]),
-        ("whole", CONTENT, ["bytes=3000017-"]),
-        ("ignored", CONTENT[:101], ["bytes=101-"]),
+        ("whole", CONTENT[:101], ["bytes=101-3000016"]),
+        ("whole", CONTENT, []),
+        ("ignored", CONTENT[:101], ["bytes=101-3000016"]),
+        ("untold", CONTENT[:101], [None, None]),
     ],
-    ids=["good", "complete", "no ranges"],
+    ids=["good", "complete", "no ranges", "no length"],
 )
 def test_part_of_an_earlier_attempt(tmp_path, server, downloads, way, part, asked):
     """It is continued, or all is downloaded anew where the server sends all."""
@@ -234,7 +266,7 @@ def test_part_of_an_earlier_attempt(tmp_path, server, downloads, way, part, aske
     assert server.asked == asked
 
 
-@pytest.mark.parametrize("part", [b"", bytes(101), CONTENT + b"more"], ids=["fresh", "another's part", "too long"])
+@pytest.mark.parametrize("part", [b"", bytes(101)], ids=["fresh", "another's part"])
 def test_wrong_hash(tmp_path, server, downloads, part):
     """Refused, and nothing is left, so that the next attempt begins anew."""
     wrong = SHA256 if part else hashlib.sha256(b"another").hexdigest()
@@ -246,47 +278,110 @@ def test_wrong_hash(tmp_path, server, downloads, part):
         line,
     )
     assert is_empty(downloads)
-    if part:
-        check(fetch(server, "whole", tmp_path))
+    check(fetch(server, "whole", tmp_path))
+
+
+def test_part_that_is_too_long(tmp_path, server, downloads):
+    """It cannot be of this file: all is downloaded anew."""
+    (downloads / f"{NAME}.part").write_bytes(CONTENT + b"more")
+    check(fetch(server, "whole", tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("way", "reason"),
-    [("404", "HTTP Error 404: Not Found"), ("403", "HTTP Error 403: Forbidden")],
+    ("way", "more", "message"),
+    [
+        ("changes", 0, "size and tag are (3000017, '\"xx\"'), and were (3000017, '\"x\"'): the file has changed"),
+        ("whole", -7, "size and tag are (3000017, '\"x\"'), and were (3000010, '\"x\"'): the file has changed"),
+        (
+            "whole",
+            7,
+            "3,000,017 bytes are kept for the next attempt; the file has become shorter: run the command again",
+        ),
+    ],
 )
-def test_http_errors(tmp_path, server, downloads, way, reason):
-    """Nothing is left, or all that was there."""
-    message = f"{server.url(way)}: cannot be downloaded ({reason}); "
-    assert refusal(fetch, server, way, tmp_path) == message + OFFLINE
-    assert is_empty(downloads)
+def test_changed_since_it_was_listed(tmp_path, server, way, more, message):
+    """Its tag, or its size: refused in one line, and the next command takes it as it is now."""
+    [file] = find(server.url(way), tmp_path, 10**7)
+    assert message in refusal(replace(file, size=file.size + more).local)
+    [file] = find(server.url("whole"), tmp_path, 10**7)
+    assert file.local().read_bytes() == CONTENT
+
+
+def test_busy_server(tmp_path, server):
+    """It answers 503 a few times when asked for the size, and again in the midst of the file."""
+    server.fails = [503] * 3
+    [file] = find(server.url("whole"), tmp_path, 10**7)
+    server.fails = [503] * 2
+    assert file.local().read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("way", "remedy"),
+    [
+        ("404", "there is no such file: check the spelling"),
+        ("403", "give the credentials as to the store's own tools, such as aws, gcloud and hf, or check the spelling"),
+        ("503", OFFLINE),
+    ],
+)
+def test_http_errors(tmp_path, server, downloads, monkeypatch, way, remedy):
+    """Nothing is left, or all that was there; only what may pass is tried again."""
+    monkeypatch.setattr(gpt.text.corpus.remote, "ATTEMPTS", 3)
+    message = rf"{server.url(way)}: cannot be used \(ClientResponseError: {way}, .*\); "
+    for ask in (partial(fetch, server, way, tmp_path), partial(find, server.url(way), tmp_path, 10**7)):
+        assert re.fullmatch(message + re.escape(remedy), refusal(ask))
+        assert is_empty(downloads)
+    assert len(server.asked) == (6 if way == "503" else 2)
     (downloads / f"{NAME}.part").write_bytes(CONTENT[:101])
     kept = "101 bytes are kept for the next attempt; "
-    assert refusal(fetch, server, way, tmp_path) == message + kept + OFFLINE
+    assert re.fullmatch(message + kept + re.escape(remedy), refusal(fetch, server, way, tmp_path))
     assert (downloads / f"{NAME}.part").read_bytes() == CONTENT[:101]
 
 
-def test_no_progress(tmp_path, server):
+def test_no_progress(tmp_path, server, monkeypatch):
     """A server that starts over each time, and gets no further, is given up."""
-    line = refusal(fetch, server, "ignores", tmp_path)
-    assert re.search(r"cannot be downloaded \(.+\); [\d,]+ bytes are kept for the next attempt; without", line)
-    assert 2 <= len(server.asked) < 20
+    monkeypatch.setattr(gpt.text.corpus.remote, "ATTEMPTS", 3)
+    line = refusal(fetch, server, "ignored and cut", tmp_path)
+    assert "cannot be used (ClientPayloadError: " in line and line.endswith(OFFLINE)
+    assert len(server.asked) == 3
 
 
-def test_unreachable(tmp_path, server):
+def test_unreachable(tmp_path, server, monkeypatch):
     """No server at all, or no URL to ask: one line, and nothing is left."""
+    monkeypatch.setattr(gpt.text.corpus.remote, "ATTEMPTS", 2)
     server.stop()
     for url in (server.url("whole"), "http://", "http://[::1/file", "http://127.0.0.1:99999/file"):
         line = refusal(remote(url, tmp_path).local)
-        assert line.startswith(f"{url}: cannot be downloaded (") and line.endswith(OFFLINE)
+        assert line.startswith(f"{url}: cannot be used (")
+        assert line.endswith(OFFLINE if "whole" in url else "; check the spelling")
         assert is_empty(tmp_path / "downloads")
 
 
+def test_down_after_a_first_listing(tmp_path, server, monkeypatch):
+    """The files are those of the last time, if there are copies; but a file that has gone is refused."""
+    monkeypatch.setattr(gpt.text.corpus.remote, "ATTEMPTS", 2)
+    url, said = server.url("whole"), []
+    [file] = find(url, tmp_path, 10**7)
+    copy = file.local()
+    server.fails = [404] * 2
+    assert "there is no such file" in refusal(find, url, tmp_path, 10**7)
+    server.stop()
+    [again] = find(url, tmp_path, 10**7, said.append)
+    assert again.local() == copy
+    assert len(said) == 1 and said[0].endswith(f"{OFFLINE}; taking its files as they were the last time")
+    copy.unlink()
+    assert refusal(again.local).startswith(f"{url}: cannot be used (ClientConnectorError: ")
+    [listing] = (tmp_path / "downloads").glob(".*.json")
+    listing.write_text("{}")
+    assert refusal(find, url, tmp_path, 10**7).startswith(f"{url}: cannot be used (ClientConnectorError: ")
+
+
 @pytest.mark.parametrize("value", ["", SHA256[:-1], SHA256[:-1] + "g", SHA256 + "\n"])
-def test_no_such_hash(tmp_path, server, value):
-    """Refused before anything is asked or made."""
-    message = f"data.sha256={value!r} is not 64 hex digits: give what sha256sum FILE prints for {server.url('whole')}"
-    assert refusal(fetch, server, "whole", tmp_path, value) == message
-    assert (server.asked, visible(tmp_path)) == ([], [])
+def test_no_such_hash(value):
+    """Refused at once; so is a hash of anything but one URL."""
+    message = f"data.sha256={value!r} is not 64 hex digits: give what sha256sum FILE prints"
+    assert refusal(DataConfig, "text", "http://a/b", sha256=value) == message
+    for path in ("file", ["http://a/b", "http://a/c"]):
+        assert refusal(DataConfig, "text", path, sha256=SHA256).startswith("data.sha256 is the hash of one file behind")
 
 
 def test_folder_that_cannot_be_written(tmp_path, server):
@@ -305,13 +400,34 @@ def test_full_disk(tmp_path, server, downloads):
     assert said.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
 
 
+def test_room(tmp_path, server, downloads):
+    """The copies used longest ago go, and parts that nobody adds to; a file larger than all the room is refused."""
+    files = [Remote(f"{server.url('whole')[:-4]}{i}.json", None, "", tmp_path, 7_000_000) for i in range(4)]
+    (downloads / "abandoned.part").write_bytes(bytes(10**6))
+    os.utime(downloads / "abandoned.part", (0, 0))
+    (downloads / "another's.part").write_bytes(b"fresh")
+    for use, there in [(0, {0}), (1, {0, 1}), (0, {0, 1}), (2, {0, 2}), (3, {2, 3})]:
+        assert files[use].local().read_bytes() == CONTENT
+        parts = {file.name for file in downloads.glob("*.part")}
+        assert parts == {"another's.part"} | ({"abandoned.part"} if there == {0} else set())
+        assert {i for i in range(4) if files[i].target.exists()} == there
+    assert sum(file.stat().st_size for file in downloads.iterdir()) <= 7_000_000
+    for way in ("whole", "untold"):
+        line = refusal(Remote(server.url(way), None, "", tmp_path, 10**6).local)
+        assert line == f"data.cache_bytes=1000000 does not hold {server.url(way)}, of 3,000,017 bytes: raise it"
+    assert {i for i in range(4) if files[i].target.exists()} == {2, 3}
+
+
 def test_bar(server, tmp_path, monkeypatch):
-    """On a terminal, a bar says what it is of."""
+    """On a terminal, a bar says what it is of, if it takes longer than a second."""
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     fetch(server, "whole", tmp_path)
-    assert re.match(r"\rdownloading \S+: +0%", terminal.getvalue())
+    assert terminal.getvalue().strip("\r ") == ""
+    server.fails = [503] * 3
+    Remote(server.url("whole"), len(CONTENT), '"x"', tmp_path, 10**7).local()
+    assert re.search(r"\rdownloading file\.txt: +\d+%", terminal.getvalue())
 
 
 # --- data sets of the hub ---
@@ -336,26 +452,17 @@ def hub(server, tmp_path, monkeypatch) -> Server:
         ("set", COMMIT, "", {**files, "README.md": b""}),
         ("several", COMMIT, "", several),
         ("lines", COMMIT, "", {"a.jsonl": b""}),
-        ("lines", CONVERTED, "/revision/refs%2Fconvert%2Fparquet", converted),
+        ("lines", CONVERTED, "/revision/refs/convert/parquet", converted),
     ]:
         info = json.dumps({"id": f"me/{name}", "sha": commit, "siblings": []}).encode()
         server.hub |= {name + path: info for path in (branch, f"/revision/{commit}")}
-        for folder in {"", *(str(parent) for file in content for parent in Path(file).parents)} - {"."}:
-            below = {file.removeprefix(f"{folder}/") if folder else file for file in content if file.startswith(folder)}
-            tree = [
-                {"type": "directory", "oid": "0", "size": 0, "path": f"{folder}/{first}".strip("/")}
-                for first in {file.split("/")[0] for file in below if "/" in file}
-            ]
-            for file in below:
-                data = content[f"{folder}/{file}".strip("/")]
-                if "/" not in file:
-                    oid = hashlib.sha256(data).hexdigest()
-                    tree.append({"type": "file", "oid": oid, "size": len(data), "path": f"{folder}/{file}".strip("/")})
-            server.hub[f"{name}/tree/{commit}/{folder}".strip("/")] = json.dumps(tree).encode()
+        tree = [{"type": "file", "oid": file, "size": len(data), "path": file} for file, data in content.items()]
+        for folder in {"", *map(os.path.dirname, content)}:
+            below = [entry for entry in tree if entry["path"].startswith(folder)]
+            server.hub[f"{name}/tree/{commit}/{folder}".rstrip("/")] = json.dumps(below).encode()
         server.hub |= {f"{name}/resolve/{commit}/{file}": data for file, data in content.items()}
     for key, value in {"HF_ENDPOINT": server.url(), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}.items():
         monkeypatch.setenv(key, value)
-    server.stalls = False
     return server
 
 

@@ -89,7 +89,7 @@ def test_equals_one_machine(request, tmp_path, text):
     assert there.validation.tolist() == here.validation.tolist()
     assert there.manifest["splits"]["validation"] == here.manifest["splits"]["validation"]
     key = dict(there.manifest["key"])
-    assert ("shards" in key) == (count > GROUP)
+    assert ("shards" in key) == (count > GROUP) is False
     key.pop("shards", None)
     assert key == here.manifest["key"]
 
@@ -146,13 +146,13 @@ def test_mistakes(files, tmp_path, capsys):
     )
     assert not (store / "manifest.json").exists()
     assert "holds no prepared text; python -m gpt.prepare" in refusal(prepared, store, cache)
-    record = json.loads((store / "shard-000001.json").read_text())
+    record = json.loads((store / "part-000001.json").read_text())
     os.utime(copy / "000.txt", (1, 1))
     assert "000.txt: this file or one of the next is not as it was planned" in refusal(
         run, store, cache, "--part", "1/1"
     )
-    (store / "shard-000001.json").write_text(json.dumps(record | {"plan": "other"}))
-    assert "is damaged (the content of shard-000001.json does not match its seal)" in refusal(
+    (store / "part-000001.json").write_text(json.dumps(record | {"plan": "other"}))
+    assert "is damaged (the content of part-000001.json does not match its seal)" in refusal(
         run, store, cache, "--join"
     )
     (store / "tokenizer.json").unlink()
@@ -163,7 +163,7 @@ def test_parts_of_another_plan_or_version(files, tmp_path, monkeypatch):
     """They are told apart, by the plan's hash and the format."""
     for shard_bytes in ("300", "400"):
         make(tmp_path / shard_bytes, files, tmp_path / "cache", "--tokenizer", "byte", "--shard-bytes", shard_bytes)
-    shutil.copy(tmp_path / "300/shard-000003.json", tmp_path / "400")
+    shutil.copy(tmp_path / "300/part-000003.json", tmp_path / "400")
     line = refusal(run, tmp_path / "400", tmp_path / "cache", "--join")
     assert line == f"{tmp_path}/400: shard 3 is of another plan: name an empty folder"
     monkeypatch.setattr("gpt.text.prepare.parts.FORMAT", 99)
@@ -176,11 +176,11 @@ def test_damage_in_the_store(files, tmp_path):
     store, cache = tmp_path / "store", tmp_path / "cache"
     make(store, files, cache)
     whole = content(store)
-    (store / "train-000002.bin").write_bytes(b"")
+    (store / "train-000002-00.bin").write_bytes(b"")
     assert "lacks 1 of" in refusal(run, store, cache, "--join")
     line = refusal(lambda: prepared(store, cache).train[2])
-    assert re.search(r"train-000002.bin: (has 0 tokens where|cannot be read)", line)
-    (store / "shard-000002.json").unlink()
+    assert re.search(r"train-000002-00.bin: (has 0 tokens where|cannot be read)", line)
+    (store / "part-000002.json").unlink()
     run(store, cache, "--part", "1/1")
     run(store, cache, "--join")
     assert content(store) == whole
@@ -219,7 +219,7 @@ def test_a_hundred_kills(tmp_path):
             process.join()
             kills += process.exitcode == -signal.SIGKILL
         if chance.random() < 0.1:  # so that there is always something left to make
-            for file in sorted((tmp_path / "store").glob("shard-*.json"))[::3]:
+            for file in sorted((tmp_path / "store").glob("part-*.json"))[::3]:
                 file.unlink()
     run(tmp_path / "store", tmp_path / "this machine's", "--part", "1/1")
     run(tmp_path / "store", tmp_path / "cache", "--join")
