@@ -18,15 +18,12 @@ from gpt.errors import UserError, reason
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.text.prepared import Corpora
-from gpt.training.callbacks.base import Clock
-from gpt.training.callbacks.pictures import AttentionMaps, Embeddings
+from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import Progress
-from gpt.training.callbacks.samples import Samples
+from gpt.training.callbacks.samples import AttentionMaps, Embeddings, Samples
 from gpt.training.callbacks.stopping import Deadline, EarlyStop, ExplosionWarning, MemorisingWarning
-from gpt.training.callbacks.validation import Validation
-from gpt.training.checkpoints.journal import Journal
 from gpt.training.checkpoints.resuming import restoring
-from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints
+from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
