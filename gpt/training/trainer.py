@@ -114,7 +114,7 @@ def build_trainer(
     if settings.strategy == "fsdp":
         from gpt.training.distributed.fsdp import Sharding
 
-        strategy = Sharding(settings.world_size)
+        strategy = Sharding(settings.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
     elif settings.world_size > 1 or settings.strategy == "ddp":
         # The only buffers are the causal masks, which never change: they need not be sent around at every step.
         known = signature(DistributedDataParallel).parameters
