@@ -79,11 +79,15 @@ def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
     return find_copies([token for sample in samples for token in (*sample, border)], corpora.sources)[1]
 
 
-class AttentionMaps(StepCallback):
-    """Draws all heads after each validation, always on the first tokens of the validation text."""
+class Pictures(StepCallback):
+    """Draws what all heads attend to after each validation, always on the first tokens of the validation text.
 
-    def __init__(self, curves: Curves):
-        self._curves = curves
+    The embeddings of the most frequent tokens, for TensorBoard's projector, take the place of the last ones.
+    """
+
+    def __init__(self, run_dir: Path, curves: Curves):
+        self._run_dir, self._curves = run_dir, curves
+        self._ids: list[int] = []
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if self._curves.writer is None:
@@ -95,18 +99,9 @@ class AttentionMaps(StepCallback):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
         self._curves.writer.add_image("weights/attention", attention_picture(maps.numpy()), step, dataformats="HWC")
+        self._write_embeddings(module)
 
-
-class Embeddings(StepCallback):
-    """Writes the embeddings of the most frequent tokens after each validation, in place of the last ones."""
-
-    def __init__(self, run_dir: Path, curves: Curves):
-        self._run_dir, self._curves = run_dir, curves
-        self._ids: list[int] = []
-
-    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
-        if self._curves.writer is None:
-            return
+    def _write_embeddings(self, module: GPTModule) -> None:
         folder, tokenizer = self._run_dir / FOLDER, module.corpora.tokenizer
         folder.mkdir(exist_ok=True)
         self._ids = self._ids or frequent(module.corpora)
