@@ -89,7 +89,10 @@ class Checkpoints(StepCallback):
         late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
         received = self._signals.received
         if trainer.world_size > 1:  # all ranks must do the same, and agreeing takes time
-            late, received = _greatest(late, received) if schedule.due(step, settings.log_every) else (0, 0)
+            greatest = torch.tensor([late, received])
+            if agrees := schedule.due(step, settings.log_every):
+                torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+            late, received = greatest.tolist() if agrees else (0, 0)
         if received and step < schedule.total_steps:
             self.stopped_by = received
         if self.stopped_by or step == schedule.total_steps:
@@ -128,13 +131,6 @@ class Checkpoints(StepCallback):
     def close(self) -> None:
         """Restore the signal handlers. Lightning has no hook that always runs at the end."""
         self._signals.restore()
-
-
-def _greatest(*values: int) -> list[int]:
-    """The greatest of each value over all ranks."""
-    tensor = torch.tensor(values)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
 
 
 class Journal(Callback):
