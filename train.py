@@ -6,8 +6,8 @@ import hydra
 from omegaconf import DictConfig
 
 from gpt.console import command_line
-from gpt.training.callbacks.user import load_callbacks
 from gpt.training.command import Request, ask, compose_and_run, decide, finished, reported
+from gpt.training.config.loading import load_callbacks
 from gpt.training.distributed.launch import as_one_of_many, launch
 from gpt.training.estimate.forecast import print_plan
 

@@ -164,7 +164,7 @@ def begin(run_dir: Path, *overrides: str) -> "Session":
 
 def skip_validation(trainer: "Trainer") -> None:
     """Train without validation, since a run's training time does not include it."""
-    from gpt.training.callbacks.validation import Validation
+    from gpt.training.callbacks.base import Validation
 
     validation = next(callback for callback in trainer.callbacks if isinstance(callback, Validation))
     validation.on_step_end = lambda *_: None

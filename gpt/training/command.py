@@ -29,7 +29,6 @@ from gpt.console import quote, say
 from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
 from gpt.training.config.loading import CONFIGS, asked_for, callbacks_of, read, unknown_key, validate
-from gpt.training.config.other_trainers import quoted
 from gpt.training.config.schema import SHAPE, Config
 from gpt.training.decide import begin, new_or_resumed, resume
 from gpt.training.distributed.launch import is_rank_0, ranks
@@ -309,3 +308,12 @@ def describe(error: Exception) -> str:
     if unknown := re.match(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def quoted(override: str) -> str:
+    """Quote an override for the shell, and its value, or each value of its list, for Hydra."""
+    key, _, value = override.partition("=")
+    mark = "'" if '"' in value else '"'
+    listed = value.startswith("[") and value.endswith("]")
+    values = ",".join(f"{mark}{part.strip()}{mark}" for part in (value[1:-1].split(",") if listed else [value]))
+    return quote(f"{key}=[{values}]" if listed else f"{key}={values}")

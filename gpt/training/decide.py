@@ -67,18 +67,12 @@ def resume(
 def _agreed(make: Callable[[], Session | None]) -> Session | None:
     """Have rank 0 make a session, and each other rank follow it."""
     connect()
-    made: Session | None = None
-
-    def decisions() -> tuple | None:
-        """What the others need to know: all but the text, the weights and the checkpoint, which each reads itself."""
-        nonlocal made
-        if (made := make()) is None:
-            return None
+    made, told = on_all_ranks(lambda: make() if ranks().rank == 0 else None), None
+    if made is not None:  # what the others need to know: the text, the weights and the checkpoint each reads itself
         file = made.start.file and made.start.file.absolute()
         start = replace(made.start, file=file, payload=None, weights=None)
-        return made.config, made.schedule, _text_key(made.corpora), made.run_dir.absolute(), start
-
-    if (told := from_rank_0(decisions)) is None:
+        told = made.config, made.schedule, _text_key(made.corpora), made.run_dir.absolute(), start
+    if (told := from_rank_0(told)) is None:
         return None
     return on_all_ranks(lambda: made or _followed(*told))
 

@@ -172,22 +172,11 @@ def _adamw_state(p: Tensor, parts: int) -> dict[str, Tensor]:
 
 def _adamw_step(params: list, states: list[dict], group: dict, dtype: torch.dtype) -> None:
     """AdamW: Loshchilov and Hutter 2019."""
-    adamw(
-        params,
-        [p.grad for p in params],
-        [s["exp_avg"] for s in states],
-        [s["exp_avg_sq"] for s in states],
-        [],
-        [s["step"] for s in states],
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=1e-8,
-        maximize=False,
-    )
+    averages, squares, steps = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    rates = {"lr": group["lr"], "weight_decay": group["weight_decay"], "eps": 1e-8}
+    rates |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+    grads = [p.grad for p in params]
+    adamw(params, grads, averages, squares, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
 
 
 def _muon_state(p: Tensor, parts: int) -> dict[str, Tensor]:

@@ -18,15 +18,12 @@ from gpt.errors import UserError, reason
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.text.prepared import Corpora
-from gpt.training.callbacks.base import Clock
-from gpt.training.callbacks.pictures import AttentionMaps, Embeddings
+from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import Progress
-from gpt.training.callbacks.samples import Samples
+from gpt.training.callbacks.samples import Pictures, Samples
 from gpt.training.callbacks.stopping import Deadline, EarlyStop, ExplosionWarning, MemorisingWarning
-from gpt.training.callbacks.validation import Validation
-from gpt.training.checkpoints.journal import Journal
 from gpt.training.checkpoints.resuming import restoring
-from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints
+from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
@@ -72,8 +69,8 @@ class Training:
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
         before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
         after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
-        after += [MemorisingWarning(self.validation, self.curves), self.samples, AttentionMaps(self.curves)]
-        after += [Embeddings(run_dir, self.curves), self.metrics, self.early, self.user_curves]
+        after += [MemorisingWarning(self.validation, self.curves), self.samples]
+        after += [Pictures(run_dir, self.curves), self.metrics, self.early, self.user_curves]
         self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after, self.checkpoints, self.progress]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
         if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
@@ -117,7 +114,7 @@ def build_trainer(
     if settings.strategy == "fsdp":
         from gpt.training.distributed.fsdp import Sharding
 
-        strategy = Sharding(settings.world_size)
+        strategy = Sharding(settings.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
     elif settings.world_size > 1 or settings.strategy == "ddp":
         # The only buffers are the causal masks, which never change: they need not be sent around at every step.
         known = signature(DistributedDataParallel).parameters

@@ -1,13 +1,22 @@
-"""What the callbacks build on: hooks that count optimizer steps, and the clock of the training time."""
+"""What the callbacks build on: hooks that count optimizer steps, the clock of the training time, and validation."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 from lightning import Callback, Trainer
+from torch import Tensor
 
-from gpt.sampling.scoring import Score
-from gpt.training.module import GPTModule
+from gpt.errors import NonFiniteError
+from gpt.model.loss import IGNORE
+from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
+from gpt.text.batches import validation_batches
+from gpt.text.prepared import PreparedText
+from gpt.training.module import REMEDY, GPTModule
+from gpt.training.runs import require_present
 
 SUSPENDED = 10  # times a usual step, and a second: a longer gap between two steps is no training
 
@@ -68,3 +77,56 @@ class Clock(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         lap = self._lap()
         self._usual = 0.9 * self._usual + 0.1 * lap if self._usual else lap
+
+
+class Validation(StepCallback):
+    """Scores the whole validation text at intervals, shared out among the ranks, and remembers the best score so far.
+
+    Every `StepCallback` of the trainer then gets `on_validated`, and others Lightning's `on_validation_end`, for which
+    `trainer.callback_metrics` has `val/loss`.
+    """
+
+    stored = ("best_loss", "best_step")
+
+    def __init__(self, run_dir: Path, clock: Clock):
+        self._run_dir, self._clock = run_dir, clock
+        self.best_loss, self.best_step = math.inf, -1
+        self.latest: Score | None = None
+        self.latest_step = -1
+        self.by_corpus: list[Score] = []  # in the order of `Corpora.sources`
+
+    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        if module.schedule.due(step, module.schedule.validate_every) or module.at_milestone:
+            self.validate(trainer, module, step)
+
+    def validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        """Score the model after `step`, and tell the other callbacks."""
+        require_present(self._run_dir)
+        module.require_finite_weights()
+        with self._clock.paused(), module.whole_weights():
+            self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]
+            self.latest, self.latest_step = sum_of(self.by_corpus), step
+            if not math.isfinite(self.latest.nats_per_token):
+                raise NonFiniteError(f"step {step}: the validation loss is {self.latest.nats_per_token}; {REMEDY}")
+            if self.latest.nats_per_token < self.best_loss:
+                self.best_loss, self.best_step = self.latest.nats_per_token, step
+            trainer.callback_metrics["val/loss"] = torch.tensor(self.latest.nats_per_token)
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, StepCallback):
+                    callback.on_validated(trainer, module, step, self.latest)
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                callback.on_validation_epoch_end(trainer, module)
+                callback.on_validation_end(trainer, module)
+
+    def _score(self, trainer: Trainer, module: GPTModule, source: PreparedText) -> Score:
+        T = module.config.model.context_length
+        size = max(1, tokens_at_once(module.model, trainer.world_size) // T)
+        batches = validation_batches(source.validation, size, T, IGNORE)
+        mine = (batch for i, batch in enumerate(batches) if i % trainer.world_size == trainer.global_rank)
+        part = score(module.model, mine, source.manifest["splits"]["validation"]["bytes"])
+        if trainer.world_size == 1:
+            return part
+        totals = torch.tensor([part.nats, part.tokens], dtype=torch.float64, device=module.device)
+        totals = trainer.strategy.reduce(totals, reduce_op="sum")
+        assert isinstance(totals, Tensor)
+        return Score(float(totals[0]), int(totals[1]), part.bytes)

@@ -10,9 +10,8 @@ from tqdm.auto import tqdm
 
 from gpt.console import duration, in_notebook, say
 from gpt.sampling.scoring import Score
-from gpt.training.callbacks.base import Clock, StepCallback
+from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.callbacks.samples import Samples
-from gpt.training.callbacks.validation import Validation
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.report import one_line
 from gpt.training.module import GPTModule

@@ -10,8 +10,7 @@ from lightning import Trainer
 
 from gpt.console import quote, say
 from gpt.sampling.scoring import Score
-from gpt.training.callbacks.base import Clock, StepCallback
-from gpt.training.callbacks.validation import Validation
+from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.config.advice import TURNED, shorter_steps
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule

@@ -1,5 +1,6 @@
 """When checkpoints are saved, what they say about their run, and how Lightning writes and reads them."""
 
+import os
 import platform
 import time
 from dataclasses import asdict
@@ -7,17 +8,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from gpt.errors import NonFiniteError, UserError
 from gpt.exchange.checkpoint import FORMAT, load, require_storable, save
-from gpt.files import link, write_text
+from gpt.files import link, sync, write_text
 from gpt.training import loop
-from gpt.training.callbacks.base import Clock, StepCallback
-from gpt.training.callbacks.validation import Validation
+from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.config.loading import to_yaml
+from gpt.training.metrics.curves import SUFFIX, TABLE, Curves
 from gpt.training.module import GPTModule
 from gpt.training.runs import git_commit, require_present
 
@@ -88,7 +89,10 @@ class Checkpoints(StepCallback):
         late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
         received = self._signals.received
         if trainer.world_size > 1:  # all ranks must do the same, and agreeing takes time
-            late, received = _greatest(late, received) if schedule.due(step, settings.log_every) else (0, 0)
+            greatest = torch.tensor([late, received])
+            if agrees := schedule.due(step, settings.log_every):
+                torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+            late, received = greatest.tolist() if agrees else (0, 0)
         if received and step < schedule.total_steps:
             self.stopped_by = received
         if self.stopped_by or step == schedule.total_steps:
@@ -129,11 +133,41 @@ class Checkpoints(StepCallback):
         self._signals.restore()
 
 
-def _greatest(*values: int) -> list[int]:
-    """The greatest of each value over all ranks."""
-    tensor = torch.tensor(values)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
+class Journal(Callback):
+    """Keeps samples.md, metrics.csv and TensorBoard's event files in step with the checkpoints.
+
+    A checkpoint records how long the files were. Resuming cuts off whatever an interrupted session added after that,
+    since the same steps are about to be made again.
+    """
+
+    def __init__(self, run_dir: Path, curves: Curves):
+        self._run_dir, self._curves = run_dir, curves
+        self._sizes: dict[str, int] = {}  # of each file, by its name
+
+    def _files(self) -> list[Path]:
+        """The growing files of this run; event files of other programs have no such suffix and are left alone."""
+        events = sorted(self._run_dir.glob(f"events.out.tfevents.*{SUFFIX}"))
+        return [file for name in ("samples.md", TABLE) if (file := self._run_dir / name).exists()] + events
+
+    def on_train_start(self, trainer: Trainer, module) -> None:
+        for file in self._files() if trainer.is_global_zero else ():
+            if (size := self._sizes.get(file.name)) is None:
+                file.unlink()
+            else:
+                os.truncate(file, min(size, file.stat().st_size))
+
+    def state_dict(self) -> dict:
+        if self._curves.writing:
+            if self._curves.writer is not None:
+                self._curves.writer.flush()
+            files = self._files()
+            for file in files:
+                sync(file)
+            self._sizes = {file.name: file.stat().st_size for file in files}
+        return self._sizes
+
+    def load_state_dict(self, state: dict) -> None:
+        self._sizes = state
 
 
 class CheckpointFiles(CheckpointIO):

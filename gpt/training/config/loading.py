@@ -3,24 +3,30 @@
 import contextlib
 import dataclasses
 import difflib
+import os
+import pkgutil
 import re
+import sys
 import typing
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt.errors import UserError
+from gpt.errors import UserError, reason
 from gpt.files import flatten, read_yaml
 from gpt.text.corpus.config import ONE_WORD, DataConfig
 from gpt.training import runs
-from gpt.training.config.other_trainers import OTHER_TRAINERS
 from gpt.training.config.schema import Config
 
+if TYPE_CHECKING:
+    from lightning import Callback
+
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+OTHER_TRAINERS = Path(__file__).resolve().parents[2] / "assets/other_trainers.yaml"  # what to write for their keys
 
 
 def validate(values: DictConfig | dict) -> Config:
@@ -79,8 +85,9 @@ def _converted(value: Any, hint: Any, key: str) -> Any:
 def unknown_key(key: str) -> str:
     """One line about a key that does not exist: what other trainers mean by it, or the nearest that does."""
     last = key.split(".")[-1]
-    if last in OTHER_TRAINERS:
-        return f"there is no key {key!r}: write {OTHER_TRAINERS[last]}"
+    for ours, theirs in read_yaml(OTHER_TRAINERS).items():
+        if last in theirs.split():
+            return f"there is no key {key!r}: write {ours}"
     keys = list(flatten(dataclasses.asdict(Config())))
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     near = near or [known for known in keys if known.split(".")[-1] == last]  # the right name in the wrong place
@@ -156,3 +163,31 @@ def callbacks_of(composed: DictConfig, overrides: list[str]) -> list[str]:
     if given and not any(re.match(r"\+*callbacks=", override) for override in overrides):
         raise UserError(f"callbacks={given} in a configuration file: name callbacks on the command line")
     return _converted(list(given) if isinstance(given, ListConfig) else given, list[str], "callbacks")
+
+
+def load_callbacks(names: list[str]) -> list["Callback"]:
+    """Import each `module:name`: a function that makes a callback, a class of one, or a callback.
+
+    Modules are found where Python finds any, which includes train.py's folder, and last in the current directory.
+    Raises `UserError` if one cannot be imported or made, or is no callback.
+    """
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return [_load(name) for name in names]
+
+
+def _load(name: str) -> "Callback":
+    from lightning import Callback
+
+    if not re.fullmatch("[^:]+:[^:]+", name):
+        raise UserError(f"callbacks: {name!r} is not of the form module:name, as in lightning.pytorch.callbacks:Timer")
+    try:
+        callback = pkgutil.resolve_name(name)
+        if callable(callback) and not isinstance(callback, Callback):
+            callback = callback()
+    except Exception as error:
+        why = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"callbacks: {name} cannot be imported and made ({why})") from error
+    if not isinstance(callback, Callback):
+        raise UserError(f"callbacks: {name} is of type {type(callback).__name__}, not a lightning.Callback")
+    return callback

@@ -7,7 +7,7 @@ without sharding.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
 from gpt.hardware.device import DTYPES
 from gpt.model.transformer import GPT
 from gpt.training.module import GPTModule
+
+STORED = ("state_dict", "optimizer_states")  # what a checkpoint holds of the split tensors
 
 
 class ShardedModule(GPTModule):
@@ -41,6 +42,27 @@ class ShardedModule(GPTModule):
         # The view is the head's weight, which nothing changes in place.
         warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
         self._parameters_list = list(self.model.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put whole tensors in the place of this rank's parts on rank 0, which saves them, and nothing elsewhere."""
+
+        def whole(part: DTensor) -> Tensor | None:
+            gathered = part.full_tensor()
+            return gathered.cpu() if self.trainer.is_global_zero else None
+
+        checkpoint |= {key: apply_to_collection(checkpoint[key], DTensor, whole) for key in STORED}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put this rank's parts in the place of whole tensors; counts, which have no rows, stay whole."""
+        like = next(self.model.parameters())
+        assert isinstance(like, DTensor)
+
+        def part(whole: Tensor) -> Tensor:
+            if whole.dim() == 0:
+                return whole
+            return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+        checkpoint |= {key: apply_to_collection(checkpoint[key], Tensor, part) for key in STORED}
 
     def measure_gradients(self) -> Tensor:
         norm = super().measure_gradients()
@@ -67,54 +89,11 @@ class ShardedModule(GPTModule):
 class Sharding(ModelParallelStrategy):
     """Lightning's strategy for FSDP2, with checkpoints as all other strategies read and write them."""
 
-    def __init__(self, world_size: int):
-        super().__init__(data_parallel_size=world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return False  # callbacks use their state in `on_fit_start`, which comes before
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._gather(self.lightning_module.state_dict())
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._gather(ParallelStrategy.optimizer_state(self, optimizer))
-
-    def load_checkpoint(self, checkpoint_path, weights_only: bool | None = None) -> dict[str, Any]:
-        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        present = self.lightning_module.state_dict()
-        weights = {name: _split(weight, present[name]) for name, weight in checkpoint["state_dict"].items()}
-        self.lightning_module.load_state_dict(weights)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        (optimizer,), (stored,) = self.optimizers, checkpoint["optimizer_states"]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {
-            i: {name: _split(value, parameters[i]) for name, value in values.items()}
-            for i, values in stored["state"].items()
-        }
-        ParallelStrategy.load_optimizer_state_dict(self, {"optimizer_states": [stored | {"state": state}]})
-
-    def _gather(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with whole tensors on rank 0, which saves it, and with nothing in their place elsewhere."""
-
-        def whole(part: DTensor) -> Tensor | None:
-            gathered = part.full_tensor()
-            return gathered.cpu() if self.is_global_zero else None
-
-        return apply_to_collection(state, DTensor, whole)
-
-
-def _split(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a tensor, split `like` another; one of another shape, such as a count, stays whole."""
-    if whole.shape != like.shape:
-        return whole
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    lightning_module_state_dict = ParallelStrategy.lightning_module_state_dict
+    optimizer_state = ParallelStrategy.optimizer_state
+    load_checkpoint = ParallelStrategy.load_checkpoint
+    load_model_state_dict = ParallelStrategy.load_model_state_dict
+    load_optimizer_state_dict = ParallelStrategy.load_optimizer_state_dict
+    lightning_restore_optimizer = ParallelStrategy.lightning_restore_optimizer
+    # Callbacks use their state in `on_fit_start`, which comes before the end of the setup.
+    restore_checkpoint_after_setup = ParallelStrategy.restore_checkpoint_after_setup

@@ -147,9 +147,9 @@ def _end_together(problem: str) -> None:
     sys.exit(2)
 
 
-def from_rank_0(make: Callable[[], Result]) -> Result:
-    """Return on every rank what rank 0 makes, which pickle must be able to store; its `UserError` ends them all."""
-    box: list[Any] = [on_all_ranks(lambda: make() if is_rank_0() else None)]
+def from_rank_0(value: Result) -> Result:
+    """Return on every rank what rank 0 passes, which pickle must be able to store."""
+    box: list[Any] = [value]
     if ranks().world_size > 1:
         distributed.broadcast_object_list(box, 0)
     return box[0]

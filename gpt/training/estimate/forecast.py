@@ -6,7 +6,6 @@ The time and the peak of memory are measured on throwaway models. Memory by part
 import contextlib
 import gc
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +17,7 @@ import torch
 from gpt.console import duration, say
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES, choose_precision
-from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
+from gpt.hardware.memory import explained, free_memory, kernel_says, peak_memory_bytes
 from gpt.model.memory import training_memory
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.config.advice import epochs, warnings
@@ -162,6 +161,5 @@ def _size(size: float) -> str:
 
 def _held(device: torch.device) -> int:
     """The memory that is held now, or where the system does not tell, the most so far; 0 if it tells neither."""
-    if device.type == "cpu" and os.path.exists("/proc/self/statm"):
-        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return peak_memory_bytes(device)
+    now = kernel_says(Path("/proc/self/status"), "VmRSS") if device.type == "cpu" else None
+    return now or peak_memory_bytes(device)

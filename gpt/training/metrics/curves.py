@@ -154,13 +154,12 @@ class Curves(StepCallback):
 
     def state_dict(self) -> dict:
         # Called on every rank, but only rank 0 saves: it needs the sums of all.
-        sums = [self._losses]
+        sums = [mine := float(self._losses)]
         if self._trainer is not None and self._trainer.world_size > 1:
-            mine = self._losses.to(self._trainer.strategy.root_device)
-            sums = [torch.zeros_like(mine) for _ in range(self._trainer.world_size)]
-            torch.distributed.all_gather(sums, mine)
+            sums *= self._trainer.world_size
+            torch.distributed.all_gather_object(sums, mine)
         last = {} if math.isnan(self.loss) else {"loss": self.loss}  # a checkpoint with a NaN is refused
-        return {"losses": [float(loss) for loss in sums], "num_losses": self._num_losses} | last
+        return {"losses": sums, "num_losses": self._num_losses} | last
 
     def load_state_dict(self, state: dict) -> None:
         self._restored, self._num_losses = state["losses"], state["num_losses"]

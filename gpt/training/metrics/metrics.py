@@ -11,8 +11,7 @@ from gpt.hardware.memory import peak_memory_bytes
 from gpt.sampling.scoring import Score
 from gpt.text.analysis.references import references
 from gpt.text.batches import windows_given
-from gpt.training.callbacks.base import Clock, StepCallback
-from gpt.training.callbacks.validation import Validation
+from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.runs import git_commit

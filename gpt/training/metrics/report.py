@@ -51,11 +51,8 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "validation", f"{figures['val_bits_per_byte']:.4f}", "bits per byte"
     if expected := figures.get("expected_bits_per_byte"):
         off = 100 * (figures["val_bits_per_byte"] / expected - 1)
-        yield (
-            "  expected",
-            f"{expected:.4f}",
-            f"by model=auto; what came is {abs(off):.1f}% {'more' if off > 0 else 'less'}",
-        )
+        came = f"by model=auto; what came is {abs(off):.1f}% {'more' if off > 0 else 'less'}"
+        yield "  expected", f"{expected:.4f}", came
     for name, part in figures.get("mix", {}).items():
         yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"bits per byte, after {part['epochs']:.2f} epochs"
     for name, reference in figures["references"].items():

@@ -17,8 +17,7 @@ from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
 from gpt.training import decide, runs
 from gpt.training.callbacks.base import Clock, StepCallback
-from gpt.training.checkpoints.journal import Journal
-from gpt.training.checkpoints.saving import CheckpointFiles, versions
+from gpt.training.checkpoints.saving import CheckpointFiles, Journal, versions
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.metrics.curves import Curves
 from gpt.training.runs import git_commit
@@ -225,7 +224,7 @@ def test_callbacks_with_a_state(trained, tmp_path, from_the_beginning):
 
 def test_validation_that_is_not_finite(trained, tmp_path, monkeypatch):
     """A validation loss of nan ends the run, rather than counting as none."""
-    monkeypatch.setattr("gpt.training.callbacks.validation.score", lambda *_: Score(math.nan, 10, 20))
+    monkeypatch.setattr("gpt.training.callbacks.base.score", lambda *_: Score(math.nan, 10, 20))
     config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
     with pytest.raises(NonFiniteError, match="step 3: the validation loss is nan"):
         decide.begin(config).fit()

@@ -14,10 +14,9 @@ from tqdm.utils import disp_len
 
 from gpt.console import say
 from gpt.sampling.scoring import Score
-from gpt.training.callbacks.base import Clock
+from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import Line, Progress
 from gpt.training.callbacks.samples import Samples
-from gpt.training.callbacks.validation import Validation
 from gpt.training.metrics.curves import Curves
 from harness import ROOT, TINY, command, write_corpus
 

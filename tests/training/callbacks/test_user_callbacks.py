@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import Timer
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
-from gpt.training.callbacks.user import load_callbacks
-from gpt.training.config.loading import validate
+from gpt.training.config.loading import load_callbacks, validate
 from harness import TINY, StopAt, refusal, tiny_arguments, tiny_config, train
 
 MODULE = """

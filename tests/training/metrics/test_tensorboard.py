@@ -17,7 +17,7 @@ from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
 from gpt.training import decide
-from gpt.training.callbacks.pictures import frequent
+from gpt.training.callbacks.samples import frequent
 from gpt.training.config.loading import validate
 from gpt.training.metrics.curves import ROWS, UpdateRatios
 from gpt.training.metrics.metrics import Metrics
