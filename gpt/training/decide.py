@@ -24,7 +24,6 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.analysis.prompts import prompts_from
 from gpt.text.cache import CACHE
 from gpt.text.corpus.config import ONE_WORD
-from gpt.text.corpus.hub import with_revision
 from gpt.text.prepare.prepare import TooShortError, prepare
 from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
@@ -38,7 +37,7 @@ from gpt.training.distributed.launch import as_launched, connect, from_rank_0, o
 from gpt.training.session import Session, warn
 
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
-DECIDED = ("data.prompts", "data.revision", "optim.lr", "optim.matrix_lr")  # when a run begins, where they are null
+DECIDED = ("data.prompts", "optim.lr", "optim.matrix_lr")  # when a run begins, where they are null
 CHOSEN = ("model.", "horizon", "trainer.tokens_per_step")  # how the keys begin that model=auto decides
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
@@ -137,7 +136,6 @@ def prepared(
         config = _with_weights(config, kept, start)
     automatic, asked = config.trainer.micro_batch_size == "auto", config
     config = decide_hardware(config)
-    config = replace(config, data=with_revision(config.data))
     corpora = load_corpora(config, start.tokenizer)
     if config.data.name == "prepared":  # with a tokenizer of its own
         how = TokenizerConfig(corpora.tokenizer.name, corpora.tokenizer.vocab_size)

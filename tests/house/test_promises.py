@@ -78,7 +78,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "test_prepared.py::test_damage_is_named",
         ],
         "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
-        "Nothing is downloaded except": ["test_download.py::test_wrong_hash", "test_loading.py::test_hub"],
+        "Nothing is downloaded except": ["test_remote.py::test_wrong_hash", "test_loading.py::test_hub"],
         "Lightning releases that were malicious": ["test_promises.py::test_unsafe_releases_are_excluded"],
         "Not promised": [],
     },

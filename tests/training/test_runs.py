@@ -69,7 +69,7 @@ def test_name_of_the_text(path, name):
 
 def test_name_of_other_data():
     """A corpus that is built in keeps its name, a data set has its own, a mixture that of its first part."""
-    names = [DataConfig("python_docs"), DataConfig("huggingface", "someone/TinyStories")]
+    names = [DataConfig("python_docs"), DataConfig("text", "hf://datasets/someone/TinyStories")]
     names.append(DataConfig("mix", ["python_docs", "b.txt"], [1, 1]))
     assert [runs.text_name(data) for data in names] == ["python_docs", "TinyStories", "python_docs+1"]
 

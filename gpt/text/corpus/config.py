@@ -12,7 +12,7 @@ ONE_WORD = {  # corpora that need no path, and the prompts to sample from them
     "python_stdlib": ["", "class Error(", "def __init__(self"],
     "tinyshakespeare": ["", "JULIET:", "ROMEO:"],
 }
-NAMES = (*ONE_WORD, "text", "huggingface", "mix", "prepared")
+NAMES = (*ONE_WORD, "text", "mix", "prepared")
 
 
 def is_url(path: str) -> bool:
@@ -25,15 +25,11 @@ class DataConfig:
     """Which text to train on, and how much of it is for validation."""
 
     name: str = "python_docs"  # one of NAMES
-    path: Any = None  # text: a file, folder, glob or URL, or a list; mix: a list of those; huggingface: the data set
+    path: Any = None  # text: a file, folder, glob or URL, or a list; mix: a list of those; prepared: a URL
     weights: list[float] = field(default_factory=list)  # mix: one for each path
     text_field: str = "text"  # the key or column that holds the text in .jsonl, .parquet and data sets
     errors: str = "strict"  # or replace: U+FFFD for bytes that are not UTF-8
     sha256: str | None = None  # the hash that the file behind a URL must have
-    subset: str | None = None  # huggingface: the folder of the data set
-    split: str = "train"  # huggingface
-    revision: str | None = None  # huggingface: the commit of the data set; by default the newest
-    max_bytes: int | None = None  # huggingface: take no more text than this
     cache: str | None = None  # the folder for prepared text; by default data/cache
     cache_bytes: int = 100_000_000_000  # that copies of remote files may take there
     validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
@@ -45,8 +41,6 @@ class DataConfig:
         require_choice("data.errors", self.errors, ("strict", "replace"))
         if self.name == "text" and not self.paths:
             raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
-        if self.name == "huggingface" and len(self.paths) != 1:
-            raise UserError("data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories")
         if self.name == "prepared" and len(self.paths) != 1:
             raise UserError("data=prepared needs data.path=URL: what python -m gpt.prepare --to URL has published")
         if self.name in ONE_WORD and self.paths:
@@ -67,7 +61,6 @@ class DataConfig:
             raise UserError(
                 "data.sha256 is the hash of one file behind a URL: leave it out, or give only data.path=URL"
             )
-        require_range("data.max_bytes", 1 if self.max_bytes is None else self.max_bytes, 1)
         if self.cache:
             self.cache = os.path.expanduser(self.cache)
 

@@ -15,7 +15,6 @@ from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
 from gpt.text.corpus.formats import explain_unreadable, is_table, read_documents, reader_of
 from gpt.text.corpus.hashes import hash_files
-from gpt.text.corpus.hub import find_dataset, up_to
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
 
@@ -90,30 +89,25 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
                 yield from ([text] for text in python_docs.builtin_docs())
 
         return Corpus("python_docs", modules, read_docs, sys.version)
-    rest = None
     if data.name == "tinyshakespeare":
         url, sha256 = TINY_SHAKESPEARE
         files: tuple[Path | Remote, ...] = (Remote(url, None, "", cache, data.cache_bytes, sha256, say),)
-    elif data.name == "huggingface":
-        files, rest = find_dataset(data, cache, say)
     else:
         files = _files_of(data, cache, say)
         if tables := [file.name for file in files if is_table(file)]:
             others = f" and {len(tables) - 1:,} more" if len(tables) > 1 else ""
             remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
             say(f"{tables[0]}{others}: a table, taken as raw text, commas and quotes included: {remedy}")
-    return corpus_of(data, files, rest)
+    return corpus_of(data, files)
 
 
-def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...], rest: int | None) -> Corpus:
-    """Return the corpus of these files, of which the last counts for at most `rest` bytes of text."""
-    version = f"{data.text_field}\n{data.errors}"
+def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...]) -> Corpus:
+    """Return the corpus of these files."""
 
     def read(file: Path | Remote) -> Iterable[Iterable[str]]:
-        documents = read_documents(local(file), data.text_field, data.errors)
-        return documents if rest is None or file != files[-1] else up_to(rest, documents)
+        return read_documents(local(file), data.text_field, data.errors)
 
-    return Corpus(data.name, files, read, version=version if rest is None else f"{version}\n{rest}")
+    return Corpus(data.name, files, read, version=f"{data.text_field}\n{data.errors}")
 
 
 def _stamp(file: Path) -> tuple[int, int]:

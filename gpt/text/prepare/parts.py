@@ -94,7 +94,7 @@ class Planned:
             Remote(file, size, tag, cache, room, say=say) if isinstance(tag, str) else Path(file)
             for file, size, tag in plan["files"]
         )
-        self.corpus = corpus_of(self.data, files, None)
+        self.corpus = corpus_of(self.data, files)
 
     def encode(self, part: int, parts: int) -> None:
         """Make every shard of a part that the store does not have yet."""

@@ -141,7 +141,7 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):
         config["trainer"]["micro_batch_size"] = "auto"
     if "data.path" in names:
-        config["data"] |= {"revision": None, "prompts": None}  # both were of the other text
+        config["data"]["prompts"] = None  # which were of the other text
     for name in names:
         *groups, key = name.split(".")
         source, target = given, config

@@ -159,12 +159,10 @@ def test_config_that_is_valid():
     assert DataConfig("text", 0).paths == ["0"]
     assert DataConfig().paths == []
     assert DataConfig("tinyshakespeare", errors="replace").paths == []
-    assert DataConfig("huggingface", "a/b", max_bytes=1).paths == ["a/b"]
     assert DataConfig("mix", ["a.txt", "python_docs"], [0.001, 3]).paths == ["a.txt", "python_docs"]
 
 
 NEEDS_A_FILE = "data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'"
-NEEDS_A_NAME = "data=huggingface needs data.path=NAME: a data set such as roneneldan/TinyStories"
 NEEDS_A_MIX = "data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'"
 ONLY_WITH_TEXT = "works only with data=text: add that, or leave the path out"
 NO_FIT = "does not fit: only data=mix takes weights, one for each data.path"
@@ -184,8 +182,6 @@ RANGE = "is out of range: it must be at least 1"
         (NEEDS_A_FILE, {"name": "text", "path": ""}),
         (NEEDS_A_FILE, {"name": "text", "path": []}),
         (NEEDS_A_FILE, {"name": "text", "path": [""]}),
-        (NEEDS_A_NAME, {"name": "huggingface"}),
-        (NEEDS_A_NAME, {"name": "huggingface", "path": ["a", "b"]}),
         (f"data.path='a.txt' {ONLY_WITH_TEXT}", {"path": "a.txt"}),
         (f"data.path=['a', 'b'] {ONLY_WITH_TEXT}", {"name": "tinyshakespeare", "path": ["a", "b"]}),
         (NEEDS_A_MIX, {"name": "mix"}),
@@ -203,7 +199,6 @@ RANGE = "is out of range: it must be at least 1"
         ),
         (f"data.validation_bytes=0 {RANGE} and at most 1000000000", {"validation_bytes": 0}),
         (f"data.validation_bytes=1000000001 {RANGE} and at most 1000000000", {"validation_bytes": 1_000_000_001}),
-        (f"data.max_bytes=0 {RANGE}", {"name": "huggingface", "path": "a", "max_bytes": 0}),
     ],
     ids=lambda value: str(value)[:37],
 )

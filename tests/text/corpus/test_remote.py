@@ -25,11 +25,7 @@ import pytest
 import gpt.text.corpus.remote
 from gpt.files import is_output
 from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.corpus import open_corpus
-from gpt.text.corpus.hub import with_revision
 from gpt.text.corpus.remote import OFFLINE, Remote, find
-from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import TokenizerConfig
 from harness import ROOT, refusal
 
 CONTENT = random.Random(7).randbytes(3_000_017)
@@ -440,19 +436,14 @@ def parquet(folder: Path, texts: list[str]) -> bytes:
 
 @pytest.fixture
 def hub(server, tmp_path, monkeypatch) -> Server:
-    """A hub with the data set me/set, of several subsets and splits; me/lines has only what the hub converted."""
+    """A hub with the data set me/set, of two splits."""
     files = {
         "data/train-00000-of-00002.parquet": parquet(tmp_path, TEXTS[:37]),
         "data/train-00001-of-00002.parquet": parquet(tmp_path, TEXTS[37:]),
         "data/test-00000-of-00001.parquet": parquet(tmp_path, ["test"]),
     }
-    several = {f"sample/{size}BT/{i}_0.parquet": parquet(tmp_path, [f"{size} {i}"]) for size in "12" for i in "01"}
-    converted = {"default/partial-train/0000.parquet": parquet(tmp_path, ["converted"])}
     for name, commit, branch, content in [
         ("set", COMMIT, "", {**files, "README.md": b""}),
-        ("several", COMMIT, "", several),
-        ("lines", COMMIT, "", {"a.jsonl": b""}),
-        ("lines", CONVERTED, "/revision/refs/convert/parquet", converted),
     ]:
         info = json.dumps({"id": f"me/{name}", "sha": commit, "siblings": []}).encode()
         server.hub |= {name + path: info for path in (branch, f"/revision/{commit}")}
@@ -472,7 +463,7 @@ OPEN = """
     found = []
     for settings in json.loads(sys.argv[1]):
         try:
-            corpus = open_corpus(DataConfig("huggingface", **({"path": "me/set"} | settings)), Path(sys.argv[2]))
+            corpus = open_corpus(DataConfig("text", **settings), Path(sys.argv[2]))
             texts = ["".join(blocks) for file in corpus.files for blocks in corpus.read(file)]
             found.append([texts, corpus.sha256(Path(sys.argv[2]))])
         except UserError as error:
@@ -493,83 +484,20 @@ def read(cache: Path, *configs: dict) -> list:
 
 
 def test_data_set(hub, tmp_path):
-    """All rows of the split in order; with its commit, another time needs no network and is the same corpus."""
-    (texts, sha256), again = read(tmp_path / "cache", {}, {"revision": COMMIT})
+    """All rows of the files that a glob names, in order; with its commit, another time needs no network."""
+    there = {"path": f"hf://datasets/me/set@{COMMIT}/data/train-*.parquet"}
+    (texts, sha256), column = read(tmp_path / "cache", there, there | {"text_field": "other"})
     assert texts == TEXTS
-    assert again == [texts, sha256]
+    assert column[0] == ["x"] * 101
+    files = sorted(tmp_path.glob("cache/downloads/*.parquet"), key=lambda file: file.name.partition("-")[2])
     hub.stop()
-    again, line = read(tmp_path / "cache", {"revision": COMMIT}, {})
-    assert again == [texts, sha256]
-    assert f"; already fetched: data.revision={COMMIT}; without a network, use" in line
+    for settings in (there, {"path": list(map(str, files))}):
+        assert read(tmp_path / "cache", settings)[0] == [texts, sha256]
 
 
-def test_what_a_data_set_is_made_of(hub, tmp_path):
-    """Split, column and subset; and what the hub converted, by the name of its branch or by its commit."""
-    expected = [
-        ({"split": "test"}, ["test"]),
-        ({"text_field": "other"}, ["x"] * 101),
-        ({"path": "me/several", "subset": "sample-2BT"}, ["2 0", "2 1"]),
-        ({"path": "me/lines", "revision": "refs/convert/parquet"}, ["converted"]),
-        ({"path": "me/lines", "revision": CONVERTED}, ["converted"]),
-    ]
-    found = read(tmp_path, *(settings for settings, _ in expected))
-    assert [texts for texts, _ in found] == [texts for _, texts in expected]
-    assert len({sha256 for _, sha256 in found}) == 4
-
-
-@pytest.mark.parametrize("count", [7, 37, 41])
-def test_limit(hub, tmp_path, count):
-    """`data.max_bytes` is never exceeded, ends at a document, and fetches no more files than that takes."""
-    size, added = (sum(len(text.encode()) for text in texts) for texts in (TEXTS[:count], TEXTS[count : count + 1]))
-    found = read(tmp_path, {"max_bytes": size}, {"max_bytes": size}, {"max_bytes": size + added - 1})
-    assert [texts for texts, _ in found] == [TEXTS[:count]] * 3
-    assert found[0] == found[1]
-    fetched = {line for line in hub.asked if "resolve" in line and line.startswith("GET")}
-    assert len(fetched) == (1 if count == 7 else 2)
-
-
-def test_interrupted_data_set(hub, tmp_path):
-    """Of two files the second is missing at first: the next command fetches only that one."""
-    name = f"set/resolve/{COMMIT}/data/train-00001-of-00002.parquet"
-    content = hub.hub.pop(name)
-    assert "the hub does not provide it" in read(tmp_path, {})[0]
-    hub.hub[name] = content
-    assert read(tmp_path, {})[0][0] == TEXTS
-    fetched = [line.split("/")[-1] for line in hub.asked if line.startswith("GET") and "resolve" in line]
-    assert fetched.count("train-00000-of-00002.parquet") == 1
-
-
-def test_mistakes(hub, tmp_path):
-    """Each is one line that says what there is."""
-    expected = [
-        ({"split": "dev"}, "no parquet files of data.split='dev' and data.subset=None, only in data; "),
-        ({"subset": "x"}, "no parquet files of data.split='train' and data.subset='x', only in data; "),
-        (
-            {"path": "me/lines"},
-            "only in none; data.revision=refs/convert/parquet has what the hub makes of other formats",
-        ),
-        ({"path": "me/several"}, "has several subsets: choose one with data.subset= (sample/1BT, sample/2BT)"),
-        ({"path": "me/nothing"}, "the hub does not provide it (RepositoryNotFoundError: 404 Client Error."),
-        ({"text_field": "n"}, "'n' is not a column of text; name one with data.text_field= (text, other)"),
-    ]
-    for line, (_, message) in zip(read(tmp_path, *(settings for settings, _ in expected)), expected, strict=True):
-        assert message in line and "\n" not in line
-
-
-def test_without_the_library(tmp_path, monkeypatch):
-    """The line says how to install it; a configuration with a commit, or of other corpora, needs no network."""
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    line = refusal(open_corpus, DataConfig("huggingface", "me/set"), tmp_path)
-    assert line.endswith("this needs huggingface_hub, which is not installed: pip install -e '.[huggingface]'")
-    for config in (DataConfig("huggingface", "me/set", revision=COMMIT), DataConfig()):
-        assert with_revision(config, tmp_path) == config
-
-
-def test_the_tokens_of_a_data_set(hub, tmp_path):
-    """They are those of the same parquet files at hand, bit for bit."""
-    read(tmp_path / "cache", {"revision": COMMIT})
-    files = sorted(tmp_path.glob("cache/downloads/datasets--me--set/snapshots/*/data/train*.parquet"))
-    [here] = prepare(DataConfig("text", list(map(str, files))), TokenizerConfig("byte"), 7, tmp_path / "1").sources
-    data = DataConfig("huggingface", "me/set", revision=COMMIT)
-    [there] = prepare(data, TokenizerConfig("byte"), 7, tmp_path / "cache").sources
-    assert here.manifest["splits"] == there.manifest["splits"]
+def test_data_sets_that_are_not(hub, tmp_path):
+    """One line says what is wrong."""
+    paths = ("me/nothing/*.parquet", f"me/set@{COMMIT}/data/dev-*.parquet")
+    lines = read(tmp_path, *({"path": f"hf://datasets/{path}"} for path in paths))
+    assert "hf://datasets/me/nothing/*.parquet" in lines[0] and "\n" not in lines[0]
+    assert "names no file: give the URL of a file, a folder or a quoted glob" in lines[1]

@@ -26,7 +26,7 @@ from harness import refusal, train
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
-NEEDS_PATH = {"data=text", "data=huggingface"}  # they are for what the user names
+NEEDS_PATH = {"data=text", "data=prepared"}  # they are for what the user names
 
 EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -94,7 +94,7 @@ def test_help():
         (["data.path=a.txt"], "text", None),
         (["+data.path=a.txt", "data.prompts=[b]"], "text", ["b"]),
         (["data.path=a.txt", "experiment=gpt2_small"], "text", None),
-        (["data.path=me/set", "data=huggingface"], "huggingface", None),
+        (["data.path=s3://texts/made", "data=prepared"], "prepared", None),
         (["data.path=[a,python_docs]", "data=mix", "data.weights=[1,2]"], "mix", None),
         (["data.cache=a"], "python_docs", None),
         (["data.path=python_stdlib"], "python_stdlib", None),
@@ -228,7 +228,7 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"data": {"name": "web"}}, r"data\.name='web' .*choose from python_docs, python_stdlib, tinyshakespeare"),
         ({"data": {"name": "text"}}, r"data\.path=FILE"),
         ({"data": {"path": "a.txt"}}, r"data\.path='a\.txt' .*data=text"),
-        ({"data": {"name": "huggingface"}}, r"data=huggingface needs data\.path=NAME"),
+        ({"data": {"name": "prepared"}}, r"data=prepared needs data\.path=URL"),
         ({"data": {"name": "mix", "path": "a.txt", "weights": [1]}}, r"data=mix needs .* two different corpora"),
         ({"data": {"name": "mix", "path": ["a", "a"], "weights": [1, 2]}}, r"data=mix needs .* two different corpora"),
         ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1]}}, r"data\.weights=\[1\.0\] does not fit"),
@@ -236,7 +236,7 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1, 0]}}, r"data\.weights=.* must be above 0"),
         ({"data": {"errors": "ignore"}}, r"data\.errors='ignore' .*choose from strict, replace"),
         ({"data": {"validation_bytes": 2 * 10**9}}, r"data\.validation_bytes=2000000000 .*at most 1000000000"),
-        ({"data": {"max_bytes": 0}}, r"data\.max_bytes=0 .*at least 1"),
+        ({"data": {"cache_bytes": 0}}, r"data\.cache_bytes=0 .*at least 1"),
         ({"data": {"validation_bytes": 0}}, r"data\.validation_bytes=0 .*at least 1"),
         ({"trainer": {"device": "tpu"}}, r"trainer\.device='tpu' .*choose from auto, cpu, cuda, mps"),
         ({"trainer": {"precision": "fp8"}}, r"trainer\.precision='fp8' .*choose from auto, fp32, bf16, fp16"),
