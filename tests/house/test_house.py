@@ -146,7 +146,7 @@ def test_wheel_holds_every_module():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("gpt.text.prepare.prepare, gpt.text.corpus.download", ["torch", "lightning", "hydra"]),
+        ("gpt.text.prepare.prepare, gpt.text.corpus.remote", ["torch", "lightning", "hydra"]),
         ("gpt.compare, gpt.evaluate, gpt.export, gpt.tokens", ["torch", "lightning", "hydra", "tensorboard"]),
         (
             "gpt.exchange.loading, gpt.sampling.language_model",

@@ -196,7 +196,7 @@ def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> 
     try:
         fs, path = open_store(url)
         with explain(url):
-            listed = _listed(fs, path)
+            listed = _retried(lambda _: _listed(fs, path))
         if not listed:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
         with explain_unwritable(note.parent):
@@ -232,21 +232,17 @@ def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | N
 
 def _described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
     """Return the size and the tag that a file has now."""
-    info = _info(fs, path)
+    info = _retried(lambda _: _info(fs, path))
     return info["size"], _tag(info)
 
 
 def _info(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
-    """Return what a store says of a file; other stores than web servers are asked again by their own libraries."""
-
-    def ask(_: int) -> dict[str, Any]:
-        try:
-            return fs.info(path)
-        except FileNotFoundError as error:  # whatever the reason is
-            raise (error.__cause__ or error) from None
-
+    """Return what a store says of a file now."""
     fs.invalidate_cache()
-    return _retried(ask) if path.startswith(_WEB) else fs.info(path)
+    try:
+        return fs.info(path)
+    except FileNotFoundError as error:  # whatever the reason is, if the store is a web server
+        raise (path.startswith(_WEB) and error.__cause__) or error from None
 
 
 def _tag(info: dict[str, Any]) -> str:

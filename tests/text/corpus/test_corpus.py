@@ -106,12 +106,6 @@ def test_language_c(tmp_path, fill):
         assert done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"x: data.path=")
 
 
-def test_url_without_a_hash():
-    """What is fetched is checked, so its hash has to be known."""
-    line = refusal(read, "https://example.com/a.txt")
-    assert line == "data.path='https://example.com/a.txt' needs the hash of its file: data.sha256="
-
-
 BY_NAME_AND_IN_A_FOLDER = pytest.mark.parametrize(
     "named", [pytest.param(True, id="by name"), pytest.param(False, id="in a folder")]
 )
@@ -174,7 +168,7 @@ RANGE = "is out of range: it must be at least 1"
     [
         (
             "data.name='bible' is not known: choose from "
-            "python_docs, python_stdlib, tinyshakespeare, text, huggingface, mix",
+            "python_docs, python_stdlib, tinyshakespeare, text, mix, prepared",
             {"name": "bible"},
         ),
         ("data.errors='ignore' is not known: choose from strict, replace", {"errors": "ignore"}),

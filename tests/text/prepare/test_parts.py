@@ -16,11 +16,12 @@ import pytest
 from gpt.console import command_line
 from gpt.prepare import main
 from gpt.text.corpus.config import DataConfig
+from gpt.text.prepare.parts import PIECES
 from gpt.text.prepare.prepare import prepare
 from gpt.text.shards import GROUP
 from gpt.text.tokenizer import TokenizerConfig, gpt2_tokenizer
 from harness import refusal
-from workshop import DOCUMENTS, content, write_documents, write_files
+from workshop import DOCUMENTS, ROOT, content, write_documents, write_files
 
 BPE = ["--tokenizer", "bpe", "--vocab-size", "307", "--shard-bytes", "300"]
 START = multiprocessing.get_context("forkserver")
@@ -226,3 +227,25 @@ def test_a_hundred_kills(tmp_path):
     made = {name: data for name, data in content(tmp_path / "store").items() if not name.startswith(".")}
     assert made == content(tmp_path / "one")
     assert "Traceback" not in "".join(log.read_text() for log in tmp_path.glob("log"))
+
+
+def test_on_paper(files, tmp_path):
+    """The table in docs/data.md follows from the numbers of files, bytes and operations."""
+    make(tmp_path / "store", files, tmp_path / "cache")
+    count = len(prepared(tmp_path / "store", tmp_path / "cache").train.lengths)
+    entry = (tmp_path / "store/manifest.json").stat().st_size / count
+    assert 100 < entry < 170
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/data.md").read_text().splitlines() if "illion |" in line]
+    assert len(rows) == 3
+    for row, tokens, shard_bytes in zip(rows, (1e10, 1e12, 1.5e13), (1 << 28, 1 << 28, 4e9), strict=True):
+        found = [float(cell.split()[0].replace(",", "")) for cell in row]
+        number = 4.5 * tokens / shard_bytes * PIECES
+        seconds = 4.5 * tokens / 1000 / 2.3e6  # 308 MB take two cores 67 s
+        groups = 2 * GROUP * 2 * tokens / number
+        unit = {"s": 1, "min": 60, "h": 3600}[row[5].split()[1]]
+        assert found[2] == pytest.approx(number, rel=1e-3)
+        assert found[3] == pytest.approx(135 * number / 1e6, rel=0.12)
+        assert found[4] == pytest.approx(groups / 1e9, rel=0.03)
+        assert found[5] == pytest.approx(seconds / unit, rel=0.03)
+        for cell, parameters in zip(found[6:], (124e6, 1.5e9), strict=True):
+            assert cell == pytest.approx(2 * 0.5 * 989e12 / (6 * parameters) / 1e6, rel=0.05)
