@@ -92,11 +92,20 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
+class _NoAliases(yaml.SafeLoader):
+    """YAML without aliases, which could expand to any size."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases (*name), which no run writes")
+        return super().compose_node(parent, index)
+
+
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file of plain values; `UserError` if it cannot be read."""
+    """Read a YAML file of plain values; `UserError` if it cannot be read or has aliases."""
     text = read_text(path)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _NoAliases)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
