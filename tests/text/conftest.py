@@ -1,7 +1,9 @@
 """What several tests of the text share."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +26,29 @@ def fill() -> Callable[..., Path]:
         return folder
 
     return fill
+
+
+@pytest.fixture
+def s3(monkeypatch, tmp_path) -> Iterator[Any]:
+    """An S3 server on loopback, where programs find it too, as a file system with the empty bucket `texts`."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    for key in ("PROFILE", "SESSION_TOKEN"):
+        monkeypatch.delenv(f"AWS_{key}", raising=False)
+    for key in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "CONFIG_FILE", "SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(f"AWS_{key}", str(tmp_path / "nothing"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    S3FileSystem.clear_instance_cache()
+    system = S3FileSystem()
+    system.mkdir("texts")
+    yield system
+    system.rm("texts", recursive=True)
+    S3FileSystem.clear_instance_cache()
+    server.stop()

@@ -22,7 +22,7 @@ from gpt.files import ABANDONED, publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
-ATTEMPTS = 5  # at a block, with a pause after each that doubles
+ATTEMPTS = 5  # at a listing or a block, with a pause after each that doubles
 PATIENCE = 30  # seconds without a byte
 DRIVERS = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "huggingface"}  # scheme -> extra
 OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"

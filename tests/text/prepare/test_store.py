@@ -1,4 +1,4 @@
-"""Text in a real S3 server: read, prepared and trained from there, with the same bits as here."""
+"""Text prepared into a real S3 server and trained from there, with the same bits as here."""
 
 import json
 import logging
@@ -12,10 +12,8 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from gpt.prepare import main
-from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.corpus import open_corpus
-from harness import TINY, refusal, train
-from workshop import DOCUMENTS, make, write_files
+from harness import TINY, train
+from workshop import DOCUMENTS, write_files
 
 
 @pytest.fixture
@@ -40,34 +38,6 @@ def s3(monkeypatch) -> Iterator:
 def put(s3, folder: Path) -> None:
     for file in folder.iterdir():
         s3.upload_file(str(file), "texts", f"{folder.name}/{file.name}")
-
-
-def test_the_same_corpus(s3, tmp_path):
-    """A file, a folder and a glob in a store are what they are here, also with room for only some of the copies."""
-    here = tmp_path / "text"
-    write_files(here)
-    put(s3, here)
-    for name in ("", "/*.txt", "/007.txt", "/0[12]*.txt"):
-        there = DataConfig("text", f"s3://texts/text{name}", cache_bytes=2000)
-        local = DataConfig("text", f"{here}{name}")
-        cache = tmp_path / "cache"
-        assert open_corpus(there, cache).sha256(cache) == open_corpus(local, cache).sha256(cache)
-        copies = [file for file in (cache / "downloads").iterdir() if not file.name.startswith(".")]
-        assert sum(file.stat().st_size for file in copies) <= 2000
-    one, other = make(there, tmp_path / "1"), make(local, tmp_path / "2")
-    assert (one.manifest, one.train.tolist()) == (other.manifest, other.train.tolist())
-
-
-def test_mistakes(s3, tmp_path, monkeypatch):
-    """One line names the URL and the remedy."""
-    for url, said in [
-        ("s3://texts/none", "there is no such file: check the spelling"),
-        ("s3://no-bucket/a", "there is no such file: check the spelling"),
-        ("s3://texts/*.txt", "names no file: give the URL of a file, a folder or a quoted glob"),
-        ("nowhere://a", "check the spelling"),
-    ]:
-        line = refusal(open_corpus, DataConfig("text", url), tmp_path)
-        assert url in line and said in line
 
 
 def test_training_from_a_store(s3, tmp_path, monkeypatch):
