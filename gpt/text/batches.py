@@ -2,19 +2,18 @@
 
 A corpus is a circle of n tokens, cut into n // T windows. Each epoch shows each window once, in its own order and cut
 at its own places; both follow from the seed and the epoch's number. The circle closes before the first token, which is
-an end-of-text. A corpus in more than ten shards is several such circles, each of ten shards that the seed deals
-together, and each epoch shows one circle after the other in its own order, so few shards are needed at a time.
+an end-of-text. A corpus in many shards is several such circles, of a group of them each. They take turns: in each turn,
+half of the windows are one circle's, and the others the next one's, so that few shards are needed at a time.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.text.prepared import MIXTURE_WINDOWS
-from gpt.text.shards import GROUP, Circle, Shards
+from gpt.text.shards import Circle, Shards
 
 
 def training_batch(
@@ -70,35 +69,23 @@ def _windows(tokens: np.ndarray | Shards, seed: int, numbers: np.ndarray, contex
     if isinstance(tokens, np.ndarray):
         epoch, place = np.divmod(numbers, np.uint64(len(tokens) // context_length))
         return _of_circle(tokens, seed, epoch, place, context_length)
-    groups, counts = _deal(tokens, seed, context_length)
-    epoch, place = np.divmod(numbers, counts.sum())
+    order = permute(np.arange(len(tokens.groups)), len(tokens.groups), np.uint64(seed))  # of the groups in each epoch
+    counts = tokens.sizes[order] // np.uint64(context_length)  # of windows in each
+    early = counts // np.uint64(2) if len(order) > 1 else np.zeros_like(counts)  # those in the turn of the one before
+    late = counts - early
+    sizes = late + np.roll(early, -1)  # of the turns
+    ends = np.cumsum(sizes)
+    epoch, place = np.divmod(numbers, ends[-1])
+    turn = np.searchsorted(ends, place, side="right")
+    place -= (ends - sizes)[turn]
+    is_late = (place + np.uint64(1)) * late[turn] // sizes[turn] > (before := place * late[turn] // sizes[turn])
+    which = np.where(is_late, turn, (turn + 1) % len(order))
+    own = np.where(is_late, early[turn] + before, place - before)
     block = np.empty((len(numbers), context_length + 1), dtype=np.int64)
-    for e in np.unique(epoch):
-        # The last group of an epoch is followed by the first of the next.
-        order = np.concatenate([_order(len(groups), seed, e), _order(len(groups), seed, e + np.uint64(1))[:1]])
-        ends = np.cumsum(counts[order[:-1]])
-        turn = np.searchsorted(ends, place, side="right")
-        for t in np.unique(turn[epoch == e]):
-            here = (epoch == e) & (turn == t)
-            circle = tokens.circle(groups[order[t]], groups[order[t + 1]])
-            own = place[here] - (ends[t] - counts[order[t]])
-            block[here] = _of_circle(circle, seed, epoch[here], own, context_length)
+    for i in np.unique(which):
+        here, circle = which == i, tokens.circle(order[i], following=order[(i + 1) % len(order)])
+        block[here] = _of_circle(circle, seed, epoch[here], own[here], context_length)
     return block
-
-
-@lru_cache(8)
-def _deal(tokens: Shards, seed: int, context_length: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Deal shards to groups, at random unless there is only one; return the groups, and the windows in each."""
-    count = len(tokens.lengths)
-    order = permute(np.arange(count), count, np.uint64(seed)) if count > GROUP else np.arange(count)
-    groups = [order[first : first + GROUP] for first in range(0, count, GROUP)]
-    windows = [tokens.lengths[group].sum() // context_length for group in groups]
-    return groups, np.array(windows, dtype=np.uint64)
-
-
-def _order(groups: int, seed: int, epoch: np.uint64) -> np.ndarray:
-    """Return the order of the groups of shards in an epoch."""
-    return permute(np.arange(groups), groups, _mix(np.uint64(seed) ^ np.uint64(0x6E0), epoch))
 
 
 def _of_circle(

@@ -165,9 +165,9 @@ def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{store.url}: is damaged ({error}): prepare it again, in an empty folder") from None
     lengths = [tokens for _, tokens, _ in listed]
-    needed = 2 * GROUP * max(lengths) * each
+    needed = 3 * GROUP * max(lengths) * each
     if isinstance(last, Remote) and room < min(needed, sum(lengths) * each):
-        raise UserError(f"data.cache_bytes={room:,} does not hold {2 * GROUP} files of this text: {needed:,} do")
+        raise UserError(f"data.cache_bytes={room:,} does not hold {3 * GROUP} files of this text: {needed:,} do")
     return PreparedText(Shards(files, lengths, width(tokenizer)), validation, tokenizer, manifest)
 
 

@@ -13,7 +13,7 @@ from gpt.files import mark_as_cache, replacing
 from gpt.text.cache import sealed, unsealed
 from gpt.text.corpus.remote import Remote, explain, local, open_store
 
-GROUP = 160  # files whose windows are shuffled together: as many as ten shards have
+GROUP = 160  # files, at most, whose windows are shuffled together: as many as ten shards have
 
 
 class Store:
@@ -40,7 +40,7 @@ class Store:
         except ValueError as error:
             raise UserError(f"{self.url}: is damaged ({error}): prepare it again, in an empty folder") from None
 
-    def write(self, name: str, content: bytes | Path) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Put a file into the folder, in place of an older one."""
         with explain(f"{self.url}/{name}"):
             if self._is_local:
@@ -48,11 +48,9 @@ class Store:
                 folder.mkdir(parents=True, exist_ok=True)
                 mark_as_cache(folder)
                 with replacing(folder / name) as temporary:
-                    temporary.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-            elif isinstance(content, bytes):
-                self._fs.pipe_file(f"{self._path}/{name}", content)
+                    temporary.write_bytes(content)
             else:
-                self._fs.put_file(str(content), f"{self._path}/{name}")
+                self._fs.pipe_file(f"{self._path}/{name}", content)
 
     def write_json(self, name: str, content: dict) -> None:
         """Put a small file into the folder that notices damage."""
@@ -73,42 +71,6 @@ class Store:
         return Remote(f"{self.url}/{name}", size, "", cache, room, sha256)
 
 
-class Shards:
-    """The training tokens of a corpus in several files, of which two groups at a time are needed on this machine."""
-
-    def __init__(self, files: Sequence[Path | Remote], lengths: Sequence[int], dtype: np.dtype):
-        self.lengths = np.array(lengths, dtype=np.int64)
-        self._files = files
-        self._dtype = dtype
-        self._open: dict[int, np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return int(self.lengths.sum())
-
-    def __getitem__(self, shard: int) -> np.ndarray:
-        """Open a shard, after fetching it if need be: (tokens,), on disk."""
-        file = local(self._files[shard])
-        try:
-            found = np.asarray(np.memmap(file, self._dtype, mode="r"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read ({error})") from None
-        if len(found) != self.lengths[shard]:
-            raise UserError(f"{file}: has {len(found):,} tokens where the manifest says {self.lengths[shard]:,}")
-        return found
-
-    def circle(self, group: np.ndarray, following: np.ndarray) -> "Circle":
-        """Return the shards of a group as one text, and begin to fetch the group that follows."""
-        if not self._open.keys() >= set(group):
-            self._open = {shard: self._open[shard] if shard in self._open else self[shard] for shard in group}
-            threading.Thread(target=self._fetch, args=(following,), daemon=True).start()
-        return Circle([self._open[shard] for shard in group])
-
-    def _fetch(self, group: np.ndarray) -> None:
-        with contextlib.suppress(UserError, OSError):  # which the one who needs the shard meets again
-            for shard in group:
-                local(self._files[shard])
-
-
 class Circle:
     """Several arrays of tokens, one after the other, to be indexed as one."""
 
@@ -127,3 +89,46 @@ class Circle:
             here = which == i
             found[here] = self._parts[i][positions[here].astype(np.int64) - (self._ends[i] - len(self._parts[i]))]
         return found
+
+
+class Shards:
+    """The training tokens of a corpus in several files, of which three groups at a time are needed on this machine.
+
+    Of n groups, each has every n-th file, and so resembles the whole text.
+    """
+
+    def __init__(self, files: Sequence[Path | Remote], lengths: Sequence[int], dtype: np.dtype):
+        number = -(-len(files) // GROUP)
+        self.groups = [range(first, len(files), number) for first in range(number)]
+        self.sizes = np.array([sum(lengths[shard] for shard in group) for group in self.groups], dtype=np.uint64)
+        self.lengths = lengths
+        self._files = files
+        self._dtype = dtype
+        self._open: dict[int, Circle] = {}
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def __getitem__(self, shard: int) -> np.ndarray:
+        """Open a shard, after fetching it if need be: (tokens,), on disk."""
+        file = local(self._files[shard])
+        try:
+            found = np.asarray(np.memmap(file, self._dtype, mode="r"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read ({error})") from None
+        if len(found) != self.lengths[shard]:
+            raise UserError(f"{file}: has {len(found):,} tokens where the manifest says {self.lengths[shard]:,}")
+        return found
+
+    def circle(self, group: int, following: int) -> Circle:
+        """Return the shards of a group as one text, and begin to fetch the group that follows."""
+        if group not in self._open:
+            circle = Circle([self[shard] for shard in self.groups[group]])
+            self._open = dict([*self._open.items()][-1:]) | {group: circle}
+            threading.Thread(target=self._fetch, args=(following,), daemon=True).start()
+        return self._open[group]
+
+    def _fetch(self, group: int) -> None:
+        with contextlib.suppress(UserError, OSError):  # which the one who needs the shard meets again
+            for shard in self.groups[group]:
+                local(self._files[shard])

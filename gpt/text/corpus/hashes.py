@@ -23,19 +23,16 @@ def hash_files(files: Sequence[Path | Remote], cache: Path) -> list[str]:
     """
     store = cache / "hashes.json"
     known: dict[str, list] = {}
-    new: dict[str, list] = {}
     with contextlib.suppress(OSError, ValueError):
         known = read_json(store)
+    before = dict(known)
 
-    def remote(file: Remote) -> str:
-        if file.sha256:
-            return file.sha256.lower()
-        stamp = [file.size, file.tag]
-        if known.get(file.url, [None])[0] != stamp:
-            new[file.url] = [stamp, sha256(file.local())]
-        return (known | new)[file.url][1]
-
-    def sha256(file: Path) -> str:
+    def sha256(file: Path | Remote) -> str:
+        if isinstance(file, Remote):
+            stamp = [file.size, file.tag]
+            if not file.sha256 and known.get(file.url, [None])[0] != stamp:
+                known[file.url] = [stamp, sha256(file.local())]
+            return file.sha256.lower() or known[file.url][1]
         with explain_unreadable(file), file.open("rb") as stream:
             status = os.fstat(stream.fileno())
             stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
@@ -45,15 +42,14 @@ def hash_files(files: Sequence[Path | Remote], cache: Path) -> list[str]:
                 return known[name][1]
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if status.st_size >= REMEMBERED and settled:
-            new[name] = [stamp, digest]
+            known[name] = [stamp, digest]
         return digest
 
-    paths = [file for file in files if isinstance(file, Path)]
     with ThreadPoolExecutor() as threads:
-        here = dict(zip(paths, threads.map(sha256, paths), strict=True))
-    digests = [remote(file) if isinstance(file, Remote) else here[file] for file in files]  # one at a time
-    if new:
+        each = map if any(isinstance(file, Remote) for file in files) else threads.map  # one download at a time
+        digests = list(each(sha256, files))
+    if known != before:
         with contextlib.suppress(OSError):  # the next process computes them again
             make_cache(cache)
-            write_json(store, known | new)
+            write_json(store, known)
     return digests

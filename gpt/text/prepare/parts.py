@@ -1,8 +1,8 @@
 """Preparing a text in parts, on any machines and in any order, into a store that all of them reach.
 
 A plan decides what is for validation, the tokenizer, and which files make which shard; a part encodes its share of the
-shards, each of which the store has whole or not at all. However many parts there are, the shards are the same, and one
-after the other they hold what one machine makes of the text.
+shards, each of which the store has whole or not at all. However many parts there are, the shards are the same. Up to
+ten of them hold, one after the other, what train.py makes of the text; more hold it in blocks that are dealt to files.
 """
 
 import hashlib
@@ -28,8 +28,9 @@ from gpt.text.shards import GROUP, Store
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 
 READ = 100 << 30  # bytes of files that a plan reads, at most: of a larger text, files at even distances
-PIECES = 16  # files of a shard, at most, dealt to groups one by one, so that a group resembles the whole text
-LEAST = 1 << 12  # tokens in such a file, but for the last of a shard
+PIECES = 16  # files of a shard, at most
+BLOCKS = 16  # in such a file, every sixteenth of the shard, so that groups of files are alike; 1 if there is one group
+LEAST = 1 << 10  # tokens in a block: a small shard has fewer blocks
 NOTHING = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""}
 
 
@@ -88,6 +89,7 @@ class Planned:
             raise UserError(f"{store.url}: its tokenizer is not the one in its plan: plan it again, elsewhere")
         self.digest = hashlib.sha256(sealed(plan).encode()).hexdigest()
         self.shards = plan["shards"]
+        self.blocks = BLOCKS if len(self.shards) * PIECES > GROUP else 1
         self.data = DataConfig("text", ".", **plan["data"])
         self.stamps = [tuple(stamp) for _, *stamp in plan["files"]]
         files = tuple(
@@ -120,9 +122,10 @@ class Planned:
         files: dict[str, list] = {name: [] for name in SPLITS}
         for name, most in (("train", PIECES), ("validation", 1)):
             tokens = np.fromfile(working / f"{name}.bin", width(self.tokenizer))
-            pieces = np.array_split(tokens, min(most, -(-len(tokens) // LEAST)) or 1) if len(tokens) else []
-            for i, piece in enumerate(pieces):
-                file = f"{name}-{number:06}-{i:02}.bin"
+            count = min(most * self.blocks, -(-len(tokens) // LEAST))
+            blocks = np.array_split(tokens, count) if count else []
+            for i in range(min(most, len(blocks))):
+                file, piece = f"{name}-{number:06}-{i:02}.bin", np.concatenate(blocks[i::most])
                 self.store.write(file, piece.tobytes())
                 files[name].append([file, len(piece), hashlib.sha256(piece.data).hexdigest()])
         record = {"plan": self.digest, "sources": digests, "splits": splits, "files": files}
@@ -165,7 +168,7 @@ class Planned:
         }
         corpus = self.corpus.identity(digest for record in records for digest in record["sources"])
         key = key_of(corpus, self.how, self.data.validation_bytes)
-        if len(files["train"]) > GROUP:  # then the order of windows follows from the shards
+        if self.blocks > 1:  # then the order of windows follows from the shards
             key["shards"] = splits["train"]["sha256"]
         self.store.write("validation.bin", validation)
         manifest = {"key": key, "corpus": self.corpus.name, "tokenizer": self.tokenizer.sha256, "splits": splits}

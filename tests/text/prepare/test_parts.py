@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -76,21 +77,30 @@ def test_any_parts_make_the_same(request, tmp_path, text, parts):
     assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
-@pytest.mark.parametrize("text", ["files", "long_texts"])
-def test_equals_one_machine(request, tmp_path, text):
-    """One after the other, the shards hold what train.py makes of the text, and name the same corpus."""
+@pytest.mark.parametrize(("text", "shard_bytes"), [("files", "300"), ("files", "2000"), ("long_texts", "1")])
+def test_equals_one_machine(request, tmp_path, monkeypatch, text, shard_bytes):
+    """Shards hold what train.py makes of the text, those of more than one group in blocks; the corpus is the same."""
+    monkeypatch.setattr("gpt.text.prepare.parts.LEAST", 8)
     text = request.getfixturevalue(text)
-    make(tmp_path / "store", text, tmp_path / "cache")
+    make(tmp_path / "store", text, tmp_path / "cache", *BPE[:-1], shard_bytes)
     there = prepared(tmp_path / "store", tmp_path / "cache")
     how = TokenizerConfig("bpe", 307)
     [here] = prepare(DataConfig("text", text), how, 13, tmp_path / "cache", lambda line: None).sources
-    count = len(there.train.lengths)
-    assert count > 1
-    assert np.concatenate([there.train[i] for i in range(count)]).tolist() == here.train.tolist()
+    files = [sorted(group) for _, group in groupby(sorted((tmp_path / "store").glob("train-*")), lambda f: f.name[:12])]
+    start, many = 0, len(files) > 10
+    assert many == (shard_bytes == "300")
+    for shard in files:
+        found = np.concatenate([np.fromfile(file, there.validation.dtype) for file in shard])
+        count = min(256 if many else 16, -(-len(found) // 8))
+        blocks = np.array_split(here.train[start : start + len(found)], count)
+        assert len(shard) == min(16, len(blocks))
+        assert found.tolist() == np.concatenate([block for n in range(16) for block in blocks[n::16]]).tolist()
+        start += len(found)
+    assert start == len(here.train)
     assert there.validation.tolist() == here.validation.tolist()
     assert there.manifest["splits"]["validation"] == here.manifest["splits"]["validation"]
     key = dict(there.manifest["key"])
-    assert ("shards" in key) == (count > GROUP) is False
+    assert ("shards" in key) == many
     key.pop("shards", None)
     assert key == here.manifest["key"]
 
@@ -232,8 +242,8 @@ def test_a_hundred_kills(tmp_path):
 def test_on_paper(files, tmp_path):
     """The table in docs/data.md follows from the numbers of files, bytes and operations."""
     make(tmp_path / "store", files, tmp_path / "cache")
-    count = len(prepared(tmp_path / "store", tmp_path / "cache").train.lengths)
-    entry = (tmp_path / "store/manifest.json").stat().st_size / count
+    shards = json.loads((tmp_path / "store/manifest.json").read_text())["shards"]
+    entry = len(json.dumps(shards, indent=2)) / len(shards)
     assert 100 < entry < 170
     rows = [line.split("|")[1:-1] for line in (ROOT / "docs/data.md").read_text().splitlines() if "illion |" in line]
     assert len(rows) == 3
@@ -241,7 +251,7 @@ def test_on_paper(files, tmp_path):
         found = [float(cell.split()[0].replace(",", "")) for cell in row]
         number = 4.5 * tokens / shard_bytes * PIECES
         seconds = 4.5 * tokens / 1000 / 2.3e6  # 308 MB take two cores 67 s
-        groups = 2 * GROUP * 2 * tokens / number
+        groups = 3 * GROUP * 2 * tokens / number
         unit = {"s": 1, "min": 60, "h": 3600}[row[5].split()[1]]
         assert found[2] == pytest.approx(number, rel=1e-3)
         assert found[3] == pytest.approx(135 * number / 1e6, rel=0.12)

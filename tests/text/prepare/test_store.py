@@ -57,7 +57,7 @@ def test_training_from_a_store(s3, tmp_path, monkeypatch):
     files = [file for file in (cache / "downloads").iterdir() if file.name.endswith(".bin") and file.name[0] != "."]
     assert len(files) > 160 and sum(file.stat().st_size for file in files) <= 250_000
     done = train(*TINY, *settings, "data.path=s3://texts/made", "data.cache_bytes=1000", f"run_dir={tmp_path / 'a'}")
-    assert done.returncode == 2 and "data.cache_bytes=1,000 does not hold 320 files" in done.stderr
+    assert done.returncode == 2 and "data.cache_bytes=1,000 does not hold 480 files" in done.stderr
     shutil.rmtree(cache)
     for found in s3.list_objects_v2(Bucket="texts", Prefix="made/train-00004")["Contents"]:
         s3.delete_object(Bucket="texts", Key=found["Key"])
