@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL, HARDNESS = 0.292, 0.576  # of bits per byte, for each factor of e in what is lacking, at one bit; how it grows
-SIZE_POWER = 0.554  # of the weights in the blocks, in millions
-TEXT = 3.11  # what a million tokens that have not been seen are worth in that
-REPEATS, REPEATS_POWER = 7.47, 0.545  # epochs that repetition is worth at most, by tokens over weights
-BY_HEART, BY_HEART_POWER = 0.00403, 0.305  # what an epoch costs by being learnt by heart, by weights over tokens
-LEAST = 0.3  # of its level, which no text falls below
+FALL = 0.275  # the power by which bits per byte follow what is lacking in size and text
+SIZE_POWER = 0.509  # of the weights in the blocks, in millions
+TEXT = 2.91  # what a million tokens that have not been seen are worth in that
+REPEATS, REPEATS_POWER = 4.04, 0.342  # epochs that repetition is worth at most, by tokens over weights
+BY_HEART, BY_HEART_POWER = 0.0017, 0.235  # what an epoch costs by being learnt by heart, by weights over tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
@@ -45,26 +44,20 @@ class Law:
 
     def through(self, model: ModelConfig, tokens: float, bits: float) -> "Law":
         """The law on a text of which a model needs `bits` per byte after so many tokens."""
-        level = bits
-        for _ in range(20):
-            level = max(bits / 10, bits - level**HARDNESS * self._lacking(model, tokens))
-        return replace(self, level=level)
+        return replace(self, level=self.level * bits / self.bits_per_byte(model, tokens))
 
     def bits_per_byte(self, model: ModelConfig, tokens: float) -> float:
         """What a model needs that has trained on so many tokens, with rates that fell until then."""
-        return max(LEAST * self.level, self.level + self.level**HARDNESS * self._lacking(model, tokens))
+        return self.level * self._lacking(model, tokens) / self._lacking(FAMILY[0], 1e6)
 
     def best_tokens(self, model: ModelConfig, tokens: float) -> float:
         """After how many of so many tokens a model is best: all of them, unless it learns the text by heart."""
         return min((tokens * 0.95**i for i in range(400)), key=lambda some: self.bits_per_byte(model, some))
 
     def _lacking(self, model: ModelConfig, tokens: float) -> float:
-        """How much more bits a model needs than the smallest after a million tokens, at a level of one bit."""
-        return self._left(model, tokens) - self._left(FAMILY[0], 1e6)
-
-    def _left(self, model: ModelConfig, tokens: float) -> float:
         size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
         epochs, most = seen / text, REPEATS * (text / size) ** REPEATS_POWER
         if epochs > 1:
             seen = text * (1 + most * (1 - math.exp((1 - epochs) / most)))
-        return FALL * math.log(size**-SIZE_POWER + TEXT / seen) + BY_HEART * epochs * (size / text) ** BY_HEART_POWER
+        by_heart = math.exp(BY_HEART * epochs * (size / text) ** BY_HEART_POWER)
+        return (size**-SIZE_POWER + TEXT / seen) ** FALL * by_heart

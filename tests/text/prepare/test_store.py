@@ -2,9 +2,12 @@
 
 import json
 import logging
+import os
+import random
 import shutil
+import signal
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import boto3
 import pytest
@@ -12,8 +15,10 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from gpt.prepare import main
-from harness import TINY, train
+from harness import TINY, Process, differences, train
 from workshop import DOCUMENTS, write_files
+
+KILLS = int(os.environ.get("GPT_KILLS", "4"))
 
 
 @pytest.fixture
@@ -33,11 +38,6 @@ def s3(monkeypatch) -> Iterator:
     yield client
     s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
-
-
-def put(s3, folder: Path) -> None:
-    for file in folder.iterdir():
-        s3.upload_file(str(file), "texts", f"{folder.name}/{file.name}")
 
 
 def test_training_from_a_store(s3, tmp_path, monkeypatch):
@@ -63,3 +63,32 @@ def test_training_from_a_store(s3, tmp_path, monkeypatch):
         s3.delete_object(Bucket="texts", Key=found["Key"])
     done = train(*TINY, *settings, "data.path=s3://texts/made", f"run_dir={tmp_path / 'lost'}")
     assert done.returncode == 2 and "there is no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_kills_while_training_from_a_store(s3, tmp_path, monkeypatch):
+    """Killed at any moment and resumed, also while shards are fetched: the bits of a run that was not."""
+    monkeypatch.setattr("gpt.text.prepare.parts.LEAST", 64)
+    text = write_files(tmp_path / "text", [document * 20 for document in DOCUMENTS])
+    how = ["--tokenizer", "byte", "--shard-bytes", "300", "--text", str(text.path)]
+    main(["--to", "s3://texts/made", "--cache", str(tmp_path / "cache"), *how])
+    settings = [*TINY, "data=prepared", "data.path=s3://texts/made", f"data.cache={tmp_path / 'small'}"]
+    settings += ["data.cache_bytes=250000", "horizon=701steps", "resume=auto"]
+    begin = time.monotonic()
+    assert Process([*settings, f"run_dir={tmp_path / 'whole'}"]).end() == 0
+    seconds, run_dir = time.monotonic() - begin, tmp_path / "run"
+    chance, kills = random.Random(5), 0
+    while True:
+        process = Process([*settings, f"run_dir={run_dir}"])
+        if kills < KILLS:
+            time.sleep(chance.uniform(0.2, 1) * seconds)
+            process.send(signal.SIGKILL)
+        if process.end() == -signal.SIGKILL:
+            kills += 1
+            continue
+        assert process.process.returncode == 0, process.output
+        assert differences(run_dir, tmp_path / "whole") == []
+        if kills >= KILLS:
+            break
+        shutil.rmtree(run_dir)
+    print(f"{kills} kills")
