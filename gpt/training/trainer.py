@@ -21,7 +21,7 @@ from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import Progress
 from gpt.training.callbacks.samples import Pictures, Samples
-from gpt.training.callbacks.stopping import Deadline, EarlyStop, ExplosionWarning, MemorisingWarning
+from gpt.training.callbacks.stopping import EarlyStop, ExplosionWarning, MemorisingWarning
 from gpt.training.checkpoints.resuming import restoring
 from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
 from gpt.training.config.schedule import Schedule
@@ -67,7 +67,7 @@ class Training:
         self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
-        before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
+        before = [clock, Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
         after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
         after += [MemorisingWarning(self.validation, self.curves), self.samples]
         after += [Pictures(run_dir, self.curves), self.metrics, self.early, self.user_curves]
