@@ -15,7 +15,7 @@ from gpt.model.transformer import GPTConfig
 
 def activation_bytes(
     shape: GPTConfig, micro_batch: int, dtype: torch.dtype, device: str, checkpointing: bool = False
-) -> tuple[float, float]:
+) -> float:
     """The bytes of the blocks' activations, and of the logits and their gradients, for `micro_batch` windows."""
     T, C, L, V = shape.context_length, shape.d_model, shape.num_layers, shape.vocab_size
     on_cpu, drops, size, tokens = device == "cpu", shape.dropout > 0, dtype.itemsize, micro_batch * shape.context_length
@@ -38,7 +38,7 @@ def activation_bytes(
     width = min(V, SLICE) if on_cpu else V
     rows = tokens / math.ceil(tokens * V * size / CHUNK_BYTES.get(device, 2**27))
     logits = rows * (V * size + width * (4 if on_cpu else 8)) + tokens * C * (4 + 2 * size) + 4 * V * C
-    return activations, logits
+    return activations + logits
 
 
 def choose_micro_batch(
@@ -59,4 +59,4 @@ def choose_micro_batch(
     room = (free - 16 * shape.num_parameters / shards) / 2
     most = windows if device != "cpu" else min(windows, max(1, 4096 // shape.context_length))
     sizes = (size for size in range(most, 1, -1) if windows % size == 0)
-    return next((B for B in sizes if sum(activation_bytes(shape, B, dtype, device, checkpointing)) <= room), 1)
+    return next((B for B in sizes if activation_bytes(shape, B, dtype, device, checkpointing) <= room), 1)

@@ -116,7 +116,7 @@ def peak_memory(device: torch.device, shape: GPTConfig, config: Config, schedule
     if measured := 0 if sharded else _held(device):
         return measured + extra
     micro_batch, precision = schedule.micro_batch_size, DTYPES[trainer.precision]
-    passing = sum(activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing))
+    passing = activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing)
     return 16 * shape.num_parameters / (trainer.world_size if sharded else 1) + passing + extra
 
 
