@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from gpt.console import duration, say
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES
-from gpt.hardware.memory import explained, free_memory, kernel_says, peak_memory_bytes
+from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.config.advice import epochs, warnings
@@ -113,7 +112,7 @@ def peak_memory(device: torch.device, shape: GPTConfig, config: Config, schedule
     """
     trainer, sharded = config.trainer, config.trainer.strategy == "fsdp"
     extra = CALLBACKS if device.type != "cuda" else 0
-    if measured := 0 if sharded else _held(device):
+    if measured := 0 if sharded else peak_memory_bytes(device):
         return measured + extra
     micro_batch, precision = schedule.micro_batch_size, DTYPES[trainer.precision]
     passing = activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing)
@@ -148,9 +147,3 @@ def describe(f: dict[str, Any]) -> str:
 
 def _size(size: float) -> str:
     return f"{size / 2**20:,.0f} MiB" if size < 1000 * 2**20 else f"{size / 2**30:,.1f} GiB"
-
-
-def _held(device: torch.device) -> int:
-    """The memory that is held now, or where the system does not tell, the most so far; 0 if it tells neither."""
-    now = kernel_says(Path("/proc/self/status"), "VmRSS") if device.type == "cpu" else None
-    return now or peak_memory_bytes(device)
