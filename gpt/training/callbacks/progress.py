@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar and samples on a terminal, elsewhere two lines for each validation."""
+"""What a run shows while it trains: two lines for each validation, and below them a bar on a terminal."""
 
 import math
 import shutil
@@ -50,14 +50,9 @@ class Progress(StepCallback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if not trainer.is_global_zero:
             return
-        total, width = module.expected_steps(), shutil.get_terminal_size().columns
-        sample = "".join(self._samples.latest[-1:])
-        if self._line is None or not sys.stdout.isatty():
-            facts = f"step {step}/{total}  {'  '.join(self._facts())}"
-            say(facts + (f"\n    {one_line(sample, width - 4)}" if sample else ""), sys.stdout)
-        elif sample:
-            start = f"step {step:>{len(str(total))}}  val {score.nats_per_token:.3f}  "
-            say(start + one_line(sample, width - len(start)), sys.stdout)
+        facts = f"step {step}/{module.expected_steps()}  {'  '.join(self._facts())}"
+        width = shutil.get_terminal_size().columns - 4
+        say(facts + "".join(f"\n    {one_line(sample, width)}" for sample in self._samples.latest[-1:]), sys.stdout)
 
     def _facts(self) -> list[str]:
         curves, latest = self._curves, self._validation.latest

@@ -69,7 +69,7 @@ def test_both_losses_in_one_unit(tmp_path):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_validation(tmp_path, monkeypatch, terminal):
-    """A terminal gets one line above the bar, with what the model writes; a log the figures, and the sample below."""
+    """A terminal, above the bar, and a log get the figures, and below them what the model writes."""
     monkeypatch.setenv("COLUMNS", "41")
     out = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -85,10 +85,7 @@ def test_a_validation(tmp_path, monkeypatch, terminal):
     validation.latest = Score(nats=30.0, tokens=10, bytes=20)
     shown.on_validated(trainer, module, 500, validation.latest)
     shown.close()
-    if terminal:
-        assert out.getvalue() == "step  500  val 3.000  Once upon ⏎ a time…\n"
-    else:
-        assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
+    assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
 
 
 def test_a_line_above_the_bar(monkeypatch):
@@ -140,9 +137,11 @@ def test_on_a_terminal(tmp_path):
     raw = shown.decode()
     assert "\x1b" not in raw
     bars = [piece for piece in columns(raw) if re.match(r" *\d+/40 ", piece)]
-    samples = [piece for piece in columns(raw) if piece.startswith("step ")]
+    steps = [piece for piece in columns(raw) if piece.startswith("step ")]
+    samples = [piece for piece in columns(raw) if piece.startswith("    [")]
     assert [piece for piece in bars if "tok/s" in piece]
-    assert max(disp_len(piece.rstrip()) for piece in [*bars, *samples]) <= 79
-    assert [re.match(r"step (\d+)  val \d\.\d{3}  \[a→b\]", one)[1] for one in samples] == ["10", "20", "30", "40"]
+    assert max(disp_len(piece.rstrip()) for piece in [*bars, *steps, *samples]) <= 79
+    assert [re.match(r"step (\d+)/40  train +[\d.-]+ val \d", one)[1] for one in steps] == ["10", "20", "30", "40"]
+    assert [one[:9] for one in samples] == ["    [a→b]"] * 4
     after = raw[raw.rindex(samples[-1]) :]
     assert re.search(r"tok/s.*\r +\r\r\ntrained +40  steps: ", after), after[:500]  # in place of the bar, spaces
