@@ -20,7 +20,7 @@ from gpt.hardware.threads import giving_way
 from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import Progress
-from gpt.training.callbacks.samples import Pictures, Samples
+from gpt.training.callbacks.samples import Samples
 from gpt.training.callbacks.stopping import EarlyStop, ExplosionWarning, MemorisingWarning
 from gpt.training.checkpoints.resuming import restoring
 from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
@@ -69,9 +69,9 @@ class Training:
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
         before = [clock, Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
         after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
-        after += [MemorisingWarning(self.validation, self.curves), self.samples]
-        after += [Pictures(run_dir, self.curves), self.metrics, self.early, self.user_curves]
-        self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after, self.checkpoints, self.progress]
+        after += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
+        after += [self.user_curves, self.checkpoints, self.progress]
+        self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
         if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
             raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
