@@ -28,7 +28,7 @@ from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
 from gpt.training.loop import TrainBatches
-from gpt.training.metrics.curves import Curves, UpdateRatios
+from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, open_loggers
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.module import GPTModule
@@ -67,7 +67,7 @@ class Training:
         self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
-        before = [clock, Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
+        before = [clock, Journal(run_dir, self.curves), self.curves]
         after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
         after += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
         after += [self.user_curves, self.checkpoints, self.progress]
