@@ -20,7 +20,7 @@ from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_mem
 from gpt.text.prepared import Corpora
 from gpt.training import runs
 from gpt.training.config.advice import shorter_steps
-from gpt.training.config.schedule import MOST_STEPS, Schedule
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0, unchanged_environment
 from gpt.training.metrics.report import closing_lines
@@ -90,9 +90,7 @@ class Session:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # or else Lightning changes it
         training = Training(self.config, self.schedule, self.corpora, self.run_dir, self.start, callbacks)
         trainer = self.config.trainer
-        horizon = f"{self.schedule.total_steps} steps"
-        if self.schedule.total_steps == MOST_STEPS:
-            horizon = f"{self.config.horizon} in steps"
+        horizon = f"{self.config.horizon} in steps" if self.schedule.seconds else f"{self.schedule.total_steps} steps"
         if is_rank_0():
             say(
                 f"{training.module.model.config.num_parameters:,} parameters on {trainer.device} "

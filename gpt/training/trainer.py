@@ -20,15 +20,15 @@ from gpt.hardware.threads import giving_way
 from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import Progress
-from gpt.training.callbacks.samples import Pictures, Samples
-from gpt.training.callbacks.stopping import Deadline, EarlyStop, ExplosionWarning, MemorisingWarning
+from gpt.training.callbacks.samples import Samples
+from gpt.training.callbacks.stopping import EarlyStop, ExplosionWarning, MemorisingWarning
 from gpt.training.checkpoints.resuming import restoring
 from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0
 from gpt.training.loop import TrainBatches
-from gpt.training.metrics.curves import Curves, UpdateRatios
+from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, open_loggers
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.module import GPTModule
@@ -67,11 +67,11 @@ class Training:
         self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
-        before = [clock, Deadline(clock), Journal(run_dir, self.curves), self.curves, UpdateRatios(self.curves)]
+        before = [clock, Journal(run_dir, self.curves), self.curves]
         after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
-        after += [MemorisingWarning(self.validation, self.curves), self.samples]
-        after += [Pictures(run_dir, self.curves), self.metrics, self.early, self.user_curves]
-        self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after, self.checkpoints, self.progress]
+        after += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
+        after += [self.user_curves, self.checkpoints, self.progress]
+        self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
         if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
             raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")

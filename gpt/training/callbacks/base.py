@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from gpt.training.module import REMEDY, GPTModule
 from gpt.training.runs import require_present
 
 SUSPENDED = 10  # times a usual step, and a second: a longer gap between two steps is no training
+MILESTONES = 4  # validations and checkpoints of a run whose horizon is a time, besides those that its steps are due
 
 
 class StepCallback(Callback):
@@ -45,7 +47,10 @@ class StepCallback(Callback):
 
 
 class Clock(StepCallback):
-    """The seconds spent on training steps: all the time in the fit loop except inside `paused` and while suspended."""
+    """The seconds spent on training steps: all the time in the fit loop except inside `paused` and while suspended.
+
+    Where the horizon is a time, rank 0's clock sets the rates of all ranks, and ends the run when that time is up.
+    """
 
     stored = ("seconds",)
 
@@ -71,12 +76,23 @@ class Clock(StepCallback):
         finally:
             self._mark = time.perf_counter()
 
-    def on_train_start(self, trainer: Trainer, module) -> None:
+    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
         self._mark = time.perf_counter()
+        if module.schedule.seconds:
+            module.share = min(1.0, self.seconds / module.schedule.seconds)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         lap = self._lap()
         self._usual = 0.9 * self._usual + 0.1 * lap if self._usual else lap
+        if not module.schedule.seconds:
+            return
+        seconds = torch.tensor(self.seconds, dtype=torch.float64)
+        if trainer.world_size > 1:
+            torch.distributed.broadcast(seconds, 0)
+        before, module.share = module.share, min(1.0, float(seconds) / module.schedule.seconds)
+        module.at_milestone = int(MILESTONES * module.share) > int(MILESTONES * before)
+        if module.share == 1.0:
+            module.schedule = replace(module.schedule, total_steps=step)
 
 
 class Validation(StepCallback):

@@ -1,9 +1,8 @@
-"""What a run shows while it trains: a bar and samples on a terminal, elsewhere two lines for each validation."""
+"""What a run shows while it trains: two lines for each validation, and below them a bar on a terminal."""
 
 import math
 import shutil
 import sys
-from collections.abc import Sequence
 
 from lightning import Trainer
 from tqdm.auto import tqdm
@@ -16,30 +15,8 @@ from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.report import one_line
 from gpt.training.module import GPTModule
 
-BAR = 30  # columns at most; with fewer than BAR // 5 left, it has none
+LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
 MEASURED = 5.0  # seconds of training, after which a run says how long it will take
-
-
-class Line(tqdm):
-    """A line no wider than the terminal: step, share, time left and `facts`, of which the last are left out first."""
-
-    facts: Sequence[str] = ()
-
-    @property
-    def format_dict(self) -> dict:
-        values = super().format_dict
-        step, total, width = values["n"], values["total"], values["ncols"] or 80
-        rate = values["rate"] or (step - values["initial"]) / max(1e-9, values["elapsed"])
-        left = duration((total - step) / rate) if rate else "?"
-        parts = [f"{step:>{len(str(total))}}/{total} {min(99, 100 * step // total):2}%", f"{left:>6} left", *self.facts]
-        if in_notebook():  # the bar is a widget there
-            return values | {"bar_format": "  ".join([parts[0], "{bar}", *parts[1:]])}
-        while len(parts) > 1 and len("  ".join(parts)) > width:
-            parts.pop()
-        room = min(BAR, width - len("  ".join(parts)) - 2)
-        if room >= BAR // 5:
-            parts.insert(1, f"{{bar:{room}}}")
-        return values | {"bar_format": "  ".join(parts)}
 
 
 class Progress(StepCallback):
@@ -47,7 +24,7 @@ class Progress(StepCallback):
 
     def __init__(self, clock: Clock, validation: Validation, curves: Curves, samples: Samples):
         self._clock, self._validation, self._curves, self._samples = clock, validation, curves, samples
-        self._line: Line | None = None
+        self._line: tqdm | None = None
         self._told = False  # how long the run will take, where no line shows it all the time
 
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
@@ -55,13 +32,13 @@ class Progress(StepCallback):
         if trainer.is_global_zero and (sys.stderr.isatty() or in_notebook()):
             steps = {"total": module.expected_steps(), "initial": trainer.global_step}
             # The time left follows the speed of about the last hundred updates, so it is calm.
-            self._line = Line(**steps, dynamic_ncols=True, mininterval=0.5, smoothing=0.01, leave=False)
-            self._line.facts = self._facts()
+            calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01}
+            self._line = tqdm(**steps, **calm, bar_format=LINE, postfix="  ".join(self._facts()), leave=False)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if self._line is not None:
             if module.schedule.due(step, module.config.trainer.log_every):
-                self._line.facts = self._facts()
+                self._line.set_postfix_str("  ".join(self._facts()), refresh=False)
                 self._line.total = module.expected_steps()
             self._line.update()
         elif not self._told and (measured := self._clock.seconds - self._begin[1]) > MEASURED:
@@ -73,14 +50,9 @@ class Progress(StepCallback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if not trainer.is_global_zero:
             return
-        total, width = module.expected_steps(), shutil.get_terminal_size().columns
-        sample = "".join(self._samples.latest[-1:])
-        if self._line is None or not sys.stdout.isatty():
-            facts = f"step {step}/{total}  {'  '.join(self._facts())}"
-            say(facts + (f"\n    {one_line(sample, width - 4)}" if sample else ""), sys.stdout)
-        elif sample:
-            start = f"step {step:>{len(str(total))}}  val {score.nats_per_token:.3f}  "
-            say(start + one_line(sample, width - len(start)), sys.stdout)
+        facts = f"step {step}/{module.expected_steps()}  {'  '.join(self._facts())}"
+        width = shutil.get_terminal_size().columns - 4
+        say(facts + "".join(f"\n    {one_line(sample, width)}" for sample in self._samples.latest[-1:]), sys.stdout)
 
     def _facts(self) -> list[str]:
         curves, latest = self._curves, self._validation.latest

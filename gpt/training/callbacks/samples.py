@@ -33,10 +33,12 @@ class Samples(StepCallback):
     """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
 
     `val_samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
+    TensorBoard also gets a picture of what all heads attend to, always on the first tokens of the validation text, and
+    for its projector the embeddings of the most frequent tokens, which take the place of the last ones.
     """
 
     def __init__(self, run_dir: Path, curves: Curves):
-        self._file, self._curves = run_dir / "samples.md", curves
+        self._run_dir, self._curves = run_dir, curves
         self.latest: list[str] = []  # of the last validation, each with its prompt in brackets
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
@@ -58,10 +60,36 @@ class Samples(StepCallback):
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
         fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
         text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
-        if self._curves.writer is not None:
-            self._curves.writer.add_text("samples", text, step)
-        with self._file.open("a", encoding="utf-8", newline="\n") as stream:
+        with (self._run_dir / "samples.md").open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
+        if (writer := self._curves.writer) is not None:
+            writer.add_text("samples", text, step)
+            writer.add_image("weights/attention", self._draw_attention(module), step, dataformats="HWC")
+            self._write_embeddings(module)
+
+    def _draw_attention(self, module: GPTModule) -> np.ndarray:
+        text = module.corpora.sources[0].validation
+        ids = text[: min(PICTURED_TOKENS, module.config.model.context_length, len(text))].tolist()
+        model = module.model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
+        model.train()
+        return attention_picture(maps.numpy())
+
+    def _write_embeddings(self, module: GPTModule) -> None:
+        folder, tokenizer = self._run_dir / FOLDER, module.corpora.tokenizer
+        folder.mkdir(exist_ok=True)
+        ids = frequent(module.corpora)
+        with replacing(folder / "tokens.bytes") as file:
+            weights = module.model.token_embedding.weight.detach().float().cpu()[ids]
+            file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
+        tokens = [tokenizer.decode_bytes([i]) for i in ids]
+        rows = ["token\tkind", *(f"{label(token)}\t{kind(token)}" for token in tokens)]
+        write_text(folder / "tokens.tsv", "\n".join(rows) + "\n")
+        shape = f"tensor_shape: {len(ids)} tensor_shape: {module.config.model.d_model}"
+        paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
+        content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'
+        write_text(self._run_dir / CONFIG, content)  # last: TensorBoard looks for the others once it is there
 
 
 def continue_prompt(module: GPTModule, prompt: str, generator: torch.Generator) -> Continuation:
@@ -77,44 +105,6 @@ def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
     """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
     border = corpora.tokenizer.vocab_size  # a token that no corpus has
     return find_copies([token for sample in samples for token in (*sample, border)], corpora.sources)[1]
-
-
-class Pictures(StepCallback):
-    """Draws what all heads attend to after each validation, always on the first tokens of the validation text.
-
-    The embeddings of the most frequent tokens, for TensorBoard's projector, take the place of the last ones.
-    """
-
-    def __init__(self, run_dir: Path, curves: Curves):
-        self._run_dir, self._curves = run_dir, curves
-        self._ids: list[int] = []
-
-    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
-        if self._curves.writer is None:
-            return
-        text = module.corpora.sources[0].validation
-        ids = text[: min(PICTURED_TOKENS, module.config.model.context_length, len(text))].tolist()
-        model = module.model.eval()
-        with torch.compiler.set_stance("force_eager"):
-            maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
-        model.train()
-        self._curves.writer.add_image("weights/attention", attention_picture(maps.numpy()), step, dataformats="HWC")
-        self._write_embeddings(module)
-
-    def _write_embeddings(self, module: GPTModule) -> None:
-        folder, tokenizer = self._run_dir / FOLDER, module.corpora.tokenizer
-        folder.mkdir(exist_ok=True)
-        self._ids = self._ids or frequent(module.corpora)
-        with replacing(folder / "tokens.bytes") as file:
-            weights = module.model.token_embedding.weight.detach().float().cpu()[self._ids]
-            file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
-        tokens = [tokenizer.decode_bytes([i]) for i in self._ids]
-        rows = ["token\tkind", *(f"{label(token)}\t{kind(token)}" for token in tokens)]
-        write_text(folder / "tokens.tsv", "\n".join(rows) + "\n")
-        shape = f"tensor_shape: {len(self._ids)} tensor_shape: {module.config.model.d_model}"
-        paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
-        content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'
-        write_text(self._run_dir / CONFIG, content)  # last: TensorBoard looks for the others once it is there
 
 
 def frequent(corpora: Corpora) -> list[int]:

@@ -1,16 +1,14 @@
-"""What ends a run: its time is up, validation has not improved for long, or a callback asks; and warnings before."""
+"""What ends a run early: validation has not improved for long, or a callback asks; and warnings before."""
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from lightning import Trainer
 
 from gpt.console import quote, say
 from gpt.sampling.scoring import Score
-from gpt.training.callbacks.base import Clock, StepCallback, Validation
+from gpt.training.callbacks.base import StepCallback, Validation
 from gpt.training.config.advice import TURNED, shorter_steps
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
@@ -19,29 +17,6 @@ from gpt.training.optim import unread_settings
 WORSE = 2  # validations in a row, after which a run is told that it memorises
 EXPLODED = 1.2, 0.3  # a training loss above so many times its course, and so many nats, is not the luck of a batch
 POINTS = 5  # of the curve in a row, after which it is no hiccup either
-MILESTONES = 4  # validations and checkpoints of a run whose horizon is a time, besides those that its steps are due
-
-
-class Deadline(StepCallback):
-    """Ends a run whose horizon is a time when it is up by rank 0's clock, which the rates follow."""
-
-    def __init__(self, clock: Clock):
-        self._clock = clock
-
-    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
-        if module.schedule.seconds:
-            module.share = min(1.0, self._clock.seconds / module.schedule.seconds)
-
-    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        if not module.schedule.seconds:
-            return
-        seconds = torch.tensor(self._clock.seconds, dtype=torch.float64)
-        if trainer.world_size > 1:
-            torch.distributed.broadcast(seconds, 0)
-        before, module.share = module.share, min(1.0, float(seconds) / module.schedule.seconds)
-        module.at_milestone = int(MILESTONES * module.share) > int(MILESTONES * before)
-        if module.share == 1.0:
-            module.schedule = replace(module.schedule, total_steps=step)
 
 
 class EarlyStop(StepCallback):

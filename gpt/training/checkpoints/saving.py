@@ -25,8 +25,7 @@ from gpt.training.runs import git_commit, require_present
 
 def versions() -> dict[str, str]:
     """The versions on which a run's every bit depends."""
-    names = ("torch", "lightning", "tiktoken")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
+    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "lightning", "tiktoken")}
 
 
 class Checkpoints(StepCallback):

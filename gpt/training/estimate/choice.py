@@ -36,11 +36,6 @@ class Member:
         model = self.config.model
         return f"{model.num_layers} layers of {model.d_model} channels"
 
-    @property
-    def is_mini(self) -> bool:
-        model = self.config.model
-        return (model.num_layers, model.d_model) == (MINI.num_layers, MINI.d_model)
-
     def reached(self, seconds: float) -> tuple[float, float]:
         """The bits per byte to expect of a time, and how much of it to train for: not longer than validation falls."""
         model, most = self.config.model, seconds * self.tokens_per_second
@@ -108,7 +103,7 @@ def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> st
     )
     if useful < seconds:
         line += f" after {duration(useful)}, and more would only memorise the text"
-    minis = [member for member in members if member.is_mini and member is not chosen]
+    minis = [member for member in members if member.config.model.d_model == MINI.d_model and member is not chosen]
     return line + "".join(f"; mini would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
 
 

@@ -1,6 +1,6 @@
 """What a training will take, before it starts: `python train.py plan=true`, or `plan=json` for programs.
 
-The time and the peak of memory are measured on throwaway models. Memory by part is arithmetic.
+The time and the peak of memory are measured on throwaway models.
 """
 
 import contextlib
@@ -9,22 +9,22 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpt.console import duration, say
 from gpt.errors import UserError
-from gpt.hardware.device import DTYPES, choose_precision
-from gpt.hardware.memory import explained, free_memory, kernel_says, peak_memory_bytes
-from gpt.model.memory import training_memory
+from gpt.hardware.device import DTYPES
+from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
+from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.config.advice import epochs, warnings
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.decide import prepared
 from gpt.training.distributed.launch import ranks
-from gpt.training.optim import MUON, OPTIMIZERS, build_optimizer
+from gpt.training.optim import build_optimizer
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
 HORIZONS = (600, 3600, 28800)  # seconds: a plan says what model=auto would choose for each
@@ -61,7 +61,7 @@ def forecast(config: Config, model: str = "") -> dict[str, Any]:
     from gpt.training.estimate.timing import in_steps, seconds_validating  # imports what stays in memory while training
 
     device = torch.device(config.trainer.device)
-    free, process = free_memory(device), _held(device)
+    free = free_memory(device)
     say("timing a few steps and part of a validation")
     schedule, seconds = in_steps(config, schedule, corpora)
     settings = config.trainer
@@ -69,21 +69,6 @@ def forecast(config: Config, model: str = "") -> dict[str, Any]:
     with explained("choose a smaller model"):
         validating = seconds_validating(config, schedule, corpora)
     shape = GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model))
-    optimizer_state = optimizer_bytes(shape, config)
-    parts = training_memory(
-        shape,
-        schedule.micro_batch_size,
-        DTYPES[settings.precision],
-        settings.device,
-        optimizer_state=optimizer_state,
-        update=update_bytes(shape, config),
-        checkpointing=settings.activation_checkpointing,
-        accumulates=schedule.accumulation > 1,
-        processes=settings.world_size,
-        sharded=settings.strategy == "fsdp",
-    )
-    extra = CALLBACKS if device.type != "cuda" else 0
-    peak = extra + (_held(device) or parts["peak"])
     steps, N = schedule.total_steps, shape.num_parameters
     tokens = steps * settings.tokens_per_step
     return {
@@ -104,9 +89,9 @@ def forecast(config: Config, model: str = "") -> dict[str, Any]:
         "validations": -(-steps // schedule.validate_every),
         "validation_seconds": validating,
         "checkpoints": CHECKPOINTS + (steps // settings.keep_every if settings.keep_every else 0),
-        "checkpoint_bytes": 4 * N + optimizer_state,
+        "checkpoint_bytes": 4 * N + optimizer_bytes(shape, config),
         "free_memory": free,
-        "memory": parts | {"process": process + extra, "peak": peak},
+        "peak_memory": peak_memory(device, shape, config, schedule),
         "warnings": warnings(config, schedule, corpora),
     } | ({"expected": expectations(members, horizon, HORIZONS)} if members else {})
 
@@ -119,18 +104,24 @@ def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
     return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 
 
-def update_bytes(shape: GPTConfig, config: Config) -> float:
-    """Count Muon's directions of all matrices while it updates, of which those of one shape are orthogonalised."""
-    if OPTIMIZERS[config.optim.name]["matrices"] is not MUON:
-        return 0.0
-    on_cpu = config.trainer.device == "cpu"
-    fast = 4 if on_cpu and choose_precision("auto", torch.device("cpu")) == "fp32" else 2
-    return 12 * shape.num_layers * shape.d_model**2 * (4 * on_cpu + fast + (8 + fast) * 2 / 3)
+def peak_memory(device: torch.device, shape: GPTConfig, config: Config, schedule: Schedule) -> float:
+    """The most memory that a run holds on a device: as measured, or where no measurement tells it, by arithmetic.
+
+    Timing on one device says nothing of weights that several split. The arithmetic counts weights, gradients, AdamW's
+    state and activations. It leaves out the process itself, and what comes and goes: updates, and gathered weights.
+    """
+    trainer, sharded = config.trainer, config.trainer.strategy == "fsdp"
+    extra = CALLBACKS if device.type != "cuda" else 0
+    if measured := 0 if sharded else peak_memory_bytes(device):
+        return measured + extra
+    micro_batch, precision = schedule.micro_batch_size, DTYPES[trainer.precision]
+    passing = activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing)
+    return 16 * shape.num_parameters / (trainer.world_size if sharded else 1) + passing + extra
 
 
 def describe(f: dict[str, Any]) -> str:
     """The figures of `forecast` as text."""
-    trainer, text, held, devices = f["trainer"], f["text"], f["memory"], f["trainer"]["devices"]
+    trainer, text, devices = f["trainer"], f["text"], f["trainer"]["devices"]
     share = f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
     where = f"{devices} x {trainer['device']}" if devices > 1 else trainer["device"]
     alone = ", without the exchange among devices" if devices > 1 else ""
@@ -145,8 +136,7 @@ def describe(f: dict[str, Any]) -> str:
         ("time", f"{duration(f['train_seconds'])} at {f['seconds_per_step'] * 1000:,.1f} ms a step{alone}"),
         ("", f"{validating} for {f['validations']} validations with samples"),
         ("disk", f"{_size(f['checkpoints'] * f['checkpoint_bytes'])} for {f['checkpoints']} checkpoints"),
-        ("memory", f"{_size(held['peak'])} at peak on each device, of {_size(f['free_memory'])} free; its parts:"),
-        *(("", f"{_size(size):>9}  {name.replace('_', ' ')}") for name, size in held.items() if name != "peak"),
+        ("memory", f"{_size(f['peak_memory'])} at peak on each device, of {_size(f['free_memory'])} free"),
     ]
     for i, row in enumerate(f.get("expected", [])):
         line = f"about {row['bits_per_byte']:.2f} bits per byte in {duration(row['seconds'])} with {row['model']}"
@@ -157,9 +147,3 @@ def describe(f: dict[str, Any]) -> str:
 
 def _size(size: float) -> str:
     return f"{size / 2**20:,.0f} MiB" if size < 1000 * 2**20 else f"{size / 2**30:,.1f} GiB"
-
-
-def _held(device: torch.device) -> int:
-    """The memory that is held now, or where the system does not tell, the most so far; 0 if it tells neither."""
-    now = kernel_says(Path("/proc/self/status"), "VmRSS") if device.type == "cpu" else None
-    return now or peak_memory_bytes(device)

@@ -31,7 +31,7 @@ SUFFIX = ".run"  # of the names of our event files, by which the journal knows t
 
 
 class Curves(StepCallback):
-    """Writes loss, rates, gradient norm and throughput as scalars; other callbacks add theirs through `writer`.
+    """Writes loss, rates, gradient norm, throughput and how far a step moves each layer; other callbacks add theirs.
 
     TensorBoard shows the first two groups of tags open, so all others have names that sort behind `train` and `val`.
     """
@@ -42,6 +42,7 @@ class Curves(StepCallback):
         self._table: IO[str] | None = None  # metrics.csv, on rank 0 while training
         self.writing = False  # whether this is rank 0 and it trains
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
+        self._before: Tensor | None = None  # rows of the layers, until the end of a step that gets points
         self._restored: list[float] = []  # the sum of each rank, from a checkpoint
         self._trainer: Trainer | None = None
         self._excepthook = threading.excepthook
@@ -75,8 +76,6 @@ class Curves(StepCallback):
         threading.excepthook = self._on_thread_error
         while any(self._run_dir.glob(f"events.out.tfevents.{int(time.time())}.*")):
             time.sleep(0.1)  # TensorBoard reads files in the order of their names, which begin with the second
-        place = self._run_dir if config.run_dir else self._run_dir.parent
-        self._lines = place / ".references"  # hidden, so that runs/* are runs
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
@@ -86,6 +85,11 @@ class Curves(StepCallback):
         """Leave it to the next call of TensorBoard's writer to raise what its thread could not write."""
         if not isinstance(error.exc_value, OSError):
             self._excepthook(error)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: GPTModule, optimizer) -> None:  # type: ignore[override]
+        due = module.schedule.due(trainer.global_step + 1, module.config.trainer.log_every)
+        if due and self.writing and module.config.logger and module.config.trainer.strategy != "fsdp":
+            self._before = _rows(module)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         scaling = module.loss_scaling
@@ -115,27 +119,29 @@ class Curves(StepCallback):
             scalars["work/peak_memory_gib"] = memory / 2**30
         if scaling is not None:
             scalars |= scaling.curves()
+        scalars |= self._update_ratios(module)
         self.write({tag: value for tag, value in scalars.items() if math.isfinite(value)}, step)
+
+    def _update_ratios(self, module: GPTModule) -> dict[str, float]:
+        """The norm of a step's change to a layer's matrices over the norm of these, measured on every n-th row.
+
+        There is none where weights are split among devices, or where fp16 skips the step.
+        """
+        before, self._before = self._before, None
+        if before is None or (module.loss_scaling is not None and module.loss_scaling.skipped):
+            return {}
+        ratios = ((_rows(module) - before).norm(dim=1) / before.norm(dim=1)).tolist()
+        return {f"weights/update_ratio/layer_{i}": ratio for i, ratio in enumerate(ratios, start=1)}
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         self.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
-
-    def draw_references(self, bits: dict[str, float], steps: int) -> None:
-        """Show references in TensorBoard as named lines beside val/bits_per_byte, which the runs in runs/ share."""
-        if self.writer is not None:
-            from gpt.training.metrics.tensorboard import draw_line
-
-            with contextlib.suppress(OSError):  # as where runs/ is somebody else's: a run does without these lines
-                for name, value in bits.items():
-                    draw_line(self._lines / f"{name} {value:.4f}", "val/bits_per_byte", value, steps)
 
     def write(self, scalars: dict[str, float], step: int, everywhere: bool = True) -> None:
         """Add a point to each of the named curves, `everywhere` or in our files alone; do nothing on ranks above 0."""
         if self.writer is not None:
             require_present(self._run_dir)  # TensorBoard's thread would fail with a traceback of its own
             for tag, value in scalars.items():
-                if not tag.startswith("val_references/"):  # which are drawn already
-                    self.writer.add_scalar(tag, value, step)
+                self.writer.add_scalar(tag, value, step)
         if self._table is not None:
             csv.writer(self._table, lineterminator="\n").writerows([step, *point] for point in scalars.items())
             self._table.flush()
@@ -164,30 +170,6 @@ class Curves(StepCallback):
     def load_state_dict(self, state: dict) -> None:
         self._restored, self._num_losses = state["losses"], state["num_losses"]
         self.loss = state.get("loss", math.nan)
-
-
-class UpdateRatios(StepCallback):
-    """Writes the norm of a step's change to a layer's matrices over the norm of these matrices, at each log point.
-
-    It is measured on every n-th row, which is all that is copied before the step. There is no point where weights
-    are split among devices, or where fp16 skips the step.
-    """
-
-    def __init__(self, curves: Curves):
-        self._curves = curves
-        self._before: Tensor | None = None  # between the two hooks of a log point
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: GPTModule, optimizer) -> None:  # type: ignore[override]
-        due = module.schedule.due(trainer.global_step + 1, module.config.trainer.log_every)
-        if due and self._curves.writing and module.config.logger and module.config.trainer.strategy != "fsdp":
-            self._before = _rows(module)
-
-    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        before, self._before = self._before, None
-        if before is None or (module.loss_scaling is not None and module.loss_scaling.skipped):
-            return
-        ratios = ((_rows(module) - before).norm(dim=1) / before.norm(dim=1)).tolist()
-        self._curves.write({f"weights/update_ratio/layer_{i}": ratio for i, ratio in enumerate(ratios, start=1)}, step)
 
 
 @torch.no_grad()

@@ -35,13 +35,12 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
             else:
                 place = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
                 logger = MLFlowLogger(PROJECT, run_dir.name, place, run_id=known)
-            identity = logger.experiment.id if name == "wandb" else logger.run_id
             logger.log_hyperparams(asdict(config))
         except Exception as error:  # no login, no network, a server without this run
             why = reason(error)
             raise UserError(f"logger={name}: cannot be started ({why}): check its login and address") from error
         if known is None:
-            write_text(file, f"{identity}\n")
+            write_text(file, f"{logger.version}\n")
         loggers.append(logger)
     return loggers
 

@@ -70,10 +70,9 @@ def _next(figures: dict[str, Any], prompt: str, shorter: int, longer: str, run_d
     yield "sample it", sample
     yield "see why", f"{sample} --insight page.html"
     yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
-    if figures["val_loss"] > TURNED * figures["best_val_loss"]:
-        yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={shorter}steps"
-    elif _memorises(figures):  # and has not been validated often enough to see that it has turned
-        steps = min(shorter, max(1, figures["steps"] // 2))
+    turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
+    if turned or _memorises(figures):  # it may have turned unseen, between too few validations
+        steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))
         yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
     elif longer:
         yield "train longer", f"python train.py {quote(f'resume={run}')} horizon={longer}"

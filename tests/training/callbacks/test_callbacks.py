@@ -19,6 +19,7 @@ from gpt.training import decide, runs
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.checkpoints.saving import CheckpointFiles, Journal, versions
 from gpt.training.checkpoints.signals import StopSignals
+from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.curves import Curves
 from gpt.training.runs import git_commit
 from gpt.training.session import Session
@@ -95,7 +96,7 @@ def test_clock_leaves_pauses_out():
     clock = Clock()
     clock.load_state_dict({"seconds": 100.0})
     assert clock.seconds == 100.0
-    clock.on_train_start(None, None)
+    clock.on_train_start(None, SimpleNamespace(schedule=Schedule(1, 1, 1)))  # type: ignore[arg-type]
     time.sleep(0.02)
     with clock.paused():
         at_pause = clock.seconds

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +16,10 @@ from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
 from gpt.training import decide
+from gpt.training.callbacks.base import Clock
 from gpt.training.callbacks.samples import frequent
 from gpt.training.config.loading import validate
-from gpt.training.metrics.curves import ROWS, UpdateRatios
+from gpt.training.metrics.curves import ROWS, Curves
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.tensorboard import layout
 from gpt.training.session import Session
@@ -59,14 +59,12 @@ def events(run) -> EventAccumulator:
 
 
 def test_files_events_and_closing_lines_agree(run, events, capsys):
-    """Every point is in metrics.csv and, rounded to float32, in TensorBoard, where references are lines of their own;
-    metrics.json has the last of them.
-    """
+    """Every point is in metrics.csv and, rounded to float32, in TensorBoard; metrics.json has the last of them."""
     session, _ = run
     table = read_table(session.run_dir)
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
-    assert {tag: points for tag, points in expected.items() if not tag.startswith("val_references/")} == shown
+    assert expected == shown
     figures = json.loads((session.run_dir / "metrics.json").read_text())
     assert figures == session.metrics
     last = {tag: points[-1] for tag, points in table.items()}
@@ -148,36 +146,6 @@ def test_resumed_run(run, corpus_folder, tmp_path):
     assert differences(part, run[0].run_dir) == []
 
 
-def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The lines that TensorBoard shows of the references in a folder: name to points."""
-    found = {}
-    for line in (folder / ".references").iterdir():
-        events = EventAccumulator(str(line))
-        events.Reload()
-        found[line.name] = [(event.step, event.value) for event in events.Scalars("val/bits_per_byte")]
-    return found
-
-
-def test_lines(run, corpus_folder, tmp_path, monkeypatch):
-    """Each reference is one line, named with its figure, which runs in runs/ share; the longest run draws it last."""
-    references = {name: float(np.float32(one["bits_per_byte"])) for name, one in run[0].metrics["references"].items()}
-    expected = lambda steps: {f"{name} {y:.4f}": [(0, y), (steps, y)] for name, y in references.items()}  # noqa: E731
-    assert lines(run[0].run_dir) == expected(43)
-    monkeypatch.chdir(tmp_path)
-    for steps in (2, 5, 3):
-        decide.begin(tiny_config(corpus_folder, f"horizon={steps}steps", "data.prompts=[]"), "tiny").fit()
-    assert lines(tmp_path / "runs") == expected(5)
-    assert list(tmp_path.rglob(".references")) == [tmp_path / "runs/.references"]
-
-
-def test_lines_that_cannot_be_drawn(corpus_folder, tmp_path):
-    """A run does without them."""
-    session = decide.begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    (tmp_path / "run/.references").write_text("a file")
-    session.fit()
-    assert list(session.metrics["references"]) == ["unigram", "bigram"]
-
-
 # --- updates ---
 
 
@@ -202,10 +170,10 @@ def test_update_ratios(run, events):
     ("strategy", "skipped", "expected"),
     [("auto", None, [5]), ("auto", False, [5]), ("auto", True, []), ("fsdp", None, [])],
 )
-def test_steps_without_update_ratios(run, strategy, skipped, expected):
+def test_steps_without_update_ratios(run, tmp_path, strategy, skipped, expected):
     """Steps that fp16 skips have no point, and weights that are split among devices have none at all."""
-    written: dict[int, dict] = {}
-    ratios = UpdateRatios(SimpleNamespace(writing=True, write=lambda scalars, step: written.update({step: scalars})))  # type: ignore[arg-type]
+    curves, written = Curves(tmp_path, Clock()), {}
+    curves.writing = True
     model = torch.nn.Linear(7, 3)
     module = SimpleNamespace(
         schedule=run[0].schedule,
@@ -214,11 +182,12 @@ def test_steps_without_update_ratios(run, strategy, skipped, expected):
         loss_scaling=None if skipped is None else SimpleNamespace(skipped=skipped),
     )
     for step in (4, 5, 6):
-        ratios.on_before_optimizer_step(SimpleNamespace(global_step=step - 1), module, None)  # type: ignore[arg-type]
+        curves.on_before_optimizer_step(SimpleNamespace(global_step=step - 1), module, None)  # type: ignore[arg-type]
         with torch.no_grad():
             model.weight *= 1.25
-        ratios.on_step_end(None, module, step)  # type: ignore[arg-type]
-    assert written == {step: {"weights/update_ratio/layer_1": pytest.approx(0.25)} for step in expected}
+        written[step] = curves._update_ratios(module)  # type: ignore[arg-type]
+    ratio = {"weights/update_ratio/layer_1": pytest.approx(0.25)}
+    assert written == {step: ratio if step in expected else {} for step in (4, 5, 6)}
 
 
 # --- embeddings ---
