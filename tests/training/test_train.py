@@ -160,8 +160,9 @@ def test_tensorboard_serves_the_run(run):
         assert get("custom_scalars/layout")["category"][0]["title"] == "Loss"
         references = json.loads((run[0] / "metrics.json").read_text())["references"]
         for name, reference in references.items():
-            points = get(f"scalars/scalars?run=run&tag={urllib.parse.quote(f'val_references/{name}')}")
-            assert [bits for *_, bits in points] == pytest.approx([reference["bits_per_byte"]] * 4)
+            line = urllib.parse.quote(f"run/.references/{name} {reference['bits_per_byte']:.4f}")
+            points = get(f"scalars/scalars?run={line}&tag=val/bits_per_byte")
+            assert [step for _, step, _ in points] == [0, 40]
         settings = get("hparams/experiment?request=%7B%7D")["hparamInfos"]
         rates = ["optim.lr", "optim.matrix_lr"]
         assert [one["name"] for one in settings[:5]] == ["model.d_model", "model.num_layers", *rates, "seed"]

@@ -76,6 +76,8 @@ class Curves(StepCallback):
         threading.excepthook = self._on_thread_error
         while any(self._run_dir.glob(f"events.out.tfevents.{int(time.time())}.*")):
             time.sleep(0.1)  # TensorBoard reads files in the order of their names, which begin with the second
+        place = self._run_dir if config.run_dir else self._run_dir.parent
+        self._lines = place / ".references"  # hidden, so that runs/* are runs
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
         self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
@@ -136,12 +138,22 @@ class Curves(StepCallback):
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         self.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
 
+    def draw_references(self, bits: dict[str, float], steps: int) -> None:
+        """Show references in TensorBoard as named lines beside val/bits_per_byte, which the runs in runs/ share."""
+        if self.writer is not None:
+            from gpt.training.metrics.tensorboard import draw_line
+
+            with contextlib.suppress(OSError):  # as where runs/ is somebody else's: a run does without these lines
+                for name, value in bits.items():
+                    draw_line(self._lines / f"{name} {value:.4f}", "val/bits_per_byte", value, steps)
+
     def write(self, scalars: dict[str, float], step: int, everywhere: bool = True) -> None:
         """Add a point to each of the named curves, `everywhere` or in our files alone; do nothing on ranks above 0."""
         if self.writer is not None:
             require_present(self._run_dir)  # TensorBoard's thread would fail with a traceback of its own
             for tag, value in scalars.items():
-                self.writer.add_scalar(tag, value, step)
+                if not tag.startswith("val_references/"):  # which are drawn already
+                    self.writer.add_scalar(tag, value, step)
         if self._table is not None:
             csv.writer(self._table, lineterminator="\n").writerows([step, *point] for point in scalars.items())
             self._table.flush()

@@ -34,7 +34,9 @@ class Metrics(StepCallback):
 
     def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
         if trainer.is_global_zero:
-            self._references = self._references or references(module.corpora.sources)
+            if not self._references:
+                self._references = references(module.corpora.sources)
+                self._curves.draw_references(self._references, module.expected_steps())
             self._compare(step, score)
         self.latest = self._measure(module, step, score)
         if len(module.corpora.sources) > 1:

@@ -1,10 +1,14 @@
-"""What a run tells TensorBoard beside its curves: its settings, and the charts of CUSTOM SCALARS."""
+"""What a run tells TensorBoard beside its curves: its settings, the charts of CUSTOM SCALARS, lines to compare with."""
 
+import time
 from dataclasses import asdict
+from pathlib import Path
 
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from torch.utils.tensorboard.summary import custom_scalars, hparams
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import custom_scalars, hparams, scalar
 
 from gpt.files import flatten
 from gpt.training.config.schema import Config
@@ -26,13 +30,24 @@ def opening(config: Config) -> list[Summary]:
     return [experiment, *session, custom_scalars(layout(config))]
 
 
+def draw_line(folder: Path, tag: str, value: float, steps: int) -> None:
+    """Add a flat line to the chart of a tag, which TensorBoard names by its folder, as if it were a run.
+
+    Of several files in a folder, the last by name counts: that of the longest run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"events.out.tfevents.{steps:013}").open("wb") as stream:
+        for step in (0, steps):
+            event = Event(wall_time=time.time(), step=step, summary=scalar(tag, value))
+            RecordWriter(stream).write(event.SerializeToString())
+
+
 def layout(config: Config) -> dict[str, dict[str, list]]:
     """The charts of several curves by category and title. A chart shows the tags that match its patterns.
 
     Charts that this run has no points for are left out. TensorBoard merges equal categories and charts of several runs.
     """
     charts: dict[str, dict[str, list[str]]] = {"Loss": {"nats per token": ["train/loss$", "val/loss$"]}}
-    charts["Loss"]["bits per byte beside references"] = ["val/bits_per_byte$", "val_references/"]
     if config.data.name == "mix":
         charts["Corpora"] = {"bits per byte": ["val_corpora/"], "epochs": ["val_epochs/"]}
     charts["Updates"] = {"learning rates": ["train/lr$", "train/matrix_lr$"]}

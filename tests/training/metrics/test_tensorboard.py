@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,12 +60,14 @@ def events(run) -> EventAccumulator:
 
 
 def test_files_events_and_closing_lines_agree(run, events, capsys):
-    """Every point is in metrics.csv and, rounded to float32, in TensorBoard; metrics.json has the last of them."""
+    """Every point is in metrics.csv and, rounded to float32, in TensorBoard, where references are lines of their own;
+    metrics.json has the last of them.
+    """
     session, _ = run
     table = read_table(session.run_dir)
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
-    assert expected == shown
+    assert {tag: points for tag, points in expected.items() if not tag.startswith("val_references/")} == shown
     figures = json.loads((session.run_dir / "metrics.json").read_text())
     assert figures == session.metrics
     last = {tag: points[-1] for tag, points in table.items()}
@@ -144,6 +147,36 @@ def test_resumed_run(run, corpus_folder, tmp_path):
     assert json.loads((part / "metrics.json").read_text())["train_loss"] == last
     decide.resume(str(part)).fit()
     assert differences(part, run[0].run_dir) == []
+
+
+def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The lines that TensorBoard shows of the references in a folder: name to points."""
+    found = {}
+    for line in (folder / ".references").iterdir():
+        events = EventAccumulator(str(line))
+        events.Reload()
+        found[line.name] = [(event.step, event.value) for event in events.Scalars("val/bits_per_byte")]
+    return found
+
+
+def test_lines(run, corpus_folder, tmp_path, monkeypatch):
+    """Each reference is one line, named with its figure, which runs in runs/ share; the longest run draws it last."""
+    references = {name: float(np.float32(one["bits_per_byte"])) for name, one in run[0].metrics["references"].items()}
+    expected = lambda steps: {f"{name} {y:.4f}": [(0, y), (steps, y)] for name, y in references.items()}  # noqa: E731
+    assert lines(run[0].run_dir) == expected(43)
+    monkeypatch.chdir(tmp_path)
+    for steps in (2, 5, 3):
+        decide.begin(tiny_config(corpus_folder, f"horizon={steps}steps", "data.prompts=[]"), "tiny").fit()
+    assert lines(tmp_path / "runs") == expected(5)
+    assert list(tmp_path.rglob(".references")) == [tmp_path / "runs/.references"]
+
+
+def test_lines_that_cannot_be_drawn(corpus_folder, tmp_path):
+    """A run does without them."""
+    session = decide.begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    (tmp_path / "run/.references").write_text("a file")
+    session.fit()
+    assert list(session.metrics["references"]) == ["unigram", "bigram"]
 
 
 # --- updates ---
