@@ -49,7 +49,7 @@ class LossScaling(Precision):
             after = self._scaler.get_scale()
             if not 1 <= after < before:
                 history = f"at a loss scale of {before:g}, with {self.skipped_steps} steps skipped so far"
-                raise NonFiniteError(f"{error} ({history})") from None
+                raise NonFiniteError(f"{error}\n  {history}") from None
             self.skipped = True
             self.skipped_steps += 1
 

@@ -1,6 +1,7 @@
 """The training step, as Lightning calls it: loss, gradient, and an update that is skipped if the gradient is broken."""
 
 import math
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
@@ -106,8 +107,17 @@ class GPTModule(LightningModule):
         raise NonFiniteError(
             f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
             f"so {consequence} (loss {float(self.step_loss):.4g}; windows {checked * windows} to {step * windows - 1} "
-            f"of the order of seed {self.config.order_seed}); {REMEDY}"
+            f"of the order of seed {self.config.order_seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
         )
+
+    def _norms_by_layer(self) -> str:
+        squares: dict[str, float] = defaultdict(float)
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+                # The root adds up the parts of a sharded gradient: the sum alone is this rank's.
+                squares[layer] += float(p.grad.float().square().sum().sqrt()) ** 2
+        return ", ".join(f"{layer} {math.sqrt(square):.3g}" for layer, square in squares.items())
 
     def require_finite_weights(self) -> None:
         """Raise `NonFiniteError` rather than let broken weights be saved over good ones."""

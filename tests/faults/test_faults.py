@@ -176,16 +176,17 @@ class Spoil(Callback):
 
 
 def test_weights_that_are_not_finite(hurt):
-    """Training ends before the update, names the step, and saves nothing."""
+    """Training ends before the update, names the step and the layers, and saves nothing."""
     before = {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")}
     step = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
     session = decide.resume(str(hurt))
     assert session is not None
     with pytest.raises(NonFiniteError) as end:
         session.fit([Spoil()])
-    (message,) = str(end.value).splitlines()
+    message, norms = str(end.value).splitlines()
     assert f"step {step + 1}: the gradient is not finite, so no update was made (loss nan; windows " in message
     assert "init_from=" in message
+    assert re.match(r"  gradient norms: token_embedding nan, position_embedding nan, blocks.0 nan", norms)
     assert {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")} == before
 
 
