@@ -124,7 +124,7 @@ def test_cut_into_bytes(tmp_path):
 
 def test_size(tmp_path):
     """A model far too large or too small for its horizon is named with one that suits it, and mini is not."""
-    config = settings(tmp_path, words(160_000), "horizon=400steps")
+    config = settings(tmp_path, words(220_000), "horizon=400steps")
     for layers, channels, horizon, what in (
         (8, 256, "400steps", "large"),
         (2, 64, "9000steps", "small"),
