@@ -382,6 +382,7 @@ def new_or_resumed(config: Config, model: str = "") -> Config:
     for key, value in flatten(asdict(config)).items():
         decided = value == "auto" or (value is None and key in DECIDED) or (model == "auto" and key.startswith(CHOSEN))
         brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
+        brought = brought or (config.data.name == "prepared" and key.startswith("tokenizer."))
         if value != stored[key] and not (decided or brought or key in MAY_DIFFER):
             remedy = "give the same settings as before, or another run_dir"
             if key == "horizon":
