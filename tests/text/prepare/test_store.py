@@ -1,43 +1,19 @@
 """Text prepared into a real S3 server and trained from there, with the same bits as here."""
 
 import json
-import logging
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 
-import boto3
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 
 from gpt.prepare import main
 from harness import TINY, Process, differences, train
 from workshop import DOCUMENTS, write_files
 
 KILLS = int(os.environ.get("GPT_KILLS", "2"))
-
-
-@pytest.fixture
-def s3(monkeypatch) -> Iterator:
-    """A client of the server; the bucket `texts` is there."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    s3fs.S3FileSystem.clear_instance_cache()
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="texts")
-    yield client
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 def test_training_from_a_store(s3, tmp_path, monkeypatch):
@@ -59,8 +35,7 @@ def test_training_from_a_store(s3, tmp_path, monkeypatch):
     done = train(*TINY, *settings, "data.path=s3://texts/made", "data.cache_bytes=1000", f"run_dir={tmp_path / 'a'}")
     assert done.returncode == 2 and "data.cache_bytes=1,000 does not hold 480 files" in done.stderr
     shutil.rmtree(cache)
-    for found in s3.list_objects_v2(Bucket="texts", Prefix="made/train-00004")["Contents"]:
-        s3.delete_object(Bucket="texts", Key=found["Key"])
+    s3.rm("texts/made/train-00004*")
     done = train(*TINY, *settings, "data.path=s3://texts/made", f"run_dir={tmp_path / 'lost'}")
     assert done.returncode == 2 and "there is no such file" in done.stderr and "Traceback" not in done.stderr
 
