@@ -177,18 +177,9 @@ def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, numb
 CHANGED = "text: its files changed while they were read: run the command again"
 
 
-@pytest.mark.parametrize(
-    ("change", "when", "message"),
-    [
-        ("longer", "read", CHANGED),
-        ("longer", "encoded", CHANGED),
-        ("as long", "read", CHANGED),
-        ("as long", "encoded", CHANGED),
-        ("gone", "read", "{file}: cannot be read (No such file or directory)"),
-        ("gone", "encoded", "{file}: cannot be read (No such file or directory)"),
-    ],
-)
-def test_text_that_changes(tmp_path, change, when, message):
+@pytest.mark.parametrize("when", ["read", "encoded"])
+@pytest.mark.parametrize("change", ["longer", "as long", "gone"])
+def test_text_that_changes(tmp_path, change, when):
     """It is named, nothing is kept, and the next preparation is of the text as it is then."""
     data, cache = write_files(tmp_path / "text"), tmp_path / "cache"
     file = tmp_path / "text/041.txt"
@@ -202,7 +193,8 @@ def test_text_that_changes(tmp_path, change, when, message):
     with constants(SMALL | {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9}):
         with watching(when == "encoded", happen):
             said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
-        assert said.startswith(message.format(file=file))
+        gone = f"{file}: cannot be read (No such file or directory)"
+        assert said.startswith(gone if change == "gone" else CHANGED)
         assert entries(cache) == []
         prepared = make(data, cache)
         assert lists(prepared) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
@@ -233,21 +225,26 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
 # --- several processes at once ---
 
 
-def two_at_once(workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("progress.json", 5), **of_first):
+def two_at_once(workshop, data: DataConfig, cache: Path, touches: int = 5) -> tuple[int, int]:
     """The numbers of two processes: one that is stopped while it prepares, and one that says it waits for it."""
-    first = workshop.start(data, cache, at=(*at, signal.SIGSTOP), **of_first)
+    first = workshop.start(data, cache, at=("progress.json", touches, signal.SIGSTOP))
     assert workshop.wait(first) is None
     second = workshop.start(data, cache)
     workshop.wait_until_said(second, "waiting")
     return first, second
 
 
-def test_two_processes_at_once(tmp_path, workshop, many, undisturbed):
-    """One waits and says so, and then has what the other has made; nothing is prepared twice."""
+@pytest.mark.parametrize("ends", [False, True], ids=["waits", "Ctrl-C"])
+def test_two_processes_at_once(tmp_path, workshop, many, undisturbed, ends):
+    """One waits and says so, and then has what the other has made; Ctrl-C ends it, and does not disturb the other."""
     cache = tmp_path / "cache"
     first, second = two_at_once(workshop, many, cache)
+    if ends:
+        os.kill(second, signal.SIGINT)
+        assert workshop.wait(second) == 130
     os.kill(first, signal.SIGCONT)
-    assert [workshop.wait(first), workshop.wait(second)] == [0, 0]
+    assert workshop.wait(first) == 0
+    assert ends or workshop.wait(second) == 0
     assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "prepared"]
     assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
     assert content(folder_of(cache)) == undisturbed
@@ -267,24 +264,12 @@ def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
 def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, touches):
     """The one that waits goes on with what the other has left, be it nothing or a part."""
     cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache, ("progress.json", touches))
+    first, second = two_at_once(workshop, many, cache, touches)
     os.kill(first, signal.SIGKILL)
     assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
     waiting, then, *_ = workshop.said(second).splitlines()
     assert waiting == f"process {first} is preparing this text: waiting for it"
     assert then.split()[0] == ("reading" if touches == 1 else "resuming")
-    assert content(folder_of(cache)) == undisturbed
-
-
-def test_ctrl_c_while_waiting(tmp_path, workshop, many, undisturbed):
-    """The one that waited is gone, and the other is not disturbed by that."""
-    cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache)
-    os.kill(second, signal.SIGINT)
-    assert workshop.wait(second) == 130
-    os.kill(first, signal.SIGCONT)
-    assert workshop.wait(first) == 0
-    assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
     assert content(folder_of(cache)) == undisturbed
 
 
