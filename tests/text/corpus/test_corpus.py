@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,6 +152,7 @@ def test_config_that_is_valid():
     assert DataConfig("mix", ["a.txt", "python_docs"], [0.001, 3]).paths == ["a.txt", "python_docs"]
 
 
+MIX = {"name": "mix", "path": ["a", "b"]}
 NEEDS_A_FILE = "data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'"
 NEEDS_A_MIX = "data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'"
 ONLY_WITH_TEXT = "works only with data=text: add that, or leave the path out"
@@ -167,23 +169,17 @@ RANGE = "is out of range: it must be at least 1"
             {"name": "bible"},
         ),
         ("data.errors='ignore' is not known: choose from strict, replace", {"errors": "ignore"}),
-        (NEEDS_A_FILE, {"name": "text"}),
-        (NEEDS_A_FILE, {"name": "text", "path": ""}),
-        (NEEDS_A_FILE, {"name": "text", "path": []}),
-        (NEEDS_A_FILE, {"name": "text", "path": [""]}),
+        *((NEEDS_A_FILE, {"name": "text", "path": path}) for path in (None, "", [], [""])),
         (f"data.path='a.txt' {ONLY_WITH_TEXT}", {"path": "a.txt"}),
         (f"data.path=['a', 'b'] {ONLY_WITH_TEXT}", {"name": "tinyshakespeare", "path": ["a", "b"]}),
         (NEEDS_A_MIX, {"name": "mix"}),
         (NEEDS_A_MIX, {"name": "mix", "path": "a.txt", "weights": [1]}),
         (NEEDS_A_MIX, {"name": "mix", "path": ["a.txt", "a.txt"], "weights": [1, 2]}),
-        (f"data.weights=[] {NO_FIT}", {"name": "mix", "path": ["a", "b"]}),
-        (f"data.weights=[1, 2, 3] {NO_FIT}", {"name": "mix", "path": ["a", "b"], "weights": [1, 2, 3]}),
+        (f"data.weights=[] {NO_FIT}", MIX),
+        (f"data.weights=[1, 2, 3] {NO_FIT}", MIX | {"weights": [1, 2, 3]}),
         (f"data.weights=[1] {NO_FIT}", {"name": "text", "path": "a", "weights": [1]}),
         *(
-            (
-                f"data.weights=[3, {weight}] is out of range: each must be above 0",
-                {"name": "mix", "path": ["a", "b"], "weights": [3, weight]},
-            )
+            (f"data.weights=[3, {weight}] is out of range: each must be above 0", MIX | {"weights": [3, weight]})
             for weight in (0, -0.5, float("inf"), float("nan"))
         ),
         (f"data.validation_bytes=0 {RANGE} and at most 1000000000", {"validation_bytes": 0}),
@@ -200,7 +196,7 @@ def test_config_that_contradicts_itself(message, arguments):
 
 
 def test_hash_by_hand(tmp_path, fill):
-    """Of the corpus and how it is read, then the suffixes and the hash of each file, the public ones of "" and "abc"."""
+    """Of the corpus and how it is read, then the suffixes and the hash of each file; these two are public."""
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     fill(tmp_path, a__txt="", b__jsonl__gz="abc")
@@ -231,20 +227,10 @@ def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
     assert len({*before, *after}) == 5
 
 
-class Clock:
-    """The time as the hash memory sees it, seconds ahead of the real one."""
-
-    ahead = 0
-
-    def time(self) -> float:
-        """Seconds since the epoch."""
-        return time.time() + self.ahead
-
-
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    """One that can be put ahead, over files of which eleven bytes are much."""
-    clock = Clock()
+def clock(monkeypatch) -> SimpleNamespace:
+    """The time as the hash memory sees it, `ahead` of the real one, over files of which eleven bytes are much."""
+    clock = SimpleNamespace(ahead=0, time=lambda: time.time() + clock.ahead)
     monkeypatch.setattr(gpt.text.corpus.hashes, "time", clock)
     monkeypatch.setattr(gpt.text.corpus.hashes, "REMEMBERED", 11)
     return clock
