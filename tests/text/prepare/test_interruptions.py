@@ -23,6 +23,7 @@ from gpt.text.cache import write_json
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer
+from harness import refusal
 from workshop import (
     DOCUMENTS,
     LARGE,
@@ -36,7 +37,6 @@ from workshop import (
     lists,
     make,
     obvious,
-    refusal,
     remount,
     watching,
     write_documents,
@@ -192,7 +192,7 @@ def test_text_that_changes(tmp_path, change, when):
 
     with constants(SMALL | {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9}):
         with watching(when == "encoded", happen):
-            said = refusal(data, cache, say=lambda line: happen() if when == "read" else None)
+            said = refusal(make, data, cache, say=lambda line: happen() if when == "read" else None)
         gone = f"{file}: cannot be read (No such file or directory)"
         assert said.startswith(gone if change == "gone" else CHANGED)
         assert entries(cache) == []
@@ -285,7 +285,7 @@ def test_cache_that_cannot_be_written(tmp_path, below):
     data, cache = write_documents(tmp_path), tmp_path / "file" / below
     (tmp_path / "file").write_text("in the way")
     reason = "Not a directory" if below else "File exists"
-    assert refusal(data, cache) == f"{cache}: cannot be written ({reason}); {REMEDY}"
+    assert refusal(make, data, cache) == f"{cache}: cannot be written ({reason}); {REMEDY}"
     assert (tmp_path / "file").read_text() == "in the way"
 
 
@@ -297,7 +297,7 @@ def test_read_only_cache(tmp_path, disk):
     assert lists(make(data, cache)) == lists(whole)
     reason = f"cannot be written (Read-only file system); {REMEDY}"
     for place in (cache, disk / "other"):
-        assert refusal(write_documents(tmp_path), place) == f"{place}: {reason}"
+        assert refusal(make, write_documents(tmp_path), place) == f"{place}: {reason}"
 
 
 @pytest.mark.parametrize("half", [0, 1])

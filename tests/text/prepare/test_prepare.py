@@ -20,6 +20,7 @@ from gpt.text.prepare.prepare import FORMAT, TooShortError
 from gpt.text.prepare.split import survey
 from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
+from harness import refusal
 from workshop import (
     CONTEXT,
     DOCUMENTS,
@@ -27,14 +28,12 @@ from workshop import (
     SMALL,
     constants,
     content,
-    documents_of,
     entries,
     folder_of,
     halves,
     lists,
     make,
     obvious,
-    refusal,
     write_documents,
     write_text,
 )
@@ -53,8 +52,6 @@ def test_tokens_are_the_split(tmp_path, name, values):
     expected = {"bpe": lambda: train_bpe(train, 307), "gpt2": gpt2_tokenizer, "byte": byte_tokenizer}[name]()
     assert prepared.tokenizer.to_dict() == expected.to_dict()
     assert lists(prepared) == (obvious(train, expected), obvious(validation, expected))
-    assert documents_of(prepared.train, expected) == train
-    assert documents_of(prepared.validation, expected) == validation
     assert len(train) > 40 and len(validation) > 1
 
 
@@ -119,8 +116,8 @@ def test_manifest(tmp_path):
 def test_lone_surrogates_are_counted_as_written(tmp_path):
     """JSON can spell half a pair, which becomes U+FFFD: the bytes are those of what is learnt."""
     prepared = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache")
-    [train] = documents_of(prepared.train, prepared.tokenizer)
-    assert train == "\ufffd" * 5 + "x" * 85
+    train = "\ufffd" * 5 + "x" * 85
+    assert lists(prepared)[0] == obvious([train], prepared.tokenizer)
     assert prepared.manifest["splits"]["train"]["bytes"] == len(train.encode())
 
 
@@ -238,7 +235,7 @@ def test_too_short_a_text(tmp_path, text, tokens):
     assert entries(cache) == []
     if tokens:
         assert len(make(data, cache, context_length=tokens - 1).train) == tokens
-        assert f"has {tokens} tokens" in refusal(data, cache, context_length=tokens)  # and what is prepared stays
+        assert f"has {tokens} tokens" in refusal(make, data, cache, context_length=tokens)  # and what is prepared stays
         assert len(entries(cache)) == 1
 
 
@@ -248,9 +245,8 @@ def test_no_text(tmp_path, documents):
     data, cache = write_documents(tmp_path, documents), tmp_path / "cache"
     if not documents:
         Path(data.path).write_text("\n\n")
-    assert (
-        refusal(data, cache) == f"{data.path}: every document is empty; give a text, or its key with data.text_field="
-    )
+    remedy = "give a text, or its key with data.text_field="
+    assert refusal(make, data, cache) == f"{data.path}: every document is empty; {remedy}"
     assert entries(cache) == []
 
 
@@ -259,6 +255,6 @@ def test_after_damage(tmp_path):
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     whole = lists(make(data, cache))
     (folder_of(cache) / "validation.bin").write_bytes(b"\0")
-    assert refusal(data, cache).endswith(f"; delete {folder_of(cache)} and it will be made anew")
+    assert refusal(make, data, cache).endswith(f"; delete {folder_of(cache)} and it will be made anew")
     shutil.rmtree(folder_of(cache))
     assert lists(make(data, cache)) == whole

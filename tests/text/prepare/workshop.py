@@ -74,13 +74,6 @@ def make(
     return prepared
 
 
-def refusal(*arguments, **more) -> str:
-    """The one line that refuses to prepare."""
-    import harness  # here, because the process that workshop starts does not have it on its path
-
-    return harness.refusal(make, *arguments, **more)
-
-
 @contextlib.contextmanager
 def constants(values: dict[str, int]) -> Iterator[None]:
     """Other constants for a while; that of `cut` is the size of the pieces."""
@@ -109,13 +102,6 @@ def content(folder: Path) -> dict[str, bytes]:
 def lists(prepared: PreparedText) -> tuple[list[int], list[int]]:
     """The ids of both parts."""
     return prepared.train[:].tolist(), prepared.validation[:].tolist()
-
-
-def documents_of(ids: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-    """The texts between the ends of text, the first of which stands at the very start."""
-    starts = np.flatnonzero(ids == tokenizer.end_of_text)
-    assert starts[0] == 0
-    return [tokenizer.decode(part[1:]) for part in np.split(ids, starts[1:])]
 
 
 def halves(data: DataConfig) -> tuple[list[str], list[str]]:
