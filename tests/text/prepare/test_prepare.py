@@ -80,9 +80,14 @@ def test_tokens_of_a_long_text(tmp_path, name):
 
 
 def test_bytes_by_hand(tmp_path):
-    """Ten characters: nine to learn from and one that validates."""
-    prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7)
+    """Ten characters: nine to learn from and one that validates; and what is said of them."""
+    said: list[str] = []
+    prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, say=said.append)
     assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
+    assert said == [
+        "reading text (1 file)",
+        "prepared 11 bytes as 13 tokens (0.85 bytes per token, vocabulary 257); 2 bytes are for validation",
+    ]
 
 
 def test_manifest(tmp_path):
@@ -174,16 +179,6 @@ def test_second_time_comes_from_the_cache(tmp_path):
         assert again.manifest == first.manifest
     assert said[2:] == [f"text is already prepared, in {folder}"] * 3
     assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
-
-
-def test_what_is_said(tmp_path):
-    """How many files are read, and what came of them: 10 bytes and 2 ends of text."""
-    said: list[str] = []
-    make(write_text(tmp_path, "abcdefghij"), tmp_path / "cache", context_length=7, say=said.append)
-    assert said == [
-        "reading text (1 file)",
-        "prepared 10 bytes as 12 tokens (0.83 bytes per token, vocabulary 257); 1 bytes are for validation",
-    ]
 
 
 def test_every_change_is_another_folder(tmp_path):
