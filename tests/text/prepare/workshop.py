@@ -169,7 +169,7 @@ def serve() -> None:
 
 
 def obey(
-    data: dict, cache: str, output: str, values: dict, at: tuple | None, tokenizer: str, context_length: int
+    path: str, cache: str, output: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
 ) -> NoReturn:
     """Prepare as a command line would; `at` is what is done to the file system, how many times, when a signal comes."""
     signal.alarm(60)
@@ -193,7 +193,7 @@ def obey(
     try:
         with constants(values), command_line("prepare"):
             say = functools.partial(print, flush=True)
-            prepare(DataConfig(**data), TokenizerConfig(tokenizer, 307), context_length, Path(cache), say=say)
+            prepare(DataConfig("text", path), TokenizerConfig(tokenizer, 307), context_length, Path(cache), say=say)
     except SystemExit as end:
         code = end.code
     sys.stderr.flush()
@@ -224,29 +224,12 @@ class Workshop:
         assert self._server.stdout is not None
         return json.loads(self._server.stdout.readline())
 
-    def start(
-        self,
-        data: DataConfig,
-        cache: Path,
-        values: dict[str, int] = SMALL,
-        at: tuple[str, int, int] | None = None,
-        tokenizer: str = "byte",
-        context_length: int = CONTEXT,
-    ) -> int:
-        """The number of a process that prepares, and is to get a signal `at` something, the how many-th time."""
+    def start(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, **more) -> int:
+        """The number of a process that prepares, with `more` for `obey`."""
         output = self._outputs / str(time.monotonic_ns())
         output.touch()
-        number = self._ask(
-            {
-                "data": {"name": data.name, "path": data.path, "weights": data.weights},
-                "cache": str(cache),
-                "output": str(output),
-                "values": values,
-                "at": at,
-                "tokenizer": tokenizer,
-                "context_length": context_length,
-            }
-        )
+        paths = {"path": data.path, "cache": str(cache), "output": str(output)}
+        number = self._ask(paths | {"values": values} | more)
         assert number is not None
         self._living.add(number)
         (self._outputs / f"of {number}").unlink(missing_ok=True)  # numbers come round again
