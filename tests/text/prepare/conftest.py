@@ -1,7 +1,6 @@
 """A text in several files and what it comes to, processes that prepare, and a disk of their own."""
 
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +51,7 @@ def many(tmp_path_factory) -> DataConfig:
     parts = [DOCUMENTS[:11], ["".join(DOCUMENTS[11:23])], DOCUMENTS[23:29], DOCUMENTS[29:31], DOCUMENTS[31:]]
     folder = tmp_path_factory.mktemp("many")
     for i, part in enumerate(parts):
-        shutil.move(str(write_documents(folder, part).path), folder / f"{i}.jsonl")
+        write_documents(folder / str(i), part)
     return DataConfig("text", str(folder))
 
 

@@ -205,7 +205,7 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
     """What was read of another text is not gone on with once the text is that of before again."""
     cache = tmp_path / "cache"
     shutil.copytree(many.path, tmp_path / "text")
-    data, file = DataConfig("text", str(tmp_path / "text")), tmp_path / "text/4.jsonl"
+    data, file = DataConfig("text", str(tmp_path / "text")), tmp_path / "text/4/text.jsonl"
     before = file.read_text()
 
     def change(line: str = "") -> None:

@@ -122,11 +122,8 @@ def test_what_is_published(files, tmp_path, capsys):
 def test_of_a_large_text_the_plan_reads_some(files, tmp_path, monkeypatch):
     """Files at even distances; of all of it, about as much is for validation as would be otherwise."""
     monkeypatch.setattr("gpt.text.prepare.parts.READ", 4000)
-    folder = write_documents(tmp_path / "text", [f"{i} {document}" for i in range(20) for document in DOCUMENTS]).path
-    lines = Path(folder).read_text().splitlines(keepends=True)
-    for i in range(0, len(lines), 53):
-        (tmp_path / f"text/{i:04}.jsonl").write_text("".join(lines[i : i + 53]))
-    Path(folder).unlink()
+    for i in range(20):
+        write_documents(tmp_path / f"text/{i:02}", [f"{i} {document}" for document in DOCUMENTS])
     make(tmp_path / "store", str(tmp_path / "text"), tmp_path / "cache")
     splits = prepared(tmp_path / "store", tmp_path / "cache").manifest["splits"]
     share = splits["validation"]["bytes"] / (splits["train"]["bytes"] + splits["validation"]["bytes"])
