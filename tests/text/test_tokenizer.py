@@ -103,11 +103,6 @@ def whole(tokenizer: Tokenizer) -> tiktoken.Encoding:
 WHOLE = {tokenizer.sha256: whole(tokenizer) for tokenizer in (GPT2, BPE, ODD)}
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
-    """The ids of pieces, one after the other."""
-    return [token for piece in pieces for token in tokenizer.encode_piece(piece).tolist()]
-
-
 # --- GPT-2 ---
 
 
@@ -237,7 +232,7 @@ def test_cuts_and_ids(tokenizer, text, size):
         between[-1] += piece
         rest = rest[len(piece) :]
     expected = [token for part in between for token in WHOLE[tokenizer.sha256].encode_ordinary(part)]
-    assert encode_pieces(tokenizer, pieces) == expected
+    assert [token for piece in pieces for token in tokenizer.encode_piece(piece).tolist()] == expected
     assert tokenizer.decode(expected) == text
 
 
@@ -257,11 +252,12 @@ def test_encode_equals_tiktoken_on_long_text(tokenizer):
 
 # --- training ---
 
+HUGS = ["hug"] * 10 + ["pug"] * 5 + ["pun"] * 12 + ["bun"] * 4 + ["hugs"] * 5
+
 
 def test_merges_by_hand():
     """A worked example: ug 10+5+5 = 20 times, un 12+4 = 16, hug 10+5 = 15, pun 12."""
-    words = ["hug"] * 10 + ["pug"] * 5 + ["pun"] * 12 + ["bun"] * 4 + ["hugs"] * 5
-    tokenizer = train_bpe(words, 261)
+    tokenizer = train_bpe(HUGS, 261)
     assert [tokenizer.decode_bytes([token]) for token in range(256)] == [bytes([byte]) for byte in range(256)]
     assert [tokenizer.decode([token]) for token in range(256, 261)] == ["ug", "un", "hug", "pun", END_OF_TEXT]
     assert tokenizer.encode("hugs") == [258, ord("s")]
@@ -289,21 +285,15 @@ def test_vocab_size(text, vocab_size, expected):
 
 def test_merges_of_tokens_by_hand():
     """What a token was merged from; bytes alone, and tokens that no merge leads to."""
-    words = ["hug"] * 10 + ["pug"] * 5 + ["pun"] * 12 + ["bun"] * 4 + ["hugs"] * 5
-    trained = train_bpe(words, 260)
+    trained = train_bpe(HUGS, 260)
     assert [trained.merged_from(token) for token in (256, 257, 258)] == [[b"u", b"g"], [b"u", b"n"], [b"h", b"ug"]]
     assert trained.merged_from(104) == [b"h"]
     assert GPT2.merged_from(262) == [b" t", b"he"]
     assert GPT2.merged_from(15496) == [b"H", b"ello"]
     assert GPT2.merged_from(220) == [b" "]
     single = {bytes([byte]): byte for byte in range(256)}
-    assert Tokenizer("odd", single | {b"abc": 256}, GPT2_PATTERN).merged_from(256) == [b"a", b"b", b"c"]
-    assert Tokenizer("odd", single | {b"abcd": 256, b"bc": 257}, GPT2_PATTERN).merged_from(256) == [
-        b"a",
-        b"b",
-        b"c",
-        b"d",
-    ]
+    for more, parts in [({b"abc": 256}, [b"a", b"b", b"c"]), ({b"abcd": 256, b"bc": 257}, [b"a", b"b", b"c", b"d"])]:
+        assert Tokenizer("odd", single | more, GPT2_PATTERN).merged_from(256) == parts
 
 
 # --- stored and refused ---
@@ -315,7 +305,6 @@ def test_stored_round_trip(tokenizer):
     stored = tokenizer.to_dict()
     assert {type(value) for value in stored.values()} == {str}
     again = Tokenizer.from_dict(json.loads(json.dumps(stored)))
-    assert (again.name, again.sha256, again.vocab_size) == (tokenizer.name, tokenizer.sha256, tokenizer.vocab_size)
     assert again.to_dict() == stored
     assert again.encode(FOREIGN) == tokenizer.encode(FOREIGN)
 
@@ -351,9 +340,7 @@ MALFORMED = "the rank table is malformed: each line must be a token in base64 an
         (tampered(sha256="0" * 64), "do not match their hash"),
         (tampered(ranks="".join(LINES[:300] + LINES[301:])), "ids must be 0 to"),
         (tampered(ranks=""), "no token for byte 0"),
-        (tampered(ranks="".join(LINES) + "eHh4eHg= 4294967296\n"), "ids must be 0 to"),
-        (tampered(ranks="".join(LINES) + "eHh4eHg= -1\n"), "ids must be 0 to"),
-        (tampered(ranks="".join(LINES) + "eHh4eHg= 399\n"), "ids must be 0 to"),
+        *((tampered(ranks="".join(LINES) + f"eHh4eHg= {rank}\n"), "ids must be 0 to") for rank in (2**32, -1, 399)),
         (tampered(ranks="".join(LINES) + f"{base64.b64encode(b'x' * 1025).decode()} {len(LINES)}\n"), "of 1,025 bytes"),
         *((tampered(ranks="".join([*LINES, line])), MALFORMED) for line in ("YWE=", "YWE= 400 x", "Y 400", "é 400")),
         # tiktoken would panic on some of these, and others would drop text in silence or never end.
