@@ -5,7 +5,6 @@ import io
 import json
 import random
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -116,14 +115,6 @@ def test_manifest(tmp_path):
     assert stored == prepared.manifest
     assert content(folder).keys() == {"manifest.json", "tokenizer.json", "train.bin", "validation.bin"}
     assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
-
-
-def test_lone_surrogates_are_counted_as_written(tmp_path):
-    """JSON can spell half a pair, which becomes U+FFFD: the bytes are those of what is learnt."""
-    prepared = make(write_documents(tmp_path, ["\ud800" * 5 + "x" * 95]), tmp_path / "cache")
-    train = "\ufffd" * 5 + "x" * 85
-    assert lists(prepared)[0] == obvious([train], prepared.tokenizer)
-    assert prepared.manifest["splits"]["train"]["bytes"] == len(train.encode())
 
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
@@ -243,13 +234,3 @@ def test_no_text(tmp_path, documents):
     remedy = "give a text, or its key with data.text_field="
     assert refusal(make, data, cache) == f"{data.path}: every document is empty; {remedy}"
     assert entries(cache) == []
-
-
-def test_after_damage(tmp_path):
-    """What the line says to delete is made anew; test_prepared.py has every kind of damage."""
-    data, cache = write_documents(tmp_path), tmp_path / "cache"
-    whole = lists(make(data, cache))
-    (folder_of(cache) / "validation.bin").write_bytes(b"\0")
-    assert refusal(make, data, cache).endswith(f"; delete {folder_of(cache)} and it will be made anew")
-    shutil.rmtree(folder_of(cache))
-    assert lists(make(data, cache)) == whole
