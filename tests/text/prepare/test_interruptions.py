@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import gpt.text.corpus.python_docs
 import gpt.text.prepare.encode
 import gpt.text.prepare.prepare
 from gpt.errors import UserError

@@ -19,6 +19,7 @@ from gpt.prepare import main
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.parts import PIECES
 from gpt.text.prepare.prepare import prepare
+from gpt.text.prepared import PreparedText
 from gpt.text.shards import GROUP
 from gpt.text.tokenizer import TokenizerConfig, gpt2_tokenizer
 from harness import refusal
@@ -29,9 +30,8 @@ START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(["gpt.prepare", "gpt.text.prepare.parts"])
 
 
-def plan(store: Path | str, text: str | list[str], cache: Path, *more: str) -> None:
-    texts = [text] if isinstance(text, str) else text
-    main(["--to", str(store), "--plan", "--text", *texts, "--cache", str(cache), *(more or BPE)])
+def plan(store: Path | str, text: str, cache: Path) -> None:
+    main(["--to", str(store), "--plan", "--text", text, "--cache", str(cache), *BPE])
 
 
 def run(store: Path | str, cache: Path, *step: str) -> None:
@@ -43,11 +43,8 @@ def make(store: Path | str, text: str, cache: Path, *more: str) -> None:
     main(["--to", str(store), "--text", text, "--cache", str(cache), *(more or BPE)])
 
 
-def prepared(store: Path | str, cache: Path, **more):
-    [found] = prepare(
-        DataConfig("prepared", str(store), **more), TokenizerConfig(), 13, cache, lambda line: None
-    ).sources
-    return found
+def prepared(store: Path | str, cache: Path) -> PreparedText:
+    return prepare(DataConfig("prepared", str(store)), TokenizerConfig(), 13, cache).sources[0]
 
 
 @pytest.fixture(scope="module")
@@ -133,22 +130,23 @@ def test_of_a_large_text_the_plan_reads_some(files, tmp_path, monkeypatch):
     assert "has too few short documents to choose validation text from 4,000 bytes" in line
 
 
-def test_mistakes(files, tmp_path, capsys):
+def test_mistakes(files, tmp_path):
     """Each is one line, and nothing is published."""
     store, cache = tmp_path / "store", tmp_path / "cache"
-    assert (
-        refusal(run, store, cache, "--join")
-        == f"{store}: holds no plan: begin with python -m gpt.prepare --plan --text TEXT"
-    )
-    assert "give --text FILE" in refusal(run, store, cache, "--plan")
-    assert "the plan says which text" in refusal(run, store, cache, "--part", "1/1", "--text", "x")
+
+    def refused(*step: str) -> str:
+        return refusal(run, store, cache, *step)
+
+    assert refused("--join") == f"{store}: holds no plan: begin with python -m gpt.prepare --plan --text TEXT"
+    assert "give --text FILE" in refused("--plan")
+    assert "the plan says which text" in refused("--part", "1/1", "--text", "x")
     for part in ("0/3", "4/3", "3", "-1/2", "1/2/3"):
-        assert f"{part!r} is not such as 3/64" in refusal(run, store, cache, f"--part={part}")
+        assert f"{part!r} is not such as 3/64" in refused(f"--part={part}")
     copy = tmp_path / "files"
     shutil.copytree(files, copy)
     plan(store, str(copy), cache)
     run(store, cache, "--part", "2/3")
-    line = refusal(run, store, cache, "--join")
+    line = refused("--join")
     assert re.search(
         r"lacks \d+ of \d+ shards \(0, 2, 3, 5, 6, \.\.\.\): run the missing parts again, or --part 1/1", line
     )
@@ -156,15 +154,11 @@ def test_mistakes(files, tmp_path, capsys):
     assert "holds no prepared text; python -m gpt.prepare" in refusal(prepared, store, cache)
     record = json.loads((store / "part-000001.json").read_text())
     os.utime(copy / "000.txt", (1, 1))
-    assert "000.txt: this file or one of the next is not as it was planned" in refusal(
-        run, store, cache, "--part", "1/1"
-    )
+    assert "000.txt: this file or one of the next is not as it was planned" in refused("--part", "1/1")
     (store / "part-000001.json").write_text(json.dumps(record | {"plan": "other"}))
-    assert "is damaged (the content of part-000001.json does not match its seal)" in refusal(
-        run, store, cache, "--join"
-    )
+    assert "is damaged (the content of part-000001.json does not match its seal)" in refused("--join")
     (store / "tokenizer.json").unlink()
-    assert "holds no plan" in refusal(run, store, cache, "--join")
+    assert "holds no plan" in refused("--join")
 
 
 def test_parts_of_another_plan_or_version(files, tmp_path, monkeypatch):
