@@ -11,10 +11,8 @@ import pytest
 
 from gpt.text.analysis import references as module
 from gpt.text.analysis.references import LEAST_BYTES, MOST_BYTES, references, sample
-from gpt.text.corpus.config import DataConfig
-from gpt.text.prepare.prepare import prepare
 from gpt.text.prepared import PreparedText
-from gpt.text.tokenizer import Tokenizer, TokenizerConfig
+from gpt.text.tokenizer import Tokenizer
 
 WORDS = [b"alpha ", b"beta ", b"gamma\n", "naïve ".encode(), b"zeta, "]
 TEXT = b"".join(random.Random(7).choices(WORDS, k=20_011))
@@ -74,6 +72,7 @@ def test_long_texts(monkeypatch):
 def test_compressors_are_those_of_the_command_line():
     """Within the few bytes that headers and checksums take."""
     found = references([prepared(TEXT[:999], TEXT[:11]), prepared(TEXT[:999], TEXT[11:])])
+    assert list(found) == ["unigram", "bigram", "gzip -9", "xz -9e"]
     for name in ("gzip -9", "xz -9e"):
         if not shutil.which(name.split()[0]):
             pytest.skip(f"this machine has no {name.split()[0]}: its figure is NOT compared")
@@ -87,15 +86,3 @@ def test_no_compressor_for_short_and_long_texts(size, compared):
     corpus = prepared([97, 97], b"a" * LEAST_BYTES)
     corpus.manifest["splits"]["validation"]["bytes"] = size
     assert len(references([corpus])) == 2 + compared
-
-
-def test_prepared_text(tmp_path):
-    """A text on disk: order among the marks, and none beats another's knowledge by chance."""
-    file = tmp_path / "text.txt"
-    file.write_bytes(TEXT * 2)
-    corpora = prepare(
-        DataConfig("text", str(file)), TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None
-    )
-    found = references(corpora.sources)
-    assert list(found) == ["unigram", "bigram", "gzip -9", "xz -9e"]
-    assert 8 > found["unigram"] > found["bigram"] > 0 and found["gzip -9"] > found["xz -9e"] > 0
