@@ -44,12 +44,14 @@ def equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
 # --- training ---
 
 
-def test_targets_are_the_next_tokens():
-    """Each target is the token after its input, also where the circle closes."""
-    tokens = np.random.default_rng(3).permutation(n)
+@pytest.mark.parametrize("length", [T + 1, 2 * T, 2 * T + 1, n])
+def test_targets_are_the_next_tokens(length):
+    """Each target is the token after its input, also where the circle closes, as soon as there is one window."""
+    tokens = np.random.default_rng(3).permutation(length)
     after = dict(zip(tokens.tolist(), np.roll(tokens, -1).tolist(), strict=True))
     idx, targets = corpus_batch(tokens, 5, 0, 50 * PER_EPOCH, T)
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
+    assert torch.equal(idx[:, 1:], targets[:, :-1])
     assert any(window[-1] == tokens[-1] for window in idx.tolist())  # a target beyond the end of the array
     assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window that goes on beyond it
 
@@ -86,15 +88,6 @@ def test_cuts_into_batches_do_not_matter(first, sizes):
     parts = [corpus_batch(np.arange(n), 5, int(at), size, T) for at, size in zip(firsts, sizes, strict=False)]
     whole = corpus_batch(np.arange(n), 5, first, sum(sizes), T)
     assert equal(whole, (torch.cat([idx for idx, _ in parts]), torch.cat([targets for _, targets in parts])))
-
-
-@pytest.mark.parametrize("length", [T + 1, 2 * T - 1, 2 * T, 2 * T + 1])
-def test_shortest_texts(length):
-    """A text of one window and a target, or little more, still gives whole windows."""
-    idx, targets = corpus_batch(np.arange(length), 5, 0, 11, T)
-    assert torch.equal((idx[:, :1] + torch.arange(T)) % length, idx)
-    assert torch.equal((idx + 1) % length, targets)
-    assert len({tuple(window) for window in idx.tolist()}) > 2  # the cuts move from epoch to epoch
 
 
 # --- shards ---
