@@ -362,8 +362,6 @@ def test_config_ranges():
     for name, vocab_size in [("bpe", 257), ("bpe", 1_000_000), ("gpt2", 1), ("byte", 1)]:
         assert TokenizerConfig(name, vocab_size).vocab_size == vocab_size
     for vocab_size in (-1, 0, 256, 1_000_001):
-        line = refusal(TokenizerConfig, "bpe", vocab_size)
-        assert line.startswith(
-            f"tokenizer.vocab_size={vocab_size} is out of range: it must be at least 257 and at most"
-        )
+        line = f"tokenizer.vocab_size={vocab_size} is out of range: it must be at least 257 and at most"
+        assert refusal(TokenizerConfig, "bpe", vocab_size).startswith(line)
     assert refusal(TokenizerConfig, "word") == "tokenizer.name='word' is not known: choose from bpe, gpt2, byte"

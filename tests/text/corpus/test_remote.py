@@ -195,11 +195,7 @@ def test_wrong_hash(tmp_path, server, downloads, part):
     [
         ("changes", 0, "size and tag are (3000017, '\"xx\"'), and were (3000017, '\"x\"'): the file has changed"),
         ("whole", -7, "size and tag are (3000017, '\"x\"'), and were (3000010, '\"x\"'): the file has changed"),
-        (
-            "whole",
-            7,
-            "3,000,017 bytes are kept for the next attempt; the file has become shorter: run the command again",
-        ),
+        ("whole", 7, "bytes are kept for the next attempt; the file has become shorter: run the command again"),
     ],
 )
 def test_changed_since_it_was_listed(tmp_path, server, way, more, message):
