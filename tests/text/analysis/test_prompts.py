@@ -1,6 +1,5 @@
 """Sample prompts from the text itself: a few words that a shell command can hold, always the same."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -44,10 +43,7 @@ def single(end: str) -> str:
 )
 def test_words_of_a_single_text(tmp_path, end, prompt):
     """The validation text begins anywhere: what follows a blank line, else a line, else a space, in printable words."""
-    found = taken(tmp_path, single(end))
-    assert found == (["", prompt] if prompt else [""])
-    for text in found:
-        assert shlex.split(shlex.quote(text)) == [text]
+    assert taken(tmp_path, single(end)) == (["", prompt] if prompt else [""])
 
 
 def test_words_of_documents(tmp_path):
