@@ -18,19 +18,19 @@ EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True, database=
 DOCUMENTS = [f"document {i:03} " + "é" * (i % 7) for i in range(101)]
 
 
-def pieces_of(documents: Iterable[str], piece: int = PIECE) -> Iterator[Piece]:
+def pieces_of(documents: Iterable[str]) -> Iterator[Piece]:
     """The documents as a corpus gives them."""
     for document in documents:
-        texts = list(cut([document], piece))
+        texts = list(cut([document], PIECE))
         for i, text in enumerate(texts):
             yield Piece(text, i == 0, i == len(texts) - 1)
 
 
-def sides(found: Survey, documents: Iterable[str], piece: int = PIECE) -> tuple[list[str], list[str]]:
+def sides(found: Survey, documents: Iterable[str]) -> tuple[list[str], list[str]]:
     """The documents of both parts, after a check that each piece is there once, and its beginning and end too."""
     parts: tuple[list[str], list[str]] = ([], [])
     characters = 0
-    for whole in pieces_of(documents, piece):
+    for whole in pieces_of(documents):
         halves = found.split.sides(whole, characters)
         assert "".join(part.text for part, _ in halves) == whole.text
         assert [part.ends for part, _ in halves] == [False] * (len(halves) - 1) + [whole.ends]
@@ -44,9 +44,9 @@ def sides(found: Survey, documents: Iterable[str], piece: int = PIECE) -> tuple[
     return parts
 
 
-def split(documents: list[str], validation_bytes: int = 1_000_000, piece: int = PIECE) -> tuple[list[str], list[str]]:
+def split(documents: list[str], validation_bytes: int = 1_000_000) -> tuple[list[str], list[str]]:
     """Training and validation, documents each."""
-    return sides(survey(pieces_of(documents, piece), validation_bytes), documents, piece)
+    return sides(survey(pieces_of(documents), validation_bytes), documents)
 
 
 def key(document: str) -> int:
@@ -59,11 +59,11 @@ def size(documents: Iterable[str]) -> int:
     return sum(len(document.encode()) for document in documents)
 
 
-def oracle(documents: list[str], validation_bytes: int, piece: int = PIECE) -> tuple[list[str], list[str]]:
+def oracle(documents: list[str], validation_bytes: int) -> tuple[list[str], list[str]]:
     """Both parts in the obvious way: equal documents are drawn together, by their key, until the next do not fit."""
     limit = min(size(documents) // 10, validation_bytes)
     count = Counter(documents)
-    short = [text for text in count if 2 * size([text]) <= limit and len(list(cut([text], piece))) == 1]
+    short = [text for text in count if 2 * size([text]) <= limit and len(list(cut([text], PIECE))) == 1]
     drawn: set[str] = set()
     left = limit
     for document in sorted(short, key=key):
