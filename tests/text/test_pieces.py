@@ -134,11 +134,10 @@ HALVES = ["\ud800", "\ud83d", "\udbff", "\udc00", "\ude00", "\udfff"]
 @given(st.lists(st.sampled_from([*HALVES, "a", "\ufffd", "😀", "\ufeff"]) | st.characters(), max_size=29).map("".join))
 @example("\ud83d\ud83d\ude00\ude00")
 def test_well_formed(text):
-    """It can be encoded, it changes halves only, and it changes nothing twice."""
+    """It changes halves only, so that it can be encoded, and it changes nothing twice."""
     pairs = re.sub("[\ud800-\udbff][\udc00-\udfff]", lambda m: _join(*m.group()), text)
     assert well_formed(text) == re.sub("[\ud800-\udfff]", "\ufffd", pairs)
     assert well_formed(well_formed(text)) == well_formed(text)
-    assert well_formed(text).encode("utf-8").decode("utf-8") == well_formed(text)
 
 
 def _join(high: str, low: str) -> str:

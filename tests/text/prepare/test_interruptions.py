@@ -366,9 +366,8 @@ def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
         try:
             make(many, cache)
         except UserError as caught:
-            assert re.search(
-                "was damaged while the preparation was interrupted|; delete .* and it will be", str(caught)
-            )
-            shutil.rmtree(folder_of(cache), ignore_errors=True) if entries(cache) else None
+            assert re.search("was damaged while the preparation was interrupted|; delete .* and it will", str(caught))
+            for left in entries(cache):
+                shutil.rmtree(left)
             make(many, cache)
     assert content(folder_of(cache)) == undisturbed
