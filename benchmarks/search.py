@@ -36,11 +36,17 @@ import numpy as np
 from measuring import ROOT, table
 
 from gpt.model.transformer import ModelConfig
+from gpt.text.analysis.references import novelty
+from gpt.text.corpus.config import DataConfig
+from gpt.text.prepare.prepare import prepare
+from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config import law
 from gpt.training.optim import OptimConfig
 
 SHAPES = ((2, 64), (4, 128), (6, 192), (8, 256))  # layers and channels; heads of 32
 CHANGES = ((1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0))  # of matrix_lr and lr
+
+VALIDATION_BYTES = 150_000
 
 
 @contextmanager
@@ -95,7 +101,7 @@ def train_all(candidates: Sequence[tuple[str, int, Path]]) -> Iterator[dict]:
 def trained(layers: int, channels: int, steps: int) -> str:
     """The overrides for a model of a shape, with heads of 32, that trains for so many steps."""
     model = f"model.num_layers={layers} model.d_model={channels} model.num_heads={channels // 32}"
-    return f"{model} horizon={steps}steps data.validation_bytes=150000 logger=[csv]"
+    return f"{model} horizon={steps}steps data.validation_bytes={VALIDATION_BYTES} logger=[csv]"
 
 
 def with_rates(layers: int, channels: int, steps: int, change: tuple[float, float]) -> str:
@@ -124,7 +130,7 @@ def compare_rates(texts: Sequence[Path]) -> None:
 POINTS = ROOT / "benchmarks/law.csv"
 RUNS = ((2, 64, 5300), (3, 96, 3300), (4, 128, 2000), (6, 192, 800), (8, 256, 400))  # a minute of two cores each
 RUNS += ((3, 96, 16300), (4, 128, 9800), (6, 192, 3900), (8, 256, 2000))  # five minutes
-NUMBERS = ("FALL", "SIZE_POWER", "TEXT", "REPEATS", "REPEATS_POWER", "BY_HEART", "BY_HEART_POWER")
+NUMBERS = ("FALL", "NOVELTY", "SIZE_POWER", "TEXT", "BY_HEART", "BY_HEART_POWER")
 
 
 def extend_points(texts: Sequence[Path]) -> None:
@@ -133,9 +139,10 @@ def extend_points(texts: Sequence[Path]) -> None:
     made = [(trained(*run), 1, text) for text, run in runs]
     with POINTS.open("a") as stream:
         for (text, (layers, channels, steps)), found in zip(runs, train_all(made), strict=True):
-            distinct = round(found["tokens"] / found["epochs"])
-            row = (text.stem, layers, channels, steps, distinct, found["val_bits_per_byte"])
-            print(*row, sep=",", file=stream, flush=True)
+            data = DataConfig("text", str(text), validation_bytes=VALIDATION_BYTES)
+            prepared = prepare(data, TokenizerConfig(), 128, text.parent / "cache")
+            of_text = (text.stem, f"{novelty(prepared.sources):.2f}", prepared.train_tokens)
+            print(*of_text, layers, channels, steps, found["val_bits_per_byte"], sep=",", file=stream, flush=True)
 
 
 def fit_law() -> None:
@@ -157,7 +164,7 @@ def fit_law() -> None:
         found = []
         for row in rows:
             probe = probes[row["text"]]
-            of_text = law.Law(int(row["distinct"])).through(model(probe), 1024e3, probe["bits"])
+            of_text = law.Law(int(row["distinct"]), row["novelty"]).through(model(probe), 1024e3, probe["bits"])
             try:
                 found.append(math.log(of_text.bits_per_byte(model(row), 1024 * row["steps"]) / row["bits"]))
             except (OverflowError, ValueError):  # too long a step

@@ -12,6 +12,7 @@ LEAST_BYTES = 10_000  # below, a compressor has too little to learn from, which 
 MOST_BYTES = 10_000_000  # above, xz takes minutes
 COUNTED = 1 << 22  # training tokens that the counts are of, which take a quarter of a second
 ROW = 1 << 12  # tokens in a row, of those
+SEEN, UNSEEN = 1 << 18, 1 << 15  # training and validation tokens that say how new a text is
 AT_ONCE = 1 << 20  # validation tokens
 
 
@@ -41,6 +42,19 @@ def sample(tokens: np.ndarray, size: int) -> np.ndarray:
         return tokens[: len(tokens)].astype(np.int64)[None]
     starts = np.linspace(0, len(tokens) - ROW, max(1, size // ROW)).astype(np.int64)
     return tokens[starts[:, None] + np.arange(ROW)].astype(np.int64)
+
+
+def novelty(sources: Sequence[PreparedText]) -> float:
+    """Return the bits per byte that lzma needs for some validation text after some training text.
+
+    They are few where texts repeat one another, and many where each page is new.
+    """
+    seen = unseen = b""
+    for source in sources:
+        decode = source.tokenizer.decode_bytes
+        seen += decode(sample(source.at_hand, SEEN // len(sources)).ravel().tolist())
+        unseen += decode(sample(source.validation, UNSEEN // len(sources)).ravel().tolist())
+    return 8 * (len(lzma.compress(seen + unseen)) - len(lzma.compress(seen))) / len(unseen)
 
 
 def _count_models(sources: Sequence[PreparedText]) -> tuple[float, float]:

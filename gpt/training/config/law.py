@@ -1,8 +1,7 @@
 """What a model of some size reaches on a text after some training: a law fitted to this project's own runs.
 
-Its form follows Kaplan et al. 2020 (arXiv:2001.08361) and Hoffmann et al. 2022 (arXiv:2203.15556), what repeated text
-is worth Muennighoff et al. 2023 (arXiv:2305.16264). `python benchmarks/search.py --law` fits its numbers, and
-benchmarks/LOG.md has them beside the runs.
+Its form follows Kaplan et al. 2020 (arXiv:2001.08361) and Hoffmann et al. 2022 (arXiv:2203.15556), with a power that
+depends on the text. `python benchmarks/search.py --law` fits its numbers, and benchmarks/LOG.md has them beside runs.
 """
 
 import math
@@ -10,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL = 0.275  # the power by which bits per byte follow what is lacking in size and text
-SIZE_POWER = 0.509  # of the weights in the blocks, in millions
-TEXT = 2.91  # what a million tokens that have not been seen are worth in that
-REPEATS, REPEATS_POWER = 4.04, 0.342  # epochs that repetition is worth at most, by tokens over weights
-BY_HEART, BY_HEART_POWER = 0.0017, 0.235  # what an epoch costs by being learnt by heart, by weights over tokens
+FALL = 0.389  # the power by which bits per byte follow what is lacking in size and text, where a text is never new
+NOVELTY = 0.294  # how fast that power falls with a text's novelty
+SIZE_POWER = 0.632  # of the weights in the blocks, in millions
+TEXT = 4.33  # what a million tokens are worth in that
+BY_HEART, BY_HEART_POWER = 0.00546, 0.506  # what an epoch costs by being learnt by heart, by weights over tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
@@ -37,9 +36,10 @@ FAMILY = (
 
 @dataclass(frozen=True)
 class Law:
-    """The law on one text: how many training tokens there are, and the bits per byte after a usual probe."""
+    """The law on one text: its training tokens, its novelty (as in references.py), the bits per byte after a probe."""
 
     train_tokens: int
+    novelty: float = 1.7
     level: float = 2.0
 
     def through(self, model: ModelConfig, tokens: float, bits: float) -> "Law":
@@ -56,8 +56,5 @@ class Law:
 
     def _lacking(self, model: ModelConfig, tokens: float) -> float:
         size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
-        epochs, most = seen / text, REPEATS * (text / size) ** REPEATS_POWER
-        if epochs > 1:
-            seen = text * (1 + most * (1 - math.exp((1 - epochs) / most)))
-        by_heart = math.exp(BY_HEART * epochs * (size / text) ** BY_HEART_POWER)
-        return (size**-SIZE_POWER + TEXT / seen) ** FALL * by_heart
+        by_heart = 1 + BY_HEART * seen / text * (size / text) ** BY_HEART_POWER
+        return (size**-SIZE_POWER + TEXT / seen) ** (FALL * math.exp(-NOVELTY * self.novelty)) * by_heart

@@ -10,6 +10,7 @@ from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
+from gpt.text.analysis.references import novelty
 from gpt.text.prepared import Corpora
 from gpt.training.config.law import FAMILY, Law
 from gpt.training.config.schedule import Schedule
@@ -57,7 +58,7 @@ def choose(
     if that is more.
     """
     members: list[Member] = []
-    law, longest = Law(text.train_tokens), max(seconds, longest)
+    law, longest = Law(text.train_tokens, novelty(text.sources)), max(seconds, longest)
     for model in FAMILY:
         config, schedule = decided(model)
         if config.model.context_length >= text.train_tokens:
