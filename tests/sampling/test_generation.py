@@ -11,16 +11,13 @@ from torch import Tensor
 
 from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, align, filter_logits, generate, next_token, window_start
-from gpt.text.tokenizer import byte_tokenizer
+from gpt.sampling.generation import Sampling, align, filter_logits, generate, next_token
 from small_models import make_idx, make_model
 
 VOCAB, CONTEXT = 101, 13
 SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
-EOT = 256  # the byte tokenizer's end-of-text
 GREEDY = Sampling(temperature=0.0)
 PLAIN = Sampling(temperature=1.0, top_p=1.0)
-BYTES = byte_tokenizer()
 
 
 def collect(tokens: Iterator[Tensor]) -> Tensor:
@@ -73,36 +70,16 @@ def test_padding_is_not_seen():
         assert torch.equal(together[row : row + 1], collect(generate(model, torch.tensor([ids]), 7, sampling)))
 
 
-@pytest.mark.parametrize(
-    ("length", "slide", "expected"),
-    [
-        *[(1, 1, 0), (13, 1, 0), (14, 1, 1), (29, 1, 16)],
-        *[(13, 3, 0), (14, 3, 3), (16, 3, 3), (17, 3, 6), (29, 3, 18)],
-        *[(13, 13, 0), (14, 13, 13), (26, 13, 13), (27, 13, 26)],
-    ],
-)
-def test_window_start(length, slide, expected):
-    """Counted by hand for a context of 13."""
-    assert window_start(length, CONTEXT, slide) == expected
-
-
 def test_passes():
-    """One token goes through the model at each step, except for the prompt and each slide."""
+    """Only when its token is asked for, one token goes through the model; the prompt and each slide take several."""
     model, passes = make_model(SHAPE), []
     model.final_norm.register_forward_hook(lambda module, inputs, output: passes.append(output.shape[1]))
-    collect(generate(model, make_idx(VOCAB, 2, 7), 13, GREEDY, slide=3))
-    assert passes == [7, 1, 1, 1, 1, 1, 1, 11, 1, 1, 11, 1, 1]
-
-
-def test_generate_is_lazy():
-    """No token is computed before it is asked for, and there are exactly as many as ordered."""
-    model, passes = make_model(SHAPE), []
-    model.final_norm.register_forward_hook(lambda module, inputs, output: passes.append(output.shape[1]))
-    tokens = generate(model, make_idx(VOCAB, 1, 2), 5, GREEDY)
+    tokens = generate(model, make_idx(VOCAB, 2, 7), 13, GREEDY, slide=3)
     assert passes == []
-    assert next(tokens).shape == (1,)
-    assert passes == [2]
-    assert len(list(tokens)) == 4
+    assert next(tokens).shape == (2,)
+    assert passes == [7]
+    assert len(list(tokens)) == 12
+    assert passes == [7, 1, 1, 1, 1, 1, 1, 11, 1, 1, 11, 1, 1]
 
 
 def test_generation_ignores_dropout():
@@ -125,12 +102,11 @@ def test_slide_range(slide):
         next(generate(make_model(SHAPE), make_idx(VOCAB, 1, 2), 2, GREEDY, slide=slide))
 
 
-def filtered(weights: list[float], previous: tuple[int, ...] = (), **changes) -> list[float]:
+def filtered(weights: list[float], **changes) -> list[float]:
     """Probabilities after the filters of a row whose tokens have these weights, each with the logit log(weight)."""
-    logits = torch.tensor([weights]).log()
-    before = torch.tensor([previous], dtype=torch.long)
     sampling = Sampling(**({"temperature": 1.0, "top_p": 1.0} | changes))
-    return filter_logits(logits, before, sampling).softmax(-1)[0].tolist()
+    previous = torch.zeros(1, 0, dtype=torch.long)
+    return filter_logits(torch.tensor([weights]).log(), previous, sampling).softmax(-1)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -162,16 +138,6 @@ def test_top_p_keeps_the_fewest(top_p, kept):
     assert sorted(filtered([1.0] * 4, top_p=top_p)) == pytest.approx([0.0] * (4 - kept) + [1 / kept] * kept)
 
 
-def test_repetition_penalty_by_hand():
-    """Positive logits are divided and negative ones multiplied, once, however often the token came."""
-    logits = torch.tensor([[3.0, -1.0, 0.5, 0.0, 2.0], [3.0, -1.0, 0.5, 0.0, 2.0]])
-    previous = torch.tensor([[0, 0, 1, 3], [4, 2, 2, 2]])
-    result = filter_logits(logits, previous, Sampling(2.0, temperature=1.0, top_p=1.0))
-    expected = torch.tensor([[1.5, -2.0, 0.5, 0.0, 2.0], [3.0, -1.0, 0.25, 0.0, 1.0]])
-    assert torch.equal(result, expected)
-    assert logits[0].tolist() == [3.0, -1.0, 0.5, 0.0, 2.0]  # the caller's are left alone
-
-
 def slow_filter(logits: list[float], previous: list[int], sampling: Sampling) -> list[float]:
     """Probabilities after all filters, one token at a time, in the order that `Sampling` documents."""
     values = list(logits)
@@ -193,14 +159,14 @@ def slow_filter(logits: list[float], previous: list[int], sampling: Sampling) ->
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.7, 0.6])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.9])
 def test_filters_equal_the_slow_reference(repetition_penalty, temperature):
-    """All filters together, on five rows of 31 random logits."""
+    """All filters together, on five rows of 31 random logits, which are left alone."""
     generator = torch.Generator().manual_seed(11)
     logits = 2 * torch.randn(5, 31, generator=generator)
     previous = torch.randint(31, (5, 13), generator=generator)
+    rows = list(zip(logits.tolist(), previous.tolist(), strict=True))
     for filters in itertools.product([0, 1, 7, 31], [0.2, 0.83, 1.0], [0.0, 0.07]):
         sampling = Sampling(repetition_penalty, temperature, *filters)
         result = filter_logits(logits, previous, sampling).softmax(-1)
-        rows = zip(logits.tolist(), previous.tolist(), strict=True)
         expected = torch.tensor([slow_filter(*row, sampling) for row in rows])
         assert torch.equal(result == 0, expected == 0), sampling
         torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
