@@ -11,7 +11,6 @@ from gpt.model.fast.operations import SkipInit
 from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import packed
-from gpt.sampling.generation import Sampling
 from gpt.sampling.packed import (
     BF16_FROM,
     Int8Linear,
@@ -22,7 +21,6 @@ from gpt.sampling.packed import (
 )
 from small_models import make_idx, make_initial_model
 
-GREEDY = Sampling(temperature=0.0)
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
 
