@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from gpt.model.loss import IGNORE
@@ -60,26 +59,6 @@ def test_leaves_the_mode(training):
     assert scores[0] == scores[1] == score(make_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats
     assert all(module.training is training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-class NoDoubles(TorchDispatchMode):
-    """Imitates Apple's GPUs, which have no float64: refuses to turn a tensor into one, as `.double()` does."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if operation.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return operation(*args, **kwargs)
-
-
-def test_device_without_float64():
-    """A model on a device without float64 is scored, with the same result as elsewhere."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
-    with pytest.raises(TypeError, match="float64"), NoDoubles():
-        torch.zeros(()).double()
-    expected = score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211)
-    with NoDoubles():
-        assert score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211) == expected
 
 
 def slow_nats(model: GPT, context: Tensor, target: Tensor) -> float:
