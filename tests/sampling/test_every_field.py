@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGUFReader
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from gpt.errors import UserError
-from gpt.exchange import gguf, huggingface
+from gpt.exchange import huggingface
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.packed import pack_weights
 from gpt.text.tokenizer import byte_tokenizer
@@ -93,33 +92,8 @@ def in_transformers(model: GPT, idx: Tensor, folder: Path) -> Tensor:
     return AutoModelForCausalLM.from_pretrained(folder)(idx).logits
 
 
-def in_gguf(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    """What GPT-2 makes of the weights in the file, in whose every layer llama.cpp computes the same."""
-    gguf.write(model, byte_tokenizer(), folder / "model.gguf", "f32")
-    reader = GGUFReader(folder / "model.gguf")
-    shape = {ours: reader.fields[f"gpt2.{theirs}"].contents() for ours, theirs in GGUF_SHAPE.items()}
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=257, **shape)).eval()
-    state = {}
-    for tensor in reader.tensors:
-        *block, name, kind = tensor.name.split(".")
-        weight, place = torch.from_numpy(tensor.data.copy()), [GGUF_NAMES[name], kind]
-        if block:
-            place = ["transformer.h", block[1], *place]
-        is_linear = bool(block) and weight.ndim == 2
-        state[".".join(place)] = weight.T if is_linear else weight  # `transformers` keeps them (in, out)
-    state.pop("lm_head.weight", None)
-    theirs.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
-    return theirs(idx).logits
-
-
-GGUF_SHAPE = {"n_positions": "context_length", "n_embd": "embedding_length", "n_layer": "block_count"}
-GGUF_SHAPE |= {"n_head": "attention.head_count", "layer_norm_epsilon": "attention.layer_norm_epsilon"}
-GGUF_NAMES = {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f"}
-GGUF_NAMES |= {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"}
-GGUF_NAMES |= {"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", "output": "lm_head"}
-
 WAYS: dict[Callable[[GPT, Tensor, Path], Tensor], float] = {  # and how far off they may be
-    **dict.fromkeys([cached, cached_in_parts, padded, for_training, compiled, in_transformers, in_gguf], 1e-5),
+    **dict.fromkeys([cached, cached_in_parts, padded, for_training, compiled, in_transformers], 1e-5),
     **dict.fromkeys([packed_bf16, packed_int8], 0.03),
 }
 
