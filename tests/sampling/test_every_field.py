@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gpt.errors import UserError
-from gpt.exchange import huggingface
+from gpt.exchange import gguf, huggingface
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.packed import pack_weights
 from gpt.text.tokenizer import byte_tokenizer
+from harness import refusal
 from small_models import make_idx, make_model
 
 SMALL = GPTConfig(context_length=23, d_model=32, num_layers=2, num_heads=4, vocab_size=257)
@@ -113,3 +114,21 @@ def test_every_way_agrees_or_refuses(name, way, tmp_path):
         return
     error = (result - expected).abs().mean() / expected.std()
     assert error < WAYS[way]
+
+
+@dataclasses.dataclass
+class WithWindow(GPTConfig):
+    """A configuration with a field that GPT-2 does not have, as somebody may add one."""
+
+    other_field: int = 0
+
+
+@pytest.mark.parametrize("write", [huggingface.write, lambda *parts: gguf.write(*parts, "f32")], ids=["hf", "gguf"])
+def test_unknown_fields_are_not_exported(tmp_path, write: Callable):
+    """A model with a field that nobody has compared with GPT-2 is refused, even at its default; nothing is written."""
+    model = GPT(GPTConfig(7, 10, 1, 5, dropout=0.1, qkv_bias=False, vocab_size=257))
+    huggingface.require_gpt2(model)
+    model.config = WithWindow(**dataclasses.asdict(model.config))
+    line = refusal(write, model, byte_tokenizer(), tmp_path / "model.gguf")
+    assert line == "model.other_field=0 is nothing that GPT-2 has, so this model cannot be exported"
+    assert not list(tmp_path.iterdir())
