@@ -17,7 +17,6 @@ import torch
 import harness
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import FORMAT, load, require_storable, save, to_model
-from gpt.files import link
 from gpt.model.transformer import ModelConfig
 from gpt.text.tokenizer import byte_tokenizer
 from model_files import Bomb, limited_files, small_model, trained_payload
@@ -120,17 +119,6 @@ def test_state_that_can_be_stored(tmp_path):
     for value in (np.float64(2), {2, 3}, tmp_path, [1.0, {"mean": b"2"}], {np.int64(3): 5}):
         with pytest.raises(ValueError, match=r"Unsupported: (float64|set|PosixPath|bytes|int64)"):
             require_storable({"state": value})
-
-
-def test_link(tmp_path):
-    """Both names are one file, also when linked twice; what the target named before keeps its other name."""
-    best, last, previous = (tmp_path / f"{name}.ckpt" for name in ("best", "last", "previous"))
-    best.write_bytes(b"new")
-    last.write_bytes(b"old")
-    for source, target in ((last, previous), (best, last), (best, last)):
-        link(source, target)
-        assert source.stat().st_ino == target.stat().st_ino
-    assert (last.read_bytes(), previous.read_bytes()) == (b"new", b"old")
 
 
 # --- damage ---

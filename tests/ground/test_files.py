@@ -65,16 +65,6 @@ def test_replacing_follows_a_link(tmp_path):
     assert ((tmp_path / "folder/a.txt").read_text(), os.listdir(tmp_path / "folder")) == ("new", ["a.txt"])
 
 
-def test_write_text_and_publish(tmp_path):
-    """A text replaces another; a finished file or folder takes its final name."""
-    write_text(tmp_path / "a.txt", "caf\u00e9")
-    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "caf\u00e9"
-    publish(tmp_path / "a.txt", tmp_path / "b.txt")
-    (tmp_path / "working").mkdir()
-    publish(tmp_path / "working", tmp_path / "finished")
-    assert sorted(os.listdir(tmp_path)) == ["b.txt", "finished"]
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
 def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
     """Windows cannot open a folder and some file systems cannot sync one, which does not matter; for files it does."""
@@ -126,17 +116,26 @@ def test_publish_waits_for_other_programs(tmp_path, monkeypatch, times, on_windo
         assert (sum(slept) >= 2) == on_windows
 
 
-def test_link_without_hard_links(tmp_path, monkeypatch):
-    """On a file system without hard links the contents are copied."""
+@pytest.mark.parametrize("possible", [True, False])
+def test_link(tmp_path, monkeypatch, possible):
+    """Both names are one file, also when linked twice, or equal ones where the file system has no hard links.
+
+    What the target named before keeps its other name.
+    """
 
     def refuse(*names) -> None:
         raise OSError("no hard links here")
 
-    monkeypatch.setattr(os, "link", refuse)
-    (tmp_path / "a").write_text("x")
-    link(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b").read_text() == "x"
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    if not possible:
+        monkeypatch.setattr(os, "link", refuse)
+    best, last, previous = (tmp_path / name for name in ("best", "last", "previous"))
+    best.write_text("new")
+    last.write_text("old")
+    for source, target in ((last, previous), (best, last), (best, last)):
+        link(source, target)
+        assert source.samefile(target) is possible
+    assert (last.read_text(), previous.read_text()) == ("new", "old")
+    assert sorted(os.listdir(tmp_path)) == ["best", "last", "previous"]
 
 
 def test_hold_names_the_owner(tmp_path):
