@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from gpt.console import Parser, command_line, quote, say
-from gpt.errors import NonFiniteError, UserError, require_choice
+from gpt.console import command_line, quote, say
+from gpt.errors import NonFiniteError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class WindowsError(OSError):
+    """What Windows raises, with its own number beside that of C."""
+
+    winerror = None
 
 
 @pytest.mark.parametrize(
@@ -25,6 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
         (OSError(errno.ENOSPC, "full", "a.txt"), 2, "prog: a.txt: the disk is full: free some space"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), 2, "prog: aaa: cannot be used (File name too long)"),
         (OSError(errno.EDQUOT, "quota"), 2, "prog: the disk is full: free some space"),
+        (
+            WindowsError(errno.EINVAL, "Invalid argument", "a?b"),
+            2,
+            "prog: a?b: cannot be used (Invalid argument): check",
+        ),
     ],
 )
 def test_ends(capsys, error, code, line):
@@ -56,21 +67,6 @@ def test_closed_streams(tmp_path, closed):
     assert done.stderr in (b"", b"p: wrong\n")
 
 
-def test_parser_complains_in_one_line():
-    """Unknown, abbreviated and malformed options are a `UserError` that names the help."""
-    parser = Parser("prog", "Do it.")
-    parser.add_argument("--number", type=int)
-    for arguments in (["--num", "1"], ["--number", "x"], ["--nope"]):
-        with pytest.raises(UserError, match="; see prog --help"):
-            parser.parse_args(arguments)
-
-
-class WindowsError(OSError):
-    """What Windows raises, with its own number beside that of C."""
-
-    winerror = None
-
-
 def test_reader_gone_on_windows(monkeypatch):
     """Windows calls a pipe that nobody reads an invalid argument: the command ends as elsewhere."""
     muted = []
@@ -89,23 +85,8 @@ def test_reader_gone_on_windows(monkeypatch):
         raise OSError(errno.EINVAL, "Invalid argument")
 
 
-def test_name_that_windows_does_not_allow(capsys):
-    """A name with a colon or a question mark is a mistake of the user's, not a reader that has gone."""
-    with pytest.raises(SystemExit) as end, command_line("prog"):
-        raise WindowsError(errno.EINVAL, "Invalid argument", "a?b")
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("prog: a?b: cannot be used (Invalid argument): check")
-
-
 def test_quote(monkeypatch):
     """Commands to type are quoted for the shell of the system: only double quotes mean anything to that of Windows."""
     assert [quote(word) for word in ("plain", "it's two", "")] == ["plain", "'it'\"'\"'s two'", "''"]
     monkeypatch.setattr("os.name", "nt")
     assert [quote(word) for word in (r"runs\a", "it's two", "")] == [r"runs\a", '"it\'s two"', '""']
-
-
-def test_require_choice():
-    """The choices are listed."""
-    require_choice("a.b", "x", ("x", "y"))
-    with pytest.raises(ValueError, match=r"a\.b='z' is not known: choose from x, y"):
-        require_choice("a.b", "z", ("x", "y"))
