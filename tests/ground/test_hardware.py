@@ -53,11 +53,12 @@ def test_device_count(monkeypatch):
 
 
 def test_explicit_choices_are_honoured(monkeypatch):
-    """Only `auto` looks at the machine."""
+    """Only `auto` looks at the machine, but a CPU compiles nothing."""
     monkeypatch.setattr("shutil.which", lambda name: name)
     for device in (CPU, CUDA, MPS):
         assert [choose_precision(name, device) for name in ("fp32", "bf16")] == ["fp32", "bf16"]
     assert [choose_compile(name, CUDA) for name in ("true", "false")] == [True, False]
+    assert "trainer.compile=true is for GPUs" in refusal(choose_compile, "true", CPU)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -82,12 +83,6 @@ def test_auto_compile(monkeypatch, compiler):
     """Only on CUDA, and only with the C compiler that Triton needs."""
     monkeypatch.setattr("shutil.which", lambda name: compiler if name == "cc" else None)
     assert [choose_compile("auto", device) for device in (CUDA, CPU, MPS)] == [compiler is not None, False, False]
-
-
-def test_compiling_is_for_gpus():
-    """Asked for on a CPU, it is refused."""
-    assert "trainer.compile=true is for GPUs" in refusal(choose_compile, "true", CPU)
-    assert choose_compile("true", CUDA)
 
 
 # --- peaks ---
@@ -250,17 +245,14 @@ def test_memory_functions_without_glibc(monkeypatch):
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"),
         RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, ..."),
         RuntimeError(
-            "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB, max allowed: 18.13 GB). "
-            "Tried to allocate 2.00 GB on private pool."
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes. Error code 12"
         ),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                     "tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough memory: you tried to "
-                     "allocate 4000000000000000 bytes."),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4000000000000000 bytes."),
     ],
     ids=lambda error: f"{type(error).__name__} {str(error)[:30]}",
-)  # fmt: skip
+)
 def test_out_of_memory(error):
     """Each device's own way to say it."""
     assert is_out_of_memory(error)
