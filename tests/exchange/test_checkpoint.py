@@ -200,7 +200,6 @@ def test_not_a_checkpoint(tmp_path):
         (make_payload() | {"format": FORMAT + 1}, f"written by a newer version of this project (format {FORMAT + 1})"),
         (make_payload() | {"layer": torch.nn.Linear(2, 3)}, "objects other than tensors and plain types"),
     ],
-    ids=["list", "state-dict", "no-weights", "other-format", "newer", "module"],
 )
 def test_foreign_torch_files(tmp_path, content, reason):
     """What another program, or a later version of this one, saved with torch is refused, and the line says why."""
@@ -219,7 +218,6 @@ def test_foreign_torch_files(tmp_path, content, reason):
         ({"d_model": 14.0}, "its d_model is 14.0, of type float"),
         ({"width": 7}, "its configuration has an unknown key 'width'"),
     ],
-    ids=lambda value: "",
 )
 def test_shapes_that_the_weights_do_not_have(changes, reason):
     """A configuration is compared with the weights before any memory or time is spent on it."""
@@ -261,10 +259,6 @@ REST = {name: weight for name, weight in WEIGHTS.items() if name != NAME}
         ({NAME: FINITE, 7: FINITE}, "do not fit together"),
         ({NAME: FINITE, "lora.weight": torch.ones(7)}, 'Unexpected key(s) in state_dict: "lora.weight"'),
         ({"other": FINITE}, f'Missing key(s) in state_dict: "{NAME}"'),
-    ],
-    ids=[
-        *("list", "integer", "nan", "inf-in-fp32", "transposed", "smaller"),
-        *("meta", "number-as-name", "extra", "missing"),
     ],
 )
 def test_foreign_weights(tmp_path, weights, reason):
