@@ -70,10 +70,6 @@ def test_weights(tmp_path, bpe, kind):
         expected[names.get_name(name, (".weight", ".bias"))] = weight.T if in_by_out else weight
     found = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
     assert found.keys() == expected.keys()
-    outside = ["token_embd.weight", "position_embd.weight", "output_norm.weight", "output_norm.bias"]
-    parts = ["attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"]  # as llama.cpp calls them
-    inside = [f"blk.{i}.{part}.{end}" for i in range(3) for part in parts for end in ("weight", "bias")]
-    assert found.keys() == {*outside, *inside}
     for name, weight in expected.items():
         exact = weight.ndim == 1 or name == "position_embd.weight"
         stored = GGMLQuantizationType["F32" if exact else kind.upper()]
