@@ -90,11 +90,6 @@ def test_greedy(tmp_path, name):
     idx = torch.tensor([prompt])
     greedy = {"attention_mask": torch.ones_like(idx), "do_sample": False, "max_length": len(text), "pad_token_id": 0}
     assert theirs.generate(idx, **greedy)[0].tolist() == text
-    with torch.inference_mode():
-        apart = np.abs(theirs(torch.tensor([text[:-1]])).logits[0, last:].numpy() - logits).max()
-    print(
-        f"{name}: logits have a standard deviation of {logits.std():.2f}; transformers differs by {apart:.1e}", end=""
-    )
 
     gguf.write(model, tokenizer, file, "f32")
     third = llama(file, model.config.context_length, logits_all=True)
@@ -104,7 +99,6 @@ def test_greedy(tmp_path, name):
     apart = np.abs(third.scores[last : len(text) - 1] - logits).max()
     second, first = np.partition(logits, -2)[:, -2:].T
     gap = (first - second).min()
-    print(f", llama.cpp by {apart:.1e}; the two likeliest are {gap:.1e} apart or more")
     assert 2 * apart < min(gap, 0.01 * logits.std())
     shutil.rmtree(folder)  # a gigabyte, with the file, which pytest would keep
     file.unlink()
@@ -122,7 +116,6 @@ def test_types(tmp_path):
         machine = llama(file, 97, logits_all=True)
         machine.eval(text)
         apart = np.abs(machine.scores[: len(text)] - logits).std() / logits.std()
-        print(f"{kind}: {apart:.1e}")
         assert bound / 100 < apart < bound, kind
     turns = [("user", "The model "), ("assistant", "reads"), ("user", "\n bytes.")]
     chat = machine.create_chat_completion(
