@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tqdm import tqdm
 
 from gpt.model.loss import IGNORE
-from gpt.model.transformer import GPT, GPTConfig
+from gpt.model.transformer import GPTConfig
 from gpt.sampling import scoring
 from gpt.sampling.scoring import score, strided_score
 from gpt.text.batches import validation_batches
@@ -61,12 +60,6 @@ def test_leaves_the_mode(training):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def slow_nats(model: GPT, context: Tensor, target: Tensor) -> float:
-    """The nats of one token after a context (T,)."""
-    with torch.no_grad():
-        return F.cross_entropy(model(context[None])[0, -1], target).item()
-
-
 @pytest.mark.parametrize("stride", [1, 2, 5, 11, 12])
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 59])
 def test_strided_score_equals_a_slow_sum(stride, length):
@@ -75,7 +68,8 @@ def test_strided_score_equals_a_slow_sum(stride, length):
     for start in range(0, length, stride):
         for i in range(end, min(start + CONTEXT, length)):
             assert start == 0 or i - start >= CONTEXT - stride
-            nats += slow_nats(model, tokens[start:i], tokens[i])
+            with torch.no_grad():
+                nats += F.cross_entropy(model(tokens[None, start:i])[0, -1], tokens[i]).item()
         end = max(end, start + CONTEXT)
     result = strided_score(model, tokens.numpy(), 211, stride)
     assert (result.tokens, result.bytes) == (length - 1, 211)
