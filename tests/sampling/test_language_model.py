@@ -62,12 +62,6 @@ def test_stop_strings(text, stops, expected):
     assert pieces_of(text.encode(), stops) == expected
 
 
-def test_stop_on_replacement_characters():
-    """The end of a text may itself complete a stop string."""
-    assert pieces_of(b"1\xe2\x82", ("\ufffd",)) == ["1", "", "", "", "stop"]
-    assert pieces_of(b"1\xe2\x82", ("\ufffdx",)) == ["1", "", "", "\ufffd", "length"]
-
-
 def test_end_of_text():
     """End-of-text ends the text, releases what was held back, and is never shown."""
     assert pieces_of([49, EOT, 50], ("12",)) == ["", "1", "end_of_text"]
