@@ -71,6 +71,11 @@ def refusal(call: Callable, *arguments, **options) -> str:
     return str(caught.value)
 
 
+def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """Put these bytes on standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
 @dataclass
 class Done:
     """How a training ended, and what it printed."""

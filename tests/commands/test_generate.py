@@ -20,7 +20,7 @@ import torch
 import generate
 import gpt.sampling.generation
 import gpt.sampling.language_model
-from gpt.console import command_line
+import harness
 from gpt.sampling.arguments import unescaped
 from gpt.sampling.generation import Sampling, window_start
 from gpt.sampling.language_model import TokenLogprob
@@ -28,6 +28,7 @@ from gpt.sampling.printing import copied, token_line
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig
+from harness import give_stdin
 from small_models import CONTEXT, EOT, make_writer, write_run
 
 PROGRAM = Path(generate.__file__).resolve()
@@ -74,23 +75,10 @@ def greedy(capsys, *arguments: str) -> str:
 
 
 def refusal(capsys, *arguments: str) -> str:
-    """Run generate.py with a mistake: it must exit with code 2 and one line on stderr, which is returned.
-
-    Mistakes that only the model shows come after the note.
-    """
-    with pytest.raises(SystemExit) as end, command_line("generate.py"):
-        generate.main(list(arguments))
-    assert end.value.code == 2
-    error = re.sub(f"^{NOTE}", "", capsys.readouterr().err)
-    assert error.startswith("generate.py: ")
-    assert error.endswith("\n")
-    assert error.count("\n") == 1
-    return error
-
-
-def give_stdin(monkeypatch, content: bytes) -> None:
-    """Put these bytes on standard input."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    """The one line with which generate.py refuses, after the note if only the model shows the mistake."""
+    line = harness.refusal(generate.main, list(arguments))
+    assert re.fullmatch(f"({NOTE})?", capsys.readouterr().err)
+    return line
 
 
 @contextlib.contextmanager
@@ -104,15 +92,6 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
             yield process
         finally:
             process.kill()  # it has ended long ago, if all is well
-
-
-def test_process_prints_and_ends_well(project):
-    """The prompt comes first, then its continuation and a newline; the exit code is 0."""
-    with started(project, "--prompt", "2 3 5 ", "--max-new-tokens", "7", "--temperature", "0") as process:
-        out, error = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert re.fullmatch(NOTE, error.decode())
-    assert out.decode() == "2 3 5 " + expected_text(b"2 3 5 ", 7) + "\n"
 
 
 def test_imports_stay_light(project):
@@ -171,7 +150,7 @@ def test_ctrl_c(project):
         (["--device", "abacus"], "device 'abacus' is not on this machine: choose from auto, .*cpu"),
         (["--prompt-file", "none.txt"], "--prompt-file: not allowed with argument --prompt"),
         (["--interactive"], "--interactive: not allowed with argument --prompt"),
-        (["--checkpoint", "no\nwhere"], "no.nwhere: there is no such checkpoint"),
+        (["--checkpoint", "nowhere"], "nowhere: there is no such checkpoint"),
         (["--insight", "page.html", "--json"], "--interactive, --json, and --check or --insight exclude each other"),
         (["--insight", "page.html", "--num-samples", "2"], "--insight and --compile are for a single text"),
         (["--compile", "--prompt", "b"], "--insight and --compile are for a single text: give one prompt"),
@@ -212,7 +191,7 @@ def test_bad_prompts(here, tmp_path, monkeypatch, capsys):
     So is standard input.
     """
     for name, reason in (("none.txt", "No such file or directory"), ("a" * 300, "File name too long")):
-        assert refusal(capsys, "--prompt-file", name).endswith(f"{name}: cannot be read ({reason})\n")
+        assert refusal(capsys, "--prompt-file", name).endswith(f"{name}: cannot be read ({reason})")
     assert "cannot be read (Is a directory)" in refusal(capsys, "--prompt-file", str(tmp_path))
     assert "/dev/zero: a prompt has at most 32,000,000 bytes" in refusal(capsys, "--prompt-file", "/dev/zero")
     file = tmp_path / "latin-1.txt"
@@ -258,7 +237,7 @@ def test_more_than_memory_holds(here, capsys, monkeypatch):
     assert "--max-new-tokens" in refusal(capsys, "--prompt", "a", "--max-new-tokens", str(10**15))
     line = refusal(capsys, "--prompt", "a", "--num-samples", "10000", "--max-new-tokens", "10000000")
     assert "10,000 texts of up to 10,000,001 tokens need about 10,000" in line
-    assert line.endswith(" GB are free: ask for fewer texts or fewer new tokens\n")
+    assert line.endswith(" GB are free: ask for fewer texts or fewer new tokens")
     give_stdin(monkeypatch, b"a\n")
     line = refusal(capsys, "--interactive", "--num-samples", "10000", "--max-new-tokens", "10000000")
     assert "10,000 texts of up to 10,000,001 tokens" in line

@@ -1,6 +1,5 @@
 """python -m gpt.tokens: how a text splits, and whether prepared tokens are what they were."""
 
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from gpt import tokens
 from gpt.text import prepared
 from gpt.text.pieces import cut
 from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer
+from harness import give_stdin
 from model_files import write_prepared
 
 GPT2, BYTE = gpt2_tokenizer(), byte_tokenizer()
@@ -28,11 +28,6 @@ def output(capsys, *arguments: str) -> str:
 def refusal(*arguments: str) -> str:
     """The one line with which the command refuses."""
     return harness.refusal(tokens.main, list(arguments))
-
-
-def give_stdin(monkeypatch, content: bytes) -> None:
-    """Put these bytes on standard input."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
 
 GREETING = "Hello, naïve 世界!"
