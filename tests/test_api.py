@@ -81,15 +81,6 @@ def test_stop_and_seed(language_model):
     assert language_model.generate("2 3 5", 23) != first
 
 
-def test_token_level_generate(language_model):
-    """`gpt.generate` yields the ids behind the text."""
-    idx = torch.tensor([language_model.tokenizer.encode("2 3 5")])
-    from gpt.sampling.generation import Sampling
-
-    tokens = [int(token) for token in gpt.generate(language_model.model, idx, 23, Sampling(temperature=0.0))]
-    assert language_model.tokenizer.decode(tokens) == language_model.generate("2 3 5", 23, temperature=0.0)
-
-
 @pytest.mark.parametrize("length", [1, CONTEXT, CONTEXT + 1, CONTEXT + CONTEXT // 2 + 2, len(TEXT)])
 def test_logprobs(language_model, length):
     """Each token's probability after all those that fit, at least half a context, beginning with end-of-text."""
