@@ -29,19 +29,6 @@ def make_input(T: int) -> Tensor:
     return torch.randn(B, T, D_IN, generator=torch.Generator().manual_seed(T))
 
 
-def notes_state_dict(qkv_bias: bool) -> dict[str, Tensor]:
-    """Random weights under the names that the notes' module saves, its mask of floats included."""
-    torch.manual_seed(5)
-    state = {f"{name}.weight": torch.randn(C, D_IN) for name in ("W_query", "W_key", "W_value")}
-    if qkv_bias:
-        state |= {f"{name}.bias": torch.randn(C) for name in ("W_query", "W_key", "W_value")}
-    return state | {
-        "out_proj.weight": torch.randn(C, C),
-        "out_proj.bias": torch.randn(C),
-        "mask": torch.ones(CONTEXT, CONTEXT).triu(diagonal=1),
-    }
-
-
 def test_hand_computed():
     """Two tokens whose scores are zero and the logarithm of three."""
     queries = torch.tensor([[9.0, 9.0, 9.0, 9.0], [2 * math.log(3), 0.0, 0.0, 0.0]])
@@ -101,9 +88,12 @@ def test_cache_equals_uncached(fused_kernel, pieces):
 @pytest.mark.parametrize("with_mask", [True, False])
 def test_notes_state_dict_loads(qkv_bias, with_mask):
     """Separate projections load unchanged, also inside another module; a saved mask is ignored."""
-    state = notes_state_dict(qkv_bias)
-    if not with_mask:
-        del state["mask"]
+    torch.manual_seed(5)
+    state = {"out_proj.weight": torch.randn(C, C), "out_proj.bias": torch.randn(C)}
+    for name in ("W_query", "W_key", "W_value"):
+        state |= {f"{name}.weight": torch.randn(C, D_IN)} | ({f"{name}.bias": torch.randn(C)} if qkv_bias else {})
+    if with_mask:
+        state["mask"] = torch.ones(CONTEXT, CONTEXT).triu(diagonal=1)  # of floats, as the notes save it
     names = set(state)
     outer = nn.ModuleList(MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H, qkv_bias) for _ in range(2))
     outer.load_state_dict({f"{i}.{name}": tensor + i for i in range(2) for name, tensor in state.items()})
