@@ -194,7 +194,6 @@ def test_not_a_checkpoint(tmp_path):
     ("content", "reason"),
     [
         ([2, 3, 5], "its 'format' is missing or of another type"),
-        (torch.nn.Linear(2, 3).state_dict(), "its 'format' is missing"),
         ({"format": 1, "config": {}, "tokenizer": {}}, "its 'state_dict' is missing"),
         (make_payload() | {"format": "gguf"}, "its 'format' is missing or of another type"),
         (make_payload() | {"format": FORMAT + 1}, f"written by a newer version of this project (format {FORMAT + 1})"),
@@ -254,7 +253,6 @@ REST = {name: weight for name, weight in WEIGHTS.items() if name != NAME}
         ({NAME: FINITE * math.nan}, f"its {NAME} is not finite"),
         ({NAME: torch.where(FINITE > 0.01, -1e300, FINITE.double())}, f"its {NAME} is not finite"),
         ({NAME: FINITE.T}, f"size mismatch for {NAME}"),
-        ({NAME: FINITE[0]}, "its configuration describes 6,300 weights, and there are 5,530"),
         ({NAME: FINITE.to("meta")}, "do not fit together"),
         ({NAME: FINITE, 7: FINITE}, "do not fit together"),
         ({NAME: FINITE, "lora.weight": torch.ones(7)}, 'Unexpected key(s) in state_dict: "lora.weight"'),
