@@ -136,9 +136,6 @@ def build_trainer(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
         check_val_every_n_epoch=None,  # with the next line, has callbacks expect validations within the epoch
         val_check_interval=module.schedule.validate_every * module.schedule.accumulation,
-        use_distributed_sampler=False,
     )
