@@ -3,7 +3,6 @@
 Rank 0 decides, and the other processes of the training hear of it.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -70,25 +69,22 @@ def _agreed(make: Callable[[], Session | None]) -> Session | None:
     if made is not None:  # what the others need to know: the text, the weights and the checkpoint each reads itself
         file = made.start.file and made.start.file.absolute()
         start = replace(made.start, file=file, payload=None, weights=None)
-        told = made.config, made.schedule, _text_key(made.corpora), made.run_dir.absolute(), start
+        text = made.corpora.key, made.corpora.tokenizer.sha256
+        told = made.config, made.schedule, text, made.run_dir.absolute(), start
     if (told := from_rank_0(told)) is None:
         return None
     return on_all_ranks(lambda: made or _followed(*told))
 
 
-def _followed(config: Config, schedule: Schedule, text: str, run_dir: Path, start: runs.Start) -> Session:
+def _followed(config: Config, schedule: Schedule, text: tuple, run_dir: Path, start: runs.Start) -> Session:
     """The same session on another rank."""
     require_devices(config)
     corpora = load_corpora(config, start.tokenizer, quiet=True)
-    if _text_key(corpora) != text:
+    if (corpora.key, corpora.tokenizer.sha256) != text:
         raise UserError("the text is not the same as for process 0: copy it to this machine")
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir}: is not on this machine: all machines must share the folder")
     return Session(config, schedule, corpora, run_dir, start)
-
-
-def _text_key(corpora: Corpora) -> str:
-    return json.dumps([corpora.key, corpora.tokenizer.sha256], sort_keys=True)
 
 
 # --- new ---
