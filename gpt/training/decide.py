@@ -217,16 +217,12 @@ def load_corpora(config: Config, tokenizer: Tokenizer | None = None, quiet: bool
     """The prepared text of a configuration; `tokenizer` is that of a model to start from."""
     context, tell = config.model.context_length, (lambda line: None) if quiet else say
     try:
-        return prepare(config.data, tokenizer or config.tokenizer, context, _cache(config), tell)
+        return prepare(config.data, tokenizer or config.tokenizer, context, Path(config.data.cache or CACHE), tell)
     except TooShortError as error:
         longest = error.longest_context
         both = f"model.context_length={longest} trainer.tokens_per_step={8 * longest}"
         remedy = f", or set {both} or less" if longest else ""
         raise UserError(f"{error}{remedy}") from None
-
-
-def _cache(config: Config) -> Path:
-    return Path(config.data.cache) if config.data.cache else CACHE
 
 
 def decide_hardware(config: Config) -> Config:
