@@ -8,9 +8,8 @@ from gpt.training.optim import OptimConfig, lr_factor
 
 LEAST_VALIDATIONS = 4
 MOST_STEPS = 10**12
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
-_THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
-_HORIZON = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|B)?\s*(steps?|tokens?)|(epochs?)|(s|min|h))")
+_FACTORS = {None: 1, "k": 10**3, "M": 10**6, "B": 10**9, "s": 1, "min": 60, "h": 3600}
+_HORIZON = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|B)?\s*(step|token)s?|(epoch)s?|(s|min|h))")
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ def parse_horizon(text: str) -> Horizon:
             f"horizon={text!r} is not a horizon: give auto, or a number above 0 and a unit, such as "
             "2000steps, 100Mtokens, 3epochs, 90s, 3min or 2h"
         )
-    if match[5]:
-        return Horizon(float(match[1]) * _SECONDS[match[5]], "seconds")
-    if match[4]:
-        return Horizon(float(match[1]), "epochs")
-    amount = float(match[1]) * _THOUSANDS[match[2] or ""]
-    return Horizon(amount, match[3].rstrip("s") + "s")
+    amount = float(match[1]) * _FACTORS[match[2] or match[5]]
+    return Horizon(amount, f"{match[3] or match[4] or 'second'}s")
 
 
 @dataclass(frozen=True)
