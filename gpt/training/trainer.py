@@ -67,11 +67,10 @@ class Training:
         self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
-        before = [clock, Journal(run_dir, self.curves), self.curves]
-        after: list[Callback] = [ExplosionWarning(run_dir, self.validation, self.curves)]
-        after += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
-        after += [self.user_curves, self.checkpoints, self.progress]
-        self.callbacks: list[Callback] = [*before, *callbacks, self.validation, *after]
+        self.callbacks: list[Callback] = [clock, Journal(run_dir, self.curves), self.curves, *callbacks]
+        self.callbacks += [self.validation, ExplosionWarning(run_dir, self.validation, self.curves)]
+        self.callbacks += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
+        self.callbacks += [self.user_curves, self.checkpoints, self.progress]
         states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
         if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
             raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
