@@ -38,6 +38,11 @@ def say(line: str, stream: TextIO | None = None) -> None:
             _mute(stream)
 
 
+def warn(line: str, program: str = "train.py") -> None:
+    """Print a line on stderr, with the name of the program that says it."""
+    say(f"{program}: {line}", sys.stderr)
+
+
 def _has_lost_reader(error: OSError) -> bool:
     """Whether an error says that nobody reads our output any more; on Windows it may be any invalid argument."""
     return isinstance(error, BrokenPipeError) or (
@@ -130,7 +135,7 @@ def command_line(program: str) -> Iterator[None]:
 def _end(program: str, line: str, code: int) -> None:
     """End with one line, whatever it quotes: control characters, which terminals obey, are shown by their escapes."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    say(f"{program}: {shown}", sys.stderr)
+    warn(shown, program)
     sys.exit(code)
 
 

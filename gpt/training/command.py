@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt.console import quote, say
+from gpt.console import quote, say, warn
 from gpt.errors import NonFiniteError, UserError
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
 from gpt.training.config.loading import CONFIGS, asked_for, callbacks_of, read, unknown_key, validate
@@ -271,7 +271,7 @@ def _note_failure(job: str, error: Exception) -> float:
     if not isinstance(error, UserError | NonFiniteError | OSError):
         traceback.print_exception(error)
     line = " ".join(f"{job}: {error}".split())
-    say(f"train.py: {line}", sys.stderr)
+    warn(line)
     try:
         _note(FAILED, line)
     except (OSError, KeyError):  # on a machine that does not share the folder; Hydra carries the error back

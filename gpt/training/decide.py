@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gpt.console import say
+from gpt.console import say, warn
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import find_path, open_model
@@ -33,7 +33,7 @@ from gpt.training.config.loading import read, to_yaml, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import as_launched, connect, from_rank_0, on_all_ranks, ranks
-from gpt.training.session import Session, warn
+from gpt.training.session import Session
 
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
 DECIDED = ("data.prompts", "optim.lr", "optim.matrix_lr")  # when a run begins, where they are null
@@ -286,7 +286,7 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
         raise UserError("horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps")
     run_dir = runs.directory(path)
     runs.lock(run_dir)
-    found = runs.load_newest(run_dir, warn)
+    found = runs.load_newest(run_dir)
     if found is None:
         say(f"{run_dir} has no checkpoint yet: beginning at its first step")
         return _begun_again(run_dir, horizon, devices, num_nodes)

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from gpt.console import warn
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import DamagedError, load
 from gpt.exchange.loading import find_path, near_run
@@ -129,10 +129,10 @@ def make_last(run_dir: Path, newest: Path) -> None:
         link(newest, last)
 
 
-def load_newest(run_dir: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+def load_newest(run_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest intact checkpoint of a run; None if it has none at all.
 
-    A damaged one is reported through `warn` and renamed to *.damaged, so that it never replaces a good one, and files
+    A damaged one is reported and renamed to *.damaged, so that it never replaces a good one, and files
     that a kill left half written are removed. The caller holds the run directory.
     """
     for unfinished in run_dir.glob("checkpoints/.*.ckpt.*"):

@@ -6,7 +6,6 @@ session.report()
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt.console import say
+from gpt.console import say, warn
 from gpt.exchange.loading import open_model
 from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
 from gpt.text.prepared import Corpora
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
     from gpt.training.estimate.choice import Member
 
 # Importing Lightning takes seconds, so trainer.py waits until the configuration has been found to be right.
-
-
-def warn(line: str) -> None:
-    """Print a warning."""
-    say(f"train.py: {line}", sys.stderr)
 
 
 @dataclass(repr=False)
@@ -75,7 +69,7 @@ class Session:
             smaller = f"going on with {self.schedule.micro_batch_size} and as many tokens a step"
             warn(f"out of memory at trainer.micro_batch_size={size}: {smaller}")
             release_memory()
-            newest = runs.load_newest(self.run_dir, warn)  # saved on the way out, unless it failed within an update
+            newest = runs.load_newest(self.run_dir)  # saved on the way out, unless it failed within an update
             if newest is not None:
                 self.start.file, self.start.payload = newest
             elif self.config.init_from:

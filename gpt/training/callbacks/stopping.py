@@ -1,12 +1,11 @@
 """What ends a run early: validation has not improved for long, or a callback asks; and warnings before."""
 
 import math
-import sys
 from pathlib import Path
 
 from lightning import Trainer
 
-from gpt.console import quote, say
+from gpt.console import quote, warn
 from gpt.sampling.scoring import Score
 from gpt.training.callbacks.base import StepCallback, Validation
 from gpt.training.config.advice import TURNED, shorter_steps
@@ -67,10 +66,9 @@ class MemorisingWarning(StepCallback):
         self.worse = self.worse + 1 if turned else 0
         if self.worse == WORSE and trainer.is_global_zero:
             steps = shorter_steps(module.config, module.corpora, best_step)
-            say(
-                f"train.py: validation loss was lowest at step {best_step} and has risen since, while training loss "
-                f"keeps falling: the model is memorising. best.ckpt holds step {best_step}; try horizon={steps}steps",
-                sys.stderr,
+            warn(
+                f"validation loss was lowest at step {best_step} and has risen since, while training loss "
+                f"keeps falling: the model is memorising. best.ckpt holds step {best_step}; try horizon={steps}steps"
             )
 
 
@@ -99,8 +97,7 @@ class ExplosionWarning(StepCallback):
             words += [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(rates)]
             best = self._validation.best_step
             kept = f"best.ckpt of step {best} is from before; " if 0 < best <= self.good else ""
-            say(
-                f"train.py: training loss has been far above its course since step {self.good} ({loss:.2f}, and "
-                f"{self.lowest:.2f} before): {kept}try lower rates with {' '.join(map(quote, words))}",
-                sys.stderr,
+            warn(
+                f"training loss has been far above its course since step {self.good} ({loss:.2f}, and "
+                f"{self.lowest:.2f} before): {kept}try lower rates with {' '.join(map(quote, words))}"
             )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import distributed
 
-from gpt.console import command_line, say
+from gpt.console import command_line, warn
 from gpt.errors import NonFiniteError, UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -189,7 +189,7 @@ def as_one_of_many() -> Iterator[None]:
             raise
         time.sleep(GRACE)
         if rank < 2 and not distributed.is_torchelastic_launched():  # which tells of it; one of these two is alive
-            say("train.py: another process of this training has died, and so all end", sys.stderr)
+            warn("another process of this training has died, and so all end")
         sys.exit(1)
     finally:
         if distributed.is_available() and distributed.is_initialized():
@@ -217,7 +217,7 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:
-            say(f"train.py: process {rank} of {processes} died; all others were ended", sys.stderr)
+            warn(f"process {rank} of {processes} died; all others were ended")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
     except SignalException as stopped:
         sys.exit(128 + stopped.sigval)

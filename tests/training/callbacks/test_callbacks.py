@@ -183,15 +183,15 @@ def test_a_loaded_checkpoint_is_given_away_once(tmp_path):
         ({"previous": 5, "last": 7, "best": 9}, []),
     ],
 )
-def test_newest_checkpoint(trained, tmp_path, files, warnings):
+def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
     """A run goes on from the newest of its checkpoints, which may be best.ckpt, and says if last.ckpt is missing."""
     payload = checkpoint.load(trained[0].run_dir / "checkpoints/last.ckpt")
     for name, step in files.items():
         checkpoint.save(payload | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
-    said: list[str] = []
-    found = runs.load_newest(tmp_path, said.append)
+    found = runs.load_newest(tmp_path)
     assert found and (found[0].name, found[1]["step"]) == ("best.ckpt", 9)
-    assert said == [f"{tmp_path}/checkpoints/{line}" for line in warnings]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"train.py: {tmp_path}/checkpoints/{line}" for line in warnings]
 
 
 class Counter(Callback):
