@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import IO, TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from gpt.hardware.memory import peak_memory_bytes
 from gpt.sampling.scoring import Score
 from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.config.schema import Config
+from gpt.training.distributed.launch import ranks
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
 from gpt.training.runs import require_present
@@ -43,19 +45,12 @@ class Curves(StepCallback):
         self.writing = False  # whether this is rank 0 and it trains
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point
         self._before: Tensor | None = None  # rows of the layers, until the end of a step that gets points
-        self._restored: list[float] = []  # the sum of each rank, from a checkpoint
-        self._trainer: Trainer | None = None
         self._excepthook = threading.excepthook
         self.writer: SummaryWriter | None = None  # TensorBoard's, on rank 0 while training
         self.loss = math.nan  # the last point of train/loss
         self.tokens_per_second = 0.0
 
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
-        self._trainer = trainer
-        if self._restored:
-            same_ranks = len(self._restored) == trainer.world_size
-            mean = sum(self._restored) / len(self._restored)
-            self._losses = torch.tensor(self._restored[trainer.global_rank] if same_ranks else mean)
         self._mark = (trainer.global_step, self._clock.seconds)
         self.writing = trainer.is_global_zero
         if self.writing:
@@ -173,14 +168,16 @@ class Curves(StepCallback):
     def state_dict(self) -> dict:
         # Called on every rank, but only rank 0 saves: it needs the sums of all.
         sums = [mine := float(self._losses)]
-        if self._trainer is not None and self._trainer.world_size > 1:
-            sums *= self._trainer.world_size
+        if ranks().world_size > 1:
+            sums *= ranks().world_size
             torch.distributed.all_gather_object(sums, mine)
         last = {} if math.isnan(self.loss) else {"loss": self.loss}  # a checkpoint with a NaN is refused
         return {"losses": sums, "num_losses": self._num_losses} | last
 
     def load_state_dict(self, state: dict) -> None:
-        self._restored, self._num_losses = state["losses"], state["num_losses"]
+        sums, here = state["losses"], ranks()
+        own = sums[here.rank] if len(sums) == here.world_size else fmean(sums)
+        self._losses, self._num_losses = torch.tensor(own), state["num_losses"]
         self.loss = state.get("loss", math.nan)
 
 

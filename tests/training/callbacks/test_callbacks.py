@@ -20,6 +20,7 @@ from gpt.training.callbacks.base import Clock, StepCallback
 from gpt.training.checkpoints.saving import CheckpointFiles, Journal, versions
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.config.schedule import Schedule
+from gpt.training.distributed.launch import TORCHRUN
 from gpt.training.metrics.curves import Curves
 from gpt.training.runs import git_commit
 from gpt.training.session import Session
@@ -114,12 +115,12 @@ def test_clock_leaves_pauses_out():
     ("stored", "world_size", "rank", "expected"),
     [([6.0], 1, 0, 6.0), ([2.0, 4.0], 2, 1, 4.0), ([2.0, 4.0], 1, 0, 3.0), ([6.0], 2, 1, 6.0)],
 )
-def test_each_rank_gets_its_own_sum_back(tmp_path, stored, world_size, rank, expected):
+def test_each_rank_gets_its_own_sum_back(tmp_path, monkeypatch, stored, world_size, rank, expected):
     """The partial sum of train/loss is restored by rank; where their number has changed, the mean is."""
+    for name, number in zip(TORCHRUN, (rank, world_size, rank, world_size), strict=True):
+        monkeypatch.setenv(name, str(number))
     curves = Curves(tmp_path, Clock())
     curves.load_state_dict({"losses": stored, "num_losses": 2})
-    trainer = SimpleNamespace(world_size=world_size, global_rank=rank, global_step=5, is_global_zero=False)
-    curves.on_train_start(trainer, None)  # type: ignore[arg-type]
     assert float(curves._losses) == expected
     assert curves._num_losses == 2
 
