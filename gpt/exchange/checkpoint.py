@@ -101,8 +101,8 @@ def load(path: Path) -> dict[str, Any]:
     return payload
 
 
-def to_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
-    """Build a checkpoint's model around its own weights, uncopied; `UserError` if its parts do not fit together."""
+def to_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
+    """Build a checkpoint's model around its own weights, uncopied; `UserError` with `path` if its parts do not fit."""
     try:
         tokenizer = Tokenizer.from_dict(payload["tokenizer"])
         config = build_config({**payload["config"]["model"], "vocab_size": tokenizer.vocab_size})
@@ -111,7 +111,7 @@ def to_model(payload: dict[str, Any]) -> tuple[GPT, Tokenizer]:
         if is_out_of_memory(error):
             raise
         parts = "the checkpoint's tokenizer, configuration and weights"
-        raise UserError(f"{parts} do not fit together ({reason(error)})") from None
+        raise UserError(f"{path}: {parts} do not fit together ({reason(error)})") from None
     return model, tokenizer
 
 

@@ -80,10 +80,7 @@ def open_with_record(path: str | Path) -> tuple["GPT", Tokenizer, dict[str, Any]
     if huggingface.is_directory(path):
         return *huggingface.load_model(path), {}
     payload = checkpoint.load(path)
-    try:
-        return *checkpoint.to_model(payload), payload
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return *checkpoint.to_model(payload, path), payload
 
 
 def open_tokenizer(name_or_path: str | Path) -> Tokenizer:

@@ -23,6 +23,7 @@ from model_files import Bomb, limited_files, small_model, trained_payload
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=1, num_heads=7, qkv_bias=False)
 make_payload = functools.partial(trained_payload, SHAPE)
+PATH = Path("last.ckpt")  # of payloads that never were on disk
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def written(tmp_path_factory) -> bytes:
 
 def refusal(path: Path) -> str:
     """The one line with which `load` or else `to_model` refuses a file."""
-    return harness.refusal(lambda: to_model(load(path)))
+    return harness.refusal(lambda: to_model(load(path), path))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -61,7 +62,7 @@ def test_round_trip(tmp_path):
     loaded = load(path)
     assert same(loaded, payload)
     assert not same(loaded, make_payload(seed=5))
-    model, tokenizer = to_model(loaded)
+    model, tokenizer = to_model(loaded, path)
     original = small_model(SHAPE)
     assert (model.config, tokenizer.sha256) == (original.config, byte_tokenizer().sha256)
     idx = torch.tensor([tokenizer.encode("2 3 5 7 11")])
@@ -222,8 +223,8 @@ def test_shapes_that_the_weights_do_not_have(changes, reason):
     """A configuration is compared with the weights before any memory or time is spent on it."""
     payload = make_payload()
     payload["config"]["model"] |= changes
-    line = harness.refusal(to_model, payload)
-    assert line.startswith("the checkpoint's tokenizer, configuration and weights do not fit together (")
+    line = harness.refusal(to_model, payload, PATH)
+    assert line.startswith(f"{PATH}: the checkpoint's tokenizer, configuration and weights do not fit together (")
     assert reason in line and len(line) < 500
 
 
@@ -236,7 +237,7 @@ def test_other_parts_that_do_not_fit():
         {"tokenizer": {"name": "byte"}},
         {"tokenizer": byte_tokenizer().to_dict() | {"pattern": "."}},
     ):
-        assert "do not fit together (" in harness.refusal(to_model, make_payload() | changes)
+        assert "do not fit together (" in harness.refusal(to_model, make_payload() | changes, PATH)
 
 
 WEIGHTS = make_payload()["state_dict"]
@@ -268,7 +269,7 @@ def test_foreign_weights(tmp_path, weights, reason):
 def test_great_weights_are_finite():
     """Weights whose sum overflows are finite all the same."""
     weight = torch.full_like(FINITE, 3e38)
-    model, _ = to_model(make_payload() | {"state_dict": WEIGHTS | {NAME: weight}})
+    model, _ = to_model(make_payload() | {"state_dict": WEIGHTS | {NAME: weight}}, PATH)
     assert torch.equal(model.state_dict()[NAME], weight)
 
 
@@ -278,7 +279,7 @@ def test_half_precision_and_metadata_are_taken(tmp_path):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         expected = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
         save(make_payload() | {"state_dict": model.to(dtype).state_dict()}, path)
-        loaded = to_model(load(path))[0].state_dict()
+        loaded = to_model(load(path), path)[0].state_dict()
         assert same(dict(loaded), {name: weight.float() for name, weight in expected.items()})
 
 

@@ -121,7 +121,7 @@ def test_checkpoint_stands_alone(run):
     needed = "format state_dict optimizer_states step config schedule tokenizer corpus git_commit versions threads"
     assert set(needed.split()) <= payload.keys()
     assert "blocks.0.attention.W_qkv.weight" in payload["state_dict"]
-    model, tokenizer = checkpoint.to_model(payload)
+    model, tokenizer = checkpoint.to_model(payload, run[0])
     assert tokenizer.vocab_size == 285
     assert model(torch.tensor([[tokenizer.end_of_text]])).shape == (1, 1, 285)
 
