@@ -19,27 +19,9 @@ import torch
 
 TICK = 0.2  # seconds between two looks
 CONTENDED = 0.4  # threads that wait for a processor, on average: where spinning and sleeping are about equally fast
-SHORTEST, LONGEST = 1.0, 32.0  # seconds asleep before spinning is tried again; doubled whenever a trial fails
+ASLEEP = 5.0  # seconds, after which spinning is tried again: contention shows best while spinning
 _TASKS = Path("/proc/self/task")
 _PAUSE_HARD = 2  # omp_pause_hard: end the calling thread's team
-
-
-class Pace:
-    """Decides whether to spin. Contention shows best while spinning, so after some time asleep spinning is tried."""
-
-    def __init__(self) -> None:
-        self.spinning = True
-        self._sleep = SHORTEST  # seconds to the next trial, if spinning fails now
-        self._until = self._since = 0.0
-
-    def decide(self, now: float, waiting: float) -> bool:
-        """Tell whether to spin from `now` on, given how many threads have been waiting for a processor."""
-        if self.spinning and waiting > CONTENDED:
-            self._sleep = min(2 * self._sleep, LONGEST) if now - self._since < self._sleep else SHORTEST
-            self._until, self.spinning = now + self._sleep, False
-        elif not self.spinning and now >= self._until:
-            self._since, self.spinning = now, True
-        return self.spinning
 
 
 @contextlib.contextmanager
@@ -74,16 +56,18 @@ def _libgomp() -> ctypes.CDLL | None:
 
 
 def _watch(library: ctypes.CDLL, done: threading.Event) -> None:
-    """Keep a sleeping team of this thread's own while it is better not to spin; it ends with this thread."""
-    pace, then, before = Pace(), time.monotonic(), _waited()
+    """Keep a sleeping team of this thread's own while others want the processors; it ends with this thread."""
+    then, before, asleep = time.monotonic(), _waited(), None
     while not done.wait(TICK):
-        now, waited, spinning = time.monotonic(), _waited(), pace.spinning
-        pace.decide(now, (waited - before) / (now - then))
-        then, before = now, waited
-        if spinning and not pace.spinning:  # a thread for each processor, which calls a function that does nothing
+        now, waited = time.monotonic(), _waited()
+        if asleep is None and (waited - before) / (now - then) > CONTENDED:
+            # A thread for each processor, which calls a function that does nothing.
             library.GOMP_parallel(library.omp_get_thread_num, None, library.omp_get_num_procs(), 0)
-        elif pace.spinning and not spinning:
+            asleep = now
+        elif asleep is not None and now - asleep > ASLEEP:
             library.omp_pause_resource_all(_PAUSE_HARD)
+            asleep = None
+        then, before = now, waited
 
 
 def _waited() -> float:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.compiled import compile_block, compile_head
-from gpt.model.fast.operations import SkipInit
 from gpt.model.transformer import GPT
 
 ONE_THREAD = 4_000_000  # parameters, up to which two threads are no faster than one
@@ -52,28 +51,22 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
         raise UserError("--compile is for a CPU, and for fp32, bf16 and int8: leave it out, or set --device=cpu")
     dtype = DTYPES.get(precision, torch.bfloat16)
 
-    def packed(linear: nn.Linear) -> nn.Module:
-        if precision == "fp32":
-            return linear
+    def packed(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         if precision == "int8":
-            return Int8Linear(linear, rows, compiled)
-        return PackedLinear(linear.weight, linear.bias, not compiled, dtype)
+            return Int8Linear(weight, bias, rows, compiled)
+        return PackedLinear(weight, bias, not compiled, dtype)
 
-    with SkipInit():
-        head = nn.Linear(model.config.d_model, model.config.vocab_size, bias=False)
-    head.weight = model.token_embedding.weight
-    output = packed(head)
+    model.output = packed(model.token_embedding.weight)
     model.token_embedding.to(dtype)
     for block in model.blocks:
         for parent in (block.attention, block.feed_forward):
             for name, child in list(parent.named_children()):  # type: ignore[union-attr]
                 if isinstance(child, nn.Linear):
-                    setattr(parent, name, packed(child))
+                    setattr(parent, name, packed(child.weight, child.bias))
         if compiled:
             compile_block(block)  # type: ignore[arg-type]
     if compiled:
-        compile_head(output)
-    model.output = output if compiled or precision != "fp32" else None  # None: the tied head
+        compile_head(model.output)
     return model
 
 
@@ -120,14 +113,14 @@ class Int8Linear(nn.Module):
 
     dtype = torch.bfloat16
 
-    def __init__(self, linear: nn.Linear, rows: int = 1, compiled: bool = False):
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int = 1, compiled: bool = False):
         super().__init__()
-        weight = linear.weight.detach().float()
+        weight = weight.detach().float()
         self.scale = (weight.abs().amax(dim=1) / 127).clamp(min=1e-12).to(self.dtype)  # (out,)
         whole = (weight / self.scale[:, None]).round().clamp(-127, 127)
-        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self.bias = None if bias is None else bias.detach().float()
         # For other widths the single-row kernel reads past the end of the rows: it loads whole registers.
-        self._has_kernel = weight.device.type == "cpu" and linear.in_features % 32 == 0
+        self._has_kernel = weight.device.type == "cpu" and weight.shape[1] % 32 == 0
         self._many: PackedLinear | None = None
         if rows > 1 or not (compiled or self._has_kernel):
             self._many, whole = PackedLinear(whole, None), whole[:0]

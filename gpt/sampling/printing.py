@@ -113,18 +113,10 @@ def printable(text: Continuation, start: int = 0) -> str:
     """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
     if not text.logprobs:
         return text.text[start:]
-    head = ["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]
-    lines = [*([] if start else [columns(head)]), *map(token_line, text.logprobs[start:])]
-    return "".join("\n  " + line for line in lines)
-
-
-def token_line(token: TokenLogprob) -> str:
-    """Show a token with its probability, then the likeliest in its place with theirs, in columns."""
-    return columns([f"{label(one.token)} {100 * math.exp(one.logprob):.3g}%" for one in (token, *token.top)])
-
-
-def columns(cells: list[str]) -> str:
-    return "  ".join(f"{cell:<16}" for cell in cells).rstrip()
+    rows = [] if start else [["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]]
+    for token in text.logprobs[start:]:
+        rows.append([f"{label(one.token)} {100 * math.exp(one.logprob):.3g}%" for one in (token, *token.top)])
+    return "".join("\n  " + "  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
 
 
 def token_as_json(token: TokenLogprob) -> dict:

@@ -23,11 +23,11 @@ import gpt.sampling.language_model
 import harness
 from gpt.sampling.arguments import unescaped
 from gpt.sampling.generation import Sampling, window_start
-from gpt.sampling.language_model import TokenLogprob
-from gpt.sampling.printing import copied, token_line
+from gpt.sampling.language_model import Continuation, TokenLogprob
+from gpt.sampling.printing import copied, printable
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import TokenizerConfig
+from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer
 from harness import give_stdin
 from small_models import CONTEXT, EOT, make_writer, write_run
 
@@ -454,8 +454,12 @@ def test_top_logprobs_on_a_terminal(here, monkeypatch, capsys):
 def test_line_of_a_token():
     """White space and parts of characters are visible, and so are the smallest probabilities."""
     top = (TokenLogprob(b"\n", math.log(0.5)), TokenLogprob(b"\xe2\x82", math.log(1e-7)))
-    line = token_line(TokenLogprob(" é".encode(), math.log(0.25), top))
-    assert line == "·é 25%            ⏎ 50%             <e2><82> 1e-05%"
+    token = TokenLogprob(" é".encode(), math.log(0.25), top)
+    head = "\n  token             likeliest 1       likeliest 2"
+    lines = "\n  ·é 25%            ⏎ 50%             <e2><82> 1e-05%"
+    text = Continuation(byte_tokenizer())
+    text.logprobs = [token]
+    assert printable(text) == head + lines
 
 
 def test_end_of_text(tmp_path, capsys):

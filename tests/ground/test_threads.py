@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +15,7 @@ from lightning import Callback
 
 import generate
 from gpt.hardware import threads
-from gpt.hardware.threads import SHORTEST, TICK, Pace, giving_way
+from gpt.hardware.threads import giving_way
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training import decide
@@ -39,15 +38,10 @@ def two_threads():
         torch.set_num_threads(1)
 
 
-def force(monkeypatch, spinning: bool) -> None:
-    """Have `giving_way` find at its first look that the threads should spin, or not."""
-
-    class Forced(Pace):
-        def decide(self, now: float, waiting: float) -> bool:
-            self.spinning = spinning
-            return spinning
-
-    monkeypatch.setattr(threads, "Pace", Forced)
+@pytest.fixture
+def contended(monkeypatch):
+    """Have `giving_way` find at once, and each time that it looks while spinning, that others want the processors."""
+    monkeypatch.setattr(threads, "CONTENDED", -1.0)
     monkeypatch.setattr(threads, "TICK", 0.01)
 
 
@@ -63,46 +57,26 @@ def wait_until(condition, seconds: float = 20.0) -> bool:
     return condition()
 
 
-def spans(waits: list[float]) -> list[tuple[bool, int]]:
-    """What `Pace` decides at each look, as whether to spin and at how many looks in a row."""
-    pace, found = Pace(), []
-    for look, waiting in enumerate(waits):
-        spinning = pace.decide(1000.0 + look * TICK, waiting)
-        if found and found[-1][0] == spinning:
-            found[-1] = (spinning, found[-1][1] + 1)
-        else:
-            found.append((spinning, 1))
-    return found
+def test_spinning_is_tried_again(two_threads, contended, monkeypatch):
+    """The threads sleep for `ASLEEP` seconds, spin until contention shows, and sleep again; and they end awake."""
+    monkeypatch.setattr(threads, "ASLEEP", 0.1)
+    before = teams()
+    with giving_way():
+        for _ in range(3):
+            assert wait_until(lambda: teams() == before + SLEEPERS)
+            assert wait_until(lambda: teams() == before)
+    assert wait_until(lambda: teams() == before)
 
 
-def test_pace_spins_on_a_quiet_machine():
-    recorded = [0.06, 0.11, 0.13, 0.07, 0.19, 0.08, 0.26, 0.28, 0.34, 0.0]  # the last of a machine that is half busy
-    assert spans(recorded) == [(True, 10)]
+def test_threads_spin_while_nobody_waits(two_threads, monkeypatch):
+    monkeypatch.setattr(threads, "CONTENDED", 1e9)
+    monkeypatch.setattr(threads, "TICK", 0.01)
+    before = teams()
+    with giving_way():
+        assert not wait_until(lambda: teams() > before, seconds=0.5)
 
 
-def test_pace_sleeps_beside_a_busy_process_and_seldom_tries():
-    """Recorded: 0.84 while spinning, 0.15 to 0.5 while not. Trials become rare, and no trial lasts two looks."""
-    pace, looks = Pace(), []
-    waiting = 0.84
-    for look in range(round(300 / TICK)):
-        spinning = pace.decide(1000.0 + look * TICK, waiting)
-        waiting = 0.84 if spinning else 0.47
-        looks.append(spinning)
-    trials = [look * TICK for look, spinning in enumerate(looks) if spinning]
-    gaps = [later - earlier for earlier, later in pairwise(trials)]
-    assert gaps[:5] == pytest.approx([2.2, 4.2, 8.2, 16.2, 32.2], abs=0.3)
-    assert max(gaps) < 33
-    assert not looks[0]
-
-
-def test_pace_spins_again_when_the_machine_is_quiet():
-    seconds = round(SHORTEST / TICK)
-    busy_once = [0.9, *[0.2] * seconds, *[0.0] * 50, 0.9, *[0.2] * seconds, 0.0]
-    assert [span for span, _ in spans(busy_once)] == [False, True, False, True]
-    assert spans(busy_once)[2][1] == spans(busy_once)[0][1]  # the second time is no longer than the first
-
-
-def test_threads_sleep_at_barriers_only_while_giving_way(two_threads, monkeypatch):
+def test_threads_sleep_at_barriers_only_while_giving_way(two_threads, contended):
     import resource  # which Windows lacks
 
     x = torch.zeros(2, 40_000)
@@ -119,7 +93,6 @@ def test_threads_sleep_at_barriers_only_while_giving_way(two_threads, monkeypatc
 
     switches()
     before, spinning = teams(), switches()
-    force(monkeypatch, spinning=False)
     with giving_way():
         assert wait_until(lambda: teams() == before + SLEEPERS)
         sleeping = switches()
@@ -141,10 +114,9 @@ def weights_after(steps: int) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def test_no_bit_depends_on_it(two_threads, monkeypatch):
+def test_no_bit_depends_on_it(two_threads, contended):
     expected = weights_after(2)
     assert torch.get_num_threads() == 2
-    force(monkeypatch, spinning=False)
     before = teams()
     with giving_way():
         assert wait_until(lambda: teams() == before + SLEEPERS)

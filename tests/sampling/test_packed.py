@@ -51,7 +51,7 @@ def test_int8(shape, rows, bias):
     with torch.no_grad():
         linear.weight[3] = 0.0
         linear.weight[5] *= 1000.0
-    whole = Int8Linear(linear)
+    whole = Int8Linear(linear.weight, linear.bias)
     restored = whole.weight.float() * whole.scale.float()[:, None]
     assert whole.weight.dtype == torch.int8
     assert whole.weight[5].abs().max() == 127
@@ -60,7 +60,7 @@ def test_int8(shape, rows, bias):
 
     x = torch.randn(*shape, 64)
     expected = F.linear(x.bfloat16().float(), restored, linear.bias)
-    result = Int8Linear(linear, rows)(x)
+    result = Int8Linear(linear.weight, linear.bias, rows)(x)
     assert (result.dtype, result.shape) == (torch.bfloat16, (*shape, 32))
     torch.testing.assert_close(result.float(), expected, atol=0.02, rtol=0.02)
 
@@ -72,7 +72,7 @@ def test_int8_of_any_width(inputs):
     x = torch.randn(1, inputs)
     expected = linear(x.bfloat16().float())
     for _ in range(5):
-        result = Int8Linear(linear)(x).float()
+        result = Int8Linear(linear.weight, linear.bias)(x).float()
         torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)
 
 
@@ -134,7 +134,7 @@ def test_without_products_in_bf16(rows, precision, monkeypatch):
     x, exact = torch.randn(rows, 96), []
     for products in (True, False):
         monkeypatch.setattr(packed, "_multiplies_bf16", lambda products=products: products)
-        kind = PackedLinear(linear.weight, linear.bias) if precision == "bf16" else Int8Linear(linear)
+        kind = (PackedLinear if precision == "bf16" else Int8Linear)(linear.weight, linear.bias)
         assert (precision == "int8") or kind._packed == products
         out = kind(x)
         assert out.dtype == torch.bfloat16

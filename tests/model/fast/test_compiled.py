@@ -73,7 +73,7 @@ def test_integers_do_not_overflow():
     """The largest products of 8 and 16 bits, as many as GPT-2 XL has in a row, add up to what they should."""
     head = torch.nn.Linear(6400, 7, bias=False)
     head.weight.data[:] = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.25, 1.0, 1.0])[:, None]
-    packed = Int8Linear(head, compiled=True)
+    packed = Int8Linear(head.weight, None, compiled=True)
     compiled.compile_head(packed)
     out = packed(torch.full((1, 6400), 3.0))
     torch.testing.assert_close(out, head(torch.full((1, 6400), 3.0)), rtol=0.01, atol=0)
