@@ -47,10 +47,7 @@ def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tupl
     Windows fall into blocks of `MIXTURE_WINDOWS`; each block deals out the corpora's next windows in its own order.
     """
     block, place = np.divmod(numbers, np.uint64(MIXTURE_WINDOWS))
-    slot = np.empty_like(place)
-    for b in np.unique(block):
-        of_block = block == b
-        slot[of_block] = permute(place[of_block], MIXTURE_WINDOWS, _mix(np.uint64(seed) ^ np.uint64(0x313), b))
+    slot = permute(place, MIXTURE_WINDOWS, _mix(np.uint64(seed) ^ np.uint64(0x313), block))
     ends = np.cumsum(shares).astype(np.uint64)
     source = np.searchsorted(ends, slot, side="right")
     each = np.array(shares, dtype=np.uint64)[source]
@@ -94,12 +91,8 @@ def _of_circle(
     """Return the windows at these places in the order of these epochs."""
     n, T = len(tokens), context_length
     assert n > T, "prepare refuses a text this short"
-    window = np.empty_like(place)
-    shift = np.empty_like(place)
-    for e in np.unique(epoch):
-        of_epoch = epoch == e
-        window[of_epoch] = permute(place[of_epoch], n // T, _mix(np.uint64(seed), e))
-        shift[of_epoch] = _mix(np.uint64(seed) ^ np.uint64(0x5A17), e) % np.uint64(T) if e else 0
+    window = permute(place, n // T, _mix(np.uint64(seed), epoch))
+    shift = np.where(epoch > 0, _mix(np.uint64(seed) ^ np.uint64(0x5A17), epoch) % np.uint64(T), np.uint64(0))
     start = window * np.uint64(T) + shift
     positions = (start[:, None] + np.arange(T + 1, dtype=np.uint64)) % np.uint64(n)
     return tokens[positions].astype(np.int64)
@@ -135,17 +128,18 @@ def validation_batches(
 
 
 def permute(index: np.ndarray, size: int, key) -> np.ndarray:
-    """Map each index by a seeded permutation of range(size), in memory that does not grow with `size`.
+    """Map each index by a permutation of range(size), in memory that does not grow with `size`.
 
-    A Feistel network of four rounds permutes the next power of four; indices that land outside go round again until
-    they land inside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    `key` seeds it: one key for all indices, or an array with one for each. A Feistel network of four rounds permutes
+    the next power of four; indices that land outside go round again until they land inside (Black and Rogaway 2002,
+    "Ciphers with Arbitrary Finite Domains").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    result = index.astype(np.uint64)
+    result, keys = index.astype(np.uint64), np.full(len(index), key, dtype=np.uint64)
     outside = np.ones(len(result), dtype=bool)
     while outside.any():
-        x = result[outside]
+        x, key = result[outside], keys[outside]
         left, right = x >> np.uint64(half), x & mask
         for turn in range(4):
             left, right = right, left ^ (_mix(key ^ np.uint64(turn), right) & mask)
