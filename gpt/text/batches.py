@@ -30,15 +30,14 @@ def training_batch(
     Of `MIXTURE_WINDOWS` windows, corpus i provides `shares[i]`, in a seeded order; each corpus has its own epochs.
     """
     numbers = np.arange(first, first + batch_size, dtype=np.uint64)
-    if len(corpora) == 1:
-        return _pair(_windows(corpora[0], seed, numbers, context_length))
-    source, own = mixture_place(numbers, shares, seed)
+    source, own = mixture_place(numbers, shares, seed) if len(corpora) > 1 else (np.zeros_like(numbers), numbers)
     block = np.empty((batch_size, context_length + 1), dtype=np.int64)
     for i, tokens in enumerate(corpora):
         here = source == i
         if here.any():
             block[here] = _windows(tokens, seed, own[here], context_length)
-    return _pair(block)
+    ids = torch.from_numpy(block)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def mixture_place(numbers: np.ndarray, shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -96,12 +95,6 @@ def _of_circle(
     start = window * np.uint64(T) + shift
     positions = (start[:, None] + np.arange(T + 1, dtype=np.uint64)) % np.uint64(n)
     return tokens[positions].astype(np.int64)
-
-
-def _pair(block: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Split (B, T + 1) ids into inputs and targets."""
-    ids = torch.from_numpy(block)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def validation_batches(
