@@ -164,14 +164,8 @@ def _members(stream: IO[bytes], unpacker: Callable[[], Any]) -> Iterator[bytes]:
 
 def _text(file: Path, text_field: str, errors: str) -> Documents:
     """Read the whole file as one document, without a byte order mark."""
-
-    def blocks() -> Iterator[str]:
-        begun = False
-        for text in decoded(_checked(file), str(file), errors, _REPLACE):
-            yield text if begun else text.removeprefix("\ufeff")
-            begun = begun or bool(text)
-
-    yield blocks()
+    blocks = decoded(_checked(file), str(file), errors, _REPLACE)  # the first has the whole mark
+    yield itertools.chain([next(blocks).removeprefix("\ufeff")], blocks)
 
 
 def _checked(file: Path) -> Iterator[bytes]:
