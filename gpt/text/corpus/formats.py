@@ -7,14 +7,12 @@ import bz2
 import codecs
 import contextlib
 import gzip
-import importlib
 import itertools
 import json
 import lzma
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
 
 import zstandard
@@ -86,15 +84,6 @@ def explain_unreadable(file: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{file}: cannot be read ({reason}); fix that, or move the file away") from None
-
-
-def require(module: str, file: object, extra: str) -> ModuleType:
-    """Import a module that an optional extra installs; raise `UserError` if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise UserError(f"{file}: this needs {package}, which is not installed: pip install -e '.[{extra}]'") from None
 
 
 # --- bytes ---
@@ -246,8 +235,11 @@ def _json_lines(file: Path, text_field: str, errors: str) -> Documents:
 
 def _parquet(file: Path, text_field: str, errors: str) -> Documents:
     """Read a document from each row."""
-    parquet = require("pyarrow.parquet", file, "parquet")
-    arrow = require("pyarrow", file, "parquet")
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install -e '.[parquet]'") from None
     with explain_unreadable(file), file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(stream, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)
