@@ -37,11 +37,12 @@ Encoded = dict[str, tuple[np.ndarray, int, int]]  # of each split, the ids, byte
 def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, sample: list[Piece] | None) -> dict:
     """Write the token files of both splits into a folder and return their counts and hashes.
 
-    `journal` says how far an earlier process came; `sample` is the whole corpus where it is in memory already. After
-    every `PROGRESS_BYTES` of text, a file records the journal of what is safe on disk by then.
+    `journal` says how far an earlier process came, if `splits` is there; `sample` is the whole corpus where it is in
+    memory already. After every `PROGRESS_BYTES` of text, a file records the journal of what is safe on disk by then.
     """
     split, start = Split(**journal["split"]), Place(*journal["place"])
-    size, counts = journal["bytes"], journal["splits"]
+    nothing = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""}
+    size, counts = journal["bytes"], journal.setdefault("splits", {name: dict(nothing) for name in SPLITS})
     done = journaled = sum(counts[name]["bytes"] for name in SPLITS)
     if done:
         source.say(f"resuming the preparation of {source.corpus.name} at {done / size:.0%}")

@@ -31,7 +31,6 @@ READ = 100 << 30  # bytes of files that a plan reads, at most: of a larger text,
 PIECES = 16  # files of a shard, at most
 BLOCKS = 16  # in such a file, every sixteenth of the shard, so that groups of files are alike; 1 if there is one group
 LEAST = 1 << 10  # tokens in a block: a small shard has fewer blocks
-NOTHING = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""}
 
 
 def plan(store: Store, data: DataConfig, how: TokenizerConfig, shard_bytes: int, cache: Path, say: Say) -> None:
@@ -114,8 +113,7 @@ class Planned:
             raise UserError(f"{source.corpus.files[0]}: this file or one of the next is not as it was planned")
         delete(working)
         working.mkdir(parents=True)
-        counts = {name: dict(NOTHING) for name in SPLITS}
-        journal = {"split": self.split, "bytes": None, "place": Place(0, 0, characters), "splits": counts}
+        journal = {"split": self.split, "bytes": None, "place": Place(0, 0, characters)}
         splits = encode(working, source, journal, self.tokenizer, None)
         digests = hash_files(source.corpus.files, self.cache)
         source.require_unchanged()

@@ -127,8 +127,7 @@ def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
         found = source.survey
         tokenizer = how if isinstance(how, Tokenizer) else make_tokenizer(how, source)
         write_text(working / "tokenizer.json", json.dumps(tokenizer.to_dict()))
-        nothing = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""} for name in SPLITS}
-        journal = {"split": asdict(found.split), "bytes": found.bytes, "place": (0, 0, 0), "splits": nothing}
+        journal = {"split": asdict(found.split), "bytes": found.bytes, "place": (0, 0, 0)}
         write_json(working / JOURNAL, journal)
         if found.stride == 1:
             sample = [piece for piece, _ in found.sample]

@@ -81,7 +81,7 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
         synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
     def watched_write(path: Path, stored: dict) -> None:
-        if path.name in ("progress.json", "manifest.json"):
+        if "splits" in stored:
             for name in SPLITS:
                 size = sum(synced.get(file.stat().st_ino, 0) for file in path.parent.glob(f"{name}.bin"))
                 safe.append(size >= 2 * stored["splits"][name]["tokens"])
@@ -92,7 +92,7 @@ def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
     monkeypatch.setattr(gpt.text.prepare.prepare, "write_json", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
-    assert safe == [True] * 10  # the first journal, of nothing, three more and the manifest
+    assert safe == [True] * 8  # all journals but the first, of nothing, and the manifest
 
 
 def test_interrupted_and_small(tmp_path, many, undisturbed):
@@ -103,7 +103,7 @@ def test_interrupted_and_small(tmp_path, many, undisturbed):
             with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
                 make(many, cache)
             progress = json.loads((folder_of(cache) / "progress.json").read_text())
-            assert (progress["splits"]["train"]["tokens"] > 0) == journaled
+            assert ("splits" in progress) == journaled
         make(many, cache)
     assert content(folder_of(cache)) == undisturbed
 
