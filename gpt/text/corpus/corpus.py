@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
 
-TINY_SHAKESPEARE = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-)
+TINY_SHAKESPEARE: dict[str, Any] = {
+    "path": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+}
 Say = Callable[[str], None]  # prints a line, or does with it what a caller likes
 
 
@@ -89,15 +89,11 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
                 yield from ([text] for text in python_docs.builtin_docs())
 
         return Corpus("python_docs", modules, read_docs, sys.version)
-    if data.name == "tinyshakespeare":
-        url, sha256 = TINY_SHAKESPEARE
-        files: tuple[Path | Remote, ...] = (Remote(url, None, "", cache, data.cache_bytes, sha256, say),)
-    else:
-        files = _files_of(data, cache, say)
-        if tables := [file.name for file in files if is_table(file)]:
-            others = f" and {len(tables) - 1:,} more" if len(tables) > 1 else ""
-            remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
-            say(f"{tables[0]}{others}: a table, taken as raw text, commas and quotes included: {remedy}")
+    files = _files_of(data, cache, say)
+    if tables := [file.name for file in files if is_table(file)]:
+        others = f" and {len(tables) - 1:,} more" if len(tables) > 1 else ""
+        remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
+        say(f"{tables[0]}{others}: a table, taken as raw text, commas and quotes included: {remedy}")
     return corpus_of(data, files)
 
 
@@ -118,6 +114,8 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 def _files_of(data: DataConfig, cache: Path, say: Say) -> tuple[Path | Remote, ...]:
     """Return the files that the paths name, each once."""
+    if data.name == "tinyshakespeare":
+        data = replace(data, name="text", **TINY_SHAKESPEARE)
     if data.sha256 is not None:
         return (Remote(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, say),)
     files: list[Path | Remote] = []
