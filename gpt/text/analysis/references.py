@@ -2,7 +2,7 @@
 
 import gzip
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -69,19 +69,14 @@ def _count_models(sources: Sequence[PreparedText]) -> tuple[float, float]:
     kinds = np.bincount(pairs // V, minlength=V)  # of tokens that follow each token
     follow = np.bincount(pairs // V, weights=counts, minlength=V)  # how many follow it
     bits = np.zeros(2)
-    for before, targets in _validation_pairs(sources):
-        wanted = before * V + targets
-        places = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
-        together = np.where(pairs[places] == wanted, counts[places], 0)
-        fallback = np.maximum(kinds[before], 1)
-        bigram = (together + fallback * unigram[targets]) / (follow[before] + fallback)
-        bits -= np.log2(unigram[targets]).sum(), np.log2(bigram).sum()
-    return float(bits[0]), float(bits[1])
-
-
-def _validation_pairs(sources: Sequence[PreparedText]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each validation token but a text's first, in blocks, with the token before it."""
     for source in sources:
         for start in range(0, len(source.validation) - 1, AT_ONCE):
             ids = source.validation[start : start + AT_ONCE + 1].astype(np.int64)
-            yield ids[:-1], ids[1:]
+            before, targets = ids[:-1], ids[1:]
+            wanted = before * V + targets
+            places = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+            together = np.where(pairs[places] == wanted, counts[places], 0)
+            fallback = np.maximum(kinds[before], 1)
+            bigram = (together + fallback * unigram[targets]) / (follow[before] + fallback)
+            bits -= np.log2(unigram[targets]).sum(), np.log2(bigram).sum()
+    return float(bits[0]), float(bits[1])
