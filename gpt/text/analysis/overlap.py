@@ -34,7 +34,8 @@ def find_overlap(text: np.ndarray, corpus: np.ndarray) -> Overlap:
         copied[start : start + LEAST] = True
     if not found:
         return Overlap(copied, 0, 0)
-    least, most = LEAST, _longest_run(copied)
+    edges = np.flatnonzero(np.diff(copied, prepend=False, append=False))  # where runs of copied tokens begin and end
+    least, most = LEAST, int((edges[1::2] - edges[::2]).max())
     while least < most:
         middle = (least + most + 1) // 2
         places, within = _contained(text, corpus, middle, blocks)
@@ -81,9 +82,3 @@ def _hashes(tokens: np.ndarray, n: int) -> np.ndarray:
         if bit == "1":
             hashes, k = hashes[: max(0, len(hashes) - 1)] * BASE + ones[k:], k + 1
     return hashes
-
-
-def _longest_run(marks: np.ndarray) -> int:
-    """The length of the longest run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], marks, [False]]).astype(np.int8)))
-    return int((edges[1::2] - edges[::2]).max(initial=0))
