@@ -47,22 +47,21 @@ def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
     does not change a document's tokens. Only a text without such a place is cut anywhere. The cuts depend on the
     document alone, not on the blocks that it arrives in. An empty document has no pieces.
     """
-    buffer, start = "", 0
+    buffer = ""
     for block in blocks:
-        if len(buffer) - start + len(block) <= 4 * size:
-            buffer += block
-            continue
-        buffer, start = buffer[start:] + block, 0
+        buffer += block  # in place, while no piece is cut off
+        start = 0
         while len(buffer) - start > 4 * size:
             found = _LAST_SPACE.search(buffer, start + size, start + 4 * size)
             end = found.start() if found else start + 4 * size
             yield buffer[start:end]
             start = end
-    while found := _LAST_SPACE.search(buffer, start + size):
-        yield buffer[start : found.start()]
-        start = found.start()
-    if start < len(buffer):
-        yield buffer[start:]
+        buffer = buffer[start:]
+    while found := _LAST_SPACE.search(buffer, size):
+        yield buffer[: found.start()]
+        buffer = buffer[found.start() :]
+    if buffer:
+        yield buffer
 
 
 def visible(token: bytes) -> str:
