@@ -154,10 +154,7 @@ def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
         tokenizer = Tokenizer.from_dict(json.loads(tokens))
         if manifest["tokenizer"] != tokenizer.sha256:
             raise ValueError("the tokenizer is not the one in the manifest")
-        listed = manifest.get("shards") or [
-            ["train.bin", *(manifest["splits"]["train"][k] for k in ("tokens", "sha256"))]
-        ]
-        each = width(tokenizer).itemsize
+        listed, each = manifest["shards"], width(tokenizer).itemsize
         files = [store.file(name, tokens * each, sha256, cache, room) for name, tokens, sha256 in listed]
         held = manifest["splits"]["validation"]
         last = store.file("validation.bin", held["tokens"] * each, held["sha256"], cache, room)
@@ -165,7 +162,7 @@ def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{store.url}: is damaged ({error}): prepare it again, in an empty folder") from None
     lengths = [tokens for _, tokens, _ in listed]
-    needed = 3 * GROUP * max(lengths) * each
+    needed = 3 * GROUP * max(lengths, default=0) * each
     if isinstance(last, Remote) and room < min(needed, sum(lengths) * each):
         raise UserError(f"data.cache_bytes={room:,} does not hold {3 * GROUP} files of this text: {needed:,} do")
     return PreparedText(Shards(files, lengths, width(tokenizer)), validation, tokenizer, manifest)
