@@ -85,21 +85,29 @@ class Done:
     stderr: str
 
 
-def train(*arguments: str | Path) -> Done:
-    """Run train.py to its end within this process, which saves the seconds that its imports take."""
+def train(*arguments: str | Path, code: int | None = 0) -> Done:
+    """Run train.py within this process, which saves the seconds of its imports; it must end with `code`, if given."""
     GlobalHydra.instance().clear()
     out, err = io.StringIO(), io.StringIO()
     before, sys.argv = sys.argv, ["train.py", *map(str, arguments)]
-    code: int | str | None = 0
+    ended: int | str | None = 0
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     except SystemExit as end:
-        code = end.code
+        ended = end.code
     finally:
         sys.argv = before
-    assert isinstance(code, int)
-    return Done(code, out.getvalue(), CONCERNS.sub("", err.getvalue()))
+    assert isinstance(ended, int)
+    assert code in (None, ended), err.getvalue()
+    return Done(ended, out.getvalue(), CONCERNS.sub("", err.getvalue()))
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one line with which train.py refuses these arguments."""
+    (line,) = train(*arguments, code=2).stderr.strip().splitlines()
+    assert line.startswith("train.py: ")
+    return line
 
 
 def tiny_arguments(folder: Path, *changes: str) -> list[str]:
@@ -119,9 +127,10 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
-def train_apart(*arguments: str | Path, **options) -> subprocess.CompletedProcess:
-    """Run train.py to its end in a process of its own, for tests where the process is the point."""
+def train_apart(*arguments: str | Path, code: int | None = 0, **options) -> subprocess.CompletedProcess:
+    """Run train.py in a process of its own, for tests where the process is the point; it must end with `code`."""
     done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+    assert code in (None, done.returncode), done.stderr
     done.stderr = CONCERNS.sub("", done.stderr)
     return done
 

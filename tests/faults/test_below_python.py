@@ -27,7 +27,7 @@ def faults(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(corpus_folder) -> Path:
-    assert train(*arguments(corpus_folder), f"run_dir={corpus_folder / 'reference'}").returncode == 0
+    train(*arguments(corpus_folder), f"run_dir={corpus_folder / 'reference'}")
     return corpus_folder
 
 
@@ -63,7 +63,7 @@ def test_saving_fails(faults, folder, tmp_path, call, number):
     assert len(lines) == 1, process.output
     assert os.strerror(number) in lines[0] or "disk is full" in lines[0], lines[0]
     assert "Traceback" not in process.output
-    assert train(f"resume={run_dir}").returncode == 0
+    train(f"resume={run_dir}")
     assert differences(run_dir, folder / "reference") == []
 
 
@@ -88,14 +88,14 @@ def test_reading_fails(faults, folder, tmp_path, file, number):
     if file == "corpus.txt":  # prepared text would do
         shutil.rmtree(tmp_path / "cache")
     command = [*arguments(tmp_path), f"run_dir={tmp_path / 'new'}"] if file in ("corpus.txt", "manifest.json") else None
-    done = train_apart(*(command or [f"resume={run_dir}"]), env=broken)
+    done = train_apart(*(command or [f"resume={run_dir}"]), code=None, env=broken)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 2)
     if done.returncode == 2:
         (line,) = done.stderr.strip().splitlines()
         assert file.removesuffix(".json") in line
     when.unlink()
-    assert train(*(command or [f"resume={run_dir}"])).returncode == 0
+    train(*(command or [f"resume={run_dir}"]))
     assert not [
         d for d in differences(tmp_path / "new" if command else run_dir, folder / "reference") if "data" not in d
     ]

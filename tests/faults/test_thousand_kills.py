@@ -94,8 +94,7 @@ def test_killed_at_random(tmp_path, capsys):
     references = {}
     for i, (name, arguments) in enumerate(settings.items()):
         references[name] = tmp_path / f"reference{i}"
-        done = train(*arguments, f"run_dir={references[name]}")
-        assert done.returncode == 0, done.stderr
+        train(*arguments, f"run_dir={references[name]}")
     counts = dict.fromkeys(("the starter", "a rank"), 0)
     killed = dict.fromkeys(VARIANTS, 0)
     runs = in_saves = 0

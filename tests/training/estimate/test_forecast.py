@@ -29,7 +29,6 @@ def figures(arguments):
     """What plan=json prints of that run, before it is trained."""
     folder, given = arguments
     done = train(*given, "plan=json", f"run_dir={folder / 'run'}")
-    assert done.returncode == 0, done.stderr
     assert [file.name for file in folder.iterdir() if file.name != "cache"] == ["corpus.txt"]
     return json.loads(done.stdout)
 
@@ -38,7 +37,7 @@ def test_counts_are_those_of_the_run(arguments, figures):
     """Steps, tokens, epochs, parameters and the size of a checkpoint; the schedule itself has left no trace."""
     folder, given = arguments
     run = folder / "run"
-    assert train(*given, f"run_dir={run}").returncode == 0
+    train(*given, f"run_dir={run}")
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert figures["epochs"] == {"text": pytest.approx(metrics["epochs"])}
     assert all(figures[key] == metrics[key] for key in ("steps", "tokens", "parameters"))
@@ -86,10 +85,9 @@ def test_memory_of_split_weights_is_computed():
 )
 def test_refusals(given, message):
     """One line, before anything slow."""
-    done = train(*given)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = train(*given, code=2)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -97,7 +95,7 @@ def test_other_ways_to_train(arguments, tmp_path):
     """Several devices, a time as horizon, and the weights of another run; each leaves nothing behind."""
     folder, given = arguments
     run = folder / "earlier"
-    assert train(*given, f"run_dir={run}").returncode == 0
+    train(*given, f"run_dir={run}")
     without_model = [one for one in given if not one.startswith(("model", "tokenizer"))]
     for changes, key, value in (
         ([*given, "trainer.devices=2", "trainer.micro_batch_size=auto", "horizon=2epochs"], "epochs", 2),
@@ -105,7 +103,6 @@ def test_other_ways_to_train(arguments, tmp_path):
         ([*without_model, f"init_from={run}"], "steps", 4),
     ):
         done = train(*changes, "plan=json", f"run_dir={tmp_path / 'run'}")
-        assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)[key]
         assert (found["text"] if key == "epochs" else found) == pytest.approx(value, rel=0.02)
     assert list(tmp_path.iterdir()) == []
@@ -119,8 +116,6 @@ def test_memory(arguments, tmp_path, changes):
     given += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
     given += changes
     planned = train_apart(*given, "plan=json")
-    assert planned.returncode == 0, planned.stderr
-    done = train_apart(*given, f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
+    train_apart(*given, f"run_dir={tmp_path / 'run'}")
     peak = json.loads((tmp_path / "run/metrics.json").read_text(encoding="utf-8"))["peak_memory_bytes"]
     assert json.loads(planned.stdout)["peak_memory"] == pytest.approx(peak, rel=0.2)
