@@ -11,6 +11,7 @@ import pytest
 from harness import Process, differences, tiny_arguments, train, train_apart, wait_for_file
 
 pytestmark = pytest.mark.slow
+RUN = ["horizon=151steps"]
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +24,6 @@ def faults(tmp_path_factory) -> Path:
     source = Path(__file__).with_name("below_python.c")
     subprocess.run([compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
     return library
-
-
-@pytest.fixture(scope="module")
-def folder(corpus_folder) -> Path:
-    train(*arguments(corpus_folder), f"run_dir={corpus_folder / 'reference'}")
-    return corpus_folder
-
-
-def arguments(folder: Path) -> list[str]:
-    return tiny_arguments(folder, "horizon=151steps")
 
 
 def environment(library: Path, call: str, number: int, path: str, when: Path) -> dict[str, str]:
@@ -49,11 +40,11 @@ def environment(library: Path, call: str, number: int, path: str, when: Path) ->
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )
-def test_saving_fails(faults, folder, tmp_path, call, number):
+def test_saving_fails(faults, settings, reference, tmp_path, call, number):
     """A save that fails ends the run with one line; what was saved before is intact, and the run goes on from it."""
     run_dir, when = tmp_path / "run", tmp_path / "now"
     process = Process(
-        [*arguments(folder), f"run_dir={run_dir}"],
+        [*settings, f"run_dir={run_dir}"],
         environment(faults, call, number, str(run_dir / "checkpoints"), when),
     )
     wait_for_file(run_dir / "checkpoints/previous.ckpt")
@@ -64,7 +55,7 @@ def test_saving_fails(faults, folder, tmp_path, call, number):
     assert os.strerror(number) in lines[0] or "disk is full" in lines[0], lines[0]
     assert "Traceback" not in process.output
     train(f"resume={run_dir}")
-    assert differences(run_dir, folder / "reference") == []
+    assert differences(run_dir, reference) == []
 
 
 @pytest.mark.parametrize(
@@ -77,17 +68,19 @@ def test_saving_fails(faults, folder, tmp_path, call, number):
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )
-def test_reading_fails(faults, folder, tmp_path, file, number):
+def test_reading_fails(faults, corpus_folder, reference, tmp_path, file, number):
     """What cannot be read is named in one line, or an intact checkpoint is taken instead; the bits are the same."""
-    run_dir = Path(shutil.copytree(folder / "reference", tmp_path / "run"))
-    shutil.copytree(folder / "cache", tmp_path / "cache")
-    shutil.copy(folder / "corpus.txt", tmp_path)
+    run_dir = Path(shutil.copytree(reference, tmp_path / "run"))
+    shutil.copytree(corpus_folder / "cache", tmp_path / "cache")
+    shutil.copy(corpus_folder / "corpus.txt", tmp_path)
     when = tmp_path / "now"
     when.touch()
     broken = os.environ | environment(faults, "read", number, f"/{file}", when)
     if file == "corpus.txt":  # prepared text would do
         shutil.rmtree(tmp_path / "cache")
-    command = [*arguments(tmp_path), f"run_dir={tmp_path / 'new'}"] if file in ("corpus.txt", "manifest.json") else None
+    command = None
+    if file in ("corpus.txt", "manifest.json"):
+        command = tiny_arguments(tmp_path, *RUN, f"run_dir={tmp_path / 'new'}")
     done = train_apart(*(command or [f"resume={run_dir}"]), code=None, env=broken)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 2)
@@ -96,6 +89,4 @@ def test_reading_fails(faults, folder, tmp_path, file, number):
         assert file.removesuffix(".json") in line
     when.unlink()
     train(*(command or [f"resume={run_dir}"]))
-    assert not [
-        d for d in differences(tmp_path / "new" if command else run_dir, folder / "reference") if "data" not in d
-    ]
+    assert not [d for d in differences(tmp_path / "new" if command else run_dir, reference) if "data" not in d]

@@ -5,7 +5,6 @@ then resumed to its end, which must be equal, bit for bit, to that of a run that
 """
 
 import contextlib
-import dataclasses
 import errno
 import os
 import shutil
@@ -29,30 +28,13 @@ from harness import (
     command,
     differences,
     refused,
-    tiny_arguments,
     tiny_config,
     train,
     train_apart,
     wait_for_file,
 )
 
-STOP = 31
-
-
-@pytest.fixture(scope="module")
-def folder(corpus_folder) -> Path:
-    """A folder with a corpus, a whole run of it (`reference`), and one that was stopped half-way (`stopped`)."""
-    folder = corpus_folder
-    settings = tiny_config(folder, "horizon=41steps")
-    decide.begin(dataclasses.replace(settings, run_dir=str(folder / "reference"))).fit()
-    decide.begin(dataclasses.replace(settings, run_dir=str(folder / "stopped"))).fit([StopAt(STOP)])
-    return folder
-
-
-@pytest.fixture
-def run(folder, tmp_path) -> Path:
-    """A copy of the stopped run, to hurt."""
-    return Path(shutil.copytree(folder / "stopped", tmp_path / "run"))
+RUN, STOP = ["horizon=41steps"], 31
 
 
 def contents(run: Path) -> dict[str, bytes]:
@@ -79,30 +61,30 @@ FILES: dict[str, tuple[Callable[[Path], object], bool]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_of_a_run(run, folder, name):
+def test_files_of_a_run(hurt, reference, name):
     """The run ends with the weights of the reference, and nothing of the user's is touched."""
-    hurt, complete = FILES[name]
-    hurt(run)
-    assert train(f"resume={run}").stderr == ""
-    found = differences(run, folder / "reference")
+    damage, complete = FILES[name]
+    damage(hurt)
+    assert train(f"resume={hurt}").stderr == ""
+    found = differences(hurt, reference)
     assert [line for line in found if complete or not line.startswith(("curve", "samples"))] == []
     for file in ("events.out.tfevents.backup", "notes.txt"):
-        assert not (run / file).exists() or (run / file).read_text() == "mine"
+        assert not (hurt / file).exists() or (hurt / file).read_text() == "mine"
 
 
-def test_going_back_is_refused(run):
+def test_going_back_is_refused(hurt):
     """An older checkpoint of a run is not continued, since that would undo what came after it."""
-    newest = checkpoint.load(run / "checkpoints/last.ckpt")["step"]
-    before = contents(run)
-    line = refused(f"resume={run}/checkpoints/previous.ckpt")
-    assert f"and the run has gone on to step {newest}: continue it with resume={run}" in line
-    assert f"init_from={run}/checkpoints/previous.ckpt" in line
-    assert contents(run) == before
+    newest = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
+    before = contents(hurt)
+    line = refused(f"resume={hurt}/checkpoints/previous.ckpt")
+    assert f"and the run has gone on to step {newest}: continue it with resume={hurt}" in line
+    assert f"init_from={hurt}/checkpoints/previous.ckpt" in line
+    assert contents(hurt) == before
 
 
-def test_killed_between_the_best_and_the_last(folder, tmp_path):
+def test_killed_between_the_best_and_the_last(reference, tmp_path):
     """Where the last step was also the best, a kill before last.ckpt follows best.ckpt leaves a complete run."""
-    run = Path(shutil.copytree(folder / "reference", tmp_path / "run"))
+    run = Path(shutil.copytree(reference, tmp_path / "run"))
     best, last, previous = (run / f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous"))
     assert checkpoint.load(best)["step"] == 41
     last.unlink()
@@ -111,19 +93,19 @@ def test_killed_between_the_best_and_the_last(folder, tmp_path):
     done = train(f"resume={run}")
     assert done.stderr == ""
     assert "is complete" in done.stdout
-    assert differences(run, folder / "reference") == []
+    assert differences(run, reference) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals(folder, tmp_path, capfd, number):
+def test_signals(corpus_folder, reference, tmp_path, capfd, number):
     """Each saves after the step and ends with 128 + its number: also SIGHUP, which a lost connection sends."""
     run_dir = tmp_path / "run"
-    session = decide.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}"))
+    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     session.fit([StopAt(STOP, number)])
     assert session.stopped_by == number
     assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
     train(f"resume={run_dir}")
-    assert differences(run_dir, folder / "reference") == []
+    assert differences(run_dir, reference) == []
 
 
 class Sabotage(Callback):
@@ -138,10 +120,10 @@ class Sabotage(Callback):
             act()
 
 
-def test_run_directory_deleted_while_training(folder, tmp_path):
+def test_run_directory_deleted_while_training(corpus_folder, tmp_path):
     """It is not made again without its configuration and lock: one line says that nothing can be saved."""
     run_dir = tmp_path / "run"
-    session = decide.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}"))
+    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     with pytest.raises(UserError, match="was deleted while its run was training, so nothing can be saved"):
         session.fit([Sabotage(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
@@ -155,21 +137,21 @@ def test_run_directory_deleted_while_training(folder, tmp_path):
         pytest.param("link", errno.EPERM, marks=pytest.mark.slow),
     ],
 )
-def test_failing_disk(folder, tmp_path, monkeypatch, number, call):
+def test_failing_disk(corpus_folder, reference, tmp_path, monkeypatch, number, call):
     """Whichever call fails in a save, the error is one of the surroundings, and the run goes on from what is intact."""
     run_dir, before = tmp_path / "run", getattr(os, call)
 
     def failing(*arguments, **options):
         raise OSError(number, os.strerror(number), str(arguments[0]))
 
-    session = decide.begin(tiny_config(folder, "horizon=41steps", f"run_dir={run_dir}"))
+    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     expected = () if call == "link" else (OSError, UserError)  # without hard links, checkpoints are copied
     with pytest.raises(expected) if expected else contextlib.nullcontext():
         session.fit([Sabotage(20, lambda: monkeypatch.setattr(os, call, failing))])
     monkeypatch.setattr(os, call, before)
     if expected:
         train(f"resume={run_dir}")
-    assert differences(run_dir, folder / "reference") == []
+    assert differences(run_dir, reference) == []
 
 
 LONG = "x" * 300
@@ -186,10 +168,11 @@ LONG = "x" * 300
         ("horizon=999999999999999epochs", "steps are out of range"),
     ],
 )
-def test_absurd_arguments(folder, tmp_path, monkeypatch, argument, words):
+def test_absurd_arguments(corpus_folder, tmp_path, monkeypatch, argument, words):
     """One line, code 2, and nothing is made."""
     monkeypatch.chdir(tmp_path)
-    places = [f"data.path={folder}/corpus.txt"] + [f"data.cache={folder}/cache"] * ("cache" not in argument)
+    places = [f"data.path={corpus_folder}/corpus.txt"]
+    places += [f"data.cache={corpus_folder}/cache"] * ("cache" not in argument)
     shape = ("model.", "tokenizer") if "init_from" in argument else ("nothing",)
     tiny = [] if "resume" in argument else [word for word in [*TINY, *places] if not word.startswith(shape)]
     assert words in refused(*tiny, argument)
@@ -197,11 +180,6 @@ def test_absurd_arguments(folder, tmp_path, monkeypatch, argument, words):
 
 
 # --- in processes of their own ---
-
-
-@pytest.fixture
-def settings(folder) -> list[str]:
-    return tiny_arguments(folder, "horizon=41steps")
 
 
 @pytest.mark.slow
@@ -214,14 +192,14 @@ def settings(folder) -> list[str]:
     ],
     ids=["plain terminal", "no home", "other threads"],
 )
-def test_other_environments(settings, folder, run, environment):
+def test_other_environments(hurt, reference, environment):
     """A run goes on with its own number of threads, whatever language, terminal, home and threads it finds."""
-    train_apart(f"resume={run}", env=os.environ | environment)
-    assert differences(run, folder / "reference") == []
+    train_apart(f"resume={hurt}", env=os.environ | environment)
+    assert differences(hurt, reference) == []
 
 
 @pytest.mark.slow
-def test_suspended_and_continued(settings, folder, tmp_path):
+def test_suspended_and_continued(settings, reference, tmp_path):
     """Ctrl-Z and fg change nothing but the time."""
     run_dir = tmp_path / "run"
     process = Process([*settings, f"run_dir={run_dir}"])
@@ -230,23 +208,23 @@ def test_suspended_and_continued(settings, folder, tmp_path):
     time.sleep(0.5)
     process.send(signal.SIGCONT)
     assert process.end() == 0, process.output
-    assert differences(run_dir, folder / "reference") == []
+    assert differences(run_dir, reference) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&- >&- 2>&-"])
-def test_closed_streams(settings, folder, tmp_path, streams):
+def test_closed_streams(settings, reference, tmp_path, streams):
     """A training whose terminal has gone trains on, and a mistake still ends with code 2."""
     run_dir = tmp_path / "run"
     words = " ".join(f"'{word}'" for word in command(*settings, f"run_dir={run_dir}"))
     assert subprocess.run(f"{words} {streams}", shell=True, cwd=ROOT).returncode == 0
-    assert differences(run_dir, folder / "reference") == []
+    assert differences(run_dir, reference) == []
     assert subprocess.run(f"{words} {streams}", shell=True, cwd=ROOT).returncode == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [10, 100])
-def test_limited_file_size(settings, folder, tmp_path, blocks):
+def test_limited_file_size(settings, reference, tmp_path, blocks):
     """`ulimit -f` is a full disk: one line, and the run goes on without it."""
     run_dir = tmp_path / "run"
     words = " ".join(f"'{word}'" for word in command(*settings, f"run_dir={run_dir}"))
@@ -256,4 +234,4 @@ def test_limited_file_size(settings, folder, tmp_path, blocks):
     assert "the disk is full" in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
     train(f"resume={run_dir}")
-    assert differences(run_dir, folder / "reference") == []
+    assert differences(run_dir, reference) == []

@@ -16,49 +16,9 @@ from lightning import Callback
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import decide, runs
-from harness import (
-    TINY,
-    Process,
-    StopAt,
-    differences,
-    refused,
-    release,
-    tiny_arguments,
-    tiny_config,
-    train,
-    wait_for_file,
-)
+from harness import TINY, Process, differences, refused, train, wait_for_file
 
-HORIZON = "horizon=101steps"
-
-
-@pytest.fixture(scope="module")
-def settings(corpus_folder) -> list[str]:
-    """The arguments of every run here."""
-    return tiny_arguments(corpus_folder, HORIZON)
-
-
-@pytest.fixture(scope="module")
-def reference(settings, tmp_path_factory) -> Path:
-    """A run to which nothing happened."""
-    run_dir = tmp_path_factory.mktemp("runs") / "reference"
-    train(*settings, f"run_dir={run_dir}")
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def stopped(corpus_folder, tmp_path_factory) -> Path:
-    """A run that was asked to stop on its way, to be copied and hurt."""
-    run_dir = tmp_path_factory.mktemp("runs") / "stopped"
-    decide.begin(tiny_config(corpus_folder, HORIZON, f"run_dir={run_dir}")).fit([StopAt(29)])
-    release(run_dir)
-    return run_dir
-
-
-@pytest.fixture
-def hurt(stopped, tmp_path) -> Path:
-    """A copy of the stopped run."""
-    return Path(shutil.copytree(stopped, tmp_path / "run"))
+RUN, STOP = ["horizon=101steps"], 29
 
 
 @pytest.mark.slow

@@ -8,22 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_catalogue import StopAt
 
 from gpt.exchange import checkpoint
-from gpt.training import decide
-from harness import release, tiny_config, train
+from harness import release, train
 
+RUN = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
+STOP = 13
 MUTATIONS = 80
-
-
-@pytest.fixture(scope="module")
-def folder(corpus_folder) -> Path:
-    """A folder with a whole run (`reference`) and one that was stopped half-way (`stopped`)."""
-    small = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
-    decide.begin(tiny_config(corpus_folder, *small, f"run_dir={corpus_folder / 'reference'}")).fit()
-    decide.begin(tiny_config(corpus_folder, *small, f"run_dir={corpus_folder / 'stopped'}")).fit([StopAt(13)])
-    return corpus_folder
 
 
 def damage(file: Path, chance: random.Random) -> str:
@@ -50,12 +41,12 @@ def damage(file: Path, chance: random.Random) -> str:
 
 
 @pytest.mark.slow
-def test_random_damage(folder, tmp_path):
+def test_random_damage(reference, stopped, tmp_path):
     """Code 0 with the weights of the reference, or code 2 with one line; never a traceback or a hang."""
     chance, codes = random.Random(17), {0: 0, 2: 0}
-    expected = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["state_dict"]
+    expected = checkpoint.load(reference / "checkpoints/last.ckpt")["state_dict"]
     for number in range(MUTATIONS):
-        run = Path(shutil.copytree(folder / "stopped", tmp_path / str(number)))
+        run = Path(shutil.copytree(stopped, tmp_path / str(number)))
         files = sorted(file for file in run.rglob("*") if file.is_file() and file.name != ".lock")
         file = files[number % len(files)]
         what = f"{file.relative_to(run)}: {damage(file, chance)}"

@@ -1,0 +1,40 @@
+"""A run to which nothing happens, and the same run stopped on its way: the RUN and the STOP of each module here."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpt.training import decide
+from harness import StopAt, release, tiny_arguments, tiny_config
+
+
+@pytest.fixture(scope="module")
+def settings(corpus_folder, request) -> list[str]:
+    """The arguments of every run of a module."""
+    return tiny_arguments(corpus_folder, *request.module.RUN)
+
+
+@pytest.fixture(scope="module")
+def reference(corpus_folder, request) -> Path:
+    """A run to which nothing happened."""
+    run_dir = corpus_folder / "reference"
+    decide.begin(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")).fit()
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def stopped(corpus_folder, request) -> Path:
+    """A run that was asked to stop on its way, to be copied and hurt."""
+    run_dir = corpus_folder / "stopped"
+    decide.begin(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")).fit(
+        [StopAt(request.module.STOP)]
+    )
+    release(run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def hurt(stopped, tmp_path) -> Path:
+    """A copy of the stopped run."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
