@@ -105,7 +105,6 @@ def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
     begun = decide.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
     again = decide.resume(str(begun.run_dir))
     assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
-    assert again is not None
     assert (again.run_dir, again.config, again.schedule) == (begun.run_dir, begun.config, begun.schedule)
 
 
@@ -124,7 +123,6 @@ def test_initial_weights_are_let_go(folder, tmp_path):
     """The weights that a run starts from take no memory while it trains."""
     changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     session = decide.begin(tiny_config(folder, *changes))
-    assert session.start.weights is not None
     probe = Weights(session.start.weights["token_embedding.weight"])
     session.fit([probe])
     assert probe.gone
@@ -147,7 +145,6 @@ def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
     for module in (gpt.training.checkpoints.saving, gpt.training.runs):
         monkeypatch.setattr(module, "load", load)
     session = decide.resume(str(run_dir))
-    assert session is not None
     session.fit()
     assert [path.name for path in reads] == ["previous.ckpt"]
     assert session.metrics["steps"] == 8

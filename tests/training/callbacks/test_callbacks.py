@@ -218,7 +218,6 @@ def test_callbacks_with_a_state(trained, tmp_path, from_the_beginning):
     config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
     decide.begin(config).fit([StopAt(5), *([Counter()] if from_the_beginning else [])])
     resumed, counter = decide.resume(str(tmp_path / "run")), Counter()
-    assert resumed is not None
     done = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"]
     resumed.fit([counter])
     assert counter.steps == (12 if from_the_beginning else 12 - done)

@@ -74,7 +74,6 @@ def test_patience_begins_anew(corpus_folder, tmp_path):
     stopped = json.loads((run_dir / "metrics.json").read_text())["steps"]
     assert stopped < 61
     session = decide.resume(str(run_dir), "83steps")
-    assert session is not None
     assert session.schedule.extended_at == stopped
     session.fit()
     assert session.metrics["steps"] > stopped + 1
@@ -104,14 +103,10 @@ def test_interrupted_extension(short, tmp_path, number):
 def test_killed_between_two_files(short):
     """A kill between the extended last.ckpt and config.yaml leaves the old horizon there; resuming mends it."""
     before = (short / "config.yaml").read_bytes()
-    session = decide.resume(str(short), "97steps")
-    assert session is not None
-    session.fit([StopAt(62)])
+    decide.resume(str(short), "97steps").fit([StopAt(62)])
     extended = (short / "config.yaml").read_bytes()
     (short / "config.yaml").write_bytes(before)
-    session = decide.resume(str(short))
-    assert session is not None
-    session.fit([StopAt(63)])
+    decide.resume(str(short)).fit([StopAt(63)])
     assert (short / "config.yaml").read_bytes() == extended != before
 
 
@@ -122,9 +117,7 @@ def test_a_kept_checkpoint_that_a_kill_prevented(corpus_folder, tmp_path):
     kept = run_dir / "checkpoints/step-00000004.ckpt"
     content = kept.read_bytes()
     kept.unlink()
-    session = decide.resume(str(run_dir))
-    assert session is not None
-    session.fit()
+    decide.resume(str(run_dir)).fit()
     assert kept.read_bytes() == content
 
 
@@ -141,7 +134,6 @@ def test_without_a_checkpoint(corpus_folder, tmp_path):
     run_dir = tmp_path / "run"
     decide.begin(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}"))
     session = decide.resume(str(run_dir), "7steps")
-    assert session is not None
     session.fit()
     assert (session.metrics["steps"], read(run_dir / "config.yaml").horizon) == (7, "7steps")
 

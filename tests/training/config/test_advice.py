@@ -209,8 +209,7 @@ def test_said_once_across_resumes(tmp_path, worse, capsys):
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "
     line += "model is memorising. best.ckpt holds step 6; try horizon=6steps"
 
-    def said(session: Session | None, stop: int = 0) -> int:
-        assert session
+    def said(session: Session, stop: int = 0) -> int:
         session.fit([StopAt(stop)] if stop else [])
         return capsys.readouterr().err.splitlines().count(line)
 

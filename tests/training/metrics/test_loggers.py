@@ -93,9 +93,7 @@ def test_resumed_run_has_the_same_table(whole, tmp_path, capfd):
     assert "mine/once" not in read_table(session.run_dir)  # logged at step 4, to be written at 6
     with (session.run_dir / "metrics.csv").open("a") as table:
         table.write("6,train/loss,7.0\n")  # as if killed later
-    resumed = decide.resume(str(session.run_dir))
-    assert resumed is not None
-    resumed.fit(users())
+    decide.resume(str(session.run_dir)).fit(users())
     assert differences(session.run_dir, whole.run_dir) == []
 
 
@@ -162,9 +160,7 @@ def test_wandb(whole, tmp_path, monkeypatch, capfd):
     session.fit([StopAt(5)])
     assert wandb.run is None
     name = (session.run_dir / "wandb_run.txt").read_text().strip()
-    resumed = decide.resume(str(session.run_dir))
-    assert resumed is not None
-    resumed.fit(users())
+    decide.resume(str(session.run_dir)).fit(users())
     assert (session.run_dir / "wandb_run.txt").read_text().strip() == name
     records = list(session.run_dir.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
     assert len(records) == 2
@@ -186,7 +182,6 @@ def test_mlflow(whole, tmp_path, monkeypatch, capfd):
     session = again(whole, tmp_path, logger=["mlflow"])
     session.fit([StopAt(5)])
     resumed = decide.resume(str(session.run_dir))
-    assert resumed is not None
     resumed.fit(users())
     name = (session.run_dir / "mlflow_run.txt").read_text().strip()
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
