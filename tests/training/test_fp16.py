@@ -1,6 +1,5 @@
 """Training in fp16: overflows skip steps and nothing else, and a run goes on after them bit for bit."""
 
-import csv
 import functools
 import json
 import math
@@ -15,7 +14,7 @@ from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import decide
 from gpt.training.module import GPTModule
-from harness import TINY, StopAt, differences, tiny_config, train
+from harness import TINY, StopAt, differences, read_table, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
 FIRST_SCALE = 2.0**22  # of which every gradient here overflows
@@ -41,12 +40,6 @@ def overflowing(monkeypatch) -> None:
 def overflow_often(patch: pytest.MonkeyPatch) -> None:
     scaler = functools.partial(torch.amp.GradScaler, init_scale=FIRST_SCALE, growth_interval=GROWTH)
     patch.setattr(torch.amp, "GradScaler", scaler)
-
-
-def curve(run_dir: Path, tag: str) -> dict[int, float]:
-    """The points of a curve, by step."""
-    with (run_dir / "metrics.csv").open() as table:
-        return {int(row["step"]): float(row["value"]) for row in csv.DictReader(table) if row["tag"] == tag}
 
 
 class Watch(Callback):
@@ -91,16 +84,17 @@ def test_overflow_skips_the_step(folder, tmp_path, overflowing):
         assert half.scales[step] == half.scales[step - 1] * change
     assert same(half.windows, full.windows)
     assert len(half.windows) == 13 * 2
+    curves, in_fp32 = read_table(tmp_path / "fp16"), read_table(tmp_path / "fp32")
     for tag in ("train/lr", "train/matrix_lr"):
-        assert curve(tmp_path / "fp16", tag) == curve(tmp_path / "fp32", tag)
+        assert curves[tag] == in_fp32[tag]
     assert json.loads((tmp_path / "fp16/metrics.json").read_text())["steps"] == 13
 
     totals = [sum(half.skipped[: step + 1]) for step in range(13)]
-    assert curve(tmp_path / "fp16", "train/skipped_steps") == dict(enumerate(totals, 1))
-    assert curve(tmp_path / "fp16", "train/loss_scale") == dict(enumerate(half.scales, 1))
+    assert curves["train/skipped_steps"] == list(enumerate(totals, 1))
+    assert curves["train/loss_scale"] == list(enumerate(half.scales, 1))
     made = [step + 1 for step in range(13) if not half.skipped[step]]
-    assert list(curve(tmp_path / "fp16", "train/loss")) == made  # no loss of a step that was skipped
-    assert "train/loss_scale" not in (tmp_path / "fp32/metrics.csv").read_text()
+    assert [step for step, _ in curves["train/loss"]] == made  # no loss of a step that was skipped
+    assert "train/loss_scale" not in in_fp32
 
 
 @pytest.mark.slow
@@ -117,8 +111,8 @@ def test_learns_as_well(folder, tmp_path):
             f"run_dir={run_dir}",
         )
         decide.begin(tiny_config(folder, *settings)).fit()
-        losses[precision] = torch.tensor(list(curve(run_dir, "train/loss").values()))
-    assert curve(tmp_path / "fp16", "train/skipped_steps")[41] == 0
+        losses[precision] = torch.tensor([value for _, value in read_table(run_dir)["train/loss"]])
+    assert dict(read_table(tmp_path / "fp16")["train/skipped_steps"])[41] == 0
     worst = {name: (loss / losses["fp32"] - 1).abs().max() for name, loss in losses.items()}
     assert 0 < worst["fp16"] < 1e-3
     assert worst["fp16"] < worst["bf16"]
@@ -182,7 +176,7 @@ def test_several_processes(folder, tmp_path):
     settings += [f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
         train(*TINY, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
-    one, two = ([curve(tmp_path / name, tag) for tag in ("train/skipped_steps", "train/loss")] for name in "12")
-    assert one[0] == two[0]
-    assert 0 < one[0][17] < 15
-    assert two[1] == pytest.approx(one[1], rel=1e-3)
+    one, two = (read_table(tmp_path / name) for name in "12")
+    assert one["train/skipped_steps"] == two["train/skipped_steps"]
+    assert 0 < dict(one["train/skipped_steps"])[17] < 15
+    assert dict(two["train/loss"]) == pytest.approx(dict(one["train/loss"]), rel=1e-3)

@@ -1,6 +1,5 @@
 """trainer.strategy=fsdp: what it computes is what DDP computes, and what it saves is what everybody else saves."""
 
-import csv
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from gpt import load
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
-from harness import ROOT, differences, flatten, tiny_config, train_apart, write_corpus
+from harness import ROOT, differences, flatten, read_table, tiny_config, train_apart, write_corpus
 
 STEPS = 22
 # 13 rows of an embedding, 37 channels and 3 layers do not divide by the number of processes.
@@ -61,8 +60,7 @@ def sharded(corpus_folder: Path) -> Path:
 
 
 def curve(run_dir: Path, tag: str) -> list[float]:
-    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as table:
-        return [float(row["value"]) for row in csv.DictReader(table) if row["tag"] == tag]
+    return [value for _, value in read_table(run_dir)[tag]]
 
 
 @pytest.mark.slow
