@@ -172,16 +172,23 @@ class Process:
         return self.process.returncode
 
 
-class StopAt(Callback):
+class At(Callback):
+    """Does something, once, after some step."""
+
+    def __init__(self, step: int, act: Callable[[], object]):
+        self.step, self.act, self.done = step, act, False
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        if trainer.global_step == self.step and not self.done:
+            self.done = True
+            self.act()
+
+
+class StopAt(At):
     """Sends this process a signal, once, after some step."""
 
     def __init__(self, step: int, number: signal.Signals = signal.SIGTERM):
-        self.step, self.number, self.sent = step, number, False
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if trainer.global_step == self.step and not self.sent:
-            self.sent = True
-            os.kill(os.getpid(), self.number)
+        super().__init__(step, lambda: os.kill(os.getpid(), number))
 
 
 def release(run_dir: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lightning import Callback
 
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
@@ -23,6 +22,7 @@ from gpt.training import decide
 from harness import (
     ROOT,
     TINY,
+    At,
     Process,
     StopAt,
     command,
@@ -108,24 +108,12 @@ def test_signals(corpus_folder, reference, tmp_path, capfd, number):
     assert differences(run_dir, reference) == []
 
 
-class Sabotage(Callback):
-    """Does something to the run, once, after some step."""
-
-    def __init__(self, step: int, act: Callable[[], object]):
-        self.step, self.act = step, act
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if trainer.global_step == self.step and self.act is not None:
-            act, self.act = self.act, None  # type: ignore[assignment]
-            act()
-
-
 def test_run_directory_deleted_while_training(corpus_folder, tmp_path):
     """It is not made again without its configuration and lock: one line says that nothing can be saved."""
     run_dir = tmp_path / "run"
     session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     with pytest.raises(UserError, match="was deleted while its run was training, so nothing can be saved"):
-        session.fit([Sabotage(20, lambda: shutil.rmtree(run_dir))])
+        session.fit([At(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
 
 
@@ -147,7 +135,7 @@ def test_failing_disk(corpus_folder, reference, tmp_path, monkeypatch, number, c
     session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     expected = () if call == "link" else (OSError, UserError)  # without hard links, checkpoints are copied
     with pytest.raises(expected) if expected else contextlib.nullcontext():
-        session.fit([Sabotage(20, lambda: monkeypatch.setattr(os, call, failing))])
+        session.fit([At(20, lambda: monkeypatch.setattr(os, call, failing))])
     monkeypatch.setattr(os, call, before)
     if expected:
         train(f"resume={run_dir}")
