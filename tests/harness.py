@@ -225,10 +225,16 @@ def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
+def read_events(folder: Path) -> EventAccumulator:
+    """All that a folder holds for TensorBoard."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    events.Reload()
+    return events
+
+
 def read_curves(run_dir: Path) -> dict:
     """Everything that TensorBoard shows of a run, except what depends on time: tag to (step, content) pairs."""
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
-    events.Reload()
+    events = read_events(run_dir)
     curves: dict = {}
     for tag in events.Tags()["scalars"]:
         curves[tag] = [(event.step, event.value) for event in events.Scalars(tag)]

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
 from gpt.sampling.pictures import CELL, GAP
 from gpt.training.config.loading import validate
-from harness import CONCERNS, ROOT, Done, differences, read_curves, refused, tiny_arguments, train
+from harness import CONCERNS, ROOT, Done, differences, read_curves, read_events, refused, tiny_arguments, train
 
 SCALARS = {
     *(f"train/{name}" for name in ("loss", "lr", "matrix_lr", "grad_norm")),
@@ -89,8 +88,7 @@ def test_metrics(run):
 
 def test_tensorboard_tags(run):
     """Scalars, samples as text, and a picture of all heads, as TensorBoard reads them."""
-    events = EventAccumulator(str(run[0]))
-    events.Reload()
+    events = read_events(run[0])
     tags = events.Tags()
     assert set(tags["scalars"]) >= SCALARS
     assert set(tags["tensors"]) == {"custom_scalars__config__", "samples/text_summary"}

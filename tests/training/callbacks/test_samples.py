@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import generate
 from gpt.text.corpus.corpus import DataConfig
@@ -14,7 +13,7 @@ from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig
 from gpt.training import decide
 from gpt.training.callbacks.samples import longest_copy
-from harness import TINY, tiny_config, train, write_corpus
+from harness import TINY, read_events, tiny_config, train, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -44,9 +43,7 @@ def test_samples_are_no_markdown(corpus_folder):
     config = tiny_config(corpus_folder, "horizon=1steps", f"run_dir={run_dir}")
     config.data.prompts = prompts
     decide.begin(config).fit()
-    events = EventAccumulator(str(run_dir))
-    events.Reload()
-    (written,) = events.Tensors("samples/text_summary")
+    (written,) = read_events(run_dir).Tensors("samples/text_summary")
     page = plugin_util.markdown_to_safe_html(written.tensor_proto.string_val[0])
     shown = re.findall(r"<pre><code>(.*?)</code></pre>", page, re.S)
     for prompt, block in zip(prompts, shown, strict=True):

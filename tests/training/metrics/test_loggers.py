@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from lightning import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gpt.errors import UserError
@@ -17,7 +16,7 @@ from gpt.training.callbacks.base import Clock
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, open_loggers
 from gpt.training.session import Session
-from harness import StopAt, differences, read_curves, read_table, tiny_config
+from harness import StopAt, differences, read_curves, read_events, read_table, tiny_config
 
 
 class Logging(Callback):
@@ -102,8 +101,7 @@ def test_hparams_tab(whole):
 
     It shows the first five, in the order of test_train.py::test_tensorboard_serves_the_run: sizes and rates.
     """
-    events = EventAccumulator(str(whole.run_dir))
-    events.Reload()
+    events = read_events(whole.run_dir)
     start, experiment = (
         HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
         for name in ("session_start_info", "experiment")

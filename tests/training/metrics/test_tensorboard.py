@@ -24,7 +24,7 @@ from gpt.training.metrics.curves import ROWS, Curves
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.tensorboard import layout
 from gpt.training.session import Session
-from harness import StopAt, differences, read_table, tiny_config
+from harness import StopAt, differences, read_events, read_table, tiny_config
 
 EXPERIMENT = ["horizon=43steps", "trainer.validate_every=7", "trainer.precision=fp32", "model.d_model=36"]
 
@@ -51,9 +51,7 @@ def run(corpus_folder) -> tuple[Session, Watch]:
 
 @pytest.fixture(scope="module")
 def events(run) -> EventAccumulator:
-    events = EventAccumulator(str(run[0].run_dir), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    return events
+    return read_events(run[0].run_dir)
 
 
 # --- all that a run says of itself ---
@@ -151,12 +149,10 @@ def test_resumed_run(run, corpus_folder, tmp_path):
 
 def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The lines that TensorBoard shows of the references in a folder: name to points."""
-    found = {}
-    for line in (folder / ".references").iterdir():
-        events = EventAccumulator(str(line))
-        events.Reload()
-        found[line.name] = [(event.step, event.value) for event in events.Scalars("val/bits_per_byte")]
-    return found
+    return {
+        line.name: [(event.step, event.value) for event in read_events(line).Scalars("val/bits_per_byte")]
+        for line in (folder / ".references").iterdir()
+    }
 
 
 def test_lines(run, corpus_folder, tmp_path, monkeypatch):
