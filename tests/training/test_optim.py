@@ -35,6 +35,7 @@ MATRICES = {
 }
 EMBEDDINGS = {"token_embedding.weight", "position_embedding.weight"}
 
+FACTORS = (1.0, 0.5, 0.0, 0.25, 1.0)  # of the rate, step by step
 STEEP = {"warmup_steps": 4, "decay_from": 0.5, "final_lr": 0.25}  # in 24 steps: up in 4, at 1 until 12, then down
 
 
@@ -89,8 +90,9 @@ def muon_by_definition(start: Tensor, gradients: list[Tensor], first_step: int, 
         direction = U @ torch.diag(polar_express(S)) @ Vh
         squares = 0.95 * squares + 0.05 * direction.square().mean(along, keepdim=True)
         direction = direction / (squares / (1 - 0.95 ** (step + 1))).sqrt()
-        weight = weight * (1 - config.matrix_lr * config.matrix_weight_decay)
-        weight = weight - config.matrix_lr / math.sqrt(D_MODEL) * direction
+        lr = config.matrix_lr * FACTORS[step - first_step]
+        weight = weight * (1 - lr * config.matrix_weight_decay)
+        weight = weight - lr / math.sqrt(D_MODEL) * direction
     return weight.float()
 
 
@@ -163,14 +165,6 @@ def test_groups(name, qkv_bias):
     decay = {"matrices": 0.7 if name == "muon" else 0.3, "embeddings": 0.3, "vectors": 0.0}
     assert {role: group["weight_decay"] for role, group in roles.items()} == decay
     assert roles["matrices"]["parts"] == [3 * HEADS if "W_qkv" in name else 1 for name in names["matrices"]]
-
-
-def test_set_lr():
-    """Every group's rate is its own peak times the factor, whatever was set before."""
-    optimizer = make_optimizer(make_model(), lr=0.5, matrix_lr=0.25)
-    for factor in (1.0, 0.5, 0.0, 0.25):
-        set_lr(optimizer, factor)
-        assert [group["lr"] for group in optimizer.param_groups] == [0.25 * factor, 0.5 * factor, 0.5 * factor]
 
 
 def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
@@ -286,16 +280,23 @@ def test_orthogonalize_does_not_see_the_size(size):
 @pytest.mark.parametrize("first_step", [0, 150, 298])
 @pytest.mark.parametrize(("momentum", "heads"), [(0.95, 3), (0.5, 3), (0.95, 1)])
 def test_muon_by_definition(first_step, momentum, heads):
-    """Five steps on square, wide, tall and fused matrices equal the definition, one matrix or head at a time."""
+    """Five steps on square, wide, tall and fused matrices equal the definition, one matrix or head at a time.
+
+    The rate is at its peak until it is set; a rate of zero, in the midst of them, changes nothing.
+    """
     config = OptimConfig(matrix_lr=0.03, lr=0.01, matrix_weight_decay=0.7, momentum=momentum)
     model = make_model(heads)
     start = values(model)
     optimizer = build_optimizer(dict(model.named_parameters()), heads, config, torch.float32)
     optimizer.param_groups[0]["step"] = first_step
     gradients = []
-    for step in range(5):
+    for step, factor in enumerate(FACTORS):
         gradients.append(set_gradients(model, step))
+        before = values(model)
+        if step:
+            set_lr(optimizer, factor)
         optimizer.step()
+        assert factor or all(torch.equal(value, before[name]) for name, value in values(model).items())
     assert optimizer.param_groups[0]["step"] == first_step + 5
     moved = values(model)
     for name in MATRICES:
@@ -331,17 +332,6 @@ def test_muon_without_gradients():
             assert not moved[:, 5].any() and moved[:, 6].any()
         elif name in MATRICES:
             assert not moved.any()
-
-
-def test_muon_uses_the_present_rate():
-    """Both the step and the decay scale with `lr`: a rate of zero changes nothing."""
-    model = make_model()
-    optimizer = make_optimizer(model, matrix_weight_decay=0.7, weight_decay=0.7)
-    start = values(model)
-    set_gradients(model, 0)
-    set_lr(optimizer, 0.0)
-    optimizer.step()
-    assert all(torch.equal(value, start[name]) for name, value in values(model).items())
 
 
 def test_muon_in_bfloat16():
