@@ -58,21 +58,11 @@ def again(session: Session, folder: Path, **changes) -> Session:
 # --- metrics.csv and TensorBoard ---
 
 
-def test_table_and_tensorboard_agree(whole):
-    """Every scalar but the references is in both, and each curve has one point a step."""
-    table, shown = read_table(whole.run_dir), read_curves(whole.run_dir)
-    scalars = {tag: points for tag, points in shown.items() if tag in table}
-    assert {"train/loss", "train/lr", "val/loss", "val/bits_per_byte", "mine/double"} <= scalars.keys()
-    assert scalars.keys() == {tag for tag in table if not tag.startswith(("work/", "val_references/"))}
-    for tag, points in scalars.items():
-        assert [step for step, _ in points] == [step for step, _ in table[tag]], tag
-        assert [value for _, value in points] == pytest.approx([value for _, value in table[tag]]), tag
-        assert len({step for step, _ in points}) == len(points), tag
-    assert table["val/loss"][-1] == (13, whole.metrics["val_loss"])
-
-
 def test_what_callbacks_log(whole):
-    """`module.log` counts steps as our curves do, at log points; what goes past the module is taken as it is."""
+    """`module.log` counts steps as our curves do, at log points; what goes past the module is taken as it is.
+
+    It is all in TensorBoard, too.
+    """
     table = read_table(whole.run_dir)
     assert table["mine/step"] == [(step, float(step)) for step in (3, 6, 9, 12, 13)]
     assert table["mine/once"] == [(step, 4.0) for step in (6, 9, 12, 13)]
@@ -83,6 +73,9 @@ def test_what_callbacks_log(whole):
     rates = {tag: points for tag, points in table.items() if tag.startswith("lr-")}
     assert [[step for step, _ in points] for points in rates.values()] == [[0, 2, 5, 8, 11]] * len(rates)
     assert len(rates) == 3
+    logged = {tag: points for tag, points in table.items() if tag.startswith(("mine/", "lr-"))}
+    shown = {tag: points for tag, points in read_curves(whole.run_dir).items() if tag.startswith(("mine/", "lr-"))}
+    assert shown == {tag: [(step, pytest.approx(value)) for step, value in points] for tag, points in logged.items()}
 
 
 def test_resumed_run_has_the_same_table(whole, tmp_path, capfd):

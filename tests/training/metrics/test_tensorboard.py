@@ -66,6 +66,7 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
     assert {tag: points for tag, points in expected.items() if not tag.startswith("val_references/")} == shown
+    assert all(len(dict(points)) == len(points) for points in table.values())
     figures = json.loads((session.run_dir / "metrics.json").read_text())
     assert figures == session.metrics
     last = {tag: points[-1] for tag, points in table.items()}
