@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
 from gpt.sampling.pictures import CELL, GAP
-from gpt.training.config.loading import validate
 from harness import CONCERNS, ROOT, Done, differences, read_curves, read_events, refused, tiny_arguments, train
 
 SCALARS = {
@@ -73,15 +71,12 @@ def test_run_directory(run):
 
 
 def test_metrics(run):
-    """The figures agree among themselves and with the curves; docs/runs.md names each (tests/house/)."""
+    """The figures agree among themselves; docs/runs.md names each (tests/house/)."""
     metrics = json.loads((run[0] / "metrics.json").read_text())
     assert (metrics["steps"], metrics["tokens"]) == (40, 3840)
-    assert metrics["best_step"] in (10, 20, 30, 40)
-    assert metrics["best_val_loss"] <= metrics["val_loss"]
     assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_nats_per_byte"] / 0.6931471805599453)
     assert metrics["tokens_per_second"] == pytest.approx(3840 / metrics["train_seconds"])
     curves = read_curves(run[0])
-    assert curves["val/loss"][-1] == (40, pytest.approx(metrics["val_loss"]))
     assert [step for step, _ in curves["val/bits_per_byte"]] == [10, 20, 30, 40]
     assert curves["train/loss"][-1][1] < curves["train/loss"][0][1]
 
@@ -95,15 +90,6 @@ def test_tensorboard_tags(run):
     assert tags["images"] == ["weights/attention"]
     image = events.Images("weights/attention")[0]  # two layers of three heads of 16 x 16 weights
     assert (image.width, image.height) == (3 * (16 * CELL + GAP), 2 * (16 * CELL + GAP))
-
-
-def test_config_is_resolved(run):
-    """config.yaml validates as it is, and nothing in it is left to the machine that reads it."""
-    stored = yaml.safe_load((run[0] / "config.yaml").read_text())
-    validate(stored)
-    assert stored["horizon"] == "40steps"
-    chosen = {key: stored["trainer"][key] for key in ("device", "precision", "compile", "micro_batch_size")}
-    assert "auto" not in chosen.values()
 
 
 def test_samples(run):
