@@ -16,7 +16,7 @@ from lightning import Callback
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training import decide, runs
-from harness import TINY, Process, differences, refused, train, wait_for_file
+from harness import Process, differences, refused, train, wait_for_file
 
 RUN, STOP = ["horizon=101steps"], 29
 
@@ -176,29 +176,6 @@ def test_corrupt_tokens(settings, tmp_path):
     assert line.startswith(f"train.py: {file}: damaged")
     assert f"delete {file.parent}" in line
     assert not (tmp_path / "run").exists()
-
-
-def folders(cache: Path) -> list[Path]:
-    return [file for file in cache.iterdir() if file.is_dir()]
-
-
-@pytest.mark.slow
-def test_killed_preparation(tmp_path):
-    """A kill leaves a folder under another name, and the next run completes it."""
-    (tmp_path / "text").mkdir()
-    for i in range(40):
-        (tmp_path / f"text/{i}.txt").write_text(f"text number {i} " * 20_000)
-    arguments = [*TINY, "tokenizer=gpt2", f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}"]
-    arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    process = Process(arguments)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("cache/.preparing-*/train.bin")) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send(signal.SIGKILL)
-    assert process.end() == -signal.SIGKILL
-    assert [file.name.split("-")[0] for file in folders(tmp_path / "cache")] == [".preparing"]
-    train(*arguments)
-    assert [file.name.split("-")[0] for file in folders(tmp_path / "cache")] == ["text"]
 
 
 @pytest.mark.slow
