@@ -107,15 +107,6 @@ def test_damaged_checkpoint(hurt, damage, words, capsys):
     assert last.with_suffix(".ckpt.damaged").exists() == (words != "is missing")
 
 
-@pytest.mark.slow
-def test_damaged_checkpoint_in_a_real_run(hurt, reference):
-    """It ends as the reference did."""
-    flip_a_bit(hurt / "checkpoints/last.ckpt")
-    (line,) = train(f"resume={hurt}").stderr.splitlines()
-    assert "going on from" in line
-    assert differences(hurt, reference) == []
-
-
 def test_all_checkpoints_damaged(hurt):
     """Then there is nothing to go on from, and the first of them is named."""
     for file in hurt.glob("checkpoints/*.ckpt"):
