@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import ROOT, TINY, differences, train, write_corpus
+from harness import ROOT, differences, tiny_arguments, train
 
 KILLS = int(os.environ.get("GPT_KILLS", "1000"))
 TWO = ["trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=3"]
@@ -86,11 +86,10 @@ def kill_at_random(training: Training, run_dir: Path, chance: random.Random, sec
 
 
 @pytest.mark.faults
-def test_killed_at_random(tmp_path, capsys):
+def test_killed_at_random(corpus_folder, tmp_path, capsys):
     """Whatever the moments, each run ends equal to its reference in every bit, and in its whole loss log."""
     chance = random.Random(2026)
-    corpus = [f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}"]
-    settings = {name: [*TINY, "horizon=101steps", *corpus, *changes] for name, changes in VARIANTS.items()}
+    settings = {name: tiny_arguments(corpus_folder, "horizon=101steps", *more) for name, more in VARIANTS.items()}
     references = {}
     for i, (name, arguments) in enumerate(settings.items()):
         references[name] = tmp_path / f"reference{i}"

@@ -19,7 +19,7 @@ from gpt.training.callbacks.base import Clock, Validation
 from gpt.training.callbacks.progress import LINE, Progress
 from gpt.training.callbacks.samples import Samples
 from gpt.training.metrics.curves import Curves
-from harness import ROOT, TINY, command, write_corpus
+from harness import ROOT, command, tiny_arguments
 
 FACTS = ["train 2.500 val 3.000", "2.164 bits/byte", "12.3k tok/s"]
 
@@ -116,16 +116,15 @@ def columns(raw: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_on_a_terminal(tmp_path):
+def test_on_a_terminal(corpus_folder, tmp_path):
     """A training that a person watches: nothing is wider than the terminal, samples stand above, and the bar goes."""
-    write_corpus(tmp_path)
-    settings = [f"data.path={tmp_path / 'corpus.txt'}", f"data.cache={tmp_path / 'cache'}", "horizon=40steps"]
-    settings += ["trainer.validate_every=10", "data.prompts=[a\tb]", f"run_dir={tmp_path / 'run'}"]
+    changes = ["horizon=40steps", "trainer.validate_every=10", "data.prompts=[a\tb]", f"run_dir={tmp_path / 'run'}"]
+    script = command(*tiny_arguments(corpus_folder, *changes))
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (23, 79))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
     shown = b""
-    with subprocess.Popen(command(*TINY, *settings), cwd=ROOT, stdout=end, stderr=end, env=environment) as process:
+    with subprocess.Popen(script, cwd=ROOT, stdout=end, stderr=end, env=environment) as process:
         os.close(end)
         while True:
             try:

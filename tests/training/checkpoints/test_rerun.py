@@ -12,7 +12,7 @@ from gpt.errors import UserError
 from gpt.files import flatten
 from gpt.training.config.loading import asked_for, to_yaml, validate
 from gpt.training.config.schema import Config
-from harness import ROOT, TINY, differences, tiny_config, train, write_corpus
+from harness import ROOT, differences, tiny_arguments, tiny_config, train
 
 AUTO = ("device", "precision", "compile", "micro_batch_size")
 
@@ -103,11 +103,10 @@ def test_mistakes(stored, overrides, words):
 
 
 @pytest.mark.slow
-def test_same_bits(tmp_path, monkeypatch):
+def test_same_bits(corpus_folder, tmp_path, monkeypatch):
     """The run that it starts is the same in every bit; a sweep starts several, each with its own override."""
     monkeypatch.chdir(tmp_path)
-    settings = [*TINY, f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}", "horizon=20steps"]
-    train(*settings, "seed=5", "trainer.device=cpu", "run_dir=first")
+    train(*tiny_arguments(corpus_folder, "horizon=20steps", "seed=5", "trainer.device=cpu", "run_dir=first"))
     done = train("-m", "rerun=first", "seed=5,6")
     assert done.stderr == ""
     assert "job 1: rerun=first seed=6\n" in done.stdout

@@ -15,7 +15,7 @@ from gpt.exchange import checkpoint
 from gpt.training import decide, runs
 from gpt.training.config.loading import read, to_yaml
 from gpt.training.optim import OptimConfig, lr_factor
-from harness import TINY, StopAt, differences, refusal, refused, release, tiny_config, train, write_corpus
+from harness import StopAt, differences, refusal, refused, release, tiny_arguments, tiny_config, train
 
 STEADY = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
 
@@ -201,10 +201,10 @@ def test_another_text(short):
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def arguments(corpus_folder, tmp_path):
     """A command for a job queue."""
-    places = [f"data.path={write_corpus(tmp_path)}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
-    return [*TINY, "data.prompts=null", *places, "resume=auto", "horizon=5steps", "trainer.checkpoint_every=2"]
+    changes = ["data.prompts=null", "resume=auto", "horizon=5steps", "trainer.checkpoint_every=2"]
+    return tiny_arguments(corpus_folder, *changes, f"run_dir={tmp_path / 'run'}")
 
 
 def test_begun_continued_and_complete(arguments, tmp_path):
@@ -243,25 +243,23 @@ def test_begun_continued_and_complete(arguments, tmp_path):
         ("trainer.micro_batch_size=2", "trainer.micro_batch_size=2 here, and 3 in the run of"),
     ],
 )
-def test_other_settings(tmp_path, change, line):
+def test_other_settings(corpus_folder, tmp_path, change, line):
     """A repeated command that says something else is refused, naming the key, both values and the remedy."""
-    write_corpus(tmp_path)
-    config = tiny_config(tmp_path, "horizon=5steps", "data.prompts=['',beta]")
+    config = tiny_config(corpus_folder, "horizon=5steps", "data.prompts=['',beta]")
     runs.make(str(tmp_path / "run"), "run", to_yaml(config))
     asked = ["data.prompts=null", "resume=auto", f"run_dir={tmp_path / 'run'}", "horizon=5steps"]
-    assert line in (found := refusal(decide.new_or_resumed, tiny_config(tmp_path, *asked, change)))
+    assert line in (found := refusal(decide.new_or_resumed, tiny_config(corpus_folder, *asked, change)))
     assert "resume=" in found
-    assert decide.new_or_resumed(tiny_config(tmp_path, *asked)).resume == str(tmp_path / "run")
+    assert decide.new_or_resumed(tiny_config(corpus_folder, *asked)).resume == str(tmp_path / "run")
 
 
-def test_what_the_run_has_decided(tmp_path):
+def test_what_the_run_has_decided(corpus_folder, tmp_path):
     """`auto`, and a model that came with its weights, are no differences; a run_dir is needed."""
-    write_corpus(tmp_path)
-    stored = tiny_config(tmp_path, "horizon=2h", "init_from=gpt2", "model.num_layers=7")
+    stored = tiny_config(corpus_folder, "horizon=2h", "init_from=gpt2", "model.num_layers=7")
     runs.make(str(tmp_path / "run"), "run", to_yaml(stored))
     asked = ["resume=auto", "init_from=gpt2", "trainer.micro_batch_size=auto", "horizon=2h"]
     there = [*asked, f"run_dir={tmp_path / 'run'}"]
-    assert decide.new_or_resumed(tiny_config(tmp_path, *there)).resume == str(tmp_path / "run")
-    dropout = tiny_config(tmp_path, *there, "model.dropout=0.2")
+    assert decide.new_or_resumed(tiny_config(corpus_folder, *there)).resume == str(tmp_path / "run")
+    dropout = tiny_config(corpus_folder, *there, "model.dropout=0.2")
     assert "model.dropout=0.2 here" in refusal(decide.new_or_resumed, dropout)
-    assert "add run_dir=DIR" in refusal(decide.new_or_resumed, tiny_config(tmp_path, *asked))
+    assert "add run_dir=DIR" in refusal(decide.new_or_resumed, tiny_config(corpus_folder, *asked))

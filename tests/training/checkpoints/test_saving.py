@@ -5,15 +5,14 @@ import torch
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import open_model
 from gpt.training import decide
-from harness import StopAt, tiny_config, write_corpus
+from harness import StopAt, tiny_config
 
 
-def test_kept_checkpoints(tmp_path, capfd):
+def test_kept_checkpoints(corpus_folder, tmp_path, capfd):
     """Every fifth is kept under its own name, also over an interruption; it opens, and resuming takes the newest."""
-    write_corpus(tmp_path)
     run_dir = tmp_path / "run"
     changes = ["horizon=13steps", "trainer.keep_every=5", "data.prompts=[]", "logger=[]"]
-    session = decide.begin(tiny_config(tmp_path, *changes, f"run_dir={run_dir}"))
+    session = decide.begin(tiny_config(corpus_folder, *changes, f"run_dir={run_dir}"))
     session.fit([StopAt(7)])
     fifth = run_dir / "checkpoints/step-00000005.ckpt"
     before = fifth.read_bytes()

@@ -202,10 +202,9 @@ def test_turning(capsys, validation, training, expected):
 
 
 @pytest.mark.slow
-def test_said_once_across_resumes(tmp_path, worse, capsys):
+def test_said_once_across_resumes(corpus_folder, tmp_path, worse, capsys):
     """Stopped before and after the line, a run says it once, and equals one that was never stopped."""
-    write_corpus(tmp_path)
-    config = tiny_config(tmp_path, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
+    config = tiny_config(corpus_folder, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "
     line += "model is memorising. best.ckpt holds step 6; try horizon=6steps"
 

@@ -12,7 +12,7 @@ from gpt import load
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
-from harness import ROOT, differences, flatten, read_table, tiny_config, train_apart, write_corpus
+from harness import ROOT, differences, flatten, read_table, tiny_config, train_apart
 
 STEPS = 22
 # 13 rows of an embedding, 37 channels and 3 layers do not divide by the number of processes.
@@ -156,9 +156,8 @@ def test_what_cannot_be_sharded_is_refused(changes, message, tmp_path):
         tiny_config(tmp_path, "trainer.strategy=fsdp", *changes)
 
 
-def test_one_device_by_default_is_refused_before_anything_is_written(tmp_path):
-    write_corpus(tmp_path)
-    config = tiny_config(tmp_path, "optim=adamw", "trainer.strategy=fsdp", f"run_dir={tmp_path / 'run'}")
+def test_one_device_by_default_is_refused_before_anything_is_written(corpus_folder, tmp_path):
+    config = tiny_config(corpus_folder, "optim=adamw", "trainer.strategy=fsdp", f"run_dir={tmp_path / 'run'}")
     with pytest.raises(UserError, match=r"trainer\.strategy=fsdp splits the model among several devices"):
         decide.begin(config)
     assert not (tmp_path / "run").exists()

@@ -13,30 +13,26 @@ from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.estimate.forecast import CALLBACKS, describe, peak_memory
 from gpt.training.optim import OptimConfig
-from harness import TINY, train, train_apart, write_corpus
+from harness import tiny_arguments, train, train_apart
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    """A run on a text that is prepared already."""
-    folder = tmp_path_factory.mktemp("forecast")
-    text = [f"data.path={write_corpus(folder)}", f"data.cache={folder / 'cache'}", "data.prompts=[]"]
-    return folder, [*TINY, *text, "horizon=4steps"]
+def given(corpus_folder) -> list[str]:
+    """The arguments of a run on a text that is prepared already."""
+    return tiny_arguments(corpus_folder, "data.prompts=[]", "horizon=4steps")
 
 
 @pytest.fixture(scope="module")
-def figures(arguments):
+def figures(corpus_folder, given):
     """What plan=json prints of that run, before it is trained."""
-    folder, given = arguments
-    done = train(*given, "plan=json", f"run_dir={folder / 'run'}")
-    assert [file.name for file in folder.iterdir() if file.name != "cache"] == ["corpus.txt"]
+    done = train(*given, "plan=json", f"run_dir={corpus_folder / 'run'}")
+    assert [file.name for file in corpus_folder.iterdir() if file.name != "cache"] == ["corpus.txt"]
     return json.loads(done.stdout)
 
 
-def test_counts_are_those_of_the_run(arguments, figures):
+def test_counts_are_those_of_the_run(corpus_folder, given, figures):
     """Steps, tokens, epochs, parameters and the size of a checkpoint; the schedule itself has left no trace."""
-    folder, given = arguments
-    run = folder / "run"
+    run = corpus_folder / "run"
     train(*given, f"run_dir={run}")
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     assert figures["epochs"] == {"text": pytest.approx(metrics["epochs"])}
@@ -71,7 +67,7 @@ def test_memory_of_split_weights_is_computed():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (["plan=maybe"], "plan=maybe is not known: choose from true, json, false"),
         (["plan=true", "resume=runs/x"], "plan=true describes one new run, in one process: leave out -m, resume,"),
@@ -83,18 +79,17 @@ def test_memory_of_split_weights_is_computed():
         (["plan=true", "optim=adamw", "optim.matrix_lr=0.1"], "optim.matrix_lr=0.1 has no effect with optim=adamw"),
     ],
 )
-def test_refusals(given, message):
+def test_refusals(arguments, message):
     """One line, before anything slow."""
-    done = train(*given, code=2)
+    done = train(*arguments, code=2)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert message in done.stderr
 
 
 @pytest.mark.slow
-def test_other_ways_to_train(arguments, tmp_path):
+def test_other_ways_to_train(corpus_folder, given, tmp_path):
     """Several devices, a time as horizon, and the weights of another run; each leaves nothing behind."""
-    folder, given = arguments
-    run = folder / "earlier"
+    run = corpus_folder / "earlier"
     train(*given, f"run_dir={run}")
     without_model = [one for one in given if not one.startswith(("model", "tokenizer"))]
     for changes, key, value in (
@@ -110,9 +105,9 @@ def test_other_ways_to_train(arguments, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [[], ["trainer.precision=fp32", "optim=adamw", "trainer.micro_batch_size=8"]])
-def test_memory(arguments, tmp_path, changes):
+def test_memory(given, tmp_path, changes):
     """The peak of a real run is within a fifth of the schedule, for a model that takes more memory than the process."""
-    given = [*arguments[1], "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
+    given = [*given, "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
     given += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
     given += changes
     planned = train_apart(*given, "plan=json")
