@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt.errors import UserError
 from gpt.text.corpus.corpus import DataConfig
 from gpt.training import runs
-from harness import release
+from harness import refusal, release
 
 
 @pytest.fixture
@@ -82,15 +81,12 @@ def test_names_are_safe(tmp_path, monkeypatch):
 
 def test_a_directory_is_for_one_run(run_dir, tmp_path):
     """A directory that holds a run or anything of the user's is refused, and so is a file."""
-    with pytest.raises(UserError, match="is not empty"):
-        runs.make(str(run_dir), "", "")
+    assert "is not empty" in refusal(runs.make, str(run_dir), "", "")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
-    with pytest.raises(UserError, match="is not empty"):
-        runs.require_empty(tmp_path / "mine")
+    assert "is not empty" in refusal(runs.require_empty, tmp_path / "mine")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made"):
-        runs.make(str(tmp_path / "file"), "", "")
+    assert "cannot be made" in refusal(runs.make, str(tmp_path / "file"), "", "")
     assert (tmp_path / "mine/notes.txt").exists()
 
 
@@ -100,8 +96,7 @@ def test_directory_of_a_path(run_dir):
     (run_dir / "checkpoints/last.ckpt").touch()
     for path in (run_dir, run_dir / "checkpoints", run_dir / "checkpoints/last.ckpt"):
         assert runs.directory(path).resolve() == run_dir.resolve()
-    with pytest.raises(UserError, match="not a run directory"):
-        runs.directory(run_dir.parent)
+    assert "not a run directory" in refusal(runs.directory, run_dir.parent)
 
 
 def test_directory_of_a_name(run_dir, tmp_path, monkeypatch):
@@ -112,10 +107,9 @@ def test_directory_of_a_name(run_dir, tmp_path, monkeypatch):
     (tmp_path / "runs/book-mini").symlink_to(run_dir)
     for name in ("book-mini", "book-mini/checkpoints", "runs/book-mini"):
         assert runs.directory(name).resolve() == run_dir.resolve()
-    with pytest.raises(UserError, match=r"^book-min: not a run directory \(.*\); did you mean runs/book-mini\?$"):
-        runs.directory("book-min")
-    with pytest.raises(UserError, match=r"^poem: not a run directory \(.*\); give one of those below runs/$"):
-        runs.directory("poem")
+    for name, remedy in (("book-min", "did you mean runs/book-mini?"), ("poem", "give one of those below runs/")):
+        line = refusal(runs.directory, name)
+        assert line.startswith(f"{name}: not a run directory (") and line.endswith(f"); {remedy}")
 
 
 def test_lock_once_a_process(run_dir):
@@ -143,7 +137,6 @@ def test_damaged_again(run_dir, monkeypatch, capsys):
     (run_dir / "checkpoints").mkdir()
     for text in ("first", "second"):
         (run_dir / "checkpoints/last.ckpt").write_text(text)
-        with pytest.raises(UserError, match="no other checkpoint of the run can be read"):
-            runs.load_newest(run_dir)
+        assert "no other checkpoint of the run can be read" in refusal(runs.load_newest, run_dir)
     assert capsys.readouterr().err == ""
     assert (run_dir / "checkpoints/last.ckpt.damaged").read_text() == "second"

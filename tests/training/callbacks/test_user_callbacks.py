@@ -11,7 +11,6 @@ import yaml
 from lightning import Callback
 from lightning.pytorch.callbacks import Timer
 
-from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
 from gpt.training.config.loading import load_callbacks, validate
@@ -124,18 +123,15 @@ def test_no_run_brings_callbacks(place, corpus_folder):
     config = session.run_dir / "config.yaml"
     stored = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump(stored | {"callbacks": ["evil:make"]}))
-    with pytest.raises(UserError, match="there is no key 'callbacks'"):
-        decide.resume(str(session.run_dir))
+    assert "there is no key 'callbacks'" in refusal(decide.resume, str(session.run_dir))
     config.write_text(yaml.safe_dump(stored))
     session.fit()
     last = session.run_dir / "checkpoints/last.ckpt"
     payload = checkpoint.load(last)
     payload["config"]["callbacks"] = ["evil:make"]
     checkpoint.save(payload, last)
-    with pytest.raises(UserError, match=r"cannot be continued: there is no key 'callbacks'"):
-        decide.resume(str(session.run_dir))
-    with pytest.raises(UserError, match="there is no key 'callbacks'"):
-        validate(asdict(session.config) | {"callbacks": []})
+    assert "cannot be continued: there is no key 'callbacks'" in refusal(decide.resume, str(session.run_dir))
+    assert "there is no key 'callbacks'" in refusal(validate, asdict(session.config) | {"callbacks": []})
     assert not (place / "ran").exists()
 
 
@@ -149,8 +145,8 @@ class Hoards(Callback):
 def test_state_that_cannot_be_read_back(corpus_folder, tmp_path):
     """It is named instead of saved: a checkpoint with it would be lost."""
     session = decide.begin(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
-    with pytest.raises(UserError, match=r"callback Hoards: its state cannot be stored \(Unsupported: float64\)"):
-        session.fit([Hoards()])
+    line = refusal(session.fit, [Hoards()])
+    assert "callback Hoards: its state cannot be stored (Unsupported: float64)" in line
     assert not list(session.run_dir.glob("checkpoints/*"))
 
 
