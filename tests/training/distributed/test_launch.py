@@ -190,14 +190,14 @@ def slurm(rank: int, count: int, port: str) -> dict[str, str]:
 class Group:
     """Real processes of one training, started in one of three ways."""
 
-    def __init__(self, how: str, count: int, *arguments: str, second: tuple[str, ...] = ()):
+    def __init__(self, how: str, count: int, *arguments: str):
         script, port = command(*arguments), free_port()
         if how == "own":
             commands = [[*script, f"trainer.devices={count}"]]
         elif how == "torchrun":
             commands = [[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *script[1:]]]
         else:
-            commands = [[*script, *(second if rank else ())] for rank in range(count)]
+            commands = [script] * count
         self.how, self.count = how, count
         self.processes = []
         for rank, words in enumerate(commands):
@@ -275,7 +275,7 @@ def test_processes_that_are_left_alone_stop(settings, tmp_path):
         (("seed=7", "optim.lr=-1"), "did not meet the others"),
     ],
 )
-def test_processes_that_differ(settings, tmp_path, monkeypatch, second, line):
+def test_processes_that_differ(settings, tmp_path, second, line):
     """Other arguments, and one that never comes: one line of rank 0, exit code 2, and nothing is made."""
     code = "import gpt.training.distributed.launch as launch; launch.JOIN_SECONDS = 8; "
     code += "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
