@@ -36,7 +36,7 @@ class ModelConfig:
         if self.d_model % self.num_heads != 0:
             raise UserError(
                 f"model.d_model={self.d_model} is not divisible by model.num_heads={self.num_heads}: "
-                f"try d_model={-(-self.d_model // self.num_heads) * self.num_heads}"
+                f"try model.d_model={-(-self.d_model // self.num_heads) * self.num_heads}"
             )
 
 

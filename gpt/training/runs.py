@@ -96,7 +96,8 @@ def directory(path: str | Path) -> Path:
         path = path.resolve().parent
     if not (path / "config.yaml").is_file():
         remedy = near_run(path) or "give one of those below runs/"
-        raise UserError(f"{path}: not a run directory (it has no config.yaml); {remedy}")
+        why = "it has no config.yaml" if path.exists() else "it does not exist"
+        raise UserError(f"{path}: not a run directory ({why}); {remedy}")
     return path
 
 

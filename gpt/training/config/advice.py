@@ -77,20 +77,23 @@ def _size(config: Config, schedule: Schedule, corpora: Corpora) -> str:
     if schedule.seconds or min(tokens, corpora.train_tokens) < LEAST_TOKENS:
         return ""
 
-    def bits(model: ModelConfig) -> float:
-        """After training for as long as the given model takes for its tokens."""
+    def reached(model: ModelConfig) -> tuple[float, float]:
+        """Bits per byte, and tokens of training, in as much time as the given model takes for its tokens."""
         most = tokens * (_parameters(config.model, corpora) / _parameters(model, corpora)) ** COST
-        return law.bits_per_byte(model, law.best_tokens(model, most))
+        useful = law.best_tokens(model, most)
+        return law.bits_per_byte(model, useful), useful
 
-    best = min(FAMILY, key=bits)
-    fewer = 1 - bits(best) / bits(config.model)
+    best = min(FAMILY, key=reached)
+    bits, useful = reached(best)
+    fewer = 1 - bits / reached(config.model)[0]
     if fewer < FAR:
         return ""
     what = "large" if _parameters(best, corpora) < _parameters(config.model, corpora) else "small"
-    shape = " ".join(f"model.{key}={getattr(best, key)}" for key in SHAPE)
+    words = " ".join(f"model.{key}={getattr(best, key)}" for key in SHAPE)
+    words += f" horizon={useful / config.trainer.tokens_per_step:.0f}steps"
     return (
         f"{config.model.num_layers} layers of {config.model.d_model} channels are {what} for {tokens:,} tokens: try "
-        f"{shape}, about {fewer:.0%} fewer bits per byte in that time"
+        f"{words}, about {fewer:.0%} fewer bits per byte"
     )
 
 

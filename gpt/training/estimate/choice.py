@@ -1,5 +1,6 @@
 """model=auto: the model of a family that learns most of a text in a given time, and what it is to reach."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -100,10 +101,10 @@ def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> st
     bits, useful = chosen.reached(seconds)
     line = (
         f"model=auto: {chosen}, {chosen.parameters / 1e6:.1f} million parameters, for {duration(seconds)} at "
-        f"{chosen.tokens_per_second:,.0f} tokens/s on {size / 1e6:.1f} MB: about {bits:.2f} bits per byte"
+        f"{chosen.tokens_per_second:,.0f} tokens/s on {size / 1e6:.3g} MB: about {bits:.2f} bits per byte"
     )
     if useful < seconds:
-        line += f" after {duration(useful)}, and more would only memorise the text"
+        line += f" after {duration(math.ceil(useful))}, and more would only memorise the text"
     minis = [member for member in members if member.config.model.d_model == MINI.d_model and member is not chosen]
     return line + "".join(f"; mini would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
 
