@@ -3,7 +3,6 @@
 Rank 0 decides, and the other processes of the training hear of it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -162,7 +161,7 @@ def _chosen(config: Config, corpora: Corpora, automatic: bool, longest: float) -
     say(announcement(members, seconds, corpora))
     chosen = best(members, seconds)
     bits, useful = chosen.reached(seconds)
-    horizon = config.horizon if useful == seconds else f"{math.ceil(useful)}s"
+    horizon = config.horizon if useful == seconds else f"{useful}s"
     schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits)
     return Session(replace(chosen.config, horizon=horizon), schedule, corpora, Path(), members=members)
 

@@ -153,7 +153,7 @@ def _members(stream: IO[bytes], unpacker: Callable[[], Any]) -> Iterator[bytes]:
 
 def _text(file: Path, text_field: str, errors: str) -> Documents:
     """Read the whole file as one document, without a byte order mark."""
-    blocks = decoded(_checked(file), str(file), errors, _REPLACE)  # the first has the whole mark
+    blocks = filter(None, decoded(_checked(file), str(file), errors, _REPLACE))  # a block may end within a character
     yield itertools.chain([next(blocks).removeprefix("\ufeff")], blocks)
 
 

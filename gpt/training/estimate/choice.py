@@ -39,10 +39,10 @@ class Member:
         return f"{model.num_layers} layers of {model.d_model} channels"
 
     def reached(self, seconds: float) -> tuple[float, float]:
-        """The bits per byte to expect of a time, and how much of it to train for: not longer than validation falls."""
+        """The bits per byte to expect of a time, and how much of it to train: whole seconds, while validation falls."""
         model, most = self.config.model, seconds * self.tokens_per_second
         tokens = self.law.best_tokens(model, most)
-        return self.law.bits_per_byte(model, tokens), seconds * (tokens / most)
+        return self.law.bits_per_byte(model, tokens), min(seconds, math.ceil(seconds * (tokens / most)))
 
 
 def best(members: Sequence[Member], seconds: float) -> Member:
@@ -104,7 +104,7 @@ def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> st
         f"{chosen.tokens_per_second:,.0f} tokens/s on {size / 1e6:.3g} MB: about {bits:.2f} bits per byte"
     )
     if useful < seconds:
-        line += f" after {duration(math.ceil(useful))}, and more would only memorise the text"
+        line += f" after {duration(useful)}, and more would only memorise the text"
     minis = [member for member in members if member.config.model.d_model == MINI.d_model and member is not chosen]
     return line + "".join(f"; mini would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
 

@@ -24,7 +24,7 @@ from gpt.text.corpus.formats import PACKED, is_table, kind_of, looks_like_text, 
 
 LINES = '{"text": "first", "more": 1}\n\n{"text": "a\\nsecond", "other": "x"}\r\n{"text": ""}\n  \n{"text": "😀"}'
 DOCUMENTS = ["first", "a\nsecond", "", "😀"]
-TINY = (3, 5, 7, 1 << 20)  # bytes to read at once: fewer than a character has, and what is used
+TINY = (2, 3, 5, 7, 1 << 20)  # bytes to read at once: fewer than a character has, and what is used
 
 
 def zstd(content: bytes) -> bytes:
