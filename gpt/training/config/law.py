@@ -1,7 +1,8 @@
 """What a model of some size reaches on a text after some training: a law fitted to this project's own runs.
 
-Its form follows Kaplan et al. 2020 (arXiv:2001.08361) and Hoffmann et al. 2022 (arXiv:2203.15556), with a power that
-depends on the text. `python benchmarks/search.py --law` fits its numbers, and benchmarks/LOG.md has them beside runs.
+What a model lacks in size and in training adds up, each by a power, as in Hoffmann et al. 2022 (arXiv:2203.15556); an
+untrained one lacks everything, so the fall begins slowly, and how far it goes depends on the text.
+`python benchmarks/search.py --law` fits the numbers, and benchmarks/LOG.md has what they predict beside what came.
 """
 
 import math
@@ -9,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL = 0.389  # the power by which bits per byte follow what is lacking in size and text, where a text is never new
-NOVELTY = 0.294  # how fast that power falls with a text's novelty
-SIZE_POWER = 0.632  # of the weights in the blocks, in millions
-TEXT = 4.33  # what a million tokens are worth in that
-BY_HEART, BY_HEART_POWER = 0.00546, 0.506  # what an epoch costs by being learnt by heart, by weights over tokens
+FALL = 2.19  # the power by which bits per byte follow what a model lacks, where a text is never new
+NOVELTY = 2.97  # of a text, at which that power has fallen to 1/e
+SIZE_POWER = 0.201  # of the weights in the blocks, in millions
+TEXT, TEXT_POWER = 1.49, 0.613  # of the tokens seen, and how many million count as much as a million weights
+BY_HEART, BY_HEART_POWER = 0.00436, 0.545  # what an epoch costs by being learnt by heart, by weights over tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
@@ -57,4 +58,5 @@ class Law:
     def _lacking(self, model: ModelConfig, tokens: float) -> float:
         size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
         by_heart = 1 + BY_HEART * seen / text * (size / text) ** BY_HEART_POWER
-        return (size**-SIZE_POWER + TEXT / seen) ** (FALL * math.exp(-NOVELTY * self.novelty)) * by_heart
+        lacking = size**-SIZE_POWER + (TEXT / seen) ** TEXT_POWER
+        return (lacking / (1 + lacking)) ** (FALL * math.exp(-((self.novelty / NOVELTY) ** 2))) * by_heart
