@@ -92,13 +92,13 @@ def main(arguments: list[str] | None = None) -> None:
     ends = [run.curve[:2, -1] for run in runs if run.figures] if args.runs else []
     equal = dict(zip(("tokens", "seconds"), np.min(ends, axis=0).tolist(), strict=True)) if ends else {}
     groups = grouped(runs)
-    shown = differences([group[0] for group in groups], most=len(groups) if args.runs else len(groups) // 2)
+    shown, usual = differences([group[0] for group in groups], most=len(groups) if args.runs else len(groups) // 2)
     rows = [row_of(group, equal, keys) for group, keys in zip(groups, shown, strict=True)]
     judge(rows)
     if args.json:
-        print(json.dumps({"runs": rows, "equal": equal}, indent=2, default=str))
+        print(json.dumps({"runs": rows, "usual": usual, "equal": equal}, indent=2, default=str))
     else:
-        print_table(rows, equal)
+        print_table(rows, usual, equal)
 
 
 def grouped(runs: list[Run]) -> list[list[Run]]:
@@ -211,19 +211,21 @@ def damaged(file: Path, error: Exception) -> UserError:
     return UserError(f"{file}: damaged ({reason(error)}); leave this run out, or move it away")
 
 
-def differences(runs: list[Run], most: int) -> list[list[str]]:
-    """The keys to show of each run: those that differ between runs which have them, if `most` runs share its value."""
+def differences(runs: list[Run], most: int) -> tuple[list[list[str]], dict[str, Any]]:
+    """The keys to show of each run, and what the others have: of keys that differ, what more than `most` runs share."""
     configs = [
         {key: json.dumps(value, default=str) for key, value in run.config.items() if key not in NOT_LEARNT}
         for run in runs
     ]
     counts = Counter(pair for config in configs for pair in config.items())
     values = Counter(key for key, _ in counts)  # how many there are of a key
-    return [[key for key, value in c.items() if values[key] > 1 and counts[key, value] <= most] for c in configs]
+    usual = {key: value for (key, value), count in counts.items() if values[key] > 1 and count > most}
+    shown = [[key for key, value in c.items() if values[key] > 1 and value != usual.get(key)] for c in configs]
+    return shown, {key: json.loads(value) for key, value in usual.items()}
 
 
-def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:
-    """Print a line for each run, and below it what differs."""
+def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], equal: dict[str, float]) -> None:
+    """Print a line for each run, and below it what differs from the others, or from what is usual."""
     title = "validation in bits per byte, best first"
     if equal:
         title += f"; tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"
@@ -252,6 +254,8 @@ def print_table(rows: list[dict[str, Any]], equal: dict[str, float]) -> None:
                 f"{'':10}worse than the first by {row['worse_by']:.4f}, {beyond} seeds explain "
                 f"({row['seeds_explain']:.4f})"
             )
+    if words := [f"{key}={shorten(value)}" for key, value in usual.items()]:
+        print(textwrap.fill(f"where a run says nothing else: {'  '.join(words)}", WIDTH, break_on_hyphens=False))
     if not all(fallen for row in rows for key, fallen in row.items() if key.startswith("fallen_")):
         print("* before its learning rates had fallen")
 

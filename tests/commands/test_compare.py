@@ -65,7 +65,7 @@ def test_equal_tokens_and_seconds(runs, capsys):
 
 
 def test_table(runs, capsys):
-    """On 80 columns; a key is shown where most of the runs have another value."""
+    """On 80 columns; a key is shown where most of the runs have another value, which stands below."""
     long = "text/" + "x" * 60 + ".txt"
     write_run(runs / "other", [(2, 3.75)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"path": long}})
     write_run(runs / "book", [(2, 3.6)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"path": "\x1b[31m"}})
@@ -83,6 +83,7 @@ def test_table(runs, capsys):
         "          data.path=text/xxxxxxxxxxxxx...xxxxxxxxxxxxxxx.txt",
         "       -       -       -  new: no validation yet",
         "          seed=2",
+        "where a run says nothing else: seed=1  optim.lr=0.006",
     ]
     compare.main(["slow", "fast"])
     assert capsys.readouterr().out.splitlines() == [

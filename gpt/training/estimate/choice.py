@@ -19,7 +19,7 @@ from gpt.training.config.schema import Config
 from gpt.training.estimate.timing import measure, throwaway_steps
 from gpt.training.optim import MINI
 
-PROBE_SHARE, PROBE_STEPS = 0.2, (250, 1000)  # of the time that there is, and within these steps: the law knows 1,000
+PROBE_SHARE, PROBE_STEPS = 0.5, (250, 1000)  # of the time that there is, and within these steps: the law knows 1,000
 PACE = 0.94  # of the speed of bare steps, which a run reaches with its batches, curves and checkpoints
 WORSE = 1.02  # a model that is to need so many times the bits of the best ends the search among larger ones
 
