@@ -82,7 +82,7 @@ def ask(composed: DictConfig) -> Request:
     elif overrides and not plan and not config.resume and ranks().rank == 0:
         say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
     model = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
-    return Request(config, model, tuple(overrides), tuple(callbacks_of(composed, overrides)), plan)
+    return Request(config, model, tuple(overrides), tuple(callbacks_of(composed)), plan)
 
 
 def decide(request: Request) -> Session | None:

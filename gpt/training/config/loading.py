@@ -154,14 +154,9 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return config | {"rerun": None}
 
 
-def callbacks_of(composed: DictConfig, overrides: list[str]) -> list[str]:
-    """The `module:name` strings of `callbacks`, which only the command line may give.
-
-    It is no key of `Config`, so no run stores it, and no stored configuration can have anything imported.
-    """
+def callbacks_of(composed: DictConfig) -> list[str]:
+    """The `module:name` strings of `callbacks`: no key of `Config`, so that no run stores them, or brings its own."""
     given = composed.get("callbacks") or []
-    if given and not any(re.match(r"\+*callbacks=", override) for override in overrides):
-        raise UserError(f"callbacks={given} in a configuration file: name callbacks on the command line")
     return _converted(list(given) if isinstance(given, ListConfig) else given, list[str], "callbacks")
 
 

@@ -155,10 +155,3 @@ def test_the_same_state_twice(corpus_folder, tmp_path):
     names = ["lightning.pytorch.callbacks:Timer"] * 2
     line = refused(*tiny_arguments(corpus_folder, f"run_dir={tmp_path / 'run'}", f"callbacks={names}"))
     assert "the state of Timer would be stored twice: name it once" in line
-
-
-def test_not_from_a_file(tmp_path):
-    """A configuration file cannot name callbacks."""
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text('# @package _global_\ncallbacks: ["os:getcwd"]\n')
-    assert "name callbacks on the command line" in refused("--config-dir", tmp_path, "experiment=mine")
