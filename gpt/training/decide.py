@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ from gpt.training.config.advice import STEPS, suitable_steps, warnings
 from gpt.training.config.loading import read, to_yaml, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import as_launched, connect, from_rank_0, on_all_ranks, ranks
+from gpt.training.distributed.launch import as_launched, connect, on_all_ranks, ranks
 from gpt.training.session import Session
 
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
@@ -64,15 +65,17 @@ def resume(
 def _agreed(make: Callable[[], Session | None]) -> Session | None:
     """Have rank 0 make a session, and each other rank follow it."""
     connect()
-    made, told = on_all_ranks(lambda: make() if ranks().rank == 0 else None), None
+    made = on_all_ranks(lambda: make() if ranks().rank == 0 else None)
+    if ranks().world_size == 1:
+        return made
+    told: list[Any] = [None]
     if made is not None:  # what the others need to know: the text, the weights and the checkpoint each reads itself
         file = made.start.file and made.start.file.absolute()
         start = replace(made.start, file=file, payload=None, weights=None)
         text = made.corpora.key, made.corpora.tokenizer.sha256
-        told = made.config, made.schedule, text, made.run_dir.absolute(), start
-    if (told := from_rank_0(told)) is None:
-        return None
-    return on_all_ranks(lambda: made or _followed(*told))
+        told = [(made.config, made.schedule, text, made.run_dir.absolute(), start)]
+    torch.distributed.broadcast_object_list(told, 0)
+    return on_all_ranks(lambda: made or _followed(*told[0])) if told[0] else None
 
 
 def _followed(config: Config, schedule: Schedule, text: tuple, run_dir: Path, start: runs.Start) -> Session:

@@ -147,14 +147,6 @@ def _end_together(problem: str) -> None:
     sys.exit(2)
 
 
-def from_rank_0(value: Result) -> Result:
-    """Return on every rank what rank 0 passes, which pickle must be able to store."""
-    box: list[Any] = [value]
-    if ranks().world_size > 1:
-        distributed.broadcast_object_list(box, 0)
-    return box[0]
-
-
 def on_all_ranks(make: Callable[[], Result]) -> Result:
     """Make something on every rank; the first `UserError` of any ends them all."""
     if ranks().world_size == 1:
