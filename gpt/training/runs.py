@@ -114,13 +114,6 @@ def lock(run_dir: Path) -> None:
         raise UserError(f"{run_dir}: cannot be written ({error.strerror})") from None
 
 
-def require_present(run_dir: Path) -> None:
-    """Raise `UserError` if a run directory was deleted or replaced while its run was training."""
-    held = _LOCKS.get(run_dir.resolve())
-    if held is not None and not (run_dir / "config.yaml").is_file():
-        raise UserError(f"{run_dir}: was deleted while its run was training, so nothing can be saved; start a new run")
-
-
 def make_last(run_dir: Path, newest: Path) -> None:
     """Make last.ckpt the newest checkpoint, as after a kill between the best of a run and its last."""
     last = run_dir / "checkpoints/last.ckpt"

@@ -59,7 +59,7 @@ class Training:
         clock = Clock()
         self.curves = Curves(run_dir, clock)
         self.user_curves = UserCurves(self.curves)
-        self.validation = Validation(run_dir, clock)
+        self.validation = Validation(clock)
         self.samples = Samples(run_dir, self.curves)
         self.metrics = Metrics(run_dir, clock, self.validation, self.curves)
         self.early = EarlyStop(self.validation)
@@ -86,6 +86,9 @@ class Training:
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
                 trainer.fit(self.module, TrainBatches(self.module), ckpt_path=self._file, weights_only=True)
         except Exception as error:
+            if not self._run_dir.exists():
+                why = "was deleted while its run was training, so nothing can be saved; start a new run"
+                raise UserError(f"{self._run_dir}: {why}") from None
             if self._file is not None and not self.checkpoints.began:
                 with restoring(self._file):
                     raise

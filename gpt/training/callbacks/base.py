@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from lightning import Callback, Trainer
@@ -17,7 +16,6 @@ from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
 from gpt.text.batches import validation_batches
 from gpt.text.prepared import PreparedText
 from gpt.training.module import REMEDY, GPTModule
-from gpt.training.runs import require_present
 
 SUSPENDED = 10  # times a usual step, and a second: a longer gap between two steps is no training
 MILESTONES = 4  # validations and checkpoints of a run whose horizon is a time, besides those that its steps are due
@@ -104,8 +102,8 @@ class Validation(StepCallback):
 
     stored = ("best_loss", "best_step")
 
-    def __init__(self, run_dir: Path, clock: Clock):
-        self._run_dir, self._clock = run_dir, clock
+    def __init__(self, clock: Clock):
+        self._clock = clock
         self.best_loss, self.best_step = math.inf, -1
         self.latest: Score | None = None
         self.latest_step = -1
@@ -117,7 +115,6 @@ class Validation(StepCallback):
 
     def validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         """Score the model after `step`, and tell the other callbacks."""
-        require_present(self._run_dir)
         module.require_finite_weights()
         with self._clock.paused(), module.whole_weights():
             self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]

@@ -20,7 +20,7 @@ from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.config.loading import to_yaml
 from gpt.training.metrics.curves import SUFFIX, TABLE, Curves
 from gpt.training.module import GPTModule
-from gpt.training.runs import git_commit, require_present
+from gpt.training.runs import git_commit
 
 
 def versions() -> dict[str, str]:
@@ -112,7 +112,6 @@ class Checkpoints(StepCallback):
 
     def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         last, previous, best = (self._run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best"))
-        require_present(self._run_dir)
         module.require_finite_weights()
         if trainer.is_global_zero and last.exists():
             link(last, previous)

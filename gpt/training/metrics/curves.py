@@ -22,7 +22,6 @@ from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import ranks
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.runs import require_present
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
     from torch.utils.tensorboard import SummaryWriter
@@ -145,7 +144,6 @@ class Curves(StepCallback):
     def write(self, scalars: dict[str, float], step: int, everywhere: bool = True) -> None:
         """Add a point to each of the named curves, `everywhere` or in our files alone; do nothing on ranks above 0."""
         if self.writer is not None:
-            require_present(self._run_dir)  # TensorBoard's thread would fail with a traceback of its own
             for tag, value in scalars.items():
                 if not tag.startswith("val_references/"):  # which are drawn already
                     self.writer.add_scalar(tag, value, step)

@@ -51,7 +51,7 @@ def test_the_line_fits_every_width():
 
 
 def progress(folder, sample: str = "") -> tuple[Progress, Curves, Validation]:
-    curves, validation, samples = Curves(folder, Clock()), Validation(folder, Clock()), Samples(folder, None)
+    curves, validation, samples = Curves(folder, Clock()), Validation(Clock()), Samples(folder, None)
     samples.latest = ["of another prompt", sample] if sample else []
     return Progress(Clock(), validation, curves, samples), curves, validation
 
