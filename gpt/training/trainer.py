@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
@@ -71,9 +70,6 @@ class Training:
         self.callbacks += [self.validation, ExplosionWarning(run_dir, self.validation, self.curves)]
         self.callbacks += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
         self.callbacks += [self.user_curves, self.checkpoints, self.progress]
-        states = Counter(callback.state_key for callback in self.callbacks if callback.state_dict())
-        if twice := next((callback for callback in callbacks if states[callback.state_key] > 1), None):
-            raise UserError(f"callbacks: the state of {twice.state_key} would be stored twice: name it once")
 
     def run(self) -> None:
         """Train, from the checkpoint if there is one."""
@@ -89,12 +85,13 @@ class Training:
             if not self._run_dir.exists():
                 why = "was deleted while its run was training, so nothing can be saved; start a new run"
                 raise UserError(f"{self._run_dir}: {why}") from None
+            # A callback that needs a logger where there is none, or a curve that nobody writes, or that is named twice.
+            at_fault = "conditioned on metric" in str(error) or "more than one stateful callback" in str(error)
+            if at_fault or isinstance(error, MisconfigurationException):
+                raise UserError(reason(error)) from error
             if self._file is not None and not self.checkpoints.began:
                 with restoring(self._file):
                     raise
-            # A callback that needs a logger where there is none, or a curve that nobody writes.
-            if isinstance(error, MisconfigurationException) or "conditioned on metric" in str(error):
-                raise UserError(reason(error)) from error
             raise
         finally:
             for callback in (self.checkpoints, self.curves, self.progress):

@@ -154,4 +154,4 @@ def test_the_same_state_twice(corpus_folder, tmp_path):
     """Two callbacks of which a checkpoint could keep one are refused in one line."""
     names = ["lightning.pytorch.callbacks:Timer"] * 2
     line = refused(*tiny_arguments(corpus_folder, f"run_dir={tmp_path / 'run'}", f"callbacks={names}"))
-    assert "the state of Timer would be stored twice: name it once" in line
+    assert "Found more than one stateful callback of type `Timer`" in line
