@@ -293,7 +293,7 @@ def describe(error: Exception) -> str:
         what = "is not key=value as Hydra reads it"
         if several:
             what = "has several values: add -m to train with each, or brackets for a list"
-        remedy = f"; to give the value as it stands, use quotes inside quotes: {quoted(override)}"
+        remedy = "; to give the value as it stands, use quotes inside quotes, as in 'data.path=\"a,b.txt\"'"
         if "=" not in override:
             remedy = f": to train on it, write data.path={override}" if os.path.exists(override) else ""
         return f"{override!r} {what}{remedy}"
@@ -308,12 +308,3 @@ def describe(error: Exception) -> str:
     if unknown := re.match(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-
-
-def quoted(override: str) -> str:
-    """Quote an override for the shell, and its value, or each value of its list, for Hydra."""
-    key, _, value = override.partition("=")
-    mark = "'" if '"' in value else '"'
-    listed = value.startswith("[") and value.endswith("]")
-    values = ",".join(f"{mark}{part.strip()}{mark}" for part in (value[1:-1].split(",") if listed else [value]))
-    return quote(f"{key}=[{values}]" if listed else f"{key}={values}")

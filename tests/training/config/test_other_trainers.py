@@ -1,15 +1,13 @@
 """Keys of nanoGPT, Hugging Face and Lightning get a line that says what to write; so do other habits of a shell."""
 
 import re
-import shlex
 from dataclasses import asdict
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
-from gpt.training.command import _for_hydra, quoted
+from gpt.training.command import _for_hydra
 from gpt.training.config.loading import OTHER_TRAINERS, unknown_key, validate
 from gpt.training.config.schema import Config
 from harness import refusal, refused
@@ -67,20 +65,11 @@ def test_for_hydra(words, expected, monkeypatch):
     assert (config.run_dir, config.resume, config.data.cache) == ("/me/a", "/me/b", "/me/c")
 
 
-@pytest.mark.parametrize(
-    "value", ["a=b", "a,b", "a b, c", "it's", 'say "a"', "[a", "{a}", "né", "a#b", "a;b", "a\\b", "~/a", "[a=b, c]"]
-)
-def test_quoting_gives_the_value_as_it_stands(value):
-    """The word that is advised, read by a shell and then by Hydra, is the value; in a list, each of its values."""
-    (word,) = shlex.split(quoted(f"data.path={value}"))
-    read = OverridesParser.create().parse_override(word).value()
-    listed = value.startswith("[") and value.endswith("]")
-    assert read == [part.strip() for part in value[1:-1].split(",")] if listed else str(read) == value
-
-
-def test_the_advised_quoting_is_told(tmp_path):
-    """The line that refuses a value without quotes ends with it; spaces need no more than the shell's."""
-    assert refused("data=text", "data.path=a,b").endswith(f"quotes inside quotes: {quoted('data.path=a,b')}")
+def test_quotes_inside_quotes(tmp_path):
+    """The line that refuses a value without them says how they are written; spaces need no more than the shell's."""
+    line = refused("data=text", "data.path=a,b")
+    assert "'data.path=a,b' has several values" in line
+    assert line.endswith("""use quotes inside quotes, as in 'data.path="a,b.txt"'""")
     assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in refused("seed=1,2")
     line = refused("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
     assert f"data.path='{tmp_path}/a b.txt' names no text file" in line
