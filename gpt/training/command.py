@@ -195,7 +195,6 @@ def _for_hydra(words: list[str]) -> list[str]:
 
 def check_jobs() -> None:
     """Raise `UserError` for a sweep without jobs, or its first job whose configuration is wrong, before any trains."""
-    problems: list[str] = []
     jobs: list[list[str]] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
@@ -207,7 +206,7 @@ def check_jobs() -> None:
             plan_of(composed, single=False)
             refuse_contradictions(validate(asked_for(composed, overrides)), overrides)
         except UserError as error:
-            problems.append(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")
+            raise JobFailed(UserError(f"job {chosen.job.num} ({' '.join(overrides)}): {error}")) from None
 
     arguments = sys.argv
     with TemporaryDirectory() as folder:
@@ -217,8 +216,6 @@ def check_jobs() -> None:
             check()
         finally:
             sys.argv = arguments
-    if problems:
-        raise UserError(problems[0])
     if not jobs:
         raise UserError("the sweep has no jobs: one of its ranges or globs is empty")
 
