@@ -5,7 +5,6 @@ Rank 0 decides, and the other processes of the training hear of it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,6 @@ def prepared(
 
     `name` is that of the model; auto is chosen, from what members learn in the horizon's time, or in `longest` seconds.
     """
-    require_loggers(config)
     if name == "auto":
         config.require_time()
     if run_dir is None and config.run_dir:
@@ -206,13 +204,6 @@ def _with_weights(config: Config, kept: Sequence[str], start: runs.Start) -> Con
     if start.tokenizer.name == "bpe":
         plain["tokenizer"]["vocab_size"] = vocab_size
     return validate(plain)
-
-
-def require_loggers(config: Config) -> None:
-    """Raise `UserError` if a logger needs a package that is not installed."""
-    for name in {"wandb", "mlflow"}.intersection(config.logger):
-        if find_spec(name) is None:
-            raise UserError(f"logger={name} needs a package that is not installed: pip install {name}")
 
 
 def load_corpora(config: Config, tokenizer: Tokenizer | None = None, quiet: bool = False) -> Corpora:
@@ -306,7 +297,6 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
     if config != stored:
         then, now = stored.trainer.world_size, config.trainer.world_size
         say(f"continuing on {now} devices instead of {then}: the same windows in each step, but not the same bits")
-    require_loggers(config)
     corpora = load_corpora(config, tokenizer)
     require_same_text(file, payload, corpora)
     if horizon and horizon != config.horizon:
