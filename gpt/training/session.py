@@ -46,9 +46,6 @@ class Session:
     stopped_by: int = 0  # the signal that ended the training early
     members: "Sequence[Member]" = ()  # that model=auto has weighed
 
-    def __repr__(self) -> str:
-        return f"Session({self.run_dir})"
-
     def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
 
