@@ -93,8 +93,11 @@ class Config:
                 )
             if path := getattr(self, name):
                 setattr(self, name, os.path.expanduser(path))
-        if self.trainer.strategy == "fsdp":
-            self._require_splittable()
+        if self.trainer.strategy == "fsdp" and OPTIMIZERS[self.optim.name]["matrices"].whole:
+            raise UserError(
+                f"trainer.strategy=fsdp splits every matrix among the devices, and {self.optim.name} needs whole ones: "
+                "add optim=adamw"
+            )
         if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
             self.require_whole_windows()
 
@@ -114,19 +117,6 @@ class Config:
             )
         if self.trainer.strategy == "fsdp":
             raise UserError("model=auto times models on one device, and fsdp needs several: name a model")
-
-    def _require_splittable(self) -> None:
-        """Raise `UserError` for settings that do not go with trainer.strategy=fsdp."""
-        if OPTIMIZERS[self.optim.name]["matrices"].whole:
-            raise UserError(
-                f"trainer.strategy=fsdp splits every matrix among the devices, and {self.optim.name} needs whole ones: "
-                "add optim=adamw"
-            )
-        if self.trainer.devices == self.trainer.num_nodes == 1:
-            raise UserError(
-                "trainer.strategy=fsdp splits the model among several devices, and there is 1: leave it out; "
-                "trainer.activation_checkpointing=true or a smaller trainer.micro_batch_size takes less memory"
-            )
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
