@@ -53,10 +53,6 @@ class LossScaling(Precision):
             self.skipped = True
             self.skipped_steps += 1
 
-    def curves(self) -> dict[str, float]:
-        """The points of its curves, by tag."""
-        return {"train/loss_scale": self._scaler.get_scale(), "train/skipped_steps": self.skipped_steps}
-
     def state_dict(self) -> dict[str, Any]:
         return {"scaler": self._scaler.state_dict(), "skipped_steps": self.skipped_steps}
 

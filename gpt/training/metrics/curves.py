@@ -114,7 +114,8 @@ class Curves(StepCallback):
         if memory := peak_memory_bytes(module.device):
             scalars["work/peak_memory_gib"] = memory / 2**30
         if scaling is not None:
-            scalars |= scaling.curves()
+            scale = float(scaling.scale(module.device))
+            scalars |= {"train/loss_scale": scale, "train/skipped_steps": scaling.skipped_steps}
         scalars |= self._update_ratios(module)
         self.write({tag: value for tag, value in scalars.items() if math.isfinite(value)}, step)
 
