@@ -26,7 +26,7 @@ from gpt.text.prepare.prepare import TooShortError, prepare
 from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
 from gpt.training import runs
-from gpt.training.checkpoints.resuming import on_devices, read_schedule, require_same_text, restoring, with_horizon
+from gpt.training.checkpoints.resuming import on_devices, require_same_text, restoring, with_horizon
 from gpt.training.config.advice import STEPS, suitable_steps, warnings
 from gpt.training.config.loading import read, to_yaml, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
@@ -286,7 +286,7 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
     file, payload = found
     _refuse_going_back(find_path(path), run_dir, file, payload.get("step"))
     with restoring(file):
-        stored, schedule = read_schedule(payload)
+        stored, schedule = validate(payload["config"]), Schedule(**payload["schedule"])
         own = "given" in payload["corpus"]["tokenizer"]
         tokenizer = Tokenizer.from_dict(payload["tokenizer"]) if own else None
         step, threads, callbacks = payload["step"], payload["threads"], payload["callbacks"]

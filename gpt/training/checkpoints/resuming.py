@@ -10,7 +10,6 @@ from gpt.console import duration
 from gpt.errors import UserError, reason
 from gpt.hardware.memory import is_out_of_memory
 from gpt.text.prepared import Corpora
-from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule, parse_horizon
 from gpt.training.config.schema import Config
 
@@ -24,18 +23,6 @@ def restoring(file: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise UserError(f"{file}: cannot be continued: {reason(error)}; start anew with init_from={file}") from None
-
-
-def read_schedule(payload: dict[str, Any]) -> tuple[Config, Schedule]:
-    """The configuration and the schedule in a checkpoint; some error, for `restoring`, if they do not fit."""
-    config, schedule = validate(payload["config"]), Schedule(**payload["schedule"])
-    windows = config.trainer.tokens_per_step // config.model.context_length
-    whole = schedule.micro_batch_size * schedule.accumulation * config.trainer.world_size
-    if not schedule.windows_per_step == windows == whole > 0 or not 0 <= payload["step"] <= schedule.total_steps:
-        raise ValueError("its schedule does not fit its configuration")
-    if not 1 <= payload["threads"] <= 4096:  # PyTorch would crash
-        raise ValueError(f"its number of threads is {payload['threads']}")
-    return config, schedule
 
 
 def on_devices(config: Config, schedule: Schedule, devices: int, num_nodes: int) -> tuple[Config, Schedule]:
