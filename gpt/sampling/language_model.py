@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt.errors import UserError, require_range
-from gpt.hardware.memory import DAMAGED, free_memory
+from gpt.hardware.memory import DAMAGED
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, align, generate
 from gpt.text.tokenizer import Tokenizer
@@ -138,19 +138,15 @@ class LanguageModel:
         slide: int = 1,
         stops: tuple[str, ...] = (),
         top_logprobs: int | None = None,
-        check_memory: bool = True,
     ) -> Iterator[list[Continuation]]:
         """Continue several prompts, given as token ids, at once: yield all texts after each token, and at the end.
 
         Every step yields the same list. `top_logprobs` fills the texts' `logprobs`, with that many likeliest tokens
-        each. `UserError` if the texts do not fit into the memory that the system has free, unless `check_memory` is
-        false: a training keeps memory that it has freed for itself.
+        each.
         """
         require_range("max_new_tokens", max_new_tokens, 1)
         context = self.model.config.context_length
         idx, padding = align([ids[-context:] or [self.tokenizer.end_of_text] for ids in prompts])
-        if check_memory:
-            self._require_memory(len(prompts), idx.shape[1] + max_new_tokens, top_logprobs)
         texts = [Continuation(self.tokenizer, stops) for _ in prompts]
         logits: list[Tensor] = []  # of the latest token alone
         arguments = (max_new_tokens, sampling, generator, slide, padding, logits.append)
@@ -225,17 +221,3 @@ class LanguageModel:
 
         rows = zip(tokens, own, ids, values, strict=True)
         return [named(token, logprob, *map(named, likeliest, theirs)) for token, logprob, likeliest, theirs in rows]
-
-    def _require_memory(self, rows: int, length: int, top_logprobs: int | None) -> None:
-        """Raise `UserError` if texts of that many tokens do not fit into the free memory."""
-        config = self.model.config
-        listed = 0 if top_logprobs is None else 1 + top_logprobs
-        # A row takes 100 bytes for a token as a number and as text, 500 for each log-probability until it is printed,
-        # its keys and values, the activations of a layer, and its logits ten times over while they are filtered.
-        row = (100 + 500 * listed) * length + 40 * config.vocab_size
-        row += 4 * min(length, config.context_length) * config.d_model * (2 * config.num_layers + 8)
-        if (needs := rows * row) > (free := free_memory(self.device)):
-            raise UserError(
-                f"{rows:,} texts of up to {length:,} tokens need about {needs / 1e9:,.1f} GB of memory, and "
-                f"{free / 1e9:,.1f} GB are free: ask for fewer texts or fewer new tokens"
-            )

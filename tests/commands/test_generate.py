@@ -232,25 +232,8 @@ def test_check(tmp_path):
     assert copied(list(b"truth"), list(corpora.sources)) == nothing
 
 
-def test_more_than_memory_holds(here, capsys, monkeypatch):
-    """What cannot fit into memory is refused before it is allocated, with the numbers and the remedy."""
-    assert "--max-new-tokens" in refusal(capsys, "--prompt", "a", "--max-new-tokens", str(10**15))
-    line = refusal(capsys, "--prompt", "a", "--num-samples", "10000", "--max-new-tokens", "10000000")
-    assert "10,000 texts of up to 10,000,001 tokens need about 10,000" in line
-    assert line.endswith(" GB are free: ask for fewer texts or fewer new tokens")
-    give_stdin(monkeypatch, b"a\n")
-    line = refusal(capsys, "--interactive", "--num-samples", "10000", "--max-new-tokens", "10000000")
-    assert "10,000 texts of up to 10,000,001 tokens" in line
-    row = 100 * 8 + 4 * 8 * 22 * (2 * 2 + 8) + 40 * 257  # see LanguageModel._require_memory
-    monkeypatch.setattr(gpt.sampling.language_model, "free_memory", lambda device: 3 * row)
-    assert report(capsys, "--prompt", "a", "--max-new-tokens", "7", "--num-samples", "3")["samples"]
-    for more in (["--num-samples", "4"], ["--num-samples", "3", "--top-logprobs", "0"]):
-        line = refusal(capsys, "--prompt", "a", "--max-new-tokens", "7", *more)
-        assert f"{more[1]} texts of up to 8 tokens" in line
-
-
 def test_out_of_memory(here, capsys, monkeypatch):
-    """If memory runs out all the same, that is said in one line."""
+    """If memory runs out, that is said in one line."""
     monkeypatch.setattr(gpt.sampling.generation, "next_token", mock.Mock(side_effect=MemoryError))
     assert "memory has run out: lower --num-samples, " in refusal(capsys, "--prompt", "a")
 

@@ -97,7 +97,7 @@ def continue_prompt(module: GPTModule, prompt: str, generator: torch.Generator) 
     model = LanguageModel(module.model, module.corpora.tokenizer)
     ids = model.tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
-        *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator, check_memory=False)
+        *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator)
     return text
 
 
