@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,44 +78,6 @@ class Corpora:
 def width(tokenizer: Tokenizer) -> np.dtype:
     """Return the type of ids on disk: uint16 if the vocabulary fits, else uint32."""
     return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
-
-
-class Writer:
-    """Appends ids to the file of a split.
-
-    To continue the work of an earlier process, give the `length` in ids and the `sha256` that it recorded; anything
-    that it wrote after that is cut off. Raises `UserError` if the file is not what the earlier process left.
-    """
-
-    def __init__(self, file: Path, dtype: np.dtype, length: int = 0, sha256: str = ""):
-        self.length = length
-        self._stream = file.open("a+b")
-        self._stream.truncate(length * dtype.itemsize)  # which fills up a file that is too short, as its hash shows
-        self._stream.seek(0)
-        self._digest = hashlib.file_digest(self._stream, "sha256")
-        if length and self.sha256 != sha256:
-            self.close()
-            raise UserError(f"{file}: was damaged while the preparation was interrupted; run the command again")
-
-    @property
-    def sha256(self) -> str:
-        """The hash of everything written so far."""
-        return self._digest.hexdigest()
-
-    def append(self, ids: np.ndarray) -> None:
-        """Write ids, which must have the file's type."""
-        self._stream.write(ids.data)
-        self._digest.update(ids.data)
-        self.length += len(ids)
-
-    def flush(self) -> None:
-        """Wait until everything written is safe on disk."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-
-    def close(self) -> None:
-        """Let go of the file, whose end is safe on disk only after `flush`."""
-        self._stream.close()
 
 
 def open_prepared(folder: Path) -> PreparedText:

@@ -1,26 +1,21 @@
 """Tokens on disk: what is written, what is read, and what damage says."""
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import gpt.text.prepared
 from gpt.text.cache import read_json
-from gpt.text.prepared import SPLITS, Corpora, Writer, open_prepared, width
+from gpt.text.prepared import SPLITS, Corpora, open_prepared, width
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
 from model_files import write_prepared
 
-EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 IDS = {name: np.random.default_rng(7).integers(0, 257, count) for name, count in zip(SPLITS, (103, 31), strict=True)}
 
 
@@ -49,30 +44,6 @@ def test_width_of_the_ids(tmp_path, tokens, dtype):
     prepared = open_prepared(write_folder(tmp_path / "folder", tokenizer=tokenizer))
     assert prepared.train[:].dtype == np.dtype(dtype)
     assert prepared.train[:].tolist() == IDS["train"].tolist()
-
-
-# --- writing ---
-
-
-@EXAMPLES
-@given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 8), st.booleans(), st.sampled_from(["u2", "u4"]))
-def test_portions_do_not_matter(tmp_path_factory, portions, known, torn, kind):
-    """In whatever portions ids arrive, and whatever an earlier process wrote behind those that are known."""
-    file, ids = tmp_path_factory.mktemp("written") / "train.bin", np.arange(sum(portions), dtype=kind)
-    parts = np.split(ids, np.cumsum(portions)[:-1]) if portions else []
-    with closing(Writer(file, ids.dtype)) as writer:
-        for part in parts[:known]:
-            writer.append(part)
-        writer.flush()
-        journal = writer.length, writer.sha256
-        writer.append(np.full(7, 999, kind))  # what the journal does not know of
-    with file.open("ab") as stream:
-        stream.write(b"\xff" * torn)
-    with closing(Writer(file, ids.dtype, *journal)) as writer:
-        for part in parts[known:]:
-            writer.append(part)
-    assert file.read_bytes() == ids.tobytes()
-    assert (writer.length, writer.sha256) == (len(ids), hashlib.sha256(ids.tobytes()).hexdigest())
 
 
 # --- opening ---

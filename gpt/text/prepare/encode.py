@@ -1,6 +1,7 @@
 """From text to token files: on all cores, in order, and resumable after any interruption."""
 
 import contextlib
+import hashlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt.console import progress_bar
+from gpt.errors import UserError
 from gpt.text.cache import JOURNAL, write_json
 from gpt.text.corpus.corpus import Piece
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import Split
-from gpt.text.prepared import SPLITS, Writer, width
+from gpt.text.prepared import SPLITS, width
 from gpt.text.tokenizer import Tokenizer
 
 TASK = 1 << 18  # characters, at least, that a thread encodes at once
@@ -38,7 +40,8 @@ def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, s
     """Write the token files of both splits into a folder and return their counts and hashes.
 
     `journal` says how far an earlier process came, if `splits` is there; `sample` is the whole corpus where it is in
-    memory already. After every `PROGRESS_BYTES` of text, a file records the journal of what is safe on disk by then.
+    memory already. After every `PROGRESS_BYTES` of text, a file records the journal of what is safe on disk by then;
+    whatever an earlier process wrote after that is cut off.
     """
     split, start = Split(**journal["split"]), Place(*journal["place"])
     nothing = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""}
@@ -49,20 +52,28 @@ def encode(working: Path, source: Source, journal: dict, tokenizer: Tokenizer, s
     kept = ((0, number, piece) for number, piece in enumerate(sample or ()))
     tasks = _tasks(source.corpus.pieces(start.file) if sample is None else kept, split, start)
     with contextlib.ExitStack() as stack:
-        writers = {}
+        streams, digests = {}, {}
         for name, count in counts.items():
-            writer = Writer(working / f"{name}.bin", width(tokenizer), count["tokens"], count["sha256"])
-            writers[name] = stack.enter_context(contextlib.closing(writer))
+            file = working / f"{name}.bin"
+            stream = streams[name] = stack.enter_context(file.open("a+b"))
+            stream.truncate(count["tokens"] * width(tokenizer).itemsize)  # fills up one too short, as its hash shows
+            stream.seek(0)
+            digests[name] = hashlib.file_digest(stream, "sha256")
+            if count["tokens"] and digests[name].hexdigest() != count["sha256"]:
+                raise UserError(f"{file}: was damaged while the preparation was interrupted; run the command again")
         bar = stack.enter_context(progress_bar(f"tokenizing {source.corpus.name}", size, done, delay=1))
 
         def flush() -> None:
-            for name, writer in writers.items():
-                writer.flush()
-                counts[name] |= {"tokens": writer.length, "sha256": writer.sha256}
+            for name, stream in streams.items():
+                stream.flush()
+                os.fsync(stream.fileno())
+                counts[name]["sha256"] = digests[name].hexdigest()
 
         for encoded, place in _in_order(tasks, tokenizer):
             for name, (ids, num_bytes, documents) in encoded.items():
-                writers[name].append(ids)
+                streams[name].write(ids.data)
+                digests[name].update(ids.data)
+                counts[name]["tokens"] += len(ids)
                 counts[name]["bytes"] += num_bytes
                 counts[name]["documents"] += documents
                 done += num_bytes
