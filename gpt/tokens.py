@@ -78,11 +78,9 @@ def show(tokenizer: Tokenizer, pieces: Iterable[str]) -> None:
 
 
 def describe(tokenizer: Tokenizer, token: int) -> str:
-    """Format one line about a token: its id, its bytes, itself, and the pair it was merged from."""
-    data, parts = tokenizer.decode_bytes([token]), tokenizer.merged_from(token)
-    shown, *merged = (label(part) for part in (data, *parts))
-    merge = f" = {' + '.join(merged)}" if len(merged) > 1 else ""
-    return f"{token:>6}  {data.hex(' '):<23}  {shown}{merge}\n"
+    """Format one line about a token: its id, its bytes, and itself."""
+    data = tokenizer.decode_bytes([token])
+    return f"{token:>6}  {data.hex(' '):<23}  {label(data)}\n"
 
 
 def _count(number: int, noun: str) -> str:

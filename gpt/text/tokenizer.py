@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from itertools import pairwise
 
 import numpy as np
 import tiktoken
@@ -90,17 +89,6 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids to text, with U+FFFD for bytes that are not a character."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def merged_from(self, token: int) -> list[bytes]:
-        """Return the two tokens, as bytes, that merge into a token; a single byte is returned as it is."""
-        parts = [bytes([byte]) for byte in self.decode_bytes([token])]
-        while len(parts) > 2:
-            ranks = [self.ranks.get(left + right, token) for left, right in pairwise(parts)]
-            if (first := min(ranks)) >= token:
-                break  # this table does not come from training: no merge leads to the token
-            i = ranks.index(first)
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return parts
 
     @cached_property
     def sha256(self) -> str:

@@ -34,13 +34,13 @@ GREETING = "Hello, naïve 世界!"
 GREETED = f"""\
 Hello│,│·naïve│·│<e4><b8>│<96>│<e7><95>│<8c>│!
 
- 15496  48 65 6c 6c 6f           Hello = H + ello
+ 15496  48 65 6c 6c 6f           Hello
     11  2c                       ,
- 41492  20 6e 61 c3 af 76 65     ·naïve = ·na + ïve
+ 41492  20 6e 61 c3 af 76 65     ·naïve
    220  20                       ·
- 10310  e4 b8                    <e4><b8> = <e4> + <b8>
+ 10310  e4 b8                    <e4><b8>
    244  96                       <96>
- 45911  e7 95                    <e7><95> = <e7> + <95>
+ 45911  e7 95                    <e7><95>
    234  8c                       <8c>
      0  21                       !
 
@@ -49,7 +49,7 @@ Hello│,│·naïve│·│<e4><b8>│<96>│<e7><95>│<8c>│!
 
 
 def test_shows_a_text(capsys, monkeypatch, tmp_path):
-    """The text with its borders, each token with its bytes and its merge, and the counts; from any source."""
+    """The text with its borders, each token with its bytes, and the counts; from any source."""
     assert output(capsys, "--text", GREETING) == GREETED
     assert output(capsys, "gpt2", "--text", GREETING) == GREETED
     (tmp_path / "text").write_text(GREETING, encoding="utf-8")

@@ -283,19 +283,6 @@ def test_vocab_size(text, vocab_size, expected):
     assert tokenizer.decode(tokenizer.encode(FOREIGN)) == FOREIGN
 
 
-def test_merges_of_tokens_by_hand():
-    """What a token was merged from; bytes alone, and tokens that no merge leads to."""
-    trained = train_bpe(HUGS, 260)
-    assert [trained.merged_from(token) for token in (256, 257, 258)] == [[b"u", b"g"], [b"u", b"n"], [b"h", b"ug"]]
-    assert trained.merged_from(104) == [b"h"]
-    assert GPT2.merged_from(262) == [b" t", b"he"]
-    assert GPT2.merged_from(15496) == [b"H", b"ello"]
-    assert GPT2.merged_from(220) == [b" "]
-    single = {bytes([byte]): byte for byte in range(256)}
-    for more, parts in [({b"abc": 256}, [b"a", b"b", b"c"]), ({b"abcd": 256, b"bc": 257}, [b"a", b"b", b"c", b"d"])]:
-        assert Tokenizer("odd", single | more, GPT2_PATTERN).merged_from(256) == parts
-
-
 # --- stored and refused ---
 
 
