@@ -6,7 +6,7 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,20 +146,23 @@ class HeldError(Exception):
     """Another process holds the lock; as a string, its process id where it is known."""
 
 
-def hold(file: Path) -> FileLock:
+def hold(file: Path, tell: Callable[[str], None] | None = None) -> FileLock:
     """Take a lock until what is returned is released or the process ends, however it ends.
 
-    Raises `HeldError` where another process has it, and `OSError` where the file cannot be made. The file itself stays.
+    Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises `HeldError`.
+    `OSError` where the file cannot be made. The file itself stays.
     """
     lock = FileLock(file, thread_local=False)
-    with contextlib.suppress(Timeout):
+    try:
         lock.acquire(blocking=False)
-    if not lock.is_locked:
-        del lock  # now, because its finalizer would swallow a Ctrl-C that comes while it runs
+    except Timeout:
         owner = ""
         with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
             owner = file.read_text(encoding="utf-8", errors="replace").strip()
-        raise HeldError(owner or "(unknown)")
+        if tell is None:
+            raise HeldError(owner or "(unknown)") from None
+        tell(owner or "(unknown)")
+        lock.acquire()
     with contextlib.suppress(OSError):
         file.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return lock

@@ -4,12 +4,11 @@ import contextlib
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gpt.errors import UserError, is_disk_full
-from gpt.files import HeldError, hold, mark_as_cache, write_text
+from gpt.files import hold, mark_as_cache, write_text
 
 CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # where prepared text is kept by default
 JOURNAL = "progress.json"  # what is decided and done; without it, nothing in a working folder counts
@@ -68,17 +67,8 @@ def one_at_a_time(lock_file: Path, task: str, say: Callable[[str], None]) -> Ite
 
     `task` says what the lock is for, as in "preparing this text". The lock file stays.
     """
-    told = False
     lock_file.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            lock = hold(lock_file)
-            break
-        except HeldError as holder:
-            if not told:
-                say(f"process {holder} is {task}: waiting for it")
-            told = True
-        time.sleep(0.2)
+    lock = hold(lock_file, lambda holder: say(f"process {holder} is {task}: waiting for it"))
     try:
         yield
     finally:
