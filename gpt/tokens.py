@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.console import Parser, command_line, progress_bar, say
+from gpt.console import Parser, command_line, say
 from gpt.errors import UserError
 from gpt.exchange.loading import open_tokenizer
 from gpt.text.cache import CACHE
 from gpt.text.pieces import cut, decoded, label, visible, well_formed
-from gpt.text.prepared import open_prepared, verify, width
+from gpt.text.prepared import open_prepared, verify
 from gpt.text.tokenizer import Tokenizer
 
 EXCERPT = 1000  # tokens to show of a longer text
@@ -97,8 +97,7 @@ def verify_corpora(folders: list[Path]) -> None:
             raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of {CACHE}")
         prepared = open_prepared(folder)
         tokens = len(prepared.train) + len(prepared.validation)
-        with progress_bar(f"checking {folder}", tokens * width(prepared.tokenizer).itemsize) as bar:
-            verify(folder, prepared.manifest, bar.update)
+        verify(folder, prepared.manifest)
         say(f"{folder}: {tokens:,} tokens, vocabulary {prepared.tokenizer.vocab_size:,}, every hash matches")
 
 

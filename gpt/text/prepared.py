@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from gpt.text.tokenizer import Tokenizer
 SPLITS = ("train", "validation")
 MIXTURE_WINDOWS = 1000  # a mixture deals out windows in blocks of this many, of which each corpus has a whole number
 VERIFY_BYTES = 1 << 28  # folders up to this size are hashed whenever they are opened: it takes a fraction of a second
-BLOCK = 1 << 20  # bytes to hash at once
 DECODED_TOKENS = 1 << 16  # to decode at once
 
 
@@ -146,17 +145,12 @@ def find_prepared(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Prepa
     return [open_prepared(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
 
 
-def verify(folder: Path, manifest: dict, read: Callable[[int], object] = lambda size: None) -> None:
-    """Hash the token files of a prepared corpus; raise `UserError` naming the first damaged one.
-
-    Each block that is read is reported to `read` by its size in bytes.
-    """
+def verify(folder: Path, manifest: dict) -> None:
+    """Hash the token files of a prepared corpus; raise `UserError` naming the first damaged one."""
     for split in SPLITS:
-        file, digest = folder / f"{split}.bin", hashlib.sha256()
+        file = folder / f"{split}.bin"
         with explain_unreadable(file), file.open("rb") as stream:
-            while block := stream.read(BLOCK):
-                digest.update(block)
-                read(len(block))
+            digest = hashlib.file_digest(stream, "sha256")
         if digest.hexdigest() != manifest["splits"][split]["sha256"]:
             raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")
 
