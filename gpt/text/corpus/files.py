@@ -10,15 +10,15 @@ from typing import NoReturn
 from gpt.console import say
 from gpt.errors import UserError
 from gpt.files import is_output
-from gpt.text.corpus.formats import explain_unreadable, looks_like_text
+from gpt.text.corpus.formats import looks_like_text
 
 
 def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) -> tuple[Path, ...]:
     """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
     Folders and globs leave out hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders
-    leave out empty and binary files, too; a file named explicitly must be text. A file with several names or links is
-    returned once.
+    leave out empty and binary files, too; a file named explicitly must be text. A file with several links is returned
+    once.
     """
     root = Path(os.path.expanduser(path))
     if os.path.isfile(root):
@@ -53,13 +53,10 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
 
 
 def each_once(files: Iterable[Path]) -> tuple[Path, ...]:
-    """Return files in their order, each once however many names and links lead to it."""
-    first: dict[tuple[int, int | str], Path] = {}
+    """Return files in their order, each once however many links lead to it."""
+    first: dict[Path, Path] = {}
     for file in files:
-        with explain_unreadable(file):
-            status = file.stat()
-        # Some network drives of Windows number no files.
-        first.setdefault((status.st_dev, status.st_ino or str(file.resolve())), file)
+        first.setdefault(file.resolve(), file)
     return tuple(first.values())
 
 
