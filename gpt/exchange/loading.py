@@ -3,7 +3,6 @@
 Importing this module is quick: torch, which takes seconds, is imported only to read weights.
 """
 
-import difflib
 import os
 import re
 from pathlib import Path
@@ -51,19 +50,13 @@ def find_path(name: str | Path, runs: Path = Path("runs")) -> Path:
     return Path(found[0] if found else name)
 
 
-def near_run(name: str | Path, runs: Path = Path("runs")) -> str:
-    """Ask whether the run was meant whose name is like this one; nothing if there is none."""
-    near = difflib.get_close_matches(Path(name).name, [folder.name for folder in runs.glob("*/")], n=1, cutoff=0.75)
-    return f"did you mean {runs / near[0]}?" if near else ""
-
-
 def _from_hub(name: str, runs: Path) -> Path:
     """Download the model that the Hugging Face hub has under a name; `UserError` if none can have it."""
     first = name.split("/")[0]
     below_here = first == runs.name or os.path.exists(first)  # a mistake in "runs/typo" is not looked up elsewhere
     if _HUB_NAME.fullmatch(name) and len(name) <= 96 and not below_here and not name.endswith(".ckpt"):
         return huggingface.download(name)
-    remedy = near_run(name, runs) or f"give a path, a name below {runs}/, or OWNER/NAME on the Hugging Face hub"
+    remedy = f"give a path, a name below {runs}/, or OWNER/NAME on the Hugging Face hub"
     raise UserError(f"{name}: there is no such checkpoint or run directory: {remedy}")
 
 

@@ -12,7 +12,7 @@ from filelock import FileLock
 from gpt.console import warn
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import DamagedError, load
-from gpt.exchange.loading import find_path, near_run
+from gpt.exchange.loading import find_path
 from gpt.files import HeldError, hold, link, write_text
 from gpt.text.corpus.config import DataConfig
 from gpt.text.tokenizer import Tokenizer
@@ -95,9 +95,8 @@ def directory(path: str | Path) -> Path:
     if path.name == "checkpoints":
         path = path.resolve().parent
     if not (path / "config.yaml").is_file():
-        remedy = near_run(path) or "give one of those below runs/"
         why = "it has no config.yaml" if path.exists() else "it does not exist"
-        raise UserError(f"{path}: not a run directory ({why}); {remedy}")
+        raise UserError(f"{path}: not a run directory ({why}); give one of those below runs/")
     return path
 
 
