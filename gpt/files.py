@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import glob
 import os
 import shutil
 import time
@@ -19,7 +18,6 @@ from gpt.errors import UserError, reason
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
 CACHE_TAG, CACHE_SIGNATURE = "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55"
 PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into every new file
-ABANDONED = 3600  # seconds after which nobody writes to an unfinished file any more
 
 
 def sync(path: Path) -> None:
@@ -58,17 +56,13 @@ def publish(finished: Path, path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path` to write to; the file takes the place of `path` when the block succeeds.
 
-    After an error nothing is left of it, and `path` is what it was. What a kill leaves behind is removed by a later
-    call. A device or a pipe is never replaced: its own name is yielded, to be written to as a stream.
+    After an error nothing is left of it, and `path` is what it was. A device or a pipe is never replaced: its own name
+    is yielded, to be written to as a stream.
     """
     if path.exists() and not path.is_file():
         yield path
         return
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
-    for old in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with contextlib.suppress(OSError):  # somebody else may have removed it
-            if old.suffix[1:].isdigit() and time.time() - old.stat().st_mtime > ABANDONED:
-                old.unlink()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

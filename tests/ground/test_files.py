@@ -33,16 +33,6 @@ def test_replacing_leaves_nothing_after_an_error(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_replacing_removes_what_a_kill_left(tmp_path):
-    """An unfinished file that nobody has written to for an hour goes; what may be another's work stays."""
-    names = [".a.txt.7919", ".a.txt.7927", ".a.txt.b", ".b.txt.7919"]
-    for name in names:
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - (60 if name.endswith("27") else 3601),) * 2)
-    write_text(tmp_path / "a.txt", "new")
-    assert sorted(os.listdir(tmp_path)) == [".a.txt.7927", ".a.txt.b", ".b.txt.7919", "a.txt"]
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with names")
 def test_replacing_writes_into_a_pipe(tmp_path):
     """What is no regular file stays what it is, and its reader gets the text; a folder is refused."""

@@ -18,12 +18,13 @@ import fsspec
 
 from gpt.console import progress_bar, say
 from gpt.errors import UserError, is_disk_full, reason
-from gpt.files import ABANDONED, publish
+from gpt.files import publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
 ATTEMPTS = 5  # at a listing or a block, with a pause after each that doubles
 PATIENCE = 30  # seconds without a byte
+ABANDONED = 3600  # seconds after which nobody fetches an unfinished file any more
 DRIVERS = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "huggingface"}  # scheme -> extra
 OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 _WEB = ("http://", "https://")
