@@ -28,7 +28,6 @@ _UNPACKERS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
 }
 PACKED = (".gz", *_UNPACKERS)
-LINE_BYTES = 1 << 26  # of JSON, at most, since a line is held in memory several times over
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
 _WHITE = codecs.BOM_UTF8 + b" \t\r"  # before the first character of a line
 _REPLACE = ", or set data.errors=replace"
@@ -188,22 +187,14 @@ def _json(file: Path, text_field: str, errors: str) -> Documents:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """Yield lines without their newlines; no other character ends a line. Raise `UserError` if one is far too long."""
+    """Yield lines without their newlines; no other character ends a line."""
     parts: list[bytes] = []
-    number, length = 1, 0
     for block in _checked(file):
         *complete, rest = block.split(b"\n")
         for line in complete:
             yield b"".join([*parts, line])
-            parts, length = [], 0
-        number += len(complete)
+            parts = []
         parts.append(rest)
-        length += len(rest)
-        if length > LINE_BYTES:
-            raise UserError(
-                f"{file}: line {number} is longer than {LINE_BYTES:,} bytes: divide it into several documents, or give "
-                "the text itself as a .txt file"
-            )
     if last := b"".join(parts):
         yield last
 

@@ -215,22 +215,6 @@ def test_half_a_pair_is_replaced(tmp_path):
     assert read(write(tmp_path / "a.jsonl", r'{"text": "\ud83d \ud83d\ude00"}')) == ["\ufffd 😀"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
-def test_line_without_end(tmp_path, monkeypatch, name):
-    """One that would take all memory is refused, unless it is plain text, which is read in pieces."""
-    monkeypatch.setattr(gpt.text.corpus.formats, "LINE_BYTES", 50_021)
-    monkeypatch.setattr(gpt.text.corpus.formats, "BLOCK", 1009)
-    line, fits = (json.dumps({"text": "é" * size}, ensure_ascii=False) + "\n" for size in (30_011, 20_011))
-    pack = gzip.compress if name.endswith(".gz") else bytes
-    remedy = "divide it into several documents, or give the text itself as a .txt file"
-    for before in ("", fits * 2):
-        file = write(tmp_path / name, pack((before + line).encode()))
-        number = 1 + before.count("\n")
-        assert refusal(file) == f"line {number} is longer than 50,021 bytes: {remedy}"
-    assert read(write(tmp_path / name, pack((fits * 5).encode()))) == ["é" * 20_011] * 5
-    assert read(write(tmp_path / "a.txt", line)) == [line]
-
-
 NO_JSON = "; every line must be one JSON object"
 NO_TEXT = " has no text under 'text'; name the key with data.text_field="
 NO_UTF8 = "; convert it first, for example with iconv -t utf-8, or set data.errors=replace"
