@@ -9,7 +9,6 @@ from gpt.console import Parser
 from gpt.errors import UserError, require_range
 from gpt.text.pieces import decoded, well_formed
 
-LONGEST_PROMPT = 32_000_000  # bytes; a model sees some thousand
 LIMITS = {"max_new_tokens": (1, 10**7), "num_samples": (1, 10**4), "top_logprobs": (0, 100), "seed": (0, 2**63 - 1)}
 ESCAPES = str.maketrans("ntr", "\n\t\r")
 
@@ -73,12 +72,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     source = str(args.prompt_file or "standard input")
     try:
         with args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
-            content = b"" if stream.isatty() else stream.read(LONGEST_PROMPT + 1)
+            content = b"" if stream.isatty() else stream.read()
     except OSError as error:
         raise UserError(f"{source}: cannot be read ({error.strerror})") from None
-    if len(content) > LONGEST_PROMPT:
-        limit = f"a prompt has at most {LONGEST_PROMPT:,} bytes, and a model sees only its end: cut it"
-        raise UserError(f"{source}: {limit}")
     return [re.sub(r"\r?\n\Z", "", "".join(decoded([content], source)))]
 
 
