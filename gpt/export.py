@@ -2,12 +2,11 @@
 
 import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt.console import Parser, command_line, quote, say
+from gpt.console import Parser, command_line, quote
 from gpt.errors import UserError
 from gpt.exchange import gguf, huggingface
 from gpt.exchange.loading import find_checkpoint, open_model
@@ -103,9 +102,7 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
     try:
         import transformers
     except ImportError:
-        note = "WITHOUT transformers, so no logits were compared"
-        say(f"gpt.export: {note}: pip install -e '.[export]'", sys.stderr)
-        return note
+        raise UserError("comparing logits needs transformers: pip install -e '.[export]'") from None
     import torch
 
     transformers.logging.set_verbosity_error()
