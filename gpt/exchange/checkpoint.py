@@ -6,7 +6,6 @@ versions of the libraries. It is read with `weights_only=True`, so no file can r
 """
 
 import errno
-import shutil
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -48,10 +47,7 @@ def save(payload: dict[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as error:  # torch's archive writer raises one of its own after that of the stream
         if not is_disk_full(error) and not is_disk_full(error.__context__ or error):
             raise
-        needs = sum(part.nbytes for part in _parts(payload) if isinstance(part, Tensor))
-        room = f"the checkpoint needs {needs:,} bytes, {shutil.disk_usage(path.parent).free:,} are free"
-        limits = "a quota or a limit on files may allow less; earlier checkpoints are intact"
-        raise UserError(f"{path}: the disk is full: {room}, and {limits}") from error
+        raise UserError(f"{path}: the disk is full: free some space; earlier checkpoints are intact") from error
 
 
 def _parts(value: Any) -> Iterator[Any]:
