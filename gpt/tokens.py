@@ -12,6 +12,7 @@ from gpt.console import Parser, command_line, say
 from gpt.errors import UserError
 from gpt.exchange.loading import open_tokenizer
 from gpt.text.cache import CACHE
+from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.pieces import cut, decoded, label, visible, well_formed
 from gpt.text.prepared import open_prepared, verify
 from gpt.text.tokenizer import Tokenizer
@@ -52,10 +53,8 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         if sys.stdin.isatty():
             raise UserError("there is no text: give --text TEXT or --file FILE, or pipe one in")
         return sys.stdin.buffer
-    try:
+    with explain_unreadable(args.file):
         return args.file.open("rb")
-    except OSError as error:
-        raise UserError(f"{args.file}: cannot be read ({error.strerror})") from None
 
 
 def show(tokenizer: Tokenizer, pieces: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt.console import Parser
 from gpt.errors import UserError, require_range
+from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.pieces import decoded, well_formed
 
 LIMITS = {"max_new_tokens": (1, 10**7), "num_samples": (1, 10**4), "top_logprobs": (0, 100), "seed": (0, 2**63 - 1)}
@@ -69,13 +70,10 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, or else the one in a file or on standard input."""
     if args.prompt is not None:
         return [well_formed(prompt) for prompt in args.prompt]
-    source = str(args.prompt_file or "standard input")
-    try:
-        with args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
-            content = b"" if stream.isatty() else stream.read()
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror})") from None
-    return [re.sub(r"\r?\n\Z", "", "".join(decoded([content], source)))]
+    source = args.prompt_file or Path("standard input")
+    with explain_unreadable(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
+        content = b"" if stream.isatty() else stream.read()
+    return [re.sub(r"\r?\n\Z", "", "".join(decoded([content], str(source))))]
 
 
 def unescaped(text: str) -> str:

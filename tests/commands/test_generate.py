@@ -191,7 +191,9 @@ def test_bad_prompts(here, tmp_path, monkeypatch, capsys):
     So is standard input.
     """
     for name, reason in (("none.txt", "No such file or directory"), ("a" * 300, "File name too long")):
-        assert refusal(capsys, "--prompt-file", name).endswith(f"{name}: cannot be read ({reason})")
+        assert refusal(capsys, "--prompt-file", name).endswith(
+            f"{name}: cannot be read ({reason}); fix that, or move the file away"
+        )
     assert "cannot be read (Is a directory)" in refusal(capsys, "--prompt-file", str(tmp_path))
     file = tmp_path / "latin-1.txt"
     file.write_bytes("2 3 5 é 7".encode("latin-1"))
