@@ -36,8 +36,8 @@ class UnreachableError(UserError):
 
 
 @contextlib.contextmanager
-def explain(url: str, part: Path | None = None) -> Iterator[None]:
-    """Turn what the library of a store raises into one line that says what is kept, unless the disk is full."""
+def explain(url: str) -> Iterator[None]:
+    """Turn what the library of a store raises into one line, unless the disk is full."""
     try:
         yield
     except (UserError, MemoryError):
@@ -49,12 +49,10 @@ def explain(url: str, part: Path | None = None) -> Iterator[None]:
     except Exception as error:  # each store has a library of its own
         if is_disk_full(error):
             raise
-        size = part.stat().st_size if part and part.exists() else 0
-        kept = f"{size:,} bytes are kept for the next attempt; " if size else ""
         remedy = _remedy(error)
         kind = UserError if remedy else UnreachableError
         what = f"{type(error).__name__}: {reason(error)}"
-        raise kind(f"{url}: cannot be used ({what}); {kept}{remedy or OFFLINE}") from None
+        raise kind(f"{url}: cannot be used ({what}); {remedy or OFFLINE}") from None
 
 
 def _remedy(error: Exception) -> str:
@@ -140,11 +138,11 @@ class Remote:
     def _download(self, part: Path) -> None:
         """Append the rest of the file to what an earlier attempt left, and check the whole."""
         fs, path = open_store(self.url)
-        with explain(self.url, part):
+        with explain(self.url):
             size, tag = (self.size, self.tag) if self.size is not None else _described(fs, path)
             whole = b"" if size is not None else _retried(lambda _: fs.cat_file(path))  # of a length that nobody tells
         self._make_room(part, len(whole) if size is None else size)
-        with part.open("a+b") as stream, explain(self.url, part):
+        with part.open("a+b") as stream, explain(self.url):
             if size is None:
                 stream.truncate(0)
                 stream.write(whole)
