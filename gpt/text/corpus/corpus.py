@@ -99,11 +99,8 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
 
 def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...]) -> Corpus:
     """Return the corpus of these files."""
-
-    def read(file: Path | Remote) -> Iterable[Iterable[str]]:
-        return read_documents(local(file), data.text_field, data.errors)
-
-    return Corpus(data.name, files, read, version=f"{data.text_field}\n{data.errors}")
+    version = f"{data.text_field}\n{data.errors}"
+    return Corpus(data.name, files, lambda file: read_documents(local(file), data.text_field, data.errors), version)
 
 
 def _stamp(file: Path) -> tuple[int, int]:
