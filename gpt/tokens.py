@@ -70,16 +70,13 @@ def show(tokenizer: Tokenizer, pieces: Iterable[str]) -> None:
         excerpt = "".join(token.removesuffix("\n") + BORDER + "\n" * token.endswith("\n") for token in shown)
         print(excerpt + "...\n" if tokens > EXCERPT else excerpt.rstrip("\n").removesuffix(BORDER) + "\n")
     if 0 < tokens <= SHORT:
-        print("".join(describe(tokenizer, token) for token in beginning))
+        for token in beginning:
+            data = tokenizer.decode_bytes([token])
+            print(f"{token:>6}  {data.hex(' '):<23}  {label(data)}")
+        print()
     counts = f"{_count(tokens, 'token')}, {_count(size, 'byte')}, {_count(characters, 'character')}"
     ratio = f": {size / tokens:.2f} bytes per token" if tokens else ""
     print(f"{counts}{ratio}; vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}...")
-
-
-def describe(tokenizer: Tokenizer, token: int) -> str:
-    """Format one line about a token: its id, its bytes, and itself."""
-    data = tokenizer.decode_bytes([token])
-    return f"{token:>6}  {data.hex(' '):<23}  {label(data)}\n"
 
 
 def _count(number: int, noun: str) -> str:
