@@ -5,6 +5,7 @@ import functools
 import sys
 
 from gpt.console import command_line, say
+from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.sampling.arguments import parse_arguments, read_prompts
 
@@ -30,7 +31,9 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.sampling.insight import insight_page
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
-    from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several, training_text
+    from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several
+    from gpt.text import cache
+    from gpt.text.prepared import find_prepared
 
     # What is asked for
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
@@ -40,7 +43,9 @@ def sample(args: argparse.Namespace) -> None:
     # The model, packed for these rows
     path = find_checkpoint(args.checkpoint)
     model, tokenizer, record = open_with_record(path)
-    sources = training_text(path, tokenizer, record) if args.check else []
+    sources = find_prepared(record, tokenizer, cache.CACHE) if args.check else []
+    if args.check and not sources:
+        raise UserError(f"--check: the text that {path} was trained on is not in {cache.CACHE}: leave --check out")
     precision = choose_sampling_precision(args.precision, model.to(device))
     rows = len(prompts) or args.num_samples
     torch.set_num_threads(choose_threads(model, rows, args.compile))

@@ -11,17 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from gpt.console import say
 from gpt.errors import UserError
 from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.language_model import Continuation, TokenLogprob
-from gpt.text import cache
 from gpt.text.analysis.overlap import LEAST, find_copies
 from gpt.text.pieces import label
-from gpt.text.prepared import PreparedText, find_prepared
-from gpt.text.tokenizer import Tokenizer
+from gpt.text.prepared import PreparedText
 
 OPTION = re.compile(r"/([A-Za-z][\w-]*)(?:\s+|$)(\S*)\s*")  # a line that is no prompt; /usr/bin is one
 
@@ -123,13 +120,6 @@ def token_as_json(token: TokenLogprob) -> dict:
     """Describe a token in plain types: its bytes in hexadecimal, since they may be part of a character."""
     own = {"token": token.token.decode("utf-8", "replace"), "bytes": token.token.hex(), "logprob": token.logprob}
     return own | ({"top_logprobs": list(map(token_as_json, token.top))} if token.top else {})
-
-
-def training_text(path: Path, tokenizer: Tokenizer, record: dict) -> list[PreparedText]:
-    """Find the prepared text that a model was trained on; `UserError` if it is not here."""
-    if not (sources := find_prepared(record, tokenizer, cache.CACHE)):
-        raise UserError(f"--check: the text that {path} was trained on is not in {cache.CACHE}: leave --check out")
-    return sources
 
 
 def copied(ids: list[int], sources: list[PreparedText]) -> str:
