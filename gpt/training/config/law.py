@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL = 2.19  # the power by which bits per byte follow what a model lacks, where a text is never new
-NOVELTY = 2.97  # of a text, at which that power has fallen to 1/e
-SIZE_POWER = 0.201  # of the weights in the blocks, in millions
-TEXT, TEXT_POWER = 1.49, 0.613  # of the tokens seen, and how many million count as much as a million weights
-BY_HEART, BY_HEART_POWER = 0.00436, 0.545  # what an epoch costs by being learnt by heart, by weights over tokens
+FALL = 2.04  # the power by which bits per byte follow what a model lacks, where a text is never new
+NOVELTY = 3.05  # of a text, at which that power has fallen to 1/e
+SIZE_POWER = 0.216  # of the weights in the blocks, in millions
+TEXT, TEXT_POWER = 1.47, 0.644  # of the tokens seen, and how many million count as much as a million weights
+BY_HEART, BY_HEART_POWER = 0.00422, 0.586  # what an epoch costs by being learnt by heart, by weights over tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
