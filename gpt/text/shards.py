@@ -56,6 +56,14 @@ class Store:
         """Put a small file into the folder that notices damage."""
         self.write(name, sealed(content).encode())
 
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file in the folder."""
+        with explain(self.url):
+            self._fs.invalidate_cache()
+            return {
+                name.rsplit("/", 1)[-1]: info["size"] for name, info in self._fs.find(self._path, detail=True).items()
+            }
+
     def file(self, name: str, size: int, sha256: str, cache: Path, room: int) -> Path | Remote:
         """Return a file of the folder, which `local` makes one to open."""
         if self._is_local:

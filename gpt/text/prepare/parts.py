@@ -139,8 +139,15 @@ class Planned:
 
     def join(self) -> None:
         """Publish the manifest, after checking that the store has every shard; `UserError` names those it lacks."""
+        each, sizes = width(self.tokenizer).itemsize, self.store.sizes()
+
+        def record_of(number: int) -> dict | None:
+            record = self._record(number)
+            files = [file for name in SPLITS for file in record["files"][name]] if record else []
+            return record if all(sizes.get(name) == tokens * each for name, tokens, _ in files) else None
+
         with ThreadPoolExecutor(16) as threads:
-            found = list(threads.map(self._record, range(len(self.shards))))
+            found = list(threads.map(record_of, range(len(self.shards))))
         if missing := [number for number, record in enumerate(found) if record is None]:
             some = ", ".join(map(str, missing[:5])) + ", ..." * (len(missing) > 5)
             raise UserError(

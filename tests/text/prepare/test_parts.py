@@ -179,10 +179,10 @@ def test_damage_in_the_store(files, tmp_path):
     make(store, files, cache)
     whole = content(store)
     (store / "train-000002-00.bin").write_bytes(b"")
+    assert "lacks 1 of" in refusal(run, store, cache, "--join")
     line = refusal(lambda: prepared(store, cache).train[2])
     assert re.search(r"train-000002-00.bin: (has 0 tokens where|cannot be read)", line)
     (store / "part-000002.json").unlink()
-    assert "lacks 1 of" in refusal(run, store, cache, "--join")
     run(store, cache, "--part", "1/1")
     run(store, cache, "--join")
     assert content(store) == whole
