@@ -13,7 +13,7 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
 from gpt.text.analysis.references import novelty
 from gpt.text.prepared import Corpora
-from gpt.training.config.law import FAMILY, Law
+from gpt.training.config.law import FAMILY, PROBE, Law
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.estimate.timing import measure, throwaway_steps
@@ -53,13 +53,13 @@ def best(members: Sequence[Member], seconds: float) -> Member:
 def choose(
     decided: Callable[[ModelConfig], tuple[Config, Schedule]], text: Corpora, seconds: float, longest: float
 ) -> list[Member]:
-    """Probe a text with the smallest member, and time members from there up, until a larger one learns less.
+    """Probe a text, and time members from the smallest up, until a larger one learns less.
 
     `decided` makes everything else follow from a model. Members are weighed for `seconds` of training, or for `longest`
     if that is more.
     """
+    law, longest = probe(*decided(PROBE), text, seconds), max(seconds, longest)
     members: list[Member] = []
-    law, longest = Law(text.train_tokens, novelty(text.sources)), max(seconds, longest)
     for model in FAMILY:
         config, schedule = decided(model)
         if config.model.context_length >= text.train_tokens:
@@ -70,29 +70,29 @@ def choose(
             if members:
                 break
             raise
-        if not members:
-            steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
-            law = probe(law, config, replace(schedule, total_steps=steps), text)
         parameters = GPTConfig(**asdict(config.model), vocab_size=text.tokenizer.vocab_size).num_parameters
         speed = PACE * config.trainer.tokens_per_step / each
         members.append(Member(config, schedule, parameters, speed, law))
-        if members[-1].reached(longest)[0] > WORSE * best(members, longest).reached(longest)[0] and model in FAMILY[3:]:
+        if members[-1].reached(longest)[0] > WORSE * best(members, longest).reached(longest)[0] and model in FAMILY[2:]:
             break
     return members
 
 
-def probe(law: Law, config: Config, schedule: Schedule, text: Corpora) -> Law:
-    """Train a throwaway model, and return the law with what that says of the text."""
+def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> Law:
+    """The law of a text, by what a throwaway model learns of it in some of the time that there is."""
     if config.trainer.precision == "fp16":  # whose broken steps only training skips
         config = replace(config, trainer=replace(config.trainer, precision="fp32"))
-    tokens, T = schedule.total_steps * config.trainer.tokens_per_step, config.model.context_length
+    schedule, each = measure(config, schedule, text, at_most=1.0)
+    steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
     with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-        for module, _ in throwaway_steps(config, schedule, text):
+        for module, _ in throwaway_steps(config, replace(schedule, total_steps=steps), text):
             model = module.model
         sizes = [source.manifest["splits"]["validation"]["bytes"] for source in text.sources]
-        each = zip(text.sources, sizes, strict=True)
-        found = sum_of(strided_score(model, source.validation, size, T) for source, size in each)
-    return law.through(config.model, tokens, found.bits_per_byte)
+        each_source = zip(text.sources, sizes, strict=True)
+        T = config.model.context_length
+        found = sum_of(strided_score(model, source.validation, size, T) for source, size in each_source)
+    law = Law(text.train_tokens, novelty(text.sources))
+    return law.through(config.model, steps * config.trainer.tokens_per_step, found.bits_per_byte)
 
 
 def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> str:
