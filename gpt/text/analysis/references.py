@@ -12,7 +12,7 @@ LEAST_BYTES = 10_000  # below, a compressor has too little to learn from, which 
 MOST_BYTES = 10_000_000  # above, xz takes minutes
 COUNTED = 1 << 22  # training tokens that the counts are of, which take a quarter of a second
 ROW = 1 << 12  # tokens in a row, of those
-SEEN, UNSEEN = 1 << 18, 1 << 15  # training and validation tokens that say how new a text is
+SEEN, UNSEEN = 1 << 18, 1 << 17  # training and validation tokens that say how new a text is
 AT_ONCE = 1 << 20  # validation tokens
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL = 2.34  # the power by which bits per byte follow what a model lacks, where a text is never new
-NOVELTY = 3.04  # of a text, at which that power has fallen to 1/e
-SIZE_POWER = 0.189  # of the weights in the blocks, in millions
-TEXT, TEXT_POWER = 1.58, 0.565  # of the tokens seen, and how many million count as much as a million weights
-BY_HEART, BY_HEART_POWER = 0.00483, 0.516  # what an epoch costs by being learnt by heart, by weights over tokens
+FALL = 2.31  # the power by which bits per byte follow what a model lacks, where a text is never new
+NOVELTY = 3.06  # of a text, at which that power has fallen to 1/e
+SIZE_POWER = 0.191  # of the weights in the blocks, in millions
+TEXT, TEXT_POWER = 1.62, 0.565  # of the tokens seen, and how many million count as much as a million weights
+BY_HEART, BY_HEART_POWER = 0.00484, 0.514  # what an epoch costs by being learnt by heart, by weights over tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
