@@ -127,7 +127,7 @@ def test_size(tmp_path):
     config = settings(tmp_path, words(220_000), "horizon=400steps")
     for layers, channels, horizon, what in (
         (8, 256, "400steps", "large"),
-        (2, 64, "9000steps", "small"),
+        (2, 64, "13000steps", "small"),
         (4, 128, "2000steps", ""),
         (2, 64, "2h", ""),
     ):
