@@ -16,6 +16,7 @@ from workshop import DOCUMENTS, write_files
 KILLS = int(os.environ.get("GPT_KILLS", "2"))
 
 
+@pytest.mark.slow
 def test_training_from_a_store(s3, tmp_path, monkeypatch):
     """Prepared into the store and trained from it, in little room: the very losses of the same files on a disk."""
     monkeypatch.setattr("gpt.text.prepare.parts.LEAST", 64)
