@@ -21,6 +21,7 @@ from gpt.training.optim import MINI
 
 PROBE_SHARE, PROBE_STEPS = 0.5, (250, 1000)  # of the time that there is, and within these steps: the law knows 1,000
 PACE = 0.94  # of the speed of bare steps, which a run reaches with its batches, curves and checkpoints
+SMALLER = 1.01  # a model smaller than mini must be better than it by so much, half of what the law is usually off
 WORSE = 1.02  # a model that is to need so many times the bits of the best ends the search among larger ones
 
 
@@ -46,8 +47,12 @@ class Member:
 
 
 def best(members: Sequence[Member], seconds: float) -> Member:
-    """The member that is to reach the least in a time."""
-    return min(members, key=lambda member: member.reached(seconds))
+    """The member that is to reach the least in a time; mini where a smaller one would be as good."""
+
+    def weighed(member: Member) -> float:
+        return member.reached(seconds)[0] * (SMALLER if member.config.model.d_model < MINI.d_model else 1.0)
+
+    return min(members, key=weighed)
 
 
 def choose(

@@ -10,6 +10,7 @@ import yaml
 from gpt.model.transformer import ModelConfig
 from gpt.training import decide
 from gpt.training.config.law import FAMILY, PROBE, Law
+from gpt.training.config.schema import Config
 from gpt.training.estimate import choice
 from harness import refusal, refused, tiny_arguments, tiny_config, train
 
@@ -53,6 +54,20 @@ def test_law_of_a_strange_text(bits):
         found = law.through(PROBE, 3e5, bits)
         reached = [found.bits_per_byte(model, found.best_tokens(model, 1e7)) for model in FAMILY]
         assert all(isinstance(one, float) and 0 <= one < math.inf for one in reached)
+
+
+def test_mini_where_a_smaller_one_is_as_good():
+    """A smaller model must be clearly better than mini."""
+    chosen = {}
+    for speed in range(20_000, 80_000, 500):
+        small, mini = (
+            choice.Member(Config(model=model), decide.Schedule(8, 8, 1), 1, tokens, TEXT)
+            for model, tokens in ((FAMILY[0], speed), (MINI, 20_000))
+        )
+        better = 1 - small.reached(60)[0] / mini.reached(60)[0]
+        chosen[round(100 * better)] = choice.best([small, mini], 60) is small
+    assert chosen[-1] is chosen[0] is False
+    assert chosen[2] is chosen[3] is True
 
 
 @pytest.fixture
