@@ -107,6 +107,7 @@ def command_line(program: str) -> Iterator[None]:
     finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
     """
     atexit.register(gc.freeze)  # or else Python looks through all of PyTorch for cycles at its end, for a second
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
@@ -136,3 +137,16 @@ def _end(program: str, line: str, code: int) -> None:
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     warn(shown, program)
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Give a program that was started with closed streams some that lead nowhere.
+
+    Otherwise the next file that it opens would become its standard error, and messages would go into that file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115

@@ -2,12 +2,16 @@
 
 import errno
 import io
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gpt.console import command_line, quote, say
 from gpt.errors import NonFiniteError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class WindowsError(OSError):
@@ -45,6 +49,18 @@ def test_bugs_keep_their_traceback(error):
     """What nobody foresaw is raised as it is."""
     with pytest.raises(type(error)), command_line("prog"):
         raise error
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path, closed):
+    """Started with closed streams a command still ends with its exit code, and its messages go into no other file."""
+    program = "from gpt.console import *\nwith command_line('p'), open('out', 'w') as f: raise UserError('wrong')"
+    done = subprocess.run(
+        f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{program}" {closed}', shell=True, capture_output=True
+    )
+    assert done.returncode == 2
+    assert (tmp_path / "out").read_text() == ""
+    assert done.stderr in (b"", b"p: wrong\n")
 
 
 def test_reader_gone_on_windows(monkeypatch):
