@@ -1,5 +1,6 @@
 """The command line of train.py: what Hydra composes, checked, and its errors in one line each."""
 
+import argparse
 import contextlib
 import json
 import math
@@ -123,6 +124,10 @@ def refuse_contradictions(config: Config, overrides: list[str]) -> None:
 
 
 # --- Hydra ---
+
+# Hydra adds an option whose help is no string but an object that prints itself, which argparse refuses to look into
+# from Python 3.14 on: "badly formed help string". hydra-core 1.3.8 still does; its main branch no longer.
+argparse.HelpFormatter._get_help_string = lambda self, action: str(action.help)  # type: ignore[method-assign]
 
 
 class JobFailed(BaseException):

@@ -11,21 +11,25 @@ import itertools
 import json
 import lzma
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
-
 from gpt.errors import UserError
 from gpt.text.pieces import decoded, well_formed
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 BLOCK = 1 << 20  # bytes to read at once
 _UNPACKERS: dict[str, Callable[[], Any]] = {
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
     # The largest window, that of zstd --long=31; memory grows only as a frame needs it.
-    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
+    ".zst": lambda: zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 31}),
 }
 PACKED = (".gz", *_UNPACKERS)
 _NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
@@ -133,8 +137,7 @@ def _content(file: Path, size: int) -> Generator[bytes, None, None]:
 def _members(stream: IO[bytes], unpacker: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress member by member.
 
-    This replaces `bz2.open` and `lzma.open`, which take a damaged second member for the end of the file, and
-    `zstandard.open`, which takes any truncated file for a whole one.
+    This replaces `bz2.open` and `lzma.open`, which take a damaged second member for the end of the file.
     """
     member = None
     while packed := stream.read(1 << 8):  # little, because zstd may make 8 MB of it at once

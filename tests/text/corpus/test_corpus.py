@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -399,7 +398,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         case "a.txt.gz":
             file.write_bytes(gzip.compress(megabyte.encode(), 1) * MEGABYTES)
         case "a.txt.zst":
-            file.write_bytes(zstandard.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
+            file.write_bytes(formats.zstd.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
         case _:
             file.write_bytes(megabyte.encode() * MEGABYTES)
     command = [sys.executable, "-c", PEAK, str(file)]
