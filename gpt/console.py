@@ -106,7 +106,7 @@ def command_line(program: str) -> Iterator[None]:
     2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
     finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
     """
-    atexit.register(gc.freeze)  # or else Python looks through all of PyTorch for cycles at its end, for a second
+    atexit.register(_leave_cycles)
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -137,6 +137,12 @@ def _end(program: str, line: str, code: int) -> None:
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     warn(shown, program)
     sys.exit(code)
+
+
+def _leave_cycles() -> None:
+    """Spare Python's end the search for cycles in all of PyTorch, a second, except with Triton: it would tell of each."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _open_standard_streams() -> None:

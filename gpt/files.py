@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import time
@@ -13,6 +14,11 @@ import yaml
 from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, reason
+
+PACKAGE = Path(__file__).resolve().parent
+INSTALLED = (PACKAGE / "configs").is_dir()  # by pip, as opposed to a checkout, where configs/ lies beside gpt/
+CONFIGS = PACKAGE / "configs" if INSTALLED else PACKAGE.parent / "configs"
+ASSETS = PACKAGE / "assets"
 
 # How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
@@ -102,6 +108,14 @@ def read_yaml(path: Path) -> Any:
         return yaml.load(text, _NoAliases)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({reason(error)})") from None
+
+
+def code_hash() -> str:
+    """Return twelve digits that tell this code from any other: the hash of all Python files of gpt/."""
+    code = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        code.update(file.read_bytes())
+    return code.hexdigest()[:12]
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

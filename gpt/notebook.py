@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from gpt.compare import read_curves
 from gpt.errors import UserError, require_choice
 from gpt.exchange.loading import open_model
-from gpt.files import read_yaml
+from gpt.files import CONFIGS, read_yaml
 from gpt.sampling.language_model import LanguageModel
-from gpt.training.config.loading import CONFIGS, validate
+from gpt.training.config.loading import validate
 from gpt.training.decide import begin
 from gpt.training.decide import resume as continued
 from gpt.training.session import Session

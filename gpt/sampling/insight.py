@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.files import write_text
+from gpt.files import ASSETS, write_text
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
 from gpt.text.pieces import label
 from gpt.text.tokenizer import Tokenizer
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
 ALTERNATIVES = 8  # likeliest tokens shown in place of each
 LAYER_GUESSES = 3  # likeliest tokens shown of each layer
 NUMBERS = 6  # shown of each vector

@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gpt.errors import UserError, is_disk_full
-from gpt.files import hold, mark_as_cache, write_text
+from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, write_text
 
-CACHE = Path(__file__).resolve().parents[2] / "data" / "cache"  # where prepared text is kept by default
+if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
+    from platformdirs import user_cache_path
+
+    CACHE = user_cache_path("mini-gpt", appauthor=False)
+else:
+    CACHE = PACKAGE.parent / "data" / "cache"
 JOURNAL = "progress.json"  # what is decided and done; without it, nothing in a working folder counts
 
 

@@ -28,8 +28,9 @@ from yaml import YAMLError
 
 from gpt.console import quote, say, warn
 from gpt.errors import NonFiniteError, UserError
+from gpt.files import CONFIGS
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
-from gpt.training.config.loading import CONFIGS, asked_for, callbacks_of, read, unknown_key, validate
+from gpt.training.config.loading import asked_for, callbacks_of, read, unknown_key, validate
 from gpt.training.config.schema import SHAPE, Config
 from gpt.training.decide import begin, new_or_resumed, resume
 from gpt.training.distributed.launch import is_rank_0, ranks

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt.errors import UserError, reason
-from gpt.files import flatten, read_yaml
+from gpt.files import ASSETS, flatten, read_yaml
 from gpt.text.corpus.config import ONE_WORD, DataConfig
 from gpt.training import runs
 from gpt.training.config.schema import Config
@@ -25,8 +25,7 @@ from gpt.training.config.schema import Config
 if TYPE_CHECKING:
     from lightning import Callback
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-OTHER_TRAINERS = Path(__file__).resolve().parents[2] / "assets/other_trainers.yaml"  # what to write for their keys
+OTHER_TRAINERS = ASSETS / "other_trainers.yaml"  # what to write for their keys
 
 
 def validate(values: DictConfig | dict) -> Config:

@@ -11,8 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from hashlib import sha256
-from pathlib import Path
 from socket import gethostname
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +19,7 @@ from torch import distributed
 
 from gpt.console import command_line, warn
 from gpt.errors import NonFiniteError, UserError
+from gpt.files import code_hash
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
@@ -124,10 +123,7 @@ def connect() -> None:
 
 def _identity() -> list[str]:
     """What must be the same in all processes before they train together."""
-    code, root = sha256(), Path(__file__).resolve().parents[2]
-    for file in sorted(root.rglob("*.py")):
-        code.update(file.read_bytes())
-    return [*sys.argv[1:], f"torch {torch.__version__}", f"gpt/ of hash {code.hexdigest()[:12]}"]
+    return [*sys.argv[1:], f"torch {torch.__version__}", f"gpt/ of hash {code_hash()}"]
 
 
 def _translate_srun(here: Ranks) -> None:
