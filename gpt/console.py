@@ -140,7 +140,7 @@ def _end(program: str, line: str, code: int) -> None:
 
 
 def _leave_cycles() -> None:
-    """Spare Python's end the search for cycles in all of PyTorch, a second, except with Triton: it would tell of each."""
+    """Spare Python a last search for cycles in all of PyTorch, a second long; Triton would report what it leaves."""
     if "triton" not in sys.modules:
         gc.freeze()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +63,13 @@ def write_corpus(folder: Path) -> Path:
     file = folder / "corpus.txt"
     file.write_text(" ".join(chooser.choice(words) for _ in range(700)), encoding="utf-8")
     return file
+
+
+def needs(module: str) -> Any:
+    """Import what only slow tests need; where it is missing the test is skipped, but in CI it fails."""
+    if "CI" in os.environ:
+        return importlib.import_module(module)
+    return pytest.importorskip(module, reason=f"NOT TESTED without {module}: pip install -e '.[dev]'")
 
 
 def refusal(call: Callable, *arguments, **options) -> str:

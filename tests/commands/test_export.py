@@ -123,7 +123,6 @@ def test_without_transformers(trained, monkeypatch):
 
 def test_from_huggingface_to_gguf(exported, tmp_path, capsys):
     """A name that ends in .gguf makes such a file, of any model that can be opened."""
-    pytest.importorskip("gguf", reason="the gguf library is not installed, so no GGUF file is written")
     run("--checkpoint", exported / "out", "--to", tmp_path / "model.gguf", "--type", "f16")
     assert (tmp_path / "model.gguf").read_bytes()[:4] == b"GGUF"
     assert f"as f16: {tmp_path / 'model.gguf'}" in capsys.readouterr().out

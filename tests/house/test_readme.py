@@ -17,7 +17,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ from gpt.training.command import refuse_contradictions
 from gpt.training.config.loading import asked_for, validate
 from gpt.training.config.schedule import parse_horizon
 from gpt.training.config.schema import Config
-from harness import ROOT, train
+from harness import ROOT, needs, train
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "data/README.md"]
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
@@ -319,8 +318,8 @@ def lived_in(house) -> Path:
 @pytest.mark.parametrize("command", [*RUN, "tensorboard --logdir runs --inspect"])
 def test_command(lived_in, command):
     """It succeeds and prints something."""
-    if "wandb" in command and find_spec("wandb") is None:
-        pytest.skip("NOT TESTED: wandb is not installed")
+    if "wandb" in command:
+        needs("wandb")
     shutil.rmtree(lived_in / "my-model", ignore_errors=True)
     assert run(lived_in, command).strip()
 

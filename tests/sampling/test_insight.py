@@ -16,6 +16,7 @@ from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, filter_logits, generate
 from gpt.sampling.insight import NUMBERS, insight_page
 from gpt.text.tokenizer import byte_tokenizer
+from harness import needs
 
 PROMPT = "a</script><b>\n"
 SAMPLING = Sampling(temperature=0.7, top_p=0.6, repetition_penalty=1.3)
@@ -150,7 +151,7 @@ def test_self_contained(page):
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="NO BROWSER TEST: pip install playwright")
+    sync_api = needs("playwright.sync_api")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")  # else playwright's own
     with sync_api.sync_playwright() as playwright:
         try:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness import needs
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -31,9 +33,7 @@ def fill() -> Callable[..., Path]:
 @pytest.fixture
 def s3(monkeypatch, tmp_path) -> Iterator[Any]:
     """An S3 server on loopback, where programs find it too, as a file system with the empty bucket `texts`."""
-    from moto.server import ThreadedMotoServer
-    from s3fs import S3FileSystem
-
+    ThreadedMotoServer, S3FileSystem = needs("moto.server").ThreadedMotoServer, needs("s3fs").S3FileSystem
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()

@@ -8,18 +8,14 @@ import sys
 import time
 from dataclasses import fields
 
-import nbformat
 import numpy as np
 import pytest
-from jupyter_client.manager import start_new_kernel
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 import gpt
 import gpt.notebook
 from gpt.training.config.schema import Config
 from gpt.training.decide import begin
-from harness import ROOT, StopAt, differences, refusal, tiny_arguments, tiny_config, train
+from harness import ROOT, StopAt, differences, needs, refusal, tiny_arguments, tiny_config, train
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
 TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "log_every": 3, "validate_every": 17, "checkpoint_every": 11}
@@ -132,6 +128,7 @@ def test_no_hydra_and_no_lightning_before_training():
 @pytest.mark.slow
 def test_first_steps(tmp_path):
     """The notebook of the documentation runs, and shows the curve, the attention, the page and the figures."""
+    NotebookClient, nbformat = needs("nbclient").NotebookClient, needs("nbformat")
     book = nbformat.read(ROOT / "docs/first-steps.ipynb", 4)
     for cell in book.cells:
         cell.source = cell.source.replace("1min", "6steps").replace("90s", "9steps")
@@ -155,7 +152,7 @@ def test_first_steps(tmp_path):
 @pytest.mark.slow
 def test_interrupted_kernel(corpus_folder, settings, tmp_path):
     """Interrupting the kernel saves, and lets the rest of the cell run."""
-    manager, client = start_new_kernel(cwd=str(tmp_path))
+    manager, client = needs("jupyter_client.manager").start_new_kernel(cwd=str(tmp_path))
     seen: list[dict] = []
     try:
         call = f"gpt.train({str(corpus_folder / 'corpus.txt')!r}, horizon='1h', **{settings!r})"
@@ -181,9 +178,10 @@ def test_interrupted_kernel(corpus_folder, settings, tmp_path):
 @pytest.mark.slow
 def test_errors_are_one_line(tmp_path):
     """A mistake in a cell is shown as the line that it is."""
+    nbclient, nbformat = needs("nbclient"), needs("nbformat")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import gpt\ngpt.train('missing.txt')")])
-    with pytest.raises(CellExecutionError):
-        NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    with pytest.raises(nbclient.exceptions.CellExecutionError):
+        nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert len(book.cells[0].outputs[-1]["traceback"]) == 1
     assert book.cells[0].outputs[-1]["traceback"][0].startswith("UserError: ")
     assert "missing.txt" in book.cells[0].outputs[-1]["traceback"][0]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import ROOT, Done, differences, refused, tiny_arguments, train
+from harness import ROOT, Done, differences, needs, refused, tiny_arguments, train
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_sweep_without_jobs(settings, tmp_path):
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
     """Jobs that begin together in other processes have a run each; one that fails is named, and the others finish."""
-    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    needs(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
     assert (done.returncode, rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
@@ -174,7 +174,7 @@ def test_stopped_sweep(settings, tmp_path, number, everywhere):
 @pytest.mark.slow
 def test_search(settings, tmp_path):
     """Optuna looks for the rates that the example names, and a job that diverges does not end its search."""
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    needs("hydra_plugins.hydra_optuna_sweeper")
     done = sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=3", *settings)
     assert done.returncode == 0, done.stderr
     found = yaml.safe_load(next(tmp_path.glob("multirun/*/*/optimization_results.yaml")).read_text())

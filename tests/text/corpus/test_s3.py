@@ -15,6 +15,8 @@ from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig
 from harness import refusal
 
+pytestmark = pytest.mark.slow
+
 WORDS = random.Random(5).choices(["naïve", "€", "😀", "alpha", "beta", "\n"], k=30_000)
 TEXTS = [" ".join(WORDS[i : i + 6_000]) for i in range(0, 30_000, 6_000)]
 

@@ -16,7 +16,7 @@ from gpt.training.callbacks.base import Clock
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, open_loggers
 from gpt.training.session import Session
-from harness import StopAt, differences, read_curves, read_events, read_table, refusal, tiny_config
+from harness import StopAt, differences, needs, read_curves, read_events, read_table, refusal, tiny_config
 
 
 class Logging(Callback):
@@ -144,7 +144,7 @@ def test_loggers_that_cannot_be_started(whole, tmp_path, name, monkeypatch):
 @pytest.mark.slow
 def test_wandb(whole, tmp_path, monkeypatch, capfd):
     """wandb gets the run, offline, and after an interruption the same run."""
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed, so logging to it is NOT tested")
+    wandb = needs("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     session = again(whole, tmp_path, logger=["wandb"])
     session.fit([StopAt(5)])
@@ -165,7 +165,7 @@ def test_wandb(whole, tmp_path, monkeypatch, capfd):
 @pytest.mark.filterwarnings("ignore")  # mlflow's own
 def test_mlflow(whole, tmp_path, monkeypatch, capfd):
     """mlflow gets the run, and after an interruption the same run; one that its store does not know is named."""
-    pytest.importorskip("mlflow", reason="mlflow is not installed, so logging to it is NOT tested")
+    needs("mlflow")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
