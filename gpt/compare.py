@@ -23,7 +23,7 @@ import numpy as np
 
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError, reason
-from gpt.files import flatten, read_text, read_yaml
+from gpt.files import TRAIN, flatten, read_text, read_yaml
 
 RUNS = Path("runs")
 LOSS, SPEED, RATE = "val/bits_per_byte", "work/tokens_per_second", "train/lr"
@@ -165,7 +165,7 @@ def all_runs() -> Iterator[Run]:
     """Read every run in runs/; a damaged one is reported and left out."""
     folders = sorted(file.parent for file in RUNS.glob("*/config.yaml"))
     if not folders:
-        raise UserError(f"there are no runs in {RUNS}/: train one first with python train.py")
+        raise UserError(f"there are no runs in {RUNS}/: train one first with {TRAIN}")
     for folder in folders:
         try:
             yield read_run(folder)
@@ -184,7 +184,7 @@ def read_run(folder: Path) -> Run:
             stored = json.loads(read_text(file))
             run.figures = {key: stored[key] for key in FIGURES}
             commit, _, changed = (stored.get("git_commit") or "").partition("-")
-            run.code = commit[:7] + ("+changes" if changed else "")
+            run.code = (commit if "+" in commit else commit[:7]) + ("+changes" if changed else "")
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

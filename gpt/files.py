@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parent
 INSTALLED = (PACKAGE / "configs").is_dir()  # by pip, as opposed to a checkout, where configs/ lies beside gpt/
 CONFIGS = PACKAGE / "configs" if INSTALLED else PACKAGE.parent / "configs"
 ASSETS = PACKAGE / "assets"
+TRAIN = "gpt.train()" if INSTALLED else "python train.py"  # what messages tell the user to run
 
 # How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}

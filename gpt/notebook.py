@@ -99,6 +99,7 @@ def train(
         )
     elif not (session := continued(str(resume), horizon)):
         raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
+    session.in_python = True
     session.fit(callbacks)
     best, own = open_model(session.run_dir)
     return TrainedModel(best.to(session.config.trainer.device), own, session)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt.errors import UserError
 from gpt.exchange import huggingface
+from gpt.files import TRAIN
 from gpt.text.prepared import open_prepared
 from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 
@@ -31,7 +32,7 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
     if path is None:
         found = [file for name in _PREFERRED for file in runs.glob(f"*/{name}")]
         if not found:
-            raise UserError(f"no run below {runs}/ has a checkpoint: train one first with python train.py")
+            raise UserError(f"no run below {runs}/ has a checkpoint: train one first with {TRAIN}")
         path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent
     named = find_path(path, runs)
     path = named if os.path.exists(named) else _from_hub(str(path), runs)

@@ -315,7 +315,8 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
     from gpt.training.checkpoints.saving import versions  # imports Lightning
 
     began, here = payload["versions"], versions()
-    if changed := [f"{name} {began[name]} -> {here.get(name)}" for name in began if began[name] != here.get(name)]:
+    today = {name: here.get(name, "a checkout") for name in began}
+    if changed := [f"{name} {began[name]} -> {today[name]}" for name in began if began[name] != today[name]]:
         warn(f"this run began with other versions, so it may not continue bit for bit ({', '.join(changed)})")
     of = f" of {schedule.total_steps}" if schedule.total_steps < MOST_STEPS else f", until {config.horizon} are up"
     say(f"continuing {run_dir} at step {step}{of}")

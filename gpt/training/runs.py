@@ -1,9 +1,11 @@
 """Create, lock and find run directories, and load their newest checkpoint."""
 
+import json
 import re
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from gpt.console import warn
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import DamagedError, load
 from gpt.exchange.loading import find_path
-from gpt.files import HeldError, hold, link, write_text
+from gpt.files import INSTALLED, PACKAGE, HeldError, code_hash, hold, link, write_text
 from gpt.text.corpus.config import DataConfig
 from gpt.text.tokenizer import Tokenizer
 
@@ -68,17 +70,26 @@ def _safe(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", name, flags=re.ASCII)
 
 
-def git_commit(folder: Path = Path(__file__).parent) -> str | None:
+def git_commit(folder: Path = PACKAGE) -> str | None:
     """The commit of the checkout that holds `folder`, with `-dirty` if its files have changed since; None outside one.
 
-    Files that git does not know make no difference.
+    Files that git does not know make no difference. Of an installed package it is the commit that pip installed, if it
+    did so from a repository.
     """
+    if INSTALLED and folder == PACKAGE:
+        source = json.loads(distribution("mini-gpt").read_text("direct_url.json") or "{}")
+        return source.get("vcs_info", {}).get("commit_id")
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
+
+
+def installed_version() -> str:
+    """The version of an installed package and the hash of its code; empty in a checkout, whose commit tells more."""
+    return f"{version('mini-gpt')}+{code_hash()}" if INSTALLED else ""
 
 
 def require_empty(run_dir: Path) -> None:

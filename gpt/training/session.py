@@ -22,7 +22,7 @@ from gpt.training.config.advice import shorter_steps
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import is_rank_0, unchanged_environment
-from gpt.training.metrics.report import closing_lines
+from gpt.training.metrics.report import closing_lines, resuming
 
 if TYPE_CHECKING:
     from lightning import Callback
@@ -45,6 +45,7 @@ class Session:
     samples: list[str] = field(default_factory=list)  # of the last validation
     stopped_by: int = 0  # the signal that ended the training early
     members: "Sequence[Member]" = ()  # that model=auto has weighed
+    in_python: bool = False  # whether to suggest calls, as to who has called `gpt.train`, and not commands
 
     def fit(self, callbacks: Sequence["Callback"] = ()) -> None:
         """Train to the horizon, with smaller micro-batches if memory runs out and they may be chosen.
@@ -95,9 +96,9 @@ class Session:
         self.stopped_by = training.checkpoints.stopped_by
         if self.stopped_by and is_rank_0():
             step = training.module.global_step
-            say(f"stopped at step {step}; continue with: python train.py resume={self.run_dir}")
+            say(f"stopped at step {step}; continue with: {resuming(self.run_dir, self.in_python)}")
         if training.early.step and is_rank_0():
-            why = f", as a callback asked; to go on regardless: python train.py resume={self.run_dir}"
+            why = f", as a callback asked; to go on regardless: {resuming(self.run_dir, self.in_python)}"
             if training.early.by_patience:
                 best = training.validation.best_step
                 why = (
@@ -121,5 +122,6 @@ class Session:
         longer = f"{2 * self.schedule.seconds:g}s" if self.schedule.seconds else f"{2 * self.metrics['steps']}steps"
         if self.metrics["steps"] < self.schedule.total_steps:
             longer = ""
-        for line in closing_lines(self.metrics, self.samples, prompt, shorter, longer, self.run_dir):
+        ended = self.metrics, self.samples, prompt, shorter, longer, self.run_dir, self.in_python
+        for line in closing_lines(*ended):
             say(line)

@@ -13,19 +13,21 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from gpt.errors import NonFiniteError, UserError
 from gpt.exchange.checkpoint import FORMAT, load, require_storable, save
-from gpt.files import link, sync, write_text
+from gpt.files import INSTALLED, link, sync, write_text
 from gpt.training import loop
 from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.checkpoints.signals import StopSignals
 from gpt.training.config.loading import to_yaml
 from gpt.training.metrics.curves import SUFFIX, TABLE, Curves
 from gpt.training.module import GPTModule
-from gpt.training.runs import git_commit
+from gpt.training.runs import git_commit, installed_version
 
 
 def versions() -> dict[str, str]:
-    """The versions on which a run's every bit depends."""
-    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "lightning", "tiktoken")}
+    """The versions on which a run's every bit depends: our own too where we are installed, and no commit tells."""
+    own = {"mini-gpt": installed_version()} if INSTALLED else {}
+    names = ("torch", "lightning", "tiktoken")
+    return {"python": platform.python_version()} | {name: version(name) for name in names} | own
 
 
 class Checkpoints(StepCallback):

@@ -14,7 +14,7 @@ from gpt.text.batches import windows_given
 from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.runs import git_commit
+from gpt.training.runs import git_commit, installed_version
 
 
 class Metrics(StepCallback):
@@ -27,7 +27,7 @@ class Metrics(StepCallback):
     def __init__(self, run_dir: Path, clock: Clock, validation: Validation, curves: Curves):
         self._file = run_dir / "metrics.json"
         self._clock, self._validation, self._curves = clock, validation, curves
-        self._commit = git_commit()
+        self._commit = git_commit() or installed_version() or None
         self._references: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a session on
         self._passed_at: dict[str, int] = {}
         self.latest: dict = {}

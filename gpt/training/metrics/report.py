@@ -17,12 +17,19 @@ MOST_SAMPLES = 3
 
 
 def closing_lines(
-    figures: dict[str, Any], samples: Sequence[str], prompt: str, shorter: int, longer: str, run_dir: Path
+    figures: dict[str, Any],
+    samples: Sequence[str],
+    prompt: str,
+    shorter: int,
+    longer: str,
+    run_dir: Path,
+    in_python: bool = False,
 ) -> Iterator[str]:
     """What to print at the end: `figures` as in metrics.json, `samples` of the last validation, and what to do next.
 
-    `prompt` is for the commands. `shorter` is the horizon in steps to suggest if validation has turned, and `longer`
-    the one to suggest otherwise, or empty if the run has stopped before its own.
+    `prompt` is for the commands, which are calls where the run was started in Python. `shorter` is the horizon in steps
+    to suggest if validation has turned, and `longer` the one to suggest otherwise, or empty if the run has stopped
+    before its own.
     """
     yield ""
     rows = list(_figures(figures))
@@ -33,7 +40,8 @@ def closing_lines(
         for sample in samples[-MOST_SAMPLES:]:
             yield from _item(sample, shutil.get_terminal_size().columns)
     yield ""
-    yield from (f"{what + ':':13} {command}" for what, command in _next(figures, prompt, shorter, longer, run_dir))
+    for what, command in _next(figures, prompt, shorter, longer, run_dir, in_python):
+        yield f"{what + ':':13} {command}"
 
 
 def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -61,23 +69,35 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"  {name}", f"{reference['bits_per_byte']:.4f}", passed
 
 
-def _next(figures: dict[str, Any], prompt: str, shorter: int, longer: str, run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Commands to try, the last of which fits how the run has ended."""
+def resuming(run_dir: Path, in_python: bool, horizon: str = "") -> str:
+    """How to go on with a run, to a new horizon if one is given: a command, or a call."""
+    if in_python:
+        return f"gpt.train(resume={str(run_dir)!r}{f', horizon={horizon!r}' if horizon else ''})"
+    return f"python train.py {quote(f'resume={run_dir}')}{f' horizon={horizon}' if horizon else ''}"
+
+
+def _next(
+    figures: dict[str, Any], prompt: str, shorter: int, longer: str, run_dir: Path, in_python: bool
+) -> Iterator[tuple[str, str]]:
+    """Commands or calls to try, the last of which fits how the run has ended."""
     run = str(run_dir)
-    sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
-    sample += quote(prompt)
     yield "the run", run
-    yield "sample it", sample
-    yield "see why", f"{sample} --insight page.html"
+    if in_python:
+        yield "sample it", f"print(gpt.load({run!r}).generate({prompt!r}))"
+        yield "see why", f"gpt.load({run!r}).insight({prompt!r}).save('page.html')"
+    else:
+        sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
+        sample += quote(prompt)
+        yield "sample it", sample
+        yield "see why", f"{sample} --insight page.html"
     yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
     turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
     if turned or _memorises(figures):  # it may have turned unseen, between too few validations
         steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))
-        yield "run shorter", f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
-    elif longer:
-        yield "train longer", f"python train.py {quote(f'resume={run}')} horizon={longer}"
+        rerun = f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
+        yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else rerun
     else:
-        yield "go on", f"python train.py {quote(f'resume={run}')}"
+        yield "train longer" if longer else "go on", resuming(run_dir, in_python, longer)
 
 
 def _memorises(figures: dict[str, Any]) -> bool:
