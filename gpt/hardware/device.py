@@ -1,17 +1,21 @@
 """Which device, precision and kernels a computation takes."""
 
 import contextlib
+import functools
 import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from gpt.console import say
 from gpt.errors import UserError
 
+OLDEST, NEWEST = (2, 11), (2, 15)  # PyTorch: what is needed at least, and the newest with which this was tried
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of a model's products
 
 # Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. A name must match in full, apart from the words below:
@@ -25,8 +29,23 @@ _PEAK_FP16 = _PEAK_BF16 | {"T4": 65e12, "V100": 125e12, "V100 PCIE": 112e12}  # 
 _IGNORED_WORDS = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # which do not change the peak
 
 
+@functools.cache
+def require_torch() -> None:
+    """Raise `UserError` if PyTorch is too old; say so, once, if it is newer than any that was tried."""
+    found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if found < OLDEST:
+        least = ".".join(map(str, OLDEST))
+        raise UserError(
+            f"PyTorch {torch.__version__} is too old: install at least {least} (pip install --upgrade torch)"
+        )
+    if found > NEWEST:
+        last = ".".join(map(str, NEWEST))
+        say(f"PyTorch {torch.__version__} is newer than {last}, the last that was tried", sys.stderr)
+
+
 def choose_device(name: str = "auto") -> torch.device:
     """Return the named device; `auto` prefers CUDA, then Apple's MPS, then the CPU."""
+    require_torch()
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [device for device in found if found[device]]
     if name == "auto":
