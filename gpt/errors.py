@@ -51,6 +51,8 @@ def require_range(
 
 def reason(error: BaseException) -> str:
     """Put what an error says into one line of bounded length."""
+    if isinstance(error, RecursionError):  # each version of Python has words of its own
+        return "it is nested too deeply"
     said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return textwrap.shorten(said, 300, placeholder=" ...") or type(error).__name__
 

@@ -35,9 +35,7 @@ def require_torch() -> None:
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     if found < OLDEST:
         least = ".".join(map(str, OLDEST))
-        raise UserError(
-            f"PyTorch {torch.__version__} is too old: install at least {least} (pip install --upgrade torch)"
-        )
+        raise UserError(f"PyTorch {torch.__version__} is too old: take {least} or newer (pip install --upgrade torch)")
     if found > NEWEST:
         last = ".".join(map(str, NEWEST))
         say(f"PyTorch {torch.__version__} is newer than {last}, the last that was tried", sys.stderr)

@@ -182,7 +182,7 @@ def test_not_a_run(tmp_path, runs, monkeypatch):
         ("metrics.json", "{", "damaged (Expecting"),
         ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
         ("metrics.json", "[]", "damaged (list indices"),
-        ("metrics.json", "[" * 10**5, "damaged (maximum recursion"),
+        ("metrics.json", "[" * 10**5, "damaged (it is nested too deeply"),
         ("metrics.csv", "x,val/bits_per_byte,3", "damaged (could not convert"),
         ("metrics.csv", "1,val/bits_per_byte", "damaged (float"),
     ],

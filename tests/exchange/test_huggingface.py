@@ -158,7 +158,7 @@ def test_file_may_be_replaced(folder):
         ("config.json", None, READ),
         ("config.json", b"\xff", READ),
         ("config.json", b"[2, 3]", ": its model_type is None, and only 'gpt2' is supported"),
-        ("config.json", b"[" * 100_000, READ + "maximum recursion depth exceeded"),
+        ("config.json", b"[" * 100_000, READ + "it is nested too deeply"),
         ("config.json", b'{"n_layer": ' + b"7" * 10_000 + b"}", READ + "Exceeds the limit"),
         ("config.json", b'{"model_type": "llama"}', ": its model_type is 'llama', and only 'gpt2' is supported"),
         ("config.json", b'{"model_type": "gpt2"}', f"{ODD}: config.json has no 'n_embd'"),

@@ -8,7 +8,7 @@ import torch
 
 from gpt.errors import UserError
 from gpt.hardware import memory
-from gpt.hardware.device import choose_compile, choose_device, choose_precision, device_count, peak_flops
+from gpt.hardware.device import choose_compile, choose_device, choose_precision, device_count, peak_flops, require_torch
 from gpt.hardware.memory import free_memory, is_out_of_memory, keep_freed_memory, peak_memory_bytes, release_memory
 from harness import refusal
 
@@ -32,6 +32,28 @@ def test_auto_takes_the_best_device(monkeypatch, cuda, mps, expected):
     """CUDA, else MPS, else the CPU."""
     pretend(monkeypatch, cuda, mps)
     assert choose_device("auto") == choose_device() == torch.device(expected)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.1+cu117"])
+def test_too_old_torch(monkeypatch, version):
+    """One line with the version found and the least."""
+    monkeypatch.setattr(torch, "__version__", version)
+    require_torch.cache_clear()
+    expected = f"PyTorch {version} is too old: at least 2.11 is needed (pip install --upgrade torch)"
+    assert refusal(choose_device) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("2.11.0", ""), ("2.15.3+cu132", ""), ("2.16.0a0+git1", "2.15"), ("3.0.0", "2.15")]
+)
+def test_newer_torch(monkeypatch, capsys, version, told):
+    """It runs, and says once which was the last that was tried."""
+    monkeypatch.setattr(torch, "__version__", version)
+    require_torch.cache_clear()
+    for _ in range(2):
+        assert choose_device("cpu") == CPU
+    line = f"PyTorch {version} is newer than {told}, the last that was tried\n"
+    assert capsys.readouterr().err == (line if told else "")
 
 
 def test_named_device(monkeypatch):

@@ -138,3 +138,22 @@ def test_one_line(text, width, line):
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("best", "longer", "call"),
+    [
+        (1100, "2200steps", "train longer: gpt.train(resume='runs/a b', horizon='2200steps')"),
+        (1100, "", "go on:        gpt.train(resume='runs/a b')"),
+        (700, "2200steps", "run shorter:  gpt.train(..., horizon='500steps')"),
+    ],
+)
+def test_calls(best, longer, call):
+    """Who has called `gpt.train` is told calls."""
+    figures = FIGURES | {"best_step": best, "best_val_loss": FIGURES["val_loss"] if best == 1100 else 2.81}
+    lines = list(closing_lines(figures, [], "it's", 500, longer, Path("runs/a b"), in_python=True))
+    assert lines[-1] == call
+    assert lines[-4:-2] == [
+        """sample it:    print(gpt.load('runs/a b').generate("it's"))""",
+        """see why:      gpt.load('runs/a b').insight("it's").save('page.html')""",
+    ]

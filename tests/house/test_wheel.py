@@ -1,0 +1,92 @@
+"""What pip installs: a wheel with all that gpt/ reads, which works from any folder and writes nothing beside itself."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT, needs, write_corpus
+
+SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CODE = """
+import gpt
+size = {"d_model": 32, "num_layers": 1, "num_heads": 2, "context_length": 16}
+lm = gpt.train("corpus.txt", optim="adamw", tokenizer="byte", horizon="6steps", model=size, trainer={"tokens_per_step": 64})
+lm.report()
+print(lm.session.config.optim.name, lm.run_dir)
+try:
+    gpt.train("corpus.txt", model="gpt2_smal")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_every_room_is_installed():
+    """The packages in pyproject.toml are the folders of gpt/ and configs/."""
+    folders = {
+        file.parent.relative_to(ROOT) for kind in ("gpt/**/*.py", "configs/**/*.yaml") for file in ROOT.glob(kind)
+    }
+    rooms = {".".join(folder.parts).replace("configs", "gpt.configs") for folder in folders}
+    assert {*rooms, "gpt.assets"} == set(SETUP["tool"]["setuptools"]["packages"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """A folder into which pip has installed the wheel."""
+    needs("build")
+    made, site = (tmp_path_factory.mktemp(name) for name in ("wheel", "site"))
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "absent from the `packages`" not in done.stdout + done.stderr
+    (wheel,) = made.iterdir()
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True)
+    return site
+
+
+def run(site: Path, folder: Path, *words: str) -> str:
+    """What a command prints that finds only the installed package, in an empty home."""
+    environment = os.environ | {"PYTHONPATH": str(site), "HOME": str(folder / "home")}
+    environment.pop("XDG_CACHE_HOME", None)
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_files(site):
+    """The wheel has all files of gpt/ and configs/ that git knows, and no script."""
+    listed = subprocess.check_output(["git", "ls-files", "gpt", "configs"], cwd=ROOT, text=True).splitlines()
+    wanted = {re.sub("^configs/", "gpt/configs/", name) for name in listed}
+    installed = {file.relative_to(site).as_posix() for file in site.rglob("*") if file.is_file()}
+    assert {name for name in installed if "__pycache__" not in name and "dist-info" not in name} == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the cache of other systems lies elsewhere")
+def test_installed(site, tmp_path):
+    """A training names groups of configs/, keeps its cache at home, says which code it was, and suggests calls."""
+    write_corpus(tmp_path)
+    before = {file for file in site.rglob("*") if "__pycache__" not in file.parts}
+    shown = run(site, tmp_path, "-c", CODE)
+    name, folder = re.findall(r"^(adamw) (runs/\S+)$", shown, re.M)[0]
+    assert name == "adamw"
+    assert f"gpt.train(resume='{folder}', horizon='12steps')" in shown
+    assert "train.py" not in shown
+    assert (
+        "model='gpt2_smal' is not known: choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini" in shown
+    )
+    assert list((tmp_path / "home/.cache/mini-gpt").glob("text-byte-*/train.bin"))
+    assert {file for file in site.rglob("*") if "__pycache__" not in file.parts} == before
+    table = run(site, tmp_path, "-m", "gpt.compare")
+    assert re.search(rf"code {re.escape(SETUP['project']['version'])}\+[0-9a-f]{{12}}$", table, re.M)
+    run(site, tmp_path, "-m", "gpt.evaluate", "--checkpoint", folder, "--text", "corpus.txt")
+    (tmp_path / "empty").mkdir()
+    nothing = "import gpt\ntry: gpt.load()\nexcept ValueError as error: print(error)"
+    assert run(site, tmp_path / "empty", "-c", nothing).endswith("train one first with gpt.train()\n")
