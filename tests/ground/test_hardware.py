@@ -39,7 +39,7 @@ def test_too_old_torch(monkeypatch, version):
     """One line with the version found and the least."""
     monkeypatch.setattr(torch, "__version__", version)
     require_torch.cache_clear()
-    expected = f"PyTorch {version} is too old: at least 2.11 is needed (pip install --upgrade torch)"
+    expected = f"PyTorch {version} is too old: take 2.11 or newer (pip install --upgrade torch)"
     assert refusal(choose_device) == expected
 
 
