@@ -15,7 +15,8 @@ SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CODE = """
 import gpt
 size = {"d_model": 32, "num_layers": 1, "num_heads": 2, "context_length": 16}
-lm = gpt.train("corpus.txt", optim="adamw", tokenizer="byte", horizon="6steps", model=size, trainer={"tokens_per_step": 64})
+step = {"tokens_per_step": 64}
+lm = gpt.train("corpus.txt", optim="adamw", tokenizer="byte", horizon="6steps", model=size, trainer=step)
 lm.report()
 print(lm.session.config.optim.name, lm.run_dir)
 try:
