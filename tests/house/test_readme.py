@@ -63,7 +63,7 @@ MEANING = {
     "2000steps": "3steps",
     "3min": "2steps",
 }
-SETS_UP = "pip install -e '.[dev]' && python -m pytest"  # .ci/run runs it, and this test is part of it
+SETS_UP = "pip install -e '.[test]' && python -m pytest"  # .ci/run runs it, and this test is part of it
 NOT_RUN = {
     SETS_UP,
     "python -m pytest",

@@ -18,7 +18,7 @@ import fsspec
 
 from gpt.console import progress_bar, say
 from gpt.errors import UserError, is_disk_full, reason
-from gpt.files import publish
+from gpt.files import how_to_install, publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
@@ -44,7 +44,7 @@ def explain(url: str) -> Iterator[None]:
         raise
     except ImportError as error:
         extra = DRIVERS.get(url.partition("://")[0])
-        install = f": pip install -e '.[{extra}]'" if extra else ""
+        install = f": {how_to_install(extra)}" if extra else ""
         raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
     except Exception as error:  # each store has a library of its own
         if is_disk_full(error):
