@@ -10,12 +10,15 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from threading import RLock
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from gpt.errors import NonFiniteError, UserError, is_disk_full
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+_LOCK = RLock()  # of all bars
 
 # What the surroundings do to a program, as opposed to a bug in it: wrong names, missing permissions.
 _OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
@@ -28,8 +31,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     If the reader has gone, this and all later lines are dropped, and the program goes on.
     """
     stream = stream or sys.stdout
-    bars = sys.modules.get("tqdm")
-    with bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext():
+    with bars().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
         try:
             print(line, file=stream, flush=True)
         except OSError as error:
@@ -54,12 +56,22 @@ def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
 
 
-def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
-    """Show a bar in bytes, and its label, on terminals and in notebooks, after `delay` seconds; it goes at the end."""
+def bars() -> type["tqdm"]:
+    """Return tqdm, for terminals and notebooks, with a lock of threads.
+
+    Its own is one of processes: a semaphore, which Python 3.14 reports as leaked when the program is killed.
+    """
+    from tqdm import std
     from tqdm.auto import tqdm
 
+    std.tqdm.set_lock(_LOCK)
+    return tqdm
+
+
+def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
+    """Show a bar in bytes, and its label, on terminals and in notebooks, after `delay` seconds; it goes at the end."""
     style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not (sys.stderr.isatty() or in_notebook())}
-    return tqdm(desc=label, total=total, initial=initial, delay=delay, **style)
+    return bars()(desc=label, total=total, initial=initial, delay=delay, **style)
 
 
 def in_notebook() -> bool:

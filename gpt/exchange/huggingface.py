@@ -212,7 +212,7 @@ def _stored_config(folder: Path) -> dict[str, Any]:
     try:
         stored = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({error})") from None
+        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
     if (kind := stored.get("model_type") if isinstance(stored, dict) else None) != "gpt2":
         raise UserError(f"{folder}: its model_type is {kind!r:.60}, and only 'gpt2' is supported")
     return stored

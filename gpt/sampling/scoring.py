@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from gpt.console import bars
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT
@@ -94,5 +94,5 @@ def strided_score(model: GPT, tokens: np.ndarray, num_bytes: int, stride: int) -
     B = max(1, tokens_at_once(model) // T)
     batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE, stride)
     count = -(-len(tokens) // (B * stride))
-    bar = tqdm(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
+    bar = bars()(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
     return score(model, bar, num_bytes)

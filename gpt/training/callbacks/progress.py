@@ -3,17 +3,20 @@
 import math
 import shutil
 import sys
+from typing import TYPE_CHECKING
 
 from lightning import Trainer
-from tqdm.auto import tqdm
 
-from gpt.console import duration, in_notebook, say
+from gpt.console import bars, duration, in_notebook, say
 from gpt.sampling.scoring import Score
 from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.callbacks.samples import Samples
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.report import one_line
 from gpt.training.module import GPTModule
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
 MEASURED = 5.0  # seconds of training, after which a run says how long it will take
@@ -33,7 +36,7 @@ class Progress(StepCallback):
             steps = {"total": module.expected_steps(), "initial": trainer.global_step}
             # The time left follows the speed of about the last hundred updates, so it is calm.
             calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01}
-            self._line = tqdm(**steps, **calm, bar_format=LINE, postfix="  ".join(self._facts()), leave=False)
+            self._line = bars()(**steps, **calm, bar_format=LINE, postfix="  ".join(self._facts()), leave=False)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if self._line is not None:
@@ -59,7 +62,7 @@ class Progress(StepCallback):
         trained = "-" if math.isnan(curves.loss) else _short(curves.loss)  # until the first point of the curve
         losses = f"train {trained:>5} val {_short(latest.nats_per_token) if latest else '-':>5}"
         bits = f"{_short(latest.bits_per_byte) if latest else '-':>5} bits/byte"
-        speed = tqdm.format_sizeof(curves.tokens_per_second) if curves.tokens_per_second else "-"
+        speed = bars().format_sizeof(curves.tokens_per_second) if curves.tokens_per_second else "-"
         return [losses, bits, f"{speed:>5} tok/s"]
 
     def close(self) -> None:

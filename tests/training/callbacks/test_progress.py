@@ -144,3 +144,13 @@ def test_on_a_terminal(corpus_folder, tmp_path):
     assert [one[:9] for one in samples] == ["    [a→b]"] * 4
     after = raw[raw.rindex(samples[-1]) :]
     assert re.search(r"tok/s.*\r +\r\r\ntrained +40  steps: ", after), after[:500]  # in place of the bar, spaces
+
+
+def test_no_semaphore():
+    """Neither lines nor bars make one, which Python 3.14 would report as leaked when the program is killed."""
+    code = "import tqdm.std; from gpt.console import bars, say; say('a line'); list(bars()(range(3), disable=False))"
+    code += "; print(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).splitlines() == [
+        "a line",
+        "False",
+    ]
