@@ -194,8 +194,16 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # of what this process does from now on, which is to wait
+    here = "127.0.0.1"  # or else they look for the machine by its name, which not every machine finds
     config = LaunchConfig(
-        1, 1, processes, run_id="mini-gpt", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=0
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="mini-gpt",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{here}:0",
+        local_addr=here,
+        max_restarts=0,
     )
     try:
         with unchanged_environment():
