@@ -209,6 +209,8 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
         with unchanged_environment():
             os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
+            if sys.platform == "linux":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             return elastic_launch(config, _work)(function, request)[0]
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
