@@ -57,15 +57,11 @@ def _mute(stream: TextIO) -> None:
 
 
 def bars() -> type["tqdm"]:
-    """Return tqdm, for terminals and notebooks, with a lock of threads.
+    """Import tqdm, with a lock of threads: Python 3.14 reports its own, of processes, as leaked after a SIGKILL."""
+    from tqdm import auto, tqdm
 
-    Its own is one of processes: a semaphore, which Python 3.14 reports as leaked when the program is killed.
-    """
-    from tqdm import std
-    from tqdm.auto import tqdm
-
-    std.tqdm.set_lock(_LOCK)
-    return tqdm
+    tqdm.set_lock(_LOCK)
+    return auto.tqdm
 
 
 def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
@@ -118,7 +114,8 @@ def command_line(program: str) -> Iterator[None]:
     2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
     finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
     """
-    atexit.register(_leave_cycles)
+    # Without it Python looks through all of PyTorch for cycles at its end, for a second; Triton reports what is left.
+    atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -149,12 +146,6 @@ def _end(program: str, line: str, code: int) -> None:
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     warn(shown, program)
     sys.exit(code)
-
-
-def _leave_cycles() -> None:
-    """Spare Python a last search for cycles in all of PyTorch, a second long; Triton would report what it leaves."""
-    if "triton" not in sys.modules:
-        gc.freeze()
 
 
 def _open_standard_streams() -> None:

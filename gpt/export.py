@@ -10,7 +10,7 @@ from gpt.console import Parser, command_line, quote
 from gpt.errors import UserError
 from gpt.exchange import gguf, huggingface
 from gpt.exchange.loading import find_checkpoint, open_model
-from gpt.files import how_to_install, publish, sync
+from gpt.files import publish, sync
 from gpt.text.corpus.python_docs import builtin_docs
 from gpt.text.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
     try:
         import transformers
     except ImportError:
-        raise UserError(f"comparing logits needs transformers: {how_to_install('export')}") from None
+        raise UserError("comparing logits needs transformers: pip install transformers") from None
     import torch
 
     transformers.logging.set_verbosity_error()

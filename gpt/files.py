@@ -4,12 +4,9 @@ import contextlib
 import errno
 import hashlib
 import os
-import re
-import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +117,6 @@ def code_hash() -> str:
     for file in sorted(PACKAGE.rglob("*.py")):
         code.update(file.read_bytes())
     return code.hexdigest()[:12]
-
-
-def how_to_install(extra: str) -> str:
-    """The command that installs what an extra of pyproject.toml names."""
-    if not INSTALLED:
-        return f"pip install -e '.[{extra}]'"
-    named = [one.split(";")[0].strip() for one in requires("mini-gpt") or () if re.search(rf"extra == .{extra}\b", one)]
-    return f"pip install {' '.join(map(shlex.quote, named))}"
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from gpt.errors import UserError
 from gpt.exchange.huggingface import named_weights, require_gpt2
 from gpt.exchange.vocabulary import merges, stand_ins
-from gpt.files import how_to_install, replacing
+from gpt.files import replacing
 from gpt.text.pieces import well_formed
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -41,7 +41,7 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
     try:
         import gguf
     except ImportError:
-        raise UserError(f"GGUF files need the library gguf: {how_to_install('gguf')}") from None
+        raise UserError("GGUF files need the library gguf: pip install gguf") from None
     with replacing(file) as temporary:
         writer = gguf.GGUFWriter(temporary, "gpt2")
         writer.add_name(well_formed(file.stem))

@@ -15,7 +15,7 @@ import torch
 from gpt.console import say
 from gpt.errors import UserError
 
-OLDEST, NEWEST = (2, 11), (2, 15)  # PyTorch: what is needed at least, and the newest with which this was tried
+OLDEST, NEWEST = "2.11", "2.15"  # PyTorch: what is needed at least, and the newest with which this was tried
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of a model's products
 
 # Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. A name must match in full, apart from the words below:
@@ -32,13 +32,11 @@ _IGNORED_WORDS = re.compile(r"NVIDIA|TESLA|GEFORCE|SXM\d?|HBM\d\w?|\d+GB")  # wh
 @functools.cache
 def require_torch() -> None:
     """Raise `UserError` if PyTorch is too old; say so, once, if it is newer than any that was tried."""
-    found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-    if found < OLDEST:
-        least = ".".join(map(str, OLDEST))
-        raise UserError(f"PyTorch {torch.__version__} is too old: take {least} or newer (pip install --upgrade torch)")
-    if found > NEWEST:
-        last = ".".join(map(str, NEWEST))
-        say(f"PyTorch {torch.__version__} is newer than {last}, the last that was tried", sys.stderr)
+    oldest, found, newest = ([int(n) for n in v.split(".")[:2]] for v in (OLDEST, torch.__version__, NEWEST))
+    if found < oldest:
+        raise UserError(f"PyTorch {torch.__version__} is too old: take {OLDEST} or newer (pip install --upgrade torch)")
+    if found > newest:
+        say(f"PyTorch {torch.__version__} is newer than {NEWEST}, the last that was tried", sys.stderr)
 
 
 def choose_device(name: str = "auto") -> torch.device:

@@ -118,7 +118,7 @@ def test_without_transformers(trained, monkeypatch):
     """What cannot be compared is not written, and one line says what to install."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     line = refusal("--checkpoint", trained, "--to", trained.parent / "out")
-    assert line == "comparing logits needs transformers: pip install -e '.[export]'"
+    assert line == "comparing logits needs transformers: pip install transformers"
 
 
 def test_from_huggingface_to_gguf(exported, tmp_path, capsys):

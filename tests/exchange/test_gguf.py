@@ -171,7 +171,7 @@ def test_without_the_library(tmp_path, bpe, monkeypatch):
     """One line says what to install."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     message = refusal(tmp_path, GPT(shape(bpe)), bpe, tmp_path / "model.gguf", "f32")
-    assert message == "GGUF files need the library gguf: pip install -e '.[gguf]'"
+    assert message == "GGUF files need the library gguf: pip install gguf"
 
 
 def test_full_disk(tmp_path, bpe):

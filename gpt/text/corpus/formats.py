@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpt.errors import UserError
-from gpt.files import how_to_install
 from gpt.text.pieces import decoded, well_formed
 
 if sys.version_info >= (3, 14):
@@ -234,7 +233,7 @@ def _parquet(file: Path, text_field: str, errors: str) -> Documents:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UserError(f"{file}: this needs pyarrow, which is not installed: {how_to_install('parquet')}") from None
+        raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
     with explain_unreadable(file), file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(stream, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)

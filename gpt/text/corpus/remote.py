@@ -18,14 +18,14 @@ import fsspec
 
 from gpt.console import progress_bar, say
 from gpt.errors import UserError, is_disk_full, reason
-from gpt.files import how_to_install, publish
+from gpt.files import publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
 ATTEMPTS = 5  # at a listing or a block, with a pause after each that doubles
 PATIENCE = 30  # seconds without a byte
 ABANDONED = 3600  # seconds after which nobody fetches an unfinished file any more
-DRIVERS = {"s3": "s3", "gs": "gs", "gcs": "gs", "hf": "huggingface"}  # scheme -> extra
+DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}  # scheme -> package
 OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 _WEB = ("http://", "https://")
 _LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
@@ -43,8 +43,8 @@ def explain(url: str) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except ImportError as error:
-        extra = DRIVERS.get(url.partition("://")[0])
-        install = f": {how_to_install(extra)}" if extra else ""
+        driver = DRIVERS.get(url.partition("://")[0])
+        install = f": pip install {driver}" if driver else ""
         raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
     except Exception as error:  # each store has a library of its own
         if is_disk_full(error):

@@ -3,7 +3,7 @@
 import math
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning import Trainer
 
@@ -15,9 +15,6 @@ from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.report import one_line
 from gpt.training.module import GPTModule
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
 MEASURED = 5.0  # seconds of training, after which a run says how long it will take
 
@@ -27,7 +24,7 @@ class Progress(StepCallback):
 
     def __init__(self, clock: Clock, validation: Validation, curves: Curves, samples: Samples):
         self._clock, self._validation, self._curves, self._samples = clock, validation, curves, samples
-        self._line: tqdm | None = None
+        self._line: Any = None  # the bar
         self._told = False  # how long the run will take, where no line shows it all the time
 
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]

@@ -195,16 +195,8 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
 
     logging.disable(logging.CRITICAL)  # of what this process does from now on, which is to wait
     here = "127.0.0.1"  # or else they look for the machine by its name, which not every machine finds
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id="mini-gpt",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{here}:0",
-        local_addr=here,
-        max_restarts=0,
-    )
+    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{here}:0", "local_addr": here}
+    config = LaunchConfig(1, 1, processes, run_id="mini-gpt", max_restarts=0, **meeting)  # type: ignore[arg-type]
     try:
         with unchanged_environment():
             os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")

@@ -33,11 +33,10 @@ def require_agreement(module: GPTModule) -> None:
     config, trainer = module.model.config, module.config.trainer
     if trainer.device in TRIED:
         return
-    name = torch.cuda.get_device_name() if trainer.device == "cuda" else trainer.device
-    setting = f"{name} with torch {torch.__version__}, precision={trainer.precision}, compile={trainer.compile}"
+    setting = torch.cuda.get_device_name() if trainer.device == "cuda" else trainer.device
+    setting += f" with torch {torch.__version__}, precision={trainer.precision}, compile={trainer.compile}"
     known = Path(module.config.data.cache or CACHE) / "devices.txt"
-    before = known.read_text(encoding="utf-8") if known.exists() else ""
-    if setting in before.splitlines():
+    if setting in (before := known.read_text(encoding="utf-8") if known.exists() else "").splitlines():
         return
     with torch.random.fork_rng():
         model = GPT(replace(config, num_layers=min(2, config.num_layers), dropout=0.0))

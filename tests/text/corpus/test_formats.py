@@ -482,7 +482,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     """One line, which says how to install it."""
     file = write_table(tmp_path / "a.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert refusal(file) == "this needs pyarrow, which is not installed: pip install -e '.[parquet]'"
+    assert refusal(file) == "this needs pyarrow, which is not installed: pip install pyarrow"
 
 
 # --- all of them ---
