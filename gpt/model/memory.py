@@ -49,14 +49,13 @@ def choose_micro_batch(
     device: str,
     *,
     checkpointing: bool = False,
-    shards: int = 1,
 ) -> int:
     """Choose how many of a step's `windows` go through the model at once: the most that divides them and fits.
 
     Activations and logits may take half of what is left of the `free` bytes beside weights, gradients and AdamW's
-    state, which are split into `shards`. On a CPU, more than 4,096 tokens at once are no faster.
+    state. On a CPU, more than 4,096 tokens at once are no faster.
     """
-    room = (free - 16 * shape.num_parameters / shards) / 2
+    room = (free - 16 * shape.num_parameters) / 2
     most = windows if device != "cpu" else min(windows, max(1, 4096 // shape.context_length))
     sizes = (size for size in range(most, 1, -1) if windows % size == 0)
     return next((B for B in sizes if activation_bytes(shape, B, dtype, device, checkpointing) <= room), 1)

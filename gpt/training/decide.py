@@ -96,7 +96,7 @@ def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | Non
     require_processes(config)
     session = prepared(config, name, kept, run_dir)
     schedule = session.schedule
-    if schedule.seconds and not session.members and config.trainer.strategy != "fsdp":
+    if schedule.seconds and not session.members:
         from gpt.training.estimate.timing import in_steps  # imports Lightning
 
         schedule, _ = in_steps(session.config, schedule, session.corpora, at_most=1.0)
@@ -234,7 +234,6 @@ def decide_hardware(config: Config) -> Config:
             DTYPES[precision],
             device.type,
             checkpointing=config.trainer.activation_checkpointing,
-            shards=config.trainer.world_size if config.trainer.strategy == "fsdp" else 1,
         )
         micro_batch = str(most)
     trainer = replace(

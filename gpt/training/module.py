@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import torch
@@ -62,10 +61,6 @@ class GPTModule(LightningModule):
         scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale(idx.device)
         return chunked_next_token_loss(*self.model.hidden_and_head(idx), targets, scale=scale)
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """A context in which this rank may run the model alone: it does here, but not in distributed/fsdp.py."""
-        return nullcontext()
-
     def expected_steps(self) -> int:
         """The steps of the whole run; where its horizon is a time, as many as it takes at the speed so far."""
         if self.schedule.total_steps < MOST_STEPS:
@@ -115,8 +110,7 @@ class GPTModule(LightningModule):
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
-                # The root adds up the parts of a sharded gradient: the sum alone is this rank's.
-                squares[layer] += float(p.grad.float().square().sum().sqrt()) ** 2
+                squares[layer] += float(p.grad.float().square().sum())
         return ", ".join(f"{layer} {math.sqrt(square):.3g}" for layer, square in squares.items())
 
     def require_finite_weights(self) -> None:

@@ -240,13 +240,10 @@ class Rule:
     settings: dict[str, str]  # what its groups hold, by the key of `OptimConfig` that says it
     state: Callable[[Tensor, int], dict[str, Tensor]]  # of a weight with so many matrices stacked in it
     step: Callable[[list, list[dict], dict, torch.dtype], None]  # weights, states, group
-    whole: bool = False  # whether it needs whole weights, which cannot be split among devices
 
 
 ADAMW = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
-MUON = Rule(
-    {"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step, True
-)
+MUON = Rule({"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step)
 # Each optimizer's rule for each role. A new one takes an entry here, and its settings a file in configs/optim.
 OPTIMIZERS = {
     "muon": {"matrices": MUON, "embeddings": ADAMW, "vectors": ADAMW},

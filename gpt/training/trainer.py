@@ -47,10 +47,7 @@ class Training:
         start: Start,
         callbacks: Sequence[Callback],
     ):
-        kind = GPTModule
-        if config.trainer.strategy == "fsdp":
-            from gpt.training.distributed.fsdp import ShardedModule as kind  # needs a PyTorch with torch.distributed
-        self.module = kind(config, schedule, corpora)
+        self.module = GPTModule(config, schedule, corpora)
         if start.weights is not None:
             self.module.load_state_dict(start.weights)
         self._file, self._files = start.file, CheckpointFiles(start.payload)
@@ -112,11 +109,7 @@ def build_trainer(
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
     settings = module.config.trainer
     strategy: str | ParallelStrategy = "auto"
-    if settings.strategy == "fsdp":
-        from gpt.training.distributed.fsdp import Sharding
-
-        strategy = Sharding(settings.world_size, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    elif settings.world_size > 1 or settings.strategy == "ddp":
+    if settings.world_size > 1 or settings.strategy == "ddp":
         # The only buffers are the causal masks, which never change: they need not be sent around at every step.
         known = signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before torch 2.13

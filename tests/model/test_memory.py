@@ -46,14 +46,14 @@ def kept_bytes(shape: GPTConfig, dtype: torch.dtype) -> int:
 def test_micro_batch_by_memory(device):
     """Activations and logits take half of what the state leaves, in equal parts of a step; one window in any case."""
 
-    def choose(windows: int, fits: int, state: int = 16, shards: int = 1) -> int:
+    def choose(windows: int, fits: int, state: int = 16) -> int:
         room = activation_bytes(SHAPE, fits, FP32, device) if fits else 0
-        return choose_micro_batch(SHAPE, windows, state * SHAPE.num_parameters + 2 * room, FP32, device, shards=shards)
+        return choose_micro_batch(SHAPE, windows, state * SHAPE.num_parameters + 2 * room, FP32, device)
 
     for fits, expected in [(0, 1), (1, 1), (2, 2), (5, 4), (6, 6), (11, 6), (12, 12), (100, 12)]:
         assert choose(12, fits) == expected
     assert choose(13, 12) == 1
-    assert [choose(12, 12, state=4, shards=shards) for shards in (1, 4)] == [6, 12]
+    assert choose(12, 12, state=4) == 6
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_stride_of_the_whole_context():
 def test_progress(monkeypatch):
     """A bar on terminals, which leaves nothing on the screen; elsewhere none."""
     model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 4099)[0].numpy()
-    monkeypatch.setattr(scoring, "tqdm", lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0})))
+    monkeypatch.setattr(scoring, "bars", lambda: lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0})))
     for is_terminal in (True, False):
         screen = io.StringIO()
         screen.isatty = lambda answer=is_terminal: answer  # type: ignore[method-assign]

@@ -116,7 +116,7 @@ class Validation(StepCallback):
     def validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         """Score the model after `step`, and tell the other callbacks."""
         module.require_finite_weights()
-        with self._clock.paused(), module.whole_weights():
+        with self._clock.paused():
             self.by_corpus = [self._score(trainer, module, source) for source in module.corpora.sources]
             self.latest, self.latest_step = sum_of(self.by_corpus), step
             if not math.isfinite(self.latest.nats_per_token):

@@ -9,7 +9,7 @@ from gpt.model.transformer import ModelConfig
 from gpt.text.corpus.config import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config.schedule import parse_horizon
-from gpt.training.optim import OPTIMIZERS, OptimConfig
+from gpt.training.optim import OptimConfig
 
 SHAPE = ("d_model", "num_layers", "num_heads")
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
@@ -23,7 +23,7 @@ class TrainerConfig:
     devices: int | None = None  # on each machine; by default 1, or as many as torchrun or srun has started
     num_nodes: int | None = None  # machines; by default 1, or as many as torchrun or srun has started
     precision: str = "auto"  # auto, fp32, bf16 or fp16
-    strategy: str = "auto"  # auto, ddp or fsdp; auto means ddp with several devices
+    strategy: str = "auto"  # auto or ddp; auto means ddp with several devices
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: str = "auto"  # windows that go through the model at once; gradients accumulate over the rest
@@ -39,7 +39,7 @@ class TrainerConfig:
         self.compile = self.compile.lower()
         require_choice("trainer.device", self.device, ("auto", "cpu", "cuda", "mps"))
         require_choice("trainer.precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
-        require_choice("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
+        require_choice("trainer.strategy", self.strategy, ("auto", "ddp"))
         require_choice("trainer.compile", self.compile, ("auto", "true", "false"))
         for name in ("devices", "num_nodes", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) is not None:
@@ -78,8 +78,6 @@ class Config:
     def __post_init__(self) -> None:
         if self.horizon != "auto":
             parse_horizon(self.horizon)
-        elif self.trainer.strategy == "fsdp":
-            raise UserError("horizon=auto times steps on one device, and fsdp needs several: give a number of steps")
         for name, seed in (("seed", self.seed), ("data.seed", self.order_seed)):
             if not 0 <= seed < 1 << 63:
                 raise UserError(f"{name}={seed} is out of range: it must be at least 0 and below 2^63")
@@ -93,11 +91,6 @@ class Config:
                 )
             if path := getattr(self, name):
                 setattr(self, name, os.path.expanduser(path))
-        if self.trainer.strategy == "fsdp" and OPTIMIZERS[self.optim.name]["matrices"].whole:
-            raise UserError(
-                f"trainer.strategy=fsdp splits every matrix among the devices, and {self.optim.name} needs whole ones: "
-                "add optim=adamw"
-            )
         if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
             self.require_whole_windows()
 
@@ -115,8 +108,6 @@ class Config:
                 f"model=auto weighs models by what they learn in a time, and horizon={self.horizon} is none: give one, "
                 "such as horizon=10min"
             )
-        if self.trainer.strategy == "fsdp":
-            raise UserError("model=auto times models on one device, and fsdp needs several: name a model")
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""

@@ -107,16 +107,16 @@ def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
 def peak_memory(device: torch.device, shape: GPTConfig, config: Config, schedule: Schedule) -> float:
     """The most memory that a run holds on a device: as measured, or where no measurement tells it, by arithmetic.
 
-    Timing on one device says nothing of weights that several split. The arithmetic counts weights, gradients, AdamW's
-    state and activations. It leaves out the process itself, and what comes and goes: updates, and gathered weights.
+    The arithmetic counts weights, gradients, AdamW's state and activations. It leaves out the process itself, and what
+    comes and goes with an update.
     """
-    trainer, sharded = config.trainer, config.trainer.strategy == "fsdp"
     extra = CALLBACKS if device.type != "cuda" else 0
-    if measured := 0 if sharded else peak_memory_bytes(device):
+    if measured := peak_memory_bytes(device):
         return measured + extra
-    micro_batch, precision = schedule.micro_batch_size, DTYPES[trainer.precision]
+    trainer, micro_batch = config.trainer, schedule.micro_batch_size
+    precision = DTYPES[trainer.precision]
     passing = activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing)
-    return 16 * shape.num_parameters / (trainer.world_size if sharded else 1) + passing + extra
+    return 16 * shape.num_parameters + passing + extra
 
 
 def describe(f: dict[str, Any]) -> str:

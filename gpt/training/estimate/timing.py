@@ -90,7 +90,7 @@ def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> 
     """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
     module = GPTModule(config, schedule, corpora).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
-    optimizer = module.configure_optimizers() if config.trainer.strategy != "fsdp" else None
+    optimizer = module.configure_optimizers()
     T, sources, prompts = config.model.context_length, corpora.sources, config.data.prompts or []
     size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
     batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up

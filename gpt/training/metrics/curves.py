@@ -84,7 +84,7 @@ class Curves(StepCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: GPTModule, optimizer) -> None:  # type: ignore[override]
         due = module.schedule.due(trainer.global_step + 1, module.config.trainer.log_every)
-        if due and self.writing and module.config.logger and module.config.trainer.strategy != "fsdp":
+        if due and self.writing and module.config.logger:
             self._before = _rows(module)
 
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:

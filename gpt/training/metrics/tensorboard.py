@@ -51,6 +51,5 @@ def layout(config: Config) -> dict[str, dict[str, list]]:
     if config.data.name == "mix":
         charts["Corpora"] = {"bits per byte": ["val_corpora/"], "epochs": ["val_epochs/"]}
     charts["Updates"] = {"learning rates": ["train/lr$", "train/matrix_lr$"]}
-    if config.trainer.strategy != "fsdp":
-        charts["Updates"]["update-to-weight ratio by layer"] = ["weights/update_ratio/"]
+    charts["Updates"]["update-to-weight ratio by layer"] = ["weights/update_ratio/"]
     return {name: {title: ["Multiline", tags] for title, tags in group.items()} for name, group in charts.items()}

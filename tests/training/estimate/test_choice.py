@@ -150,7 +150,6 @@ def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
         (["horizon=auto"], "horizon=auto is none"),
         (["horizon=1min", "init_from=gpt2"], "model=auto does not go with init_from, which brings its own model"),
         (["horizon=1min", "model.num_layers=3"], "model.num_layers=3 does not go with model=auto, which chooses it"),
-        (["horizon=1min", "trainer.strategy=fsdp", "optim=adamw", "trainer.devices=2"], "name a model"),
         (["-m", "horizon=1min,400steps"], "job 1 (model=auto horizon=400steps"),
     ],
 )
