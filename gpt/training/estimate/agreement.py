@@ -38,7 +38,7 @@ def require_agreement(module: GPTModule) -> None:
     known = Path(module.config.data.cache or CACHE) / "devices.txt"
     if setting in (before := known.read_text(encoding="utf-8") if known.exists() else "").splitlines():
         return
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         model = GPT(replace(config, num_layers=min(2, config.num_layers), dropout=0.0))
         for weight in filter(lambda weight: weight.dim() == 2, model.blocks.parameters()):
             torch.nn.init.normal_(weight, 0.0, SCALE / math.sqrt(weight.shape[1]))
