@@ -170,7 +170,7 @@ if [ -z "$CPU" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.i
   echo "gpu.sh: $PYTHON finds no CUDA GPU, or no PyTorch: run this where it does, or test the script with --cpu" >&2
   exit 2
 fi
-TRAINING=(torch lightning hydra omegaconf tensorboard tiktoken tokenizers safetensors filelock tqdm zstandard)
+TRAINING=(torch lightning hydra omegaconf tensorboard tiktoken tokenizers safetensors filelock tqdm platformdirs)
 row machine "$(date -u +%F)" "$(cd benchmarks && "$PYTHON" -c 'import measuring; print(measuring.machine())')"
 run tests 240 "${TRAINING[@]}" pytest
 run step 420 torch
