@@ -241,7 +241,8 @@ def attach_device() -> None:
     torch.inference_mode = torch.no_grad  # in which tensors of our own kind cannot be made
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as elsewhere
     tensor, move, save = torch.tensor, torch.Tensor.to, torch.save
-    number = {torch.device("mps"): torch.device("mps", 0)}  # without its number, PyTorch would ask Apple's library
+    first = torch.device("mps", 0)
+    number = {"mps": first, torch.device("mps"): first}  # without its number, PyTorch would ask Apple's library
     torch.Tensor.to = lambda self, *args, **kwargs: move(self, *(number.get(a, a) for a in args), **kwargs)
     torch.tensor = lambda data, device=None, **kwargs: tensor(data, **kwargs).to(device or "cpu")
     torch.save = lambda payload, stream: save(tree_map(held, payload), stream)

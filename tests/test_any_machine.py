@@ -54,11 +54,7 @@ def test_strategies_of_several_devices(tmp_path, monkeypatch):
     assert require_devices(tiny_config(tmp_path, "trainer.device=mps")).type == "mps"
 
 
-FILELOCK = pytest.mark.xfail(reason="NOT SHOWN: the simulated Windows finds a file of the cache in use; cause unknown")
-
-
 @pytest.mark.slow
-@FILELOCK
 def test_first_hour(tmp_path):
     """Training, resuming, sampling, evaluating and exporting work without what Linux, CUDA and float64 give."""
     folder, checkpoint = tmp_path / "run", str(tmp_path / "run")
@@ -107,7 +103,6 @@ MUTATIONS = {  # what is replaced, by what, and what must be said of it
 
 
 @pytest.mark.slow
-@FILELOCK
 def test_guard_notices(tmp_path):
     """Every kind of mistake that the other machine is for fails on it."""
     for number in range(len(MUTATIONS)):
