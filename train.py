@@ -2,6 +2,9 @@
 
 import sys
 
+import gpt  # noqa: F401  # before what takes seconds, since it deals with Ctrl-C
+
+# isort: split
 import hydra
 from omegaconf import DictConfig
 

@@ -3,6 +3,8 @@
 The names below are for use from Python. Each is imported when it is first used, because torch takes seconds.
 """
 
+import signal
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,14 @@ if TYPE_CHECKING:
     from gpt.sampling.generation import generate
     from gpt.sampling.language_model import LanguageModel
     from gpt.text.tokenizer import Tokenizer
+
+# The imports of a command take seconds, in which Ctrl-C ends it at once, without a traceback; then see gpt/console.py.
+_SCRIPTS = [Path(__file__).resolve().parents[1] / name for name in ("train.py", "generate.py")]
+_MODULE = sys.argv[0] == "-m" and any(word.startswith("gpt.") for word in sys.orig_argv)
+if (_MODULE or Path(sys.argv[0]).resolve() in _SCRIPTS) and (
+    signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 __all__ = ["GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load", "train"]
 

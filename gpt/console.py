@@ -7,11 +7,13 @@ import errno
 import gc
 import io
 import os
+import re
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from threading import RLock
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from gpt.errors import NonFiniteError, UserError, is_disk_full
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _LOCK = RLock()  # of all bars
+_unwritten: list[OSError] = []  # what kept lines from being written
 
 # What the surroundings do to a program, as opposed to a bug in it: wrong names, missing permissions.
 _OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
@@ -28,16 +31,23 @@ _OUTSIDE |= {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENODEV, 
 def say(line: str, stream: TextIO | None = None) -> None:
     """Print a line at once, on stdout or the given stream, above the progress bars if there are any.
 
-    If the reader has gone, this and all later lines are dropped, and the program goes on.
+    Where it cannot be written the program goes on: if the reader or the terminal has gone, this and all later lines
+    are dropped, and on a full disk they wait for space.
     """
     stream = stream or sys.stdout
-    with bars().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
-        try:
-            print(line, file=stream, flush=True)
-        except OSError as error:
-            if not _has_lost_reader(error):
-                raise
+    try:
+        with bars().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
+            print(visible(line), file=stream, flush=True)
+    except OSError as error:
+        if not is_disk_full(error):
             _mute(stream)
+        if not _has_lost_reader(error):
+            _unwritten.append(error)
+
+
+def visible(text: str) -> str:
+    """Show control characters, which terminals obey, by their escapes; tabs and line ends stay."""
+    return re.sub(r"(?!\r?\n|\t)[\x00-\x1f\x7f-\x9f]", lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def warn(line: str, program: str = "train.py") -> None:
@@ -50,6 +60,19 @@ def _has_lost_reader(error: OSError) -> bool:
     return isinstance(error, BrokenPipeError) or (
         error.errno == errno.EINVAL and not error.filename and hasattr(error, "winerror")
     )
+
+
+class _OnTerminal:
+    """A stream that writes what is `visible` of a text, whoever has made that: a model, a stranger's run, a name."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(visible(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _mute(stream: TextIO) -> None:
@@ -112,17 +135,23 @@ def command_line(program: str) -> Iterator[None]:
     """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
 
     2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
-    finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone.
+    finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone. A training ends well whatever became of its
+    lines; for other commands they are the result.
     """
     # Without it Python looks through all of PyTorch for cycles at its end, for a second; Triton reports what is left.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
+    _unwritten.clear()
     _open_standard_streams()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as gpt/__init__.py has left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+    if sys.stdout.isatty():
+        sys.stdout = _OnTerminal(sys.stdout)
     try:
         yield
-        sys.stdout.flush()
+        _finish(program)
     except UserError as error:
         _end(program, str(error), 2)
     except NonFiniteError as error:
@@ -134,6 +163,8 @@ def command_line(program: str) -> Iterator[None]:
             _mute(sys.stdout)
             sys.exit(0)
         where = f"{error.filename}: " if error.filename else ""
+        if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):
+            _end(program, f"{error.strerror}: name a folder that can be written in TMPDIR", 2)
         if is_disk_full(error):
             _end(program, f"{where}the disk is full: free some space and run the command again", 2)
         if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
@@ -141,10 +172,21 @@ def command_line(program: str) -> Iterator[None]:
         raise
 
 
-def _end(program: str, line: str, code: int) -> None:
-    """End with one line, whatever it quotes: control characters, which terminals obey, are shown by their escapes."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    warn(shown, program)
+def _finish(program: str) -> None:
+    """Write what is still buffered; `OSError` if part of what a command has to say could not be written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _unwritten.append(error)
+    if _unwritten:
+        _mute(sys.stdout)
+        if program != "train.py":
+            raise _unwritten[0]
+
+
+def _end(program: str, message: str, code: int) -> None:
+    """End with one line, whatever it quotes."""
+    warn("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message), program)
     sys.exit(code)
 
 

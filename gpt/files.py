@@ -6,12 +6,13 @@ import hashlib
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from gpt.errors import UserError, reason
 
@@ -39,6 +40,12 @@ def sync(path: Path) -> None:
     except OSError as error:
         if not is_folder or error.errno not in _NOT_FOR_FOLDERS:
             raise
+
+
+def sync_parents(path: Path) -> None:
+    """Wait until the name of a new folder, and those of the folders above it that are new with it, are safe on disk."""
+    for folder in (path, *path.absolute().parents[:2]):
+        sync(folder)
 
 
 def publish(finished: Path, path: Path) -> None:
@@ -135,7 +142,7 @@ def mark_as_cache(folder: Path) -> None:
 
 def is_output(folder: Path) -> bool:
     """Tell whether a folder holds what programs have made: a run, or anything with a CACHEDIR.TAG."""
-    if (folder / ".lock").exists() and (folder / "config.yaml").exists():
+    if (folder / "config.yaml").exists() and any((folder / name).exists() for name in (".lock", "checkpoints")):
         return True  # a run, which has no such tag, because backups should keep its models
     with contextlib.suppress(OSError):
         return (folder / CACHE_TAG).read_bytes().startswith(CACHE_SIGNATURE.encode())
@@ -155,23 +162,26 @@ class HeldError(Exception):
     """Another process holds the lock; as a string, its process id where it is known."""
 
 
-def hold(file: Path, tell: Callable[[str], None] | None = None) -> FileLock:
+def hold(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
     """Take a lock until what is returned is released or the process ends, however it ends.
 
     Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises `HeldError`.
-    `OSError` where the file cannot be made. The file itself stays.
+    `OSError` where the file cannot be made. The file itself stays, unless its file system knows no locks: there the
+    lock is that the file exists, and names its owner.
     """
     lock = FileLock(file, thread_local=False)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        owner = ""
-        with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
-            owner = file.read_text(encoding="utf-8", errors="replace").strip()
-        if tell is None:
-            raise HeldError(owner or "(unknown)") from None
-        tell(owner or "(unknown)")
-        lock.acquire()
-    with contextlib.suppress(OSError):
-        file.write_text(f"{os.getpid()}\n", encoding="utf-8")
+    with warnings.catch_warnings(action="ignore"):  # that it is such a file system
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            owner = ""
+            with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
+                owner = " on ".join(file.read_text(encoding="utf-8", errors="replace").split()[:2])
+            if tell is None:
+                raise HeldError(owner or "(unknown)") from None
+            tell(owner or "(unknown)")
+            lock.acquire()
+    if not isinstance(lock, SoftFileLock):
+        with contextlib.suppress(OSError):
+            file.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return lock

@@ -74,7 +74,8 @@ def train(
     `text` is what `data.path` takes: a file, a folder, a glob, a URL or a list of these; by default the documentation
     of this Python. `horizon` is a length such as "2000steps", "3epochs" or "3min". `optim="adamw"` and
     `model={"num_layers": 6}` stand for `optim=adamw` and `model.num_layers=6`, and so do the other groups of keys
-    (docs/configuration.md). `resume` continues a run, to which only `horizon` may be added.
+    (docs/configuration.md). `resume` continues a run, to which only `horizon` may be added, and `text` if that has
+    moved.
 
     Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint.
     Raises `UserError`, a `ValueError` of one line, for a wrong setting.
@@ -85,8 +86,8 @@ def train(
     values: dict[str, Any] = {
         key: str(one) if isinstance(one, Path) else one for key, one in given.items() if one is not None
     }
-    if text is not None:
-        path = str(text) if isinstance(text, str | Path) else [str(one) for one in text]
+    path = str(text) if isinstance(text, str | Path) else text and [str(one) for one in text]
+    if path is not None and resume is None:
         values["data"] = {"name": "text", "path": path} | values.get("data", {})
     session: Session | None
     if resume is None:
@@ -97,7 +98,7 @@ def train(
         raise UserError(
             f"resume continues a run as it was, and {first} would change it: start a new one with init_from"
         )
-    elif not (session := continued(str(resume), horizon)):
+    elif not (session := continued(str(resume), horizon, text=path)):
         raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
     session.in_python = True
     session.fit(callbacks)

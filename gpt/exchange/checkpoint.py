@@ -6,6 +6,7 @@ versions of the libraries. It is read with `weights_only=True`, so no file can r
 """
 
 import errno
+import math
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 
 from gpt.errors import UserError, is_disk_full, reason
+from gpt.exchange.formats import upgraded
 from gpt.files import replacing
 from gpt.hardware.memory import is_out_of_memory
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.tokenizer import Tokenizer
 
-FORMAT = 1  # raise it when older programs cannot read what is written
+FORMAT = 2  # raise it when older programs cannot read what is written, and keep a run of the one before in the tests
 SCHEMA = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}
 # The types that `require_storable` lets into a checkpoint. PyTorch reads all of them with `weights_only=True`.
 PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tensor, torch.nn.Parameter}
@@ -31,6 +33,10 @@ PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tens
 
 class DamagedError(UserError):
     """A file is not the checkpoint that was written; another checkpoint of the run may be intact."""
+
+
+class UnreadableError(UserError):
+    """The disk cannot read a file; another checkpoint of the run may be intact."""
 
 
 def save(payload: dict[str, Any], path: Path) -> None:
@@ -82,8 +88,10 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # zipfile, pickle and torch each fail on foreign files in their own ways
         if is_out_of_memory(error):
             raise
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which zipfile meets in wrong offsets
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        refused = error if isinstance(error, OSError) else error.__context__  # zipfile takes some for another format
+        if isinstance(refused, OSError) and refused.errno != errno.EINVAL:  # which it meets in wrong offsets
+            kind: type[UserError] = UnreadableError if refused.errno == errno.EIO else UserError
+            raise kind(f"{path}: cannot be read ({refused.strerror})") from None
         why = "it is cut short or in another format" if isinstance(error, zipfile.BadZipFile) else reason(error)
         if "weights_only" in why:
             why = "it holds objects other than tensors and plain types, which are never loaded"
@@ -94,7 +102,15 @@ def load(path: Path) -> dict[str, Any]:
     if payload["format"] > FORMAT:
         newer = f"written by a newer version of this project (format {payload['format']})"
         raise UserError(f"{path}: {newer}; update first")
-    return payload
+    return payload | {"config": upgraded(payload["config"])}
+
+
+def step_of(path: Path) -> float:
+    """The step of a checkpoint, for which no tensor is read; infinite where only `load` can say what is wrong."""
+    try:
+        return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
+    except Exception:  # of zipfile, pickle, torch or the system, as in `load`
+        return math.inf
 
 
 def to_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:

@@ -3,6 +3,7 @@
 Importing this module is quick: torch, which takes seconds, is imported only to read weights.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from gpt.model.transformer import GPT
 
 BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"  # of a run
+SAVED = "checkpoints/saved.json"  # when the newest of them was saved
 _PREFERRED = (BEST, LAST, PREVIOUS)
 _HUB_NAME = re.compile(r"(distil)?gpt2|gpt2-(medium|large|xl)|[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
@@ -30,10 +32,10 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
     its larger sizes, on the Hugging Face hub, from which the model is downloaded.
     """
     if path is None:
-        found = [file for name in _PREFERRED for file in runs.glob(f"*/{name}")]
+        found = {file.parent.parent for name in _PREFERRED for file in runs.glob(f"*/{name}")}
         if not found:
             raise UserError(f"no run below {runs}/ has a checkpoint: train one first with {TRAIN}")
-        path = max(found, key=lambda file: file.stat().st_mtime_ns).parent.parent
+        path = max(found, key=_saved)
     named = find_path(path, runs)
     path = named if os.path.exists(named) else _from_hub(str(path), runs)
     if huggingface.is_directory(path) or path.is_file():
@@ -43,6 +45,27 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
         if (file := run / name).is_file():
             return file
     raise UserError(f"{path}: a folder without {BEST} or {LAST}; give a run directory")
+
+
+def _saved(run: Path) -> float:
+    """When the newest checkpoint of a run was saved: as recorded, or else by the files, whose times copying changes."""
+    try:
+        return float(json.loads((run / SAVED).read_text(encoding="utf-8"))["saved"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return max(file.stat().st_mtime for name in _PREFERRED if (file := run / name).exists())
+
+
+def find_run(path: str | Path) -> Path:
+    """The run directory that a path or a run's name stands for, or its checkpoints, or a file in them; `UserError`."""
+    path = find_path(path)
+    if path.is_file():
+        path = path.resolve().parent
+    if path.name == "checkpoints":
+        path = path.resolve().parent
+    if not (path / "config.yaml").is_file():
+        why = "it has no config.yaml" if path.exists() else "it does not exist"
+        raise UserError(f"{path}: not a run directory ({why}); give one of those below runs/")
+    return path
 
 
 def find_path(name: str | Path, runs: Path = Path("runs")) -> Path:

@@ -28,6 +28,7 @@ from yaml import YAMLError
 
 from gpt.console import quote, say, warn
 from gpt.errors import NonFiniteError, UserError
+from gpt.exchange.loading import find_run
 from gpt.files import CONFIGS
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
 from gpt.training.config.loading import asked_for, callbacks_of, read, unknown_key, validate
@@ -36,7 +37,6 @@ from gpt.training.decide import begin, new_or_resumed, resume
 from gpt.training.distributed.launch import is_rank_0, ranks
 from gpt.training.estimate.forecast import plan_of
 from gpt.training.optim import unread_settings
-from gpt.training.runs import directory
 from gpt.training.session import Session
 
 # Files in the folder of a sweep: why jobs failed, how the others ended, and that a signal has come.
@@ -66,7 +66,7 @@ class Request:
             return 1
         config = self.config
         if config.resume and config.trainer.devices is None:
-            config = read(directory(config.resume) / "config.yaml")
+            config = read(find_run(config.resume) / "config.yaml")
         return config.trainer.devices or 1 if (config.trainer.num_nodes or 1) == 1 else 1
 
 
@@ -80,7 +80,7 @@ def ask(composed: DictConfig) -> Request:
     refuse_contradictions(config, overrides)
     plan = plan_of(composed, single)
     if config.resume == "auto":
-        config = new_or_resumed(config, chosen.runtime.choices["model"])
+        config = new_or_resumed(config)
     elif overrides and not plan and not config.resume and ranks().rank == 0:
         say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
     model = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
@@ -94,12 +94,13 @@ def decide(request: Request) -> Session | None:
         kept = [override.lstrip("+").split("=")[0].removeprefix("model.") for override in request.gives(r"model\.\w+")]
         return begin(config, request.model, kept)
     longer = request.gives("horizon") and not request.gives("run_dir")
-    return resume(config.resume, config.horizon if longer else None, trainer.devices, trainer.num_nodes)
+    text = config.data.path if request.gives(r"data\.path") and not request.gives("run_dir") else None
+    return resume(config.resume, config.horizon if longer else None, trainer.devices, trainer.num_nodes, text)
 
 
 def refuse_contradictions(config: Config, overrides: list[str]) -> None:
     """Raise `UserError` for overrides that conflict or would have no effect."""
-    with_resume = r"\+*(resume|horizon|callbacks|plan|trainer\.devices|trainer\.num_nodes)="
+    with_resume = r"\+*(resume|horizon|callbacks|plan|data\.path|trainer\.devices|trainer\.num_nodes)="
     others = [override for override in overrides if not re.match(with_resume, override)]
     if config.resume not in (None, "auto") and others:
         raise UserError(

@@ -14,7 +14,6 @@ from gpt.console import say, warn
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import find_path, open_model
-from gpt.files import flatten
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
 from gpt.model.memory import choose_micro_batch
@@ -22,21 +21,21 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.analysis.prompts import prompts_from
 from gpt.text.cache import CACHE
 from gpt.text.corpus.config import ONE_WORD
+from gpt.text.corpus.mixture import names_of, shares_of
 from gpt.text.prepare.prepare import TooShortError, prepare
-from gpt.text.prepared import Corpora
+from gpt.text.prepared import Corpora, find_prepared
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig
-from gpt.training import runs
 from gpt.training.checkpoints.resuming import on_devices, require_same_text, restoring, with_horizon
 from gpt.training.config.advice import STEPS, suitable_steps, warnings
-from gpt.training.config.loading import read, to_yaml, validate
+from gpt.training.config.loading import read, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule, parse_horizon
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import as_launched, connect, on_all_ranks, ranks
+from gpt.training.run.code import code, versions
+from gpt.training.run.run import Run, require_empty, text_name
 from gpt.training.session import Session
 
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
-DECIDED = ("data.prompts", "optim.lr", "optim.matrix_lr")  # when a run begins, where they are null
-CHOSEN = ("model.", "horizon", "trainer.tokens_per_step")  # how the keys begin that model=auto decides
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
@@ -51,14 +50,18 @@ def begin(config: Config, name: str = "", kept: Sequence[str] = ()) -> Session:
 
 
 def resume(
-    path: str, horizon: str | None = None, devices: int | None = None, num_nodes: int | None = None
+    path: str,
+    horizon: str | None = None,
+    devices: int | None = None,
+    num_nodes: int | None = None,
+    text: Any = None,
 ) -> Session | None:
     """Prepare to continue a run from its newest checkpoint or the named one; None if it is complete.
 
     With `horizon`, the run trains until then, whether it is complete or not. `devices` and `num_nodes`, or what
-    torchrun or srun has started, may differ from before.
+    torchrun or srun has started, may differ from before. `text` is where its text is now, if that has moved.
     """
-    return _agreed(lambda: resumed(path, horizon, devices, num_nodes))
+    return _agreed(lambda: resumed(path, horizon, devices, num_nodes, text))
 
 
 def _agreed(make: Callable[[], Session | None]) -> Session | None:
@@ -67,34 +70,33 @@ def _agreed(make: Callable[[], Session | None]) -> Session | None:
     made = on_all_ranks(lambda: make() if ranks().rank == 0 else None)
     if ranks().world_size == 1:
         return made
-    told: list[Any] = [None]
+    told: list[Any] = [None, None]
     if made is not None:  # what the others need to know: the text, the weights and the checkpoint each reads itself
-        file = made.start.file and made.start.file.absolute()
-        start = replace(made.start, file=file, payload=None, weights=None)
-        text = made.corpora.key, made.corpora.tokenizer.sha256
-        told = [(made.config, made.schedule, text, made.run_dir.absolute(), start)]
+        assert made.run is not None
+        told[0] = replace(made, corpora=None, weights=None, run=made.run.for_others())  # type: ignore[arg-type]
+        told[1] = made.corpora.key, made.corpora.tokenizer.sha256
     torch.distributed.broadcast_object_list(told, 0)
-    return on_all_ranks(lambda: made or _followed(*told[0])) if told[0] else None
+    return on_all_ranks(lambda: made or _followed(*told)) if told[0] else None
 
 
-def _followed(config: Config, schedule: Schedule, text: tuple, run_dir: Path, start: runs.Start) -> Session:
-    """The same session on another rank."""
-    require_devices(config)
-    corpora = load_corpora(config, start.tokenizer, quiet=True)
-    if (corpora.key, corpora.tokenizer.sha256) != text:
+def _followed(session: Session, text: tuple) -> Session:
+    """The session that rank 0 has made, on another rank."""
+    require_devices(session.config)
+    session.corpora = load_corpora(session.config, session.tokenizer, quiet=True)
+    if (session.corpora.key, session.corpora.tokenizer.sha256) != text:
         raise UserError("the text is not the same as for process 0: copy it to this machine")
-    if not (run_dir / "config.yaml").is_file():
-        raise UserError(f"{run_dir}: is not on this machine: all machines must share the folder")
-    return Session(config, schedule, corpora, run_dir, start)
+    if not (session.run_dir / "config.yaml").is_file():
+        raise UserError(f"{session.run_dir}: is not on this machine: all machines must share the folder")
+    return session
 
 
 # --- new ---
 
 
-def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | None = None) -> Session:
-    """A run from its first step; `run_dir` is the directory of one that was stopped before its first checkpoint."""
+def new(config: Config, name: str, kept: Sequence[str] = (), run: Run | None = None) -> Session:
+    """A run from its first step; `run` is one that was stopped before its first checkpoint."""
     require_processes(config)
-    session = prepared(config, name, kept, run_dir)
+    session = prepared(config, name, kept, run)
     schedule = session.schedule
     if schedule.seconds and not session.members:
         from gpt.training.estimate.timing import in_steps  # imports Lightning
@@ -102,7 +104,7 @@ def new(config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | Non
         schedule, _ = in_steps(session.config, schedule, session.corpora, at_most=1.0)
     for line in warnings(session.config, schedule, session.corpora):
         warn(line)
-    session.run_dir = run_dir or runs.make(config.run_dir, _run_name(config, name), to_yaml(session.config))
+    session.run = run or Run.create(config.run_dir, _run_name(config, name), session.config)
     return session
 
 
@@ -113,11 +115,11 @@ def _run_name(config: Config, model: str) -> str:
     elif not model:
         shape = config.model
         model = "mini" if shape == ModelConfig() else f"{shape.num_layers}x{shape.d_model}"
-    return f"{runs.text_name(config.data)}-{model}"
+    return f"{text_name(config.data)}-{model}"
 
 
 def prepared(
-    config: Config, name: str, kept: Sequence[str] = (), run_dir: Path | None = None, longest: float = 0.0
+    config: Config, name: str, kept: Sequence[str] = (), run: Run | None = None, longest: float = 0.0
 ) -> Session:
     """Decide everything that was left open, and prepare the text; the session has no directory yet.
 
@@ -125,25 +127,31 @@ def prepared(
     """
     if name == "auto":
         config.require_time()
-    if run_dir is None and config.run_dir:
-        runs.require_empty(Path(config.run_dir))
-    start = runs.Start()
+    if run is None and config.run_dir:
+        require_empty(Path(config.run_dir))
+    asked = config
+    weights = tokenizer = None
     if config.init_from:
-        config = _with_weights(config, kept, start)
-    automatic, asked = config.trainer.micro_batch_size == "auto", config
+        config, weights, tokenizer = _with_weights(config, kept)
+    automatic = "auto" in (config.trainer.micro_batch_size, (config.decided or {}).get("trainer.micro_batch_size"))
+    given = config
     config = decide_hardware(config)
-    corpora = load_corpora(config, start.tokenizer)
+    corpora = load_corpora(config, tokenizer)
     if config.data.name == "prepared":  # with a tokenizer of its own
         how = TokenizerConfig(corpora.tokenizer.name, corpora.tokenizer.vocab_size)
-        config, asked = replace(config, tokenizer=how), replace(asked, tokenizer=how)
+        config, given = replace(config, tokenizer=how), replace(given, tokenizer=how)
     if config.data.prompts is None:
         prompts = ONE_WORD.get(config.data.name) or prompts_from(corpora)
         config = replace(config, data=replace(config.data, prompts=prompts))
     if config.horizon == "auto":
         config = _with_suitable_horizon(config, corpora, automatic)
     if name == "auto":
-        return _chosen(replace(asked, data=config.data), corpora, automatic, longest)
-    return Session(config, make_schedule(config, corpora.train_tokens, automatic), corpora, Path(), start)
+        session = _chosen(replace(given, data=config.data), corpora, automatic, longest)
+    else:
+        schedule = make_schedule(config, corpora.train_tokens, automatic)
+        session = Session(config, schedule, corpora, weights=weights, tokenizer=tokenizer)
+    session.config = session.config.as_decided_from(asked).anywhere()
+    return session
 
 
 def _chosen(config: Config, corpora: Corpora, automatic: bool, longest: float) -> Session:
@@ -164,7 +172,7 @@ def _chosen(config: Config, corpora: Corpora, automatic: bool, longest: float) -
     bits, useful = chosen.reached(seconds)
     horizon = config.horizon if useful == seconds else f"{useful}s"
     schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits)
-    return Session(replace(chosen.config, horizon=horizon), schedule, corpora, Path(), members=members)
+    return Session(replace(chosen.config, horizon=horizon), schedule, corpora, members=members)
 
 
 def _with_suitable_horizon(config: Config, corpora: Corpora, automatic: bool) -> Config:
@@ -190,32 +198,44 @@ def make_schedule(config: Config, train_tokens: int, automatic: bool) -> Schedul
     return schedule.until(parse_horizon(config.horizon), trainer.tokens_per_step, train_tokens, trainer.validate_every)
 
 
-def _with_weights(config: Config, kept: Sequence[str], start: runs.Start) -> Config:
-    """The configuration with the shape of the model to start from; its weights and tokenizer go into `start`."""
-    model, start.tokenizer = open_model(config.init_from or "")
-    start.weights = model.state_dict()
+def _with_weights(config: Config, kept: Sequence[str]) -> tuple[Config, dict[str, torch.Tensor], Tokenizer]:
+    """The configuration with the shape of the model to start from, its weights, and its tokenizer."""
+    model, tokenizer = open_model(config.init_from or "")
     plain, given = asdict(config), {key: getattr(config.model, key) for key in ("dropout", *kept)}
     shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"} | given
-    vocab_size = start.tokenizer.vocab_size
+    vocab_size = tokenizer.vocab_size
     if GPTConfig(**shape, vocab_size=vocab_size).num_parameters != model.config.num_parameters:
         changed = " ".join(f"model.{key}={value}" for key, value in given.items() if key in kept)
         raise UserError(f"{changed}: the weights of init_from={config.init_from} have other shapes: leave it out")
-    plain |= {"model": shape, "tokenizer": {"name": start.tokenizer.name}}
-    if start.tokenizer.name == "bpe":
+    plain |= {"model": shape, "tokenizer": {"name": tokenizer.name}}
+    if tokenizer.name == "bpe":
         plain["tokenizer"]["vocab_size"] = vocab_size
-    return validate(plain)
+    return validate(plain), model.state_dict(), tokenizer
 
 
-def load_corpora(config: Config, tokenizer: Tokenizer | None = None, quiet: bool = False) -> Corpora:
-    """The prepared text of a configuration; `tokenizer` is that of a model to start from."""
+def load_corpora(
+    config: Config, tokenizer: Tokenizer | None = None, quiet: bool = False, record: dict[str, Any] | None = None
+) -> Corpora:
+    """The prepared text of a configuration; `tokenizer` is that of a model to start from.
+
+    A run that continues from `record`, its checkpoint, does without the text itself where the cache has it prepared.
+    """
     context, tell = config.model.context_length, (lambda line: None) if quiet else say
+    cache = Path(config.data.cache or CACHE)
     try:
-        return prepare(config.data, tokenizer or config.tokenizer, context, Path(config.data.cache or CACHE), tell)
+        return prepare(config.data, tokenizer or config.tokenizer, context, cache, tell)
     except TooShortError as error:
         longest = error.longest_context
         both = f"model.context_length={longest} trainer.tokens_per_step={8 * longest}"
         remedy = f", or set {both} or less" if longest else ""
         raise UserError(f"{error}{remedy}") from None
+    except UserError as error:
+        if record is None or config.data.name == "prepared":
+            raise
+        if not (found := find_prepared(record, Tokenizer.from_dict(record["tokenizer"]), cache)):
+            raise UserError(f"{error}; if the text is elsewhere now, add data.path=FILE") from None
+        tell(f"{error}: going on with the prepared text in {cache}")
+        return Corpora(tuple(found), names_of(config.data), shares_of(config.data))
 
 
 def decide_hardware(config: Config) -> Config:
@@ -272,18 +292,30 @@ def require_processes(config: Config) -> None:
 # --- resumed and extended ---
 
 
-def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session | None:
+def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int | None, text: Any) -> Session | None:
     """A run from its newest checkpoint on, until `horizon` if that is given; None if it is complete."""
     if horizon == "auto":
         raise UserError("horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps")
-    run_dir = runs.directory(path)
-    runs.lock(run_dir)
-    found = runs.load_newest(run_dir)
-    if found is None:
+    run = Run.open(path)
+    try:
+        session = _continued(run, find_path(path), horizon, devices, num_nodes, text)
+    except BaseException:
+        run.close()
+        raise
+    if session is None:
+        run.close()
+    return session
+
+
+def _continued(
+    run: Run, named: Path, horizon: str | None, devices: int | None, num_nodes: int | None, text: Any
+) -> Session | None:
+    """The session of a run that is held, and was named by a path; None if it is complete."""
+    run_dir, file, payload = run.directory, run.file, run.payload
+    if file is None or payload is None:
         say(f"{run_dir} has no checkpoint yet: beginning at its first step")
-        return _begun_again(run_dir, horizon, devices, num_nodes)
-    file, payload = found
-    _refuse_going_back(find_path(path), run_dir, file, payload.get("step"))
+        return _begun_again(run, horizon, devices, num_nodes)
+    _refuse_going_back(named, run_dir, file, payload.get("step"))
     with restoring(file):
         stored, schedule = validate(payload["config"]), Schedule(**payload["schedule"])
         own = "given" in payload["corpus"]["tokenizer"]
@@ -296,10 +328,14 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
     if config != stored:
         then, now = stored.trainer.world_size, config.trainer.world_size
         say(f"continuing on {now} devices instead of {then}: the same windows in each step, but not the same bits")
-    corpora = load_corpora(config, tokenizer)
+        config = config.amend("trainer.devices", step, stored)
+    if text is not None:
+        config = replace(config, data=replace(config.data, path=text)).anywhere()
+    corpora = load_corpora(config, tokenizer, record=payload)
     require_same_text(file, payload, corpora)
     if horizon and horizon != config.horizon:
         config, schedule = with_horizon(config, schedule, step, seconds, horizon, corpora.train_tokens)
+        config = config.amend("horizon", step, stored)
         say(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
     ended = ""
     if step == schedule.total_steps:
@@ -307,22 +343,20 @@ def resumed(path: str, horizon: str | None, devices: int | None, num_nodes: int 
     elif schedule.out_of_patience(config.patience, step, best_step):
         ended = f"stopped early at step {step}, by patience={config.patience}"
     if ended:
-        runs.make_last(run_dir, file)
+        run.make_last()
         longer = f"to train it longer, add horizon=; init_from={run_dir} starts a new run from it"
         say(f"{run_dir} is complete: it {ended}; {longer}")
         return None
-    from gpt.training.checkpoints.saving import versions  # imports Lightning
-
-    began, here = payload["versions"], versions()
-    today = {name: here.get(name, "a checkout") for name in began}
-    if changed := [f"{name} {began[name]} -> {today[name]}" for name in began if began[name] != today[name]]:
-        warn(f"this run began with other versions, so it may not continue bit for bit ({', '.join(changed)})")
+    began = {"commit": payload.get("git_commit")} | payload.get("versions", {})
+    today = dict.fromkeys(began, "a checkout") | versions() | {"commit": code()}
+    if changed := [f"{name} {then} -> {today[name]}" for name, then in began.items() if then != today[name]]:
+        warn(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changed)})")
     of = f" of {schedule.total_steps}" if schedule.total_steps < MOST_STEPS else f", until {config.horizon} are up"
     say(f"continuing {run_dir} at step {step}{of}")
     if config.trainer.world_size != stored.trainer.world_size:
         threads = None
-    start = runs.Start(file, payload, tokenizer=tokenizer, threads=threads, amended=config != stored)
-    return Session(config, schedule, corpora, run_dir, start)
+    amended = config != stored
+    return Session(config, schedule, corpora, run, tokenizer=tokenizer, threads=threads, amended=amended)
 
 
 def _numbers(devices: int | None, num_nodes: int | None, stored: Config) -> tuple[int, int]:
@@ -332,12 +366,11 @@ def _numbers(devices: int | None, num_nodes: int | None, stored: Config) -> tupl
     return as_launched(devices, num_nodes)
 
 
-def _begun_again(run_dir: Path, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session:
+def _begun_again(run: Run, horizon: str | None, devices: int | None, num_nodes: int | None) -> Session:
     """A run that was stopped before its first checkpoint."""
-    config = read(run_dir / "config.yaml")
-    config = replace(config, horizon=horizon or config.horizon)
+    config = replace(run.config, horizon=horizon or run.config.horizon)
     config, _ = on_devices(config, make_schedule(config, 1, False), *_numbers(devices, num_nodes, config))
-    return new(config, "", run_dir=run_dir)
+    return new(config, "", run=run)
 
 
 def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: object) -> None:
@@ -351,26 +384,24 @@ def _refuse_going_back(named: Path, run_dir: Path, newest: Path, newest_step: ob
         )
 
 
-def new_or_resumed(config: Config, model: str = "") -> Config:
+def new_or_resumed(config: Config) -> Config:
     """Decide `resume=auto`: the run in `run_dir` if there is one, else None, so that a new one begins there.
 
-    `model` is the name of its model: what auto chose when the run began stands.
-    Raises `UserError` if there is no `run_dir`, or if the run in it was configured differently.
+    Raises `UserError` if there is no `run_dir`, or if the run in it was asked for with other settings.
     """
     if not config.run_dir:
         raise UserError("resume=auto continues the run in run_dir, or begins it there: add run_dir=DIR")
     file = Path(config.run_dir) / "config.yaml"
     if not file.exists():
         return replace(config, resume=None)
-    stored = flatten(asdict(read(file)))
-    for key, value in flatten(asdict(config)).items():
-        decided = value == "auto" or (value is None and key in DECIDED) or (model == "auto" and key.startswith(CHOSEN))
-        brought = config.init_from and key.startswith(("model.", "tokenizer.")) and key != "model.dropout"
-        brought = brought or (config.data.name == "prepared" and key.startswith("tokenizer."))
-        if value != stored[key] and not (decided or brought or key in MAY_DIFFER):
+    run = read(file)
+    stored, asked = run.settings(), config.anywhere().settings()
+    before = stored | (run.decided or {})
+    for key in asked if run.decided is not None else ():
+        if key not in MAY_DIFFER and asked[key] not in (stored[key], before[key], "auto"):
             remedy = "give the same settings as before, or another run_dir"
             if key == "horizon":
-                remedy = f"to train that run longer, use resume={config.run_dir} horizon={value}"
+                remedy = f"to train that run longer, use resume={config.run_dir} horizon={asked[key]}"
             where = f"{stored[key]} in the run of run_dir={config.run_dir}"
-            raise UserError(f"resume=auto: {key}={value} here, and {where}: {remedy}")
+            raise UserError(f"resume=auto: {key}={asked[key]} here, and {where}: {remedy}")
     return replace(config, resume=config.run_dir, init_from=None)

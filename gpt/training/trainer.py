@@ -4,13 +4,13 @@ import logging
 import warnings
 from collections.abc import Sequence
 from inspect import signature
-from pathlib import Path
 
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.errors import UserError, reason
@@ -32,7 +32,7 @@ from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, open_loggers
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.module import GPTModule
-from gpt.training.runs import Start
+from gpt.training.run.run import Run
 
 
 class Training:
@@ -43,28 +43,29 @@ class Training:
         config: Config,
         schedule: Schedule,
         corpora: Corpora,
-        run_dir: Path,
-        start: Start,
+        run: Run,
+        weights: dict[str, Tensor] | None,
+        amended: bool,
         callbacks: Sequence[Callback],
     ):
         self.module = GPTModule(config, schedule, corpora)
-        if start.weights is not None:
-            self.module.load_state_dict(start.weights)
-        self._file, self._files = start.file, CheckpointFiles(start.payload)
-        start.payload = start.weights = None  # nothing large stays referenced while training
-        self._run_dir = run_dir
+        if weights is not None:
+            self.module.load_state_dict(weights)
+        self._run, self._files = run, CheckpointFiles(run.payload)
+        run.payload = None  # nothing large stays referenced while training
+        run_dir = run.directory
         clock = Clock()
         self.curves = Curves(run_dir, clock)
         self.user_curves = UserCurves(self.curves)
         self.validation = Validation(clock)
         self.samples = Samples(run_dir, self.curves)
-        self.metrics = Metrics(run_dir, clock, self.validation, self.curves)
+        self.metrics = Metrics(run, clock, self.validation, self.curves)
         self.early = EarlyStop(self.validation)
-        self.checkpoints = Checkpoints(run_dir, clock, self.validation, start.amended)
+        self.checkpoints = Checkpoints(run, clock, self.validation, amended)
         self.progress = Progress(clock, self.validation, self.curves, self.samples)
         # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
         # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
-        self.callbacks: list[Callback] = [clock, Journal(run_dir, self.curves), self.curves, *callbacks]
+        self.callbacks: list[Callback] = [clock, Journal(run, self.curves), self.curves, *callbacks]
         self.callbacks += [self.validation, ExplosionWarning(run_dir, self.validation, self.curves)]
         self.callbacks += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
         self.callbacks += [self.user_curves, self.checkpoints, self.progress]
@@ -72,24 +73,22 @@ class Training:
     def run(self) -> None:
         """Train, from the checkpoint if there is one."""
         config = self.module.config
-        others = open_loggers(config, self._run_dir) if is_rank_0() else []
+        others = open_loggers(config, self._run.directory) if is_rank_0() else []
         loggers = [self.user_curves, *others] if config.logger else []
         self.curves.loggers = others
         try:
             trainer = build_trainer(self.module, self.callbacks, self._files, loggers)
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
                 on_all_ranks(lambda: require_agreement(self.module))
-                trainer.fit(self.module, TrainBatches(self.module), ckpt_path=self._file, weights_only=True)
+                trainer.fit(self.module, TrainBatches(self.module), ckpt_path=self._run.file, weights_only=True)
         except Exception as error:
-            if not self._run_dir.exists():
-                why = "was deleted while its run was training, so nothing can be saved; start a new run"
-                raise UserError(f"{self._run_dir}: {why}") from None
+            self._run.require_here()  # which tells more than what came of it
             # A callback that needs a logger where there is none, or a curve that nobody writes, or that is named twice.
             at_fault = "conditioned on metric" in str(error) or "more than one stateful callback" in str(error)
             if at_fault or isinstance(error, MisconfigurationException):
                 raise UserError(reason(error)) from error
-            if self._file is not None and not self.checkpoints.began:
-                with restoring(self._file):
+            if self._run.file is not None and not self.checkpoints.began:
+                with restoring(self._run.file):
                     raise
             raise
         finally:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpt.training import decide
-from harness import StopAt, release, tiny_arguments, tiny_config
+from harness import StopAt, tiny_arguments, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,6 @@ def stopped(corpus_folder, request) -> Path:
     decide.begin(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")).fit(
         [StopAt(request.module.STOP)]
     )
-    release(run_dir)
     return run_dir
 
 

@@ -113,7 +113,7 @@ def test_run_directory_deleted_while_training(corpus_folder, tmp_path):
     """It is not made again without its configuration and lock: one line says that nothing can be saved."""
     run_dir = tmp_path / "run"
     session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
-    with pytest.raises(UserError, match="was deleted while its run was training, so nothing can be saved"):
+    with pytest.raises(UserError, match="was deleted or replaced while its run was training, so nothing can be saved"):
         session.fit([At(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
 

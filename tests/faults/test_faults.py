@@ -15,7 +15,8 @@ from lightning import Callback
 
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
-from gpt.training import decide, runs
+from gpt.training import decide
+from gpt.training.run.run import Run
 from harness import Process, differences, refused, train, wait_for_file
 
 RUN, STOP = ["horizon=101steps"], 29
@@ -98,8 +99,8 @@ def test_damaged_checkpoint(hurt, damage, words, capsys):
     if last.samefile(hurt / "checkpoints/best.ckpt"):
         (hurt / "checkpoints/best.ckpt").unlink()
     damage(last)
-    found = runs.load_newest(hurt)
-    assert found[0].name == "previous.ckpt"
+    with Run.open(hurt) as run:
+        assert run.file.name == "previous.ckpt"
     (warning,) = capsys.readouterr().err.splitlines()
     assert str(last) in warning
     assert words in warning

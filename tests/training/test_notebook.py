@@ -113,7 +113,7 @@ def test_a_group_brings_its_settings(monkeypatch):
 def test_arguments_are_keys():
     """Every argument but the text, the callbacks and the run to resume is a key of the configuration."""
     arguments = inspect.signature(gpt.train).parameters.keys() - {"text", "callbacks"}
-    assert arguments == {field.name for field in fields(Config)} - {"rerun", "logger"}
+    assert arguments == {field.name for field in fields(Config)} - {"rerun", "logger", "decided", "amended"}
 
 
 def test_no_hydra_and_no_lightning_before_training():

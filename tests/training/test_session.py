@@ -101,6 +101,7 @@ def test_probe_takes_a_few_steps(folder):
 def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
     """A run that was stopped before its first checkpoint begins at its first step, in its own directory."""
     begun = decide.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    begun.run.close()
     again = decide.resume(str(begun.run_dir))
     assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
     assert (again.run_dir, again.config, again.schedule) == (begun.run_dir, begun.config, begun.schedule)
@@ -121,7 +122,7 @@ def test_initial_weights_are_let_go(folder, tmp_path):
     """The weights that a run starts from take no memory while it trains."""
     changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     session = decide.begin(tiny_config(folder, *changes))
-    probe = Weights(session.start.weights["token_embedding.weight"])
+    probe = Weights(session.weights["token_embedding.weight"])
     session.fit([probe])
     assert probe.gone
 
@@ -140,7 +141,7 @@ def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
         return original(path)
 
     original = checkpoint.load
-    for module in (gpt.training.checkpoints.saving, gpt.training.runs):
+    for module in (gpt.training.checkpoints.saving, gpt.training.run.run):
         monkeypatch.setattr(module, "load", load)
     session = decide.resume(str(run_dir))
     session.fit()

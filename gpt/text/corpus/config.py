@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpt.errors import UserError, require_choice, require_range
@@ -63,6 +63,16 @@ class DataConfig:
             )
         if self.cache:
             self.cache = os.path.expanduser(self.cache)
+
+    def with_absolute_paths(self) -> "DataConfig":
+        """The same text and cache, wherever one stands."""
+
+        def absolute(path: Any) -> Any:
+            known = not isinstance(path, str) or not path or is_url(path) or path in ONE_WORD
+            return path if known else os.path.abspath(os.path.expanduser(path))
+
+        path = [absolute(one) for one in self.path] if isinstance(self.path, list) else absolute(self.path)
+        return replace(self, path=path, cache=absolute(self.cache))
 
     @property
     def paths(self) -> list[str]:

@@ -54,15 +54,19 @@ class Clock(StepCallback):
 
     def __init__(self) -> None:
         self.seconds = 0.0  # of the whole run, up to the end of the last step
-        self._mark = 0.0
+        self._mark = self._worked = 0.0  # of the wall clock, and of the processor's, at the last look
         self._usual = 0.0  # seconds of a step, lately
 
+    def _look(self) -> tuple[float, float]:
+        """The seconds since the last look, and those for which the processor worked meanwhile."""
+        before, self._mark, self._worked = (self._mark, self._worked), time.perf_counter(), time.process_time()
+        return self._mark - before[0], self._worked - before[1]
+
     def _lap(self) -> float:
-        """Count the time since the last mark, or a usual step if the process was suspended meanwhile."""
-        now = time.perf_counter()
-        lap, self._mark = now - self._mark, now
-        if self._usual and lap > SUSPENDED * self._usual + 1.0:
-            lap = self._usual
+        """Count the time since the last look; if the process was suspended, a usual step, or what it worked for."""
+        lap, worked = self._look()
+        if lap > 1.0 + (SUSPENDED * self._usual or 2 * worked):
+            lap = self._usual or worked
         self.seconds += lap
         return lap
 
@@ -72,10 +76,10 @@ class Clock(StepCallback):
         try:
             yield
         finally:
-            self._mark = time.perf_counter()
+            self._look()
 
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
-        self._mark = time.perf_counter()
+        self._look()
         if module.schedule.seconds:
             module.share = min(1.0, self.seconds / module.schedule.seconds)
 

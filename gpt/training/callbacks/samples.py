@@ -20,6 +20,7 @@ from gpt.text.prepared import Corpora
 from gpt.training.callbacks.base import StepCallback
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
+from gpt.training.run.run import SAMPLES
 
 SAMPLE_TOKENS = 80
 PICTURED_TOKENS = 32
@@ -60,7 +61,7 @@ class Samples(StepCallback):
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
         fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
         text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
-        with (self._run_dir / "samples.md").open("a", encoding="utf-8", newline="\n") as stream:
+        with (self._run_dir / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
         if (writer := self._curves.writer) is not None:
             writer.add_text("samples", text, step)

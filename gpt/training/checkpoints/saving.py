@@ -1,10 +1,7 @@
 """When checkpoints are saved, what they say about their run, and how Lightning writes and reads them."""
 
-import os
-import platform
 import time
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,21 +10,13 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from gpt.errors import NonFiniteError, UserError
 from gpt.exchange.checkpoint import FORMAT, load, require_storable, save
-from gpt.files import INSTALLED, link, sync, write_text
 from gpt.training import loop
 from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.checkpoints.signals import StopSignals
-from gpt.training.config.loading import to_yaml
-from gpt.training.metrics.curves import SUFFIX, TABLE, Curves
+from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.runs import git_commit, installed_version
-
-
-def versions() -> dict[str, str]:
-    """The versions on which a run's every bit depends: our own too where we are installed, and no commit tells."""
-    own = {"mini-gpt": installed_version()} if INSTALLED else {}
-    names = ("torch", "lightning", "tiktoken")
-    return {"python": platform.python_version()} | {name: version(name) for name in names} | own
+from gpt.training.run.code import versions
+from gpt.training.run.run import Run
 
 
 class Checkpoints(StepCallback):
@@ -38,9 +27,9 @@ class Checkpoints(StepCallback):
     configuration than its checkpoint's, `amended`, is saved before its first step.
     """
 
-    def __init__(self, run_dir: Path, clock: Clock, validation: Validation, amended: bool = False):
-        self._run_dir, self._clock, self._validation, self._amended = run_dir, clock, validation, amended
-        self._commit, self._signals = git_commit(), StopSignals()
+    def __init__(self, run: Run, clock: Clock, validation: Validation, amended: bool = False):
+        self._run, self._clock, self._validation, self._amended = run, clock, validation, amended
+        self._signals = StopSignals()
         self._saved_step, self._saved_at = -1, 0.0
         self.began = False  # whether everything is restored, and the training has begun
         self.stopped_by = 0  # the signal that ended the run early
@@ -51,6 +40,7 @@ class Checkpoints(StepCallback):
     def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
         step, settings = trainer.global_step, module.config.trainer
         self.began = True
+        self._run.note_code(step)
         self._saved_at = time.monotonic()
         self._saved_step = step or -1  # a run that was resumed has this step on disk
         loop.leave_signals(trainer)
@@ -58,11 +48,9 @@ class Checkpoints(StepCallback):
         if self._amended:
             self._save(trainer, module, step)
         if trainer.is_global_zero:
-            file, text = self._run_dir / "config.yaml", to_yaml(module.config)
-            if file.read_bytes() != text.encode():  # amended, or a kill came between the two files
-                write_text(file, text)
+            self._run.amend(module.config)  # which may have a kill behind it that came between the two files
             if settings.keep_every and step and step % settings.keep_every == 0:
-                self._keep(step)  # a kill may have come before it
+                self._run.keep(step)  # a kill may have come before it
 
     def on_save_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
         checkpoint |= {
@@ -72,7 +60,8 @@ class Checkpoints(StepCallback):
             "schedule": asdict(module.schedule),
             "tokenizer": module.corpora.tokenizer.to_dict(),
             "corpus": module.corpora.key,
-            "git_commit": self._commit,
+            "git_commit": list(self._run.commits.values())[-1],
+            "commits": self._run.commits,
             "versions": versions(),
             "threads": torch.get_num_threads(),
         }
@@ -85,7 +74,7 @@ class Checkpoints(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if self._validation.best_step == step:
             with self._clock.paused():
-                trainer.save_checkpoint(self._run_dir / "checkpoints/best.ckpt")
+                self._run.save_best(trainer.save_checkpoint, step)
         settings, schedule = module.config.trainer, module.schedule
         late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
         received = self._signals.received
@@ -104,7 +93,7 @@ class Checkpoints(StepCallback):
             with self._clock.paused():
                 self._save(trainer, module, step)
                 if keep and trainer.is_global_zero:
-                    self._keep(step)
+                    self._run.keep(step)
 
     def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
         ours = isinstance(exception, UserError | NonFiniteError | SystemExit)
@@ -113,20 +102,10 @@ class Checkpoints(StepCallback):
             self._save(trainer, module, trainer.global_step)
 
     def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        last, previous, best = (self._run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best"))
         module.require_finite_weights()
-        if trainer.is_global_zero and last.exists():
-            link(last, previous)
-        if self._validation.best_step != step or self._amended:
-            trainer.save_checkpoint(last)
-        elif trainer.is_global_zero:
-            link(best, last)  # saved a moment ago with the same contents
+        like_best = self._validation.best_step == step and not self._amended  # which was saved a moment ago
+        self._run.save(trainer.save_checkpoint, step, like_best)
         self._saved_step, self._saved_at, self._amended = step, time.monotonic(), False
-
-    def _keep(self, step: int) -> None:
-        kept = self._run_dir / f"checkpoints/step-{step:08d}.ckpt"
-        if not kept.exists():
-            link(self._run_dir / "checkpoints/last.ckpt", kept)
 
     def close(self) -> None:
         """Restore the signal handlers. Lightning has no hook that always runs at the end."""
@@ -140,30 +119,19 @@ class Journal(Callback):
     since the same steps are about to be made again.
     """
 
-    def __init__(self, run_dir: Path, curves: Curves):
-        self._run_dir, self._curves = run_dir, curves
+    def __init__(self, run: Run, curves: Curves):
+        self._run, self._curves = run, curves
         self._sizes: dict[str, int] = {}  # of each file, by its name
 
-    def _files(self) -> list[Path]:
-        """The growing files of this run; event files of other programs have no such suffix and are left alone."""
-        events = sorted(self._run_dir.glob(f"events.out.tfevents.*{SUFFIX}"))
-        return [file for name in ("samples.md", TABLE) if (file := self._run_dir / name).exists()] + events
-
     def on_train_start(self, trainer: Trainer, module) -> None:
-        for file in self._files() if trainer.is_global_zero else ():
-            if (size := self._sizes.get(file.name)) is None:
-                file.unlink()
-            else:
-                os.truncate(file, min(size, file.stat().st_size))
+        if trainer.is_global_zero:
+            self._run.cut_back(self._sizes)
 
     def state_dict(self) -> dict:
         if self._curves.writing:
             if self._curves.writer is not None:
                 self._curves.writer.flush()
-            files = self._files()
-            for file in files:
-                sync(file)
-            self._sizes = {file.name: file.stat().st_size for file in files}
+            self._sizes = self._run.sizes()
         return self._sizes
 
     def load_state_dict(self, state: dict) -> None:

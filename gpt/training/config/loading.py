@@ -16,10 +16,12 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpt.console import warn
 from gpt.errors import UserError, reason
+from gpt.exchange.formats import upgraded
+from gpt.exchange.loading import find_run
 from gpt.files import ASSETS, flatten, read_yaml
 from gpt.text.corpus.config import ONE_WORD, DataConfig
-from gpt.training import runs
 from gpt.training.config.schema import Config
 
 if TYPE_CHECKING:
@@ -100,7 +102,10 @@ def read(path: Path) -> Config:
     stored = read_yaml(path)
     if not isinstance(stored, dict) or "model" not in stored:
         raise UserError(f"{path}: holds no configuration of a run")
-    return validate(stored)
+    try:
+        return validate(upgraded(stored))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def to_yaml(config: Config) -> str:
@@ -133,8 +138,10 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """
     if "experiment" in names:
         raise UserError("experiment and rerun exclude each other: rerun brings every setting; add single keys to it")
-    config = dataclasses.asdict(read(runs.directory(str(given["rerun"])) / "config.yaml"))
-    config |= {"run_dir": None, "resume": None}
+    config = dataclasses.asdict(read(find_run(str(given["rerun"])) / "config.yaml"))
+    if config["amended"]:
+        warn(f"{given['rerun']} went on otherwise than it began ({', '.join(config['amended'])}): not the same bits")
+    config |= {"run_dir": None, "resume": None, "amended": []}
     if "trainer.device" in names:
         config["trainer"] |= {"precision": "auto", "compile": "auto"}
     if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):

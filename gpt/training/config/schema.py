@@ -2,9 +2,11 @@
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from gpt.errors import UserError, require_choice, require_range
+from gpt.files import flatten
 from gpt.model.transformer import ModelConfig
 from gpt.text.corpus.config import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
@@ -74,6 +76,8 @@ class Config:
     resume: str | None = None  # a run directory to continue, or auto: the one in run_dir, or begin it there
     rerun: str | None = None  # a run directory whose configuration to start from
     init_from: str | None = None  # a run, a checkpoint, a Hugging Face GPT-2 folder or a name on the hub
+    decided: dict | None = field(default_factory=dict)  # keys that the program chose, with what stood there before
+    amended: list[str] = field(default_factory=list)  # what was different before a step, where a run went on otherwise
 
     def __post_init__(self) -> None:
         if self.horizon != "auto":
@@ -93,6 +97,24 @@ class Config:
                 setattr(self, name, os.path.expanduser(path))
         if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
             self.require_whole_windows()
+
+    def settings(self) -> dict[str, Any]:
+        """All values under dotted keys, without what the program has noted beside them."""
+        return flatten({name: value for name, value in asdict(self).items() if name not in ("decided", "amended")})
+
+    def as_decided_from(self, asked: "Config") -> "Config":
+        """This configuration, which records what it has decided of the one that was asked for."""
+        now, before = self.settings(), asked.settings()
+        decided = {key: before[key] for key in before if before[key] != now[key]}
+        return replace(self, decided=(asked.decided or {}) | decided)
+
+    def anywhere(self) -> "Config":
+        """This configuration with absolute paths, for whoever stands in another folder."""
+        return replace(self, data=self.data.with_absolute_paths())
+
+    def amend(self, key: str, step: int, before: "Config") -> "Config":
+        """This configuration, which records that the run had another value of a key until `step`."""
+        return replace(self, amended=[*self.amended, f"{key}={before.settings()[key]} until step {step}"])
 
     @property
     def order_seed(self) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import distributed
 from gpt.console import command_line, warn
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import code_hash
+from gpt.training.checkpoints.signals import SIGNALS
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
@@ -196,6 +198,9 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
     logging.disable(logging.CRITICAL)  # of what this process does from now on, which is to wait
     here = "127.0.0.1"  # or else they look for the machine by its name, which not every machine finds
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{here}:0", "local_addr": here}
+    meeting["signals_to_handle"] = ",".join(
+        signal.Signals(one).name for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN
+    )
     config = LaunchConfig(1, 1, processes, run_id="mini-gpt", max_restarts=0, **meeting)  # type: ignore[arg-type]
     try:
         with unchanged_environment():

@@ -22,13 +22,12 @@ from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import ranks
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
+from gpt.training.run.run import SUFFIX, TABLE
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
     from torch.utils.tensorboard import SummaryWriter
 
-TABLE = "metrics.csv"  # a row for each point of a curve
 ROWS = 64  # of the largest matrix, at most: enough for a few per cent, and next to nothing to copy
-SUFFIX = ".run"  # of the names of our event files, by which the journal knows them from those of other programs
 
 
 class Curves(StepCallback):

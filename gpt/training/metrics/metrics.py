@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 from lightning import Trainer
 
@@ -14,7 +13,7 @@ from gpt.text.batches import windows_given
 from gpt.training.callbacks.base import Clock, StepCallback, Validation
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.runs import git_commit, installed_version
+from gpt.training.run.run import Run
 
 
 class Metrics(StepCallback):
@@ -24,10 +23,9 @@ class Metrics(StepCallback):
     per byte are below it.
     """
 
-    def __init__(self, run_dir: Path, clock: Clock, validation: Validation, curves: Curves):
-        self._file = run_dir / "metrics.json"
+    def __init__(self, run: Run, clock: Clock, validation: Validation, curves: Curves):
+        self._run, self._file = run, run.directory / "metrics.json"
         self._clock, self._validation, self._curves = clock, validation, curves
-        self._commit = git_commit() or installed_version() or None
         self._references: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a session on
         self._passed_at: dict[str, int] = {}
         self.latest: dict = {}
@@ -70,7 +68,8 @@ class Metrics(StepCallback):
             "tokens_per_second": tokens / seconds,
             "parameters": module.model.config.num_parameters,
             "peak_memory_bytes": peak_memory_bytes(module.device),
-            "git_commit": self._commit,
+            "git_commit": list(self._run.commits.values())[-1],
+            "commits": self._run.commits,
             "references": {
                 name: {"bits_per_byte": bits, "passed_at": self._passed_at.get(name)}
                 for name, bits in self._references.items()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,14 +16,15 @@ from lightning import Callback
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
-from gpt.training import decide, runs
+from gpt.training import decide
 from gpt.training.callbacks.base import Clock, StepCallback
-from gpt.training.checkpoints.saving import CheckpointFiles, Journal, versions
-from gpt.training.checkpoints.signals import StopSignals
+from gpt.training.checkpoints.saving import CheckpointFiles
+from gpt.training.checkpoints.signals import ONCE, StopSignals
 from gpt.training.config.schedule import Schedule
 from gpt.training.distributed.launch import TORCHRUN
 from gpt.training.metrics.curves import Curves
-from gpt.training.runs import git_commit
+from gpt.training.run.code import git_commit, versions
+from gpt.training.run.run import Run
 from gpt.training.session import Session
 from harness import StopAt, read_curves, tiny_config
 
@@ -125,21 +127,6 @@ def test_each_rank_gets_its_own_sum_back(tmp_path, monkeypatch, stored, world_si
     assert curves._num_losses == 2
 
 
-# --- journal ---
-
-
-def test_journal_cuts_back(tmp_path):
-    """Files get their lengths of the checkpoint back, and are never lengthened; later ones go, others' stay."""
-    names = ["samples.md", *(f"events.out.tfevents.{i}.host.1.0.run" for i in (1000, 2000)), "events.out.tfevents.3000"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"0123456789")
-    journal = Journal(tmp_path, Curves(tmp_path, Clock()))
-    journal.load_state_dict({"samples.md": 4, names[1]: 17})
-    journal.on_train_start(SimpleNamespace(is_global_zero=True), None)  # type: ignore[arg-type]
-    assert [len(file.read_bytes()) for file in sorted(tmp_path.iterdir())] == [10, 10, 4]
-    assert not (tmp_path / names[2]).exists()
-
-
 # --- signals ---
 
 
@@ -152,6 +139,8 @@ def test_first_signal_asks_and_second_ends(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == signal.SIGTERM
         assert "stopping after this step" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGTERM)  # as from `timeout`, which sends it to its child and then to its group
+        time.sleep(ONCE)
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -186,11 +175,12 @@ def test_a_loaded_checkpoint_is_given_away_once(tmp_path):
 )
 def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
     """A run goes on from the newest of its checkpoints, which may be best.ckpt, and says if last.ckpt is missing."""
+    shutil.copy(trained[0].run_dir / "config.yaml", tmp_path)
     payload = checkpoint.load(trained[0].run_dir / "checkpoints/last.ckpt")
     for name, step in files.items():
         checkpoint.save(payload | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
-    found = runs.load_newest(tmp_path)
-    assert found and (found[0].name, found[1]["step"]) == ("best.ckpt", 9)
+    with Run.open(tmp_path) as run:
+        assert (run.file.name, run.payload["step"]) == ("best.ckpt", 9)
     said = capsys.readouterr().err.splitlines()
     assert said == [f"train.py: {tmp_path}/checkpoints/{line}" for line in warnings]
 

@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from gpt.exchange import checkpoint
-from gpt.training import decide, runs
-from gpt.training.config.loading import read, to_yaml
+from gpt.training import decide
+from gpt.training.config.loading import read
 from gpt.training.optim import OptimConfig, lr_factor
-from harness import StopAt, differences, refusal, refused, release, tiny_arguments, tiny_config, train
+from gpt.training.run.run import Run
+from harness import StopAt, differences, refusal, refused, tiny_arguments, tiny_config, train
 
 STEADY = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
 
@@ -159,7 +160,6 @@ def damage(change):
     [
         (lambda p: p.pop("schedule"), "it has no 'schedule'"),
         (lambda p: p["schedule"].update(more=1), "unexpected keyword argument 'more'"),
-        (lambda p: p["config"]["model"].update(num_layers=-1), "model.num_layers=-1 is out of range"),
         (lambda p: p["callbacks"].pop("Clock"), "it has no 'Clock'"),
         (lambda p: p["callbacks"].pop("Validation"), "it has no 'Validation'"),
         (lambda p: p["callbacks"]["Curves"].pop("losses"), "it has no 'losses'"),
@@ -187,6 +187,15 @@ def test_is_refused_before_anything_changes(short, change, problem):
     assert {file: file.read_bytes() for file in short.rglob("*") if file.is_file()} == before
 
 
+def test_another_configuration(short):
+    """What config.yaml says is what is used: a checkpoint that says otherwise is refused before anything is touched."""
+    damage(lambda p: p["config"]["data"].update(path="/etc/passwd", cache=str(short / "elsewhere")))(short)
+    before = {file: file.read_bytes() for file in short.rglob("*") if file.is_file()}
+    line = refused(f"resume={short}", "horizon=97steps")
+    assert line.startswith(f"train.py: {short}/config.yaml has data.path='") and "last.ckpt '/etc/passwd'" in line
+    assert {file: file.read_bytes() for file in short.rglob("*") if file.is_file()} == before
+
+
 def test_another_text(short):
     """A run continues only on the text and the tokens that it has learnt."""
     damage(lambda p: p["corpus"].update(corpus="0" * 64))(short)
@@ -208,7 +217,6 @@ def test_begun_continued_and_complete(arguments, tmp_path):
     """A run that was stopped after two steps ends like one that never was, and then there is nothing to do."""
     train(*arguments)
     whole = (tmp_path / "run").rename(tmp_path / "whole")
-    release(tmp_path / "run")
     stored = yaml.safe_load((whole / "config.yaml").read_text())
     assert (stored["resume"], stored["run_dir"]) == (None, str(tmp_path / "run"))
     assert len(stored["data"]["prompts"]) == 2  # as they were taken from the text
@@ -243,7 +251,8 @@ def test_begun_continued_and_complete(arguments, tmp_path):
 def test_other_settings(corpus_folder, tmp_path, change, line):
     """A repeated command that says something else is refused, naming the key, both values and the remedy."""
     config = tiny_config(corpus_folder, "horizon=5steps", "data.prompts=['',beta]")
-    runs.make(str(tmp_path / "run"), "run", to_yaml(config))
+    began = tiny_config(corpus_folder, "horizon=5steps", "data.prompts=null")
+    Run.create(str(tmp_path / "run"), "", config.as_decided_from(began))
     asked = ["data.prompts=null", "resume=auto", f"run_dir={tmp_path / 'run'}", "horizon=5steps"]
     assert line in (found := refusal(decide.new_or_resumed, tiny_config(corpus_folder, *asked, change)))
     assert "resume=" in found
@@ -252,8 +261,9 @@ def test_other_settings(corpus_folder, tmp_path, change, line):
 
 def test_what_the_run_has_decided(corpus_folder, tmp_path):
     """`auto`, and a model that came with its weights, are no differences; a run_dir is needed."""
-    stored = tiny_config(corpus_folder, "horizon=2h", "init_from=gpt2", "model.num_layers=7")
-    runs.make(str(tmp_path / "run"), "run", to_yaml(stored))
+    began = tiny_config(corpus_folder, "horizon=2h", "init_from=gpt2")
+    stored = tiny_config(corpus_folder, "horizon=2h", "init_from=gpt2", "model.num_layers=7").as_decided_from(began)
+    Run.create(str(tmp_path / "run"), "", stored)
     asked = ["resume=auto", "init_from=gpt2", "trainer.micro_batch_size=auto", "horizon=2h"]
     there = [*asked, f"run_dir={tmp_path / 'run'}"]
     assert decide.new_or_resumed(tiny_config(corpus_folder, *there)).resume == str(tmp_path / "run")

@@ -20,9 +20,11 @@ from gpt.training import decide
 from gpt.training.callbacks.base import Clock
 from gpt.training.callbacks.samples import frequent
 from gpt.training.config.loading import validate
+from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import ROWS, Curves
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.tensorboard import layout
+from gpt.training.run.run import Run
 from gpt.training.session import Session
 from harness import StopAt, differences, read_events, read_table, tiny_config
 
@@ -122,7 +124,8 @@ def test_charts_of_other_runs(run):
 def test_references_are_passed_once(tmp_path):
     """Being equal does not pass one, and a later rise does not take it back."""
     written: list[dict] = []
-    metrics = Metrics(tmp_path, None, None, SimpleNamespace(write=lambda scalars, step: written.append(scalars)))  # type: ignore[arg-type]
+    curves = SimpleNamespace(write=lambda scalars, step: written.append(scalars))
+    metrics = Metrics(Run(tmp_path, Config()), None, None, curves)  # type: ignore[arg-type]
     metrics._references = {"a": 2.0, "b": 1.0}
     for step, bits in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
         metrics._compare(step, Score(bits * np.log(2), 1, 1))

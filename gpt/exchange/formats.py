@@ -1,0 +1,35 @@
+"""What earlier versions of this project wrote, read as what it meant then: runs continue with every later version.
+
+Whoever adds a key to `Config`, or takes one away, adds a line here.
+"""
+
+from typing import Any
+
+CAME: dict[str, Any] = {  # keys that came later: what the code did before
+    "decided": None,  # not recorded
+    "amended": [],
+}
+GONE: dict[str, dict[Any, Any] | None] = {  # keys that went, which drops them, or values: what these are called now
+    "trainer.strategy": {"fsdp": "auto"},
+}
+
+
+def upgraded(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run of any earlier version, nested, as this one would have written it."""
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for name, value in CAME.items():
+        group, key = _place(config, name)
+        group.setdefault(key, value)
+    for name, values in GONE.items():
+        group, key = _place(config, name)
+        if key in group:
+            value = group.pop(key)
+            group |= {} if values is None else {key: values.get(value, value)}
+    return config
+
+
+def _place(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """Where a dotted key stands: its group, and its name there."""
+    group, _, key = name.rpartition(".")
+    inner = config.get(group) if group else config
+    return (inner if isinstance(inner, dict) else {}), key

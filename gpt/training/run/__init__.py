@@ -1,0 +1,1 @@
+"""A run directory, and what is recorded of a run."""
