@@ -2,13 +2,12 @@
 
 import sys
 
-import gpt  # noqa: F401  # before what takes seconds, since it deals with Ctrl-C
+from gpt.console import command_line  # before what takes seconds, since gpt/__init__.py deals with Ctrl-C
 
 # isort: split
 import hydra
 from omegaconf import DictConfig
 
-from gpt.console import command_line
 from gpt.training.command import Request, ask, compose_and_run, decide, finished, reported
 from gpt.training.config.loading import load_callbacks
 from gpt.training.distributed.launch import as_one_of_many, launch

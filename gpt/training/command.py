@@ -32,17 +32,19 @@ from gpt.exchange.loading import find_run
 from gpt.files import CONFIGS
 from gpt.training.checkpoints.signals import SIGNALS, SWEEP
 from gpt.training.config.loading import asked_for, callbacks_of, read, unknown_key, validate
-from gpt.training.config.schema import SHAPE, Config
+from gpt.training.config.schema import NOTES, SHAPE, Config
 from gpt.training.decide import begin, new_or_resumed, resume
 from gpt.training.distributed.launch import is_rank_0, ranks
 from gpt.training.estimate.forecast import plan_of
 from gpt.training.optim import unread_settings
 from gpt.training.session import Session
 
+PATHS = re.compile(r"(\+{0,2}(?:run_dir|resume|rerun|init_from|data\.path|data\.cache))=(.*)", re.S)
 # Files in the folder of a sweep: why jobs failed, how the others ended, and that a signal has come.
 FAILED, FINISHED, STOPPED = "failed", "finished", "stopped"
 
-ConfigStore.instance().store(name="defaults", node=asdict(Config()))
+defaults = {key: value for key, value in asdict(Config()).items() if key not in NOTES}
+ConfigStore.instance().store(name="defaults", node=defaults)
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,29 @@ def compose_and_run(job: Callable[[], Any]) -> None:
 
 
 def _for_hydra(words: list[str]) -> list[str]:
-    """The command line as Hydra reads it: options first, then overrides, with home directories in them."""
+    """The command line as Hydra reads it: options first, then overrides, with names of files as they stand."""
     for word in get_args_parser().parse_known_args(words)[1]:
         if word.startswith("--"):
             raise UserError(f"{word}: keys are written key=value, such as seed=3; see --help for the options there are")
-    words = [re.sub(r"(?<==)~(?=/|$)", lambda _: os.path.expanduser("~"), word) for word in words]
+    words = [PATHS.sub(_quoted, word) for word in words]
     return sorted(words, key=lambda word: "=" in word and not word.startswith("-"))
+
+
+def _quoted(override: re.Match) -> str:
+    """A key and its path in the quotes that Hydra's grammar asks for, alone, in a list, or in a sweep over several."""
+
+    def quoted(path: str) -> str:
+        path = os.path.expanduser(path.strip())
+        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + "\\" * len(found[2]) + found[2], path) + "'"
+
+    key, value = override.groups()
+    several = {"-m", "--multirun"} & set(sys.argv) and not os.path.exists(value)
+    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S) and not os.path.exists(value):
+        return override[0]  # in quotes already, or one of Hydra's functions
+    if value.startswith("[") and value.endswith("]") and not os.path.exists(value):
+        inner = value[1:-1]
+        return override[0] if re.search("['\"]", inner) else f"{key}=[{','.join(map(quoted, inner.split(',')))}]"
+    return f"{key}={','.join(map(quoted, value.split(','))) if several else quoted(value)}"
 
 
 def check_jobs() -> None:

@@ -14,6 +14,7 @@ from gpt.training.config.schedule import parse_horizon
 from gpt.training.optim import OptimConfig
 
 SHAPE = ("d_model", "num_layers", "num_heads")
+NOTES = ("decided", "amended")  # what the program adds to the configuration of a run
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 
 
@@ -100,7 +101,7 @@ class Config:
 
     def settings(self) -> dict[str, Any]:
         """All values under dotted keys, without what the program has noted beside them."""
-        return flatten({name: value for name, value in asdict(self).items() if name not in ("decided", "amended")})
+        return flatten({name: value for name, value in asdict(self).items() if name not in NOTES})
 
     def as_decided_from(self, asked: "Config") -> "Config":
         """This configuration, which records what it has decided of the one that was asked for."""

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import math
 import threading
-import time
 from pathlib import Path
 from statistics import fmean
 from typing import IO, TYPE_CHECKING
@@ -22,7 +21,7 @@ from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import ranks
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.run.run import SUFFIX, TABLE
+from gpt.training.run.run import EVENTS, SUFFIX, TABLE
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
     from torch.utils.tensorboard import SummaryWriter
@@ -64,15 +63,14 @@ class Curves(StepCallback):
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        from gpt.training.metrics.tensorboard import opening
+        from gpt.training.metrics.tensorboard import named_after, opening
 
         threading.excepthook = self._on_thread_error
-        while any(self._run_dir.glob(f"events.out.tfevents.{int(time.time())}.*")):
-            time.sleep(0.1)  # TensorBoard reads files in the order of their names, which begin with the second
         place = self._run_dir if config.run_dir else self._run_dir.parent
         self._lines = place / ".references"  # hidden, so that runs/* are runs
         # Tells a TensorBoard that is running to drop what an interrupted session wrote past the checkpoint.
-        self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
+        with named_after(max(self._run_dir.glob(EVENTS), default=None)):
+            self.writer = SummaryWriter(self._run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
         for summary in opening(config) if step == 0 else ():
             self.writer._get_file_writer().add_summary(summary, 0)
 

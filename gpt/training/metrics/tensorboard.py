@@ -1,16 +1,18 @@
 """What a run tells TensorBoard beside its curves: its settings, the charts of CUSTOM SCALARS, lines to compare with."""
 
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import custom_scalars, hparams, scalar
 
-from gpt.files import flatten
 from gpt.training.config.schema import Config
 
 # The HPARAMS tab shows the first five settings: by name, but those first that are said to differ between runs.
@@ -19,7 +21,7 @@ FIRST = ("model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "se
 
 def opening(config: Config) -> list[Summary]:
     """The summaries that belong at step 0."""
-    settings = {key: str(v) if isinstance(v, list) else v for key, v in flatten(asdict(config)).items()}
+    settings = {key: str(v) if isinstance(v, list) else v for key, v in config.settings().items()}
     compared = dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))  # beside them in the HPARAMS tab
     experiment, *session = hparams(settings, compared)
     plugin = experiment.value[0].metadata.plugin_data
@@ -28,6 +30,20 @@ def opening(config: Config) -> list[Summary]:
         info.differs = info.name in FIRST
     plugin.content = data.SerializeToString()
     return [experiment, *session, custom_scalars(layout(config))]
+
+
+@contextmanager
+def named_after(last: Path | None) -> Iterator[None]:
+    """Have an event file that is made here be named by a later second than `last`, even if the clock was set back.
+
+    TensorBoard reads files in the order of their names, and a later one drops what was cut off from those before.
+    """
+    least = int(last.name.split(".")[3]) + 1 if last else 0
+    event_file_writer.time = SimpleNamespace(time=lambda: max(least, time.time()))
+    try:
+        yield
+    finally:
+        event_file_writer.time = time
 
 
 def draw_line(folder: Path, tag: str, value: float, steps: int) -> None:
