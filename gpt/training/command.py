@@ -85,7 +85,7 @@ def ask(composed: DictConfig) -> Request:
         config = new_or_resumed(config)
     elif overrides and not plan and not config.resume and ranks().rank == 0:
         say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
-    model = "rerun" if composed.get("rerun") else chosen.runtime.choices["model"]
+    model = "rerun" if composed.get("rerun") else chosen.runtime.choices.get("model", "")  # not of a saved composition
     return Request(config, model, tuple(overrides), tuple(callbacks_of(composed)), plan)
 
 

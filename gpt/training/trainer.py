@@ -25,7 +25,7 @@ from gpt.training.checkpoints.resuming import restoring
 from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import is_rank_0, on_all_ranks
+from gpt.training.distributed.launch import expect_answers, is_rank_0, on_all_ranks
 from gpt.training.estimate.agreement import require_agreement
 from gpt.training.loop import TrainBatches
 from gpt.training.metrics.curves import Curves
@@ -80,6 +80,7 @@ class Training:
             trainer = build_trainer(self.module, self.callbacks, self._files, loggers)
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
                 on_all_ranks(lambda: require_agreement(self.module))
+                expect_answers(config.trainer.answer_minutes)
                 trainer.fit(self.module, TrainBatches(self.module), ckpt_path=self._run.file, weights_only=True)
         except Exception as error:
             self._run.require_here()  # which tells more than what came of it

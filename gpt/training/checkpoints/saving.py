@@ -31,6 +31,7 @@ class Checkpoints(StepCallback):
         self._run, self._clock, self._validation, self._amended = run, clock, validation, amended
         self._signals = StopSignals()
         self._saved_step, self._saved_at = -1, 0.0
+        self._saving = False  # or it has failed
         self.began = False  # whether everything is restored, and the training has begun
         self.stopped_by = 0  # the signal that ended the run early
 
@@ -74,7 +75,9 @@ class Checkpoints(StepCallback):
     def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         if self._validation.best_step == step:
             with self._clock.paused():
+                self._saving = True
                 self._run.save_best(trainer.save_checkpoint, step)
+                self._saving = False
         settings, schedule = module.config.trainer, module.schedule
         late = int(time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes)
         received = self._signals.received
@@ -96,16 +99,18 @@ class Checkpoints(StepCallback):
                     self._run.keep(step)
 
     def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
-        ours = isinstance(exception, UserError | NonFiniteError | SystemExit)
+        at_once = isinstance(exception, NonFiniteError | SystemExit)
         alone = trainer.world_size == 1  # several ranks would wait for each other, and one of them may be gone
-        if module.between_updates and alone and not ours and self._saved_step != trainer.global_step:
+        done = self._saving or self._saved_step == trainer.global_step
+        if module.between_updates and alone and not at_once and not done:
             self._save(trainer, module, trainer.global_step)
 
     def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         module.require_finite_weights()
         like_best = self._validation.best_step == step and not self._amended  # which was saved a moment ago
+        self._saving = True
         self._run.save(trainer.save_checkpoint, step, like_best)
-        self._saved_step, self._saved_at, self._amended = step, time.monotonic(), False
+        self._saving, self._saved_step, self._saved_at, self._amended = False, step, time.monotonic(), False
 
     def close(self) -> None:
         """Restore the signal handlers. Lightning has no hook that always runs at the end."""

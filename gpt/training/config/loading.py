@@ -125,8 +125,8 @@ def asked_for(composed: DictConfig, overrides: list[str]) -> dict:
     config = _resolved(composed)
     if config.get("rerun"):
         config = _repeated(config, names)
-    if "data.path" in names and "data" not in names and config["data"]["name"] == DataConfig.name:
-        path = config["data"]["path"]
+    path = (config.get("data") or {}).get("path")
+    if path and "data" not in names and config["data"].get("name") == DataConfig.name:
         config["data"] |= {"name": path, "path": None} if path in list(ONE_WORD) else {"name": "text"}
     return config
 

@@ -36,6 +36,7 @@ class TrainerConfig:
     validate_every: int = 500  # at most: a run validates at least four times
     checkpoint_every: int = 250
     checkpoint_minutes: float = 10.0  # also save after this many minutes without a checkpoint
+    answer_minutes: float = 10.0  # in which each process must answer; rank 0 saves and samples while the others wait
     keep_every: int = 0  # also keep a checkpoint of every so many steps, as step-00002000.ckpt; 0 keeps none
 
     def __post_init__(self) -> None:
@@ -48,7 +49,8 @@ class TrainerConfig:
             if getattr(self, name) is not None:
                 require_range(f"trainer.{name}", getattr(self, name), 1)
         require_range("trainer.keep_every", self.keep_every, 0, note="(off)")
-        require_range("trainer.checkpoint_minutes", self.checkpoint_minutes, 0, above=True)
+        for name in ("checkpoint_minutes", "answer_minutes"):
+            require_range(f"trainer.{name}", getattr(self, name), 0, above=True)
         if self.micro_batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", self.micro_batch_size):
             raise UserError(
                 f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"

@@ -8,11 +8,12 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from socket import gethostname
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
 JOIN_SECONDS = 60  # that processes wait for one another
 PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, which may prepare a long text
+LOST_SECONDS = 25  # without a sign of life, after which a machine is lost
 GRACE = 5.0  # seconds in which whatever started the processes ends this one, because another has died
 Result = TypeVar("Result")
 
@@ -114,13 +116,33 @@ def connect() -> None:
         torch.cuda.set_device(here.local_rank)
     distributed.init_process_group(backend, None, PATIENCE, here.world_size, here.rank, group)
     alike: list[Any] = [None] * here.world_size
-    distributed.all_gather_object(alike, (gethostname(), _identity()))
+    distributed.all_gather_object(alike, (socket.gethostname(), _identity()))
+    _notice_lost_machines()
     for rank, (host, identity) in enumerate(alike):
         if different := set(alike[0][1]) ^ set(identity):
             _end_together(
                 f"process {rank} on {host} was not started like process 0, but differs in "
                 f"{', '.join(sorted(different))}: start all with the same arguments and the same code"
             )
+
+
+def _notice_lost_machines() -> None:
+    """Have Linux give up a connection on which the other side, without power or cable, is silent for `LOST_SECONDS`."""
+    if sys.platform != "linux":
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                connection.setsockopt(socket.IPPROTO_TCP, option, LOST_SECONDS // 5)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_SECONDS)
+
+
+def expect_answers(minutes: float) -> None:
+    """End all ranks from now on when one does not answer for so long, as where its process is stopped."""
+    if ranks().world_size > 1:  # the name is that before torch 2.15
+        set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(minutes=minutes), distributed.group.WORLD)
 
 
 def _identity() -> list[str]:
@@ -175,15 +197,36 @@ def as_one_of_many() -> Iterator[None]:
     except UserError as error:
         raise UserError(f"process {rank}: {error}" if rank else str(error)) from None
     except Exception as error:
-        if world_size == 1 or not ("gloo" in str(error) or isinstance(error, distributed.DistError)):
+        if world_size == 1 or not (
+            re.search("gloo|pair closure", str(error)) or isinstance(error, distributed.DistError)
+        ):
             raise
-        time.sleep(GRACE)
-        if rank < 2 and not distributed.is_torchelastic_launched():  # which tells of it; one of these two is alive
-            warn("another process of this training has died, and so all end")
+        silent, late = _silent(rank, world_size), re.search("imed out|timeout", str(error))
+        told = distributed.is_torchelastic_launched() and not late  # by whoever has started them
+        if rank == min({*range(world_size)} - {*silent}) and not told:
+            which = " and ".join(map(str, silent)) or "another"
+            warn(f"process {which} of this training has died or does not answer, and so all end")
         sys.exit(1)
     finally:
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _silent(rank: int, world_size: int) -> list[int]:
+    """The ranks that do not say within `GRACE` seconds that they have noticed, as this one has, that one is missing."""
+    store = distributed.distributed_c10d._get_default_store()
+    everyone = [f"rank {one} has noticed" for one in range(world_size)]
+    silent = [0]  # which keeps the store: if it is the one, nobody gets an answer
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.set(everyone[rank], "")
+            time.sleep(GRACE)
+            silent[:] = [one for one in range(world_size) if not store.check([everyone[one]])]
+
+    threading.Thread(target=ask, daemon=True).start()
+    time.sleep(GRACE + 1.0)
+    return silent
 
 
 def launch(function: Callable[[Any], Result], request: Any, processes: int) -> Result:

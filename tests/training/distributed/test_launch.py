@@ -222,7 +222,7 @@ class Group:
         return [CONCERNS.sub("", process.communicate(timeout=120)[0]) for process in self.processes]
 
 
-DIED = "another process of this training has died, and so all end"
+DIED = "process 0 of this training has died or does not answer, and so all end"
 
 
 @pytest.mark.slow
@@ -251,6 +251,23 @@ def test_no_rank_outlives_another(settings, tmp_path, how, count, victim, line):
     if how == "own":
         assert group.processes[0].returncode == 1
     assert how == "torchrun" or "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "victim"), [("own", 1), ("srun", 0)])
+def test_a_rank_that_does_not_answer(settings, tmp_path, how, victim):
+    """One that is stopped, and so neither ends nor answers, ends all when its time is up, and is named."""
+    run_dir = tmp_path / "run"
+    long = ["horizon=100000steps", "trainer.answer_minutes=0.1", f"run_dir={run_dir}", "trainer.validate_every=100000"]
+    group = Group(how, 2, *settings, *long)
+    wait_for_file(run_dir / "checkpoints/last.ckpt", 300)
+    everyone = group.ranks()
+    everyone[victim].suspend()
+    _, alive = psutil.wait_procs(everyone[1 - victim :][:1], timeout=40)
+    assert not alive
+    everyone[victim].kill()
+    output = "".join(group.outputs())
+    assert f"train.py: process {victim} of this training has died or does not answer, and so all end" in output
 
 
 @pytest.mark.slow
