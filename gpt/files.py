@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,22 +165,29 @@ def hold(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
     """Take a lock until what is returned is released or the process ends, however it ends.
 
     Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises `HeldError`.
-    `OSError` where the file cannot be made. The file itself stays, unless its file system knows no locks: there the
-    lock is that the file exists, and names its owner.
+    `OSError` where the file cannot be made. The file itself stays. On a file system that knows no locks, the lock is
+    that another file exists, which names its owner; that of a process which has died on this machine counts for none.
     """
-    lock = FileLock(file, thread_local=False)
-    with warnings.catch_warnings(action="ignore"):  # that it is such a file system
+    lock: BaseFileLock = FileLock(file, thread_local=False, fallback_to_soft=False)
+    names = file
+    try:
         try:
             lock.acquire(blocking=False)
-        except Timeout:
-            owner = ""
-            with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
-                owner = " on ".join(file.read_text(encoding="utf-8", errors="replace").split()[:2])
-            if tell is None:
-                raise HeldError(owner or "(unknown)") from None
-            tell(owner or "(unknown)")
-            lock.acquire()
-    if not isinstance(lock, SoftFileLock):
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            names = file.with_name(f"{file.name}.owner")
+            lock = SoftFileLock(names, thread_local=False)
+            lock.acquire(timeout=1.0)  # in which it looks whether the owner is alive
+    except Timeout:
+        owner = ""
+        with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
+            owner = " on ".join(names.read_text(encoding="utf-8", errors="replace").split()[:2])
+        if tell is None:
+            raise HeldError(owner or "(unknown)") from None
+        tell(owner or "(unknown)")
+        lock.acquire()
+    if names == file:
         with contextlib.suppress(OSError):
             file.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return lock

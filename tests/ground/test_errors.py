@@ -1,7 +1,9 @@
 """How commands end: exit codes, and one line for a mistake."""
 
+import contextlib
 import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +81,45 @@ def test_reader_gone_on_windows(monkeypatch):
     assert len(muted) == 2
     with pytest.raises(OSError), command_line("prog"):  # elsewhere it is a bug
         raise OSError(errno.EINVAL, "Invalid argument")
+
+
+class Broken(io.StringIO):
+    """A stream that cannot be written: its terminal was closed, or its disk is full."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, "broken")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_output_ends_no_training(monkeypatch, number):
+    """A closed terminal or a full disk of the log: a training ends well; other commands have lost their result."""
+    muted = []
+    monkeypatch.setattr("gpt.console._mute", muted.append)
+    for program, code in (("train.py", None), ("gpt.compare", 2)):
+        monkeypatch.setattr(sys, "stdout", Broken(number))
+        done = []
+        with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end, command_line(program):
+            say("a line")
+            done.append("the work")
+        assert done and (end.value.code if end else None) == code
+    assert len(muted) >= 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
+def test_no_escape_codes_on_a_terminal():
+    """Whatever made a text, a terminal gets none of the codes that it would obey; a pipe gets the text as it is."""
+    code = "from gpt.console import *\nwith command_line('p'): print('a\\x1b]0;b\\x07\\x9bc\\td'); say('\\x1b[31m')"
+    controller, terminal = os.openpty()
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=terminal, check=True)
+    os.close(terminal)
+    assert os.read(controller, 1000).replace(b"\r\n", b"\n") == b"a\\x1b]0;b\\x07\\x9bc\td\n\\x1b[31m\n"
+    os.close(controller)
+    piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert piped.stdout.splitlines()[0] == "a\x1b]0;b\x07\x9bc\td"
 
 
 def test_quote(monkeypatch):

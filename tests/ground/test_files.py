@@ -141,12 +141,36 @@ def test_hold_names_the_owner(tmp_path):
     hold(file).release()
 
 
-def test_lock_ends_with_its_process(tmp_path):
-    """A process that is killed leaves a file, not a lock."""
+@pytest.fixture(params=["with locks", "without locks"])
+def file_system(request, monkeypatch) -> str:
+    """Python that starts a process on a file system with locks, or one that answers as Lustre without -o flock."""
+    if request.param == "with locks":
+        return "import os\n"
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return "import fcntl, os\ndef flock(*given): raise OSError(38, 'no')\nfcntl.flock = flock\n"
+
+
+def test_lock_ends_with_its_process(tmp_path, file_system):
+    """A process that is killed leaves a file, not a lock; until then others are told that it holds it."""
     file = tmp_path / ".lock"
-    program = f"import os, pathlib, gpt.files; held = gpt.files.hold(pathlib.Path({str(file)!r})); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
-    assert file.exists()
+    program = f"{file_system}import gpt.files, pathlib; held = gpt.files.hold(pathlib.Path({str(file)!r}))\n"
+    first = subprocess.Popen(
+        [sys.executable, "-c", program + "print('held', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert first.stdout.readline() == b"held\n"
+    with pytest.raises(HeldError, match=str(first.pid)):
+        hold(file)
+    first.kill()
+    first.wait()
+    for stream in (first.stdin, first.stdout):
+        stream.close()
     hold(file).release()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import pkgutil
 import re
@@ -23,6 +24,7 @@ from gpt.exchange.loading import find_run
 from gpt.files import ASSETS, flatten, read_yaml
 from gpt.text.corpus.config import ONE_WORD, DataConfig
 from gpt.training.config.schema import Config
+from gpt.training.run.code import code
 
 if TYPE_CHECKING:
     from lightning import Callback
@@ -105,7 +107,14 @@ def read(path: Path) -> Config:
     try:
         return validate(upgraded(stored))
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error} (the run is of {_written_by(path.parent)}, and this is {code()})") from None
+
+
+def _written_by(directory: Path) -> str:
+    """The code that wrote the metrics of a run, as far as they can be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((directory / "metrics.json").read_text(encoding="utf-8"))["git_commit"])
+    return "other code"
 
 
 def to_yaml(config: Config) -> str:

@@ -84,11 +84,7 @@ class Run:
         """
         directory = find_run(path)
         _require_own_files(directory)
-        try:
-            config = read(directory / "config.yaml")
-        except UserError as error:
-            raise UserError(f"{error} (the run is of {_written_by(directory)}, and this is {code()})") from None
-        run = cls(directory, config, _lock=_locked(directory))
+        run = cls(directory, read(directory / "config.yaml"), _lock=_locked(directory))
         try:
             run.read_newest()
         except BaseException:
@@ -276,13 +272,6 @@ def _locked(directory: Path) -> BaseFileLock:
         raise UserError(f"{directory}: process {owner} is training in it: wait, or stop that one") from None
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None
-
-
-def _written_by(directory: Path) -> str:
-    """The code that wrote the metrics of a run, as far as they can be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((directory / "metrics.json").read_text(encoding="utf-8"))["git_commit"])
-    return "other code"
 
 
 def _require_own_files(directory: Path) -> None:
