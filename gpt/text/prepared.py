@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.errors import UserError
+from gpt.errors import OutsideError, UserError
 from gpt.text.cache import read_json
 from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.corpus.remote import Remote
@@ -120,7 +120,7 @@ def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
         last = store.file("validation.bin", held["tokens"] * each, held["sha256"], cache, room)
         validation = Shards([last], [held["tokens"]], width(tokenizer))[0]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{store.url}: is damaged ({error}): prepare it again, in an empty folder") from None
+        raise OutsideError(f"{store.url}: is damaged ({error}): prepare it again, in an empty folder") from None
     lengths = [tokens for _, tokens, _ in listed]
     needed = 3 * GROUP * max(lengths, default=0) * each
     if isinstance(last, Remote) and room < min(needed, sum(lengths) * each):

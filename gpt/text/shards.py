@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
-from gpt.errors import UserError
+from gpt.errors import OutsideError, UserError
 from gpt.files import mark_as_cache, replacing
 from gpt.text.cache import sealed, unsealed
 from gpt.text.corpus.remote import Remote, explain, local, open_store
@@ -38,7 +38,7 @@ class Store:
         try:
             return None if content is None else unsealed(content.decode("utf-8"), name)
         except ValueError as error:
-            raise UserError(f"{self.url}: is damaged ({error}): prepare it again, in an empty folder") from None
+            raise OutsideError(f"{self.url}: is damaged ({error}): prepare it again, in an empty folder") from None
 
     def write(self, name: str, content: bytes) -> None:
         """Put a file into the folder, in place of an older one."""
@@ -111,13 +111,16 @@ class Shards:
 
     def __getitem__(self, shard: int) -> np.ndarray:
         """Open a shard, after fetching it if need be: (tokens,), on disk."""
-        file = local(self._files[shard])
+        try:
+            file = local(self._files[shard])
+        except UserError as error:  # such as a name that is gone, which no user has given
+            raise OutsideError(str(error)) from None
         try:
             found = np.asarray(np.memmap(file, self._dtype, mode="r"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read ({error})") from None
+            raise OutsideError(f"{file}: cannot be read ({error})") from None
         if len(found) != self.lengths[shard]:
-            raise UserError(f"{file}: has {len(found):,} tokens where the manifest says {self.lengths[shard]:,}")
+            raise OutsideError(f"{file}: has {len(found):,} tokens where the manifest says {self.lengths[shard]:,}")
         return found
 
     def circle(self, group: int, following: int) -> Circle:

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import fsspec
 
 from gpt.console import progress_bar, say
-from gpt.errors import UserError, is_disk_full, reason
+from gpt.errors import OutsideError, UserError, is_disk_full, reason
 from gpt.files import publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 
@@ -29,10 +29,6 @@ DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 _WEB = ("http://", "https://")
 _LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
-
-
-class UnreachableError(UserError):
-    """A store does not answer, or not as it should."""
 
 
 @contextlib.contextmanager
@@ -50,7 +46,7 @@ def explain(url: str) -> Iterator[None]:
         if is_disk_full(error):
             raise
         remedy = _remedy(error)
-        kind = UserError if remedy else UnreachableError
+        kind = UserError if remedy else OutsideError
         what = f"{type(error).__name__}: {reason(error)}"
         raise kind(f"{url}: cannot be used ({what}); {remedy or OFFLINE}") from None
 
@@ -196,18 +192,19 @@ def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> 
         fs, path = open_store(url)
         with explain(url):
             listed = _retried(lambda _: _listed(fs, path))
+    except OutsideError as error:
+        try:
+            listed = read_json(note)["files"]
+        except (OSError, ValueError):
+            raise error from None
+        say(f"{error}; taking its files as they were the last time")
+    else:
         if not listed:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
         with explain_unwritable(note.parent):
             make_cache(cache)
             note.parent.mkdir(exist_ok=True)
             write_json(note, {"files": listed})
-    except UnreachableError as error:
-        try:
-            listed = read_json(note)["files"]
-        except (OSError, ValueError):
-            raise error from None
-        say(f"{error}; taking its files as they were the last time")
     return tuple(Remote(name, size, tag, cache, room, say=say) for name, size, tag in listed)
 
 

@@ -19,6 +19,7 @@ import pytest
 from fsspec.registry import _registry
 
 import gpt.text.corpus.remote
+from gpt.errors import OutsideError, UserError
 from gpt.files import is_output
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.remote import OFFLINE, Remote, find
@@ -226,6 +227,10 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, remedy):
     """Nothing is left, or all that was there; only what may pass is tried again."""
     monkeypatch.setattr(gpt.text.corpus.remote, "ATTEMPTS", 3)
     message = rf"{server.url(way)}: cannot be used \(ClientResponseError: {way}, .*\); "
+    with pytest.raises(UserError) as caught:
+        fetch(server, way, tmp_path)
+    assert isinstance(caught.value, OutsideError) == (way == "503")
+    server.asked.clear()
     for ask in (partial(fetch, server, way, tmp_path), partial(find, server.url(way), tmp_path, 10**7)):
         assert re.fullmatch(message + re.escape(remedy), refusal(ask))
         assert is_empty(downloads)
