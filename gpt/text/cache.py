@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpt.errors import OutsideError, UserError, is_disk_full
+from gpt.errors import OutsideError, UserError, is_disk_full, reason
 from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, write_text
 
 if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
@@ -56,10 +56,13 @@ def sealed(content: dict) -> str:
 
 def unsealed(text: str, name: str) -> dict:
     """Return what `sealed` got; raise `ValueError` if it is damaged."""
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
-        raise ValueError(f"the content of {name} does not match its seal")
-    return content
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and content.pop("seal", None) == _seal(content):
+            return content
+    except RecursionError as error:
+        raise ValueError(reason(error)) from None
+    raise ValueError(f"the content of {name} does not match its seal")
 
 
 def _seal(content: dict) -> str:

@@ -128,7 +128,8 @@ class Remote:
                     part = target.with_name(f"{target.name}.part")
                     self._download(part)
                     publish(part, target)
-                os.utime(target)  # by which `make_room` knows what is in use
+                # `_make_room` knows by it what is in use; the time of the content stays, by which a change is noticed.
+                os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
     def _download(self, part: Path) -> None:
@@ -169,7 +170,7 @@ class Remote:
                 if file != part and not file.name.startswith("."):  # which locks and listings do
                     size += status.st_size
                     if file.suffix != ".part" or status.st_mtime < time.time() - ABANDONED:
-                        copies.append((status.st_mtime_ns, status.st_size, file))
+                        copies.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, file))
         for _, length, file in sorted(copies):
             if size > self.room:
                 with contextlib.suppress(OSError):  # in use, on Windows
