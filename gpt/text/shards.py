@@ -5,14 +5,16 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 
+from gpt.console import say
 from gpt.errors import OutsideError, UserError
 from gpt.files import mark_as_cache, replacing
 from gpt.text.cache import make_cache, sealed, unsealed
-from gpt.text.corpus.remote import Remote, explain, local, open_store
+from gpt.text.corpus.remote import WAIT, Remote, explain, local, open_store, retried
 
 MEND = "prepare it again, in an empty folder"
 GROUP = 160  # files, at most, whose windows are shuffled together: as many as ten shards have
@@ -28,11 +30,14 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if there is none."""
-        with explain(f"{self.url}/{name}"):
+
+        def content(_: int) -> bytes | None:
             try:
                 return self._fs.cat_file(f"{self._path}/{name}")
             except FileNotFoundError:
                 return None
+
+        return self._ask(content, name)
 
     def read_json(self, name: str) -> dict | None:
         """Return what `write_json` wrote; `UserError` if it is damaged."""
@@ -52,7 +57,7 @@ class Store:
                 with replacing(folder / name) as temporary:
                     temporary.write_bytes(content)
             else:
-                self._fs.pipe_file(f"{self._path}/{name}", content)
+                self._ask(lambda _: self._fs.pipe_file(f"{self._path}/{name}", content), name)
 
     def write_json(self, name: str, content: dict) -> None:
         """Put a small file into the folder that notices damage."""
@@ -60,11 +65,15 @@ class Store:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in the folder."""
-        with explain(self.url):
-            self._fs.invalidate_cache()
-            return {
-                name.rsplit("/", 1)[-1]: info["size"] for name, info in self._fs.find(self._path, detail=True).items()
-            }
+        self._fs.invalidate_cache()
+        found = self._ask(lambda _: self._fs.find(self._path, detail=True))
+        return {name.rsplit("/", 1)[-1]: info["size"] for name, info in found.items()}
+
+    def _ask(self, ask: Callable[[int], Any], name: str = "") -> Any:
+        """Return an answer of the file system; wait for one that is away, unless it is this machine's own."""
+        url = f"{self.url}/{name}".rstrip("/")
+        with explain(url):
+            return retried(ask, url, say, 0 if self.is_local else WAIT)
 
     def file(self, name: str, size: int, sha256: str, cache: Path, room: int) -> Path | Remote:
         """Return a file of the folder, which `local` makes one to open."""

@@ -44,12 +44,19 @@ def store(made, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "store"))
 
 
+FAILS: list[int] = []  # how the next requests are answered
+
+
 @pytest.fixture
 def served(store, monkeypatch) -> Iterator[str]:
     """Its URL."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
     class Handler(http.server.SimpleHTTPRequestHandler):
+        def send_head(self):
+            """Answer, or fail."""
+            return self.send_error(FAILS.pop()) if FAILS else super().send_head()
+
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""
 
@@ -158,6 +165,13 @@ def test_ids_are_in_the_vocabulary(store, tmp_path):
     write_json(store / "manifest.json", manifest)
     said = refusal(opened, store, tmp_path / "cache")
     assert f"{TRAIN}: cannot be read (it has the id 257, and the vocabulary 257 entries)" in said
+
+
+def test_a_store_that_is_away_is_waited_for(served, tmp_path):
+    """Also for its small files, before there is any training."""
+    FAILS[:] = [503] * 3
+    opened(served, tmp_path)
+    assert FAILS == []
 
 
 def test_verify(store, served, tmp_path, capsys):
