@@ -1,6 +1,7 @@
 """Prepared text in shards, on a disk or behind a URL: fetched in groups, the next one while this one is used."""
 
 import contextlib
+import errno
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from gpt.text.corpus.remote import WAIT, Remote, explain, local, open_store, ret
 
 MEND = "prepare it again, in an empty folder"
 GROUP = 160  # files, at most, whose windows are shuffled together: as many as ten shards have
+OPEN_FILES = 4096  # at once, at most: of two groups, and all others
 
 
 class Store:
@@ -143,6 +145,7 @@ class Shards:
         self._dtype = dtype
         self._check = check
         self._open: dict[int, Circle] = {}
+        _allow_open_files()
 
     def __len__(self) -> int:
         return sum(self.lengths)
@@ -162,6 +165,8 @@ class Shards:
             self._check(shard, file, found)
         except (OSError, ValueError) as error:
             remedy = "delete it" if isinstance(self._files[shard], Remote) else "put an intact copy in its place"
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                remedy = f"allow {OPEN_FILES} with ulimit -n"
             raise OutsideError(f"{file}: cannot be read ({error}); {remedy}, and run the command again") from None
         return found
 
@@ -177,3 +182,14 @@ class Shards:
         with contextlib.suppress(UserError, OSError):  # which the one who needs the shard meets again
             for shard in self.groups[group]:
                 self[shard]
+
+
+def _allow_open_files() -> None:
+    """Let this process have as many files open as it needs, if it may: macOS begins with 256."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource  # which Windows lacks
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
