@@ -187,6 +187,14 @@ def test_damage_in_the_store(files, tmp_path):
     run(store, cache, "--part", "1/1")
     run(store, cache, "--join")
     assert content(store) == whole
+    damaged = next(store.glob("validation-*"))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    line = refusal(run, store, cache, "--join")
+    record = re.fullmatch(rf"{damaged}: is damaged .*; delete (part-\d+\.json), and run --part 1/1 again", line)
+    (store / record[1]).unlink()
+    run(store, cache, "--part", "1/1")
+    run(store, cache, "--join")
+    assert content(store) == whole
     (store / "manifest.json").write_text("{}")
     assert "is damaged" in refusal(prepared, store, cache)
 
