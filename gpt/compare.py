@@ -162,15 +162,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def all_runs() -> Iterator[Run]:
-    """Read every run in runs/; a damaged one is reported and left out."""
+    """Read every run in runs/; a damaged one is reported and left out. `UserError` if there is no other."""
     folders = sorted(file.parent for file in RUNS.glob("*/config.yaml"))
     if not folders:
         raise UserError(f"there are no runs in {RUNS}/: train one first with {TRAIN}")
+    unread = 0
     for folder in folders:
         try:
             yield read_run(folder)
         except UserError as error:
+            unread += 1
             say(f"gpt.compare: {error}", sys.stderr)
+    if unread == len(folders):
+        raise UserError(f"no run in {RUNS}/ can be read: train one with {TRAIN}")
 
 
 def read_run(folder: Path) -> Run:
@@ -182,7 +186,7 @@ def read_run(folder: Path) -> Run:
         run = Run(folder, config, int(config["trainer.tokens_per_step"]), {})
         if (file := folder / "metrics.json").is_file():
             stored = json.loads(read_text(file))
-            run.figures = {key: stored[key] for key in FIGURES}
+            run.figures = {key: float(stored[key]) for key in FIGURES}
             commit, _, changed = (stored.get("git_commit") or "").partition("-")
             run.code = (commit if "+" in commit else commit[:7]) + ("+changes" if changed else "")
     except UserError:

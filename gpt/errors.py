@@ -18,6 +18,10 @@ class UserError(OneLineError, ValueError):
     """A user's mistake; the message is one line with the value, the limit and the remedy."""
 
 
+class OutsideError(UserError):
+    """Something outside of the program fails: a store, a disk, a network, memory. It may work again later."""
+
+
 class NonFiniteError(OneLineError, ArithmeticError):
     """A gradient, weight or loss is NaN or infinite; the message says where, and what is safe."""
 

@@ -53,7 +53,11 @@ def export(args: argparse.Namespace) -> None:
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
         for file in folder.iterdir():
             sync(file)
-        publish(folder, args.to)
+        try:
+            publish(folder, args.to)
+        except OSError:
+            require_new(args.to)  # which another export may have made meanwhile
+            raise
     print(f"{path}: written to {args.to}/ ({', '.join(files)}: {sum(files.values()):,} bytes)")
     print(f"compared: {'; '.join(compared)}; on Python's documentation and every token of the vocabulary")
     print(f"load it:  AutoModelForCausalLM.from_pretrained({str(args.to)!r})")
@@ -69,11 +73,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.type and args.to.suffix != ".gguf":
         raise UserError(f"--type={args.type} is for .gguf files, and the weights of a folder stay fp32: leave it out")
-    if os.path.lexists(args.to):
-        raise UserError(f"--to={args.to} exists already: give another name, or move it away first")
+    require_new(args.to)
     if not os.path.isdir(args.to.parent):
         raise UserError(f"--to={args.to}: there is no folder {args.to.parent}: make it first")
     return args
+
+
+def require_new(path: Path) -> None:
+    """Raise `UserError` if there is anything of this name."""
+    if os.path.lexists(path):
+        raise UserError(f"--to={path} exists already: give another name, or move it away first")
 
 
 def compare_ids(tokenizer: Tokenizer, folder: Path, text: str, ids: list[int]) -> str:

@@ -14,7 +14,8 @@ from gpt.exchange.loading import open_tokenizer
 from gpt.text.cache import CACHE
 from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.pieces import cut, decoded, label, visible, well_formed
-from gpt.text.prepared import open_prepared, verify
+from gpt.text.prepared import open_prepared, verify, verify_store
+from gpt.text.shards import Store
 from gpt.text.tokenizer import Tokenizer
 
 EXCERPT = 1000  # tokens to show of a longer text
@@ -40,8 +41,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
     text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file to split")
-    check = "check the hash of every file of prepared corpora instead (default: all in data/cache)"
-    text.add_argument("--verify", metavar="FOLDER", nargs="*", type=Path, help=check)
+    check = "check the hash of every file of prepared corpora instead, also of stores (default: all in data/cache)"
+    text.add_argument("--verify", metavar="FOLDER", nargs="*", help=check)
     return parser.parse_args(arguments)
 
 
@@ -83,18 +84,23 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def verify_corpora(folders: list[Path]) -> None:
+def verify_corpora(folders: list[str]) -> None:
     """Print a line for each prepared corpus; `UserError` at the first that is damaged."""
-    folders = folders or sorted(manifest.parent for manifest in CACHE.glob("[!.]*/manifest.json"))
+    folders = folders or sorted(str(manifest.parent) for manifest in CACHE.glob("[!.]*/manifest.json"))
     if not folders:
         raise UserError(f"{CACHE} holds no prepared corpus: name the folder of one")
     for folder in folders:
-        if not os.path.isfile(folder / "manifest.json"):  # rather than advise to delete what is something else
+        if "://" not in folder and not os.path.isfile(f"{folder}/manifest.json"):  # rather than advise to delete it
             raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of {CACHE}")
-        prepared = open_prepared(folder)
-        tokens = len(prepared.train) + len(prepared.validation)
-        verify(folder, prepared.manifest)
-        say(f"{folder}: {tokens:,} tokens, vocabulary {prepared.tokenizer.vocab_size:,}, every hash matches")
+        if "://" in folder or any(Path(folder).glob("train-*.bin")):
+            manifest, tokenizer = verify_store(Store(folder))
+            files = f" in {len(manifest['shards']) + 1:,} files"
+        else:
+            prepared = open_prepared(Path(folder))
+            manifest, tokenizer, files = prepared.manifest, prepared.tokenizer, ""
+            verify(Path(folder), manifest)
+        tokens = sum(split["tokens"] for split in manifest["splits"].values())
+        say(f"{folder}: {tokens:,} tokens{files}, vocabulary {tokenizer.vocab_size:,}, every hash matches")
 
 
 if __name__ == "__main__":

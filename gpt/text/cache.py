@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpt.errors import UserError, is_disk_full
+from gpt.errors import OutsideError, UserError, is_disk_full, reason
 from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, write_text
 
 if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
@@ -29,7 +29,7 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
             raise
         what = "the disk is full" if is_disk_full(error) else "cannot be written"
         remedy = "fix that or name another folder with data.cache=, and run the command again"
-        raise UserError(f"{folder}: {what} ({error.strerror}); {remedy}") from None
+        raise OutsideError(f"{folder}: {what} ({error.strerror}); {remedy}") from None
 
 
 def make_cache(cache: Path) -> None:
@@ -56,10 +56,13 @@ def sealed(content: dict) -> str:
 
 def unsealed(text: str, name: str) -> dict:
     """Return what `sealed` got; raise `ValueError` if it is damaged."""
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.pop("seal", None) != _seal(content):
-        raise ValueError(f"the content of {name} does not match its seal")
-    return content
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and content.pop("seal", None) == _seal(content):
+            return content
+    except RecursionError as error:
+        raise ValueError(reason(error)) from None
+    raise ValueError(f"the content of {name} does not match its seal")
 
 
 def _seal(content: dict) -> str:
@@ -84,15 +87,16 @@ def one_at_a_time(lock_file: Path, task: str, say: Callable[[str], None]) -> Ite
 def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
     """Give this process alone the hidden path beside `folder` under which to make it; the caller renames it.
 
-    Whatever an interruption leaves there is for the next process to continue with. A `UserError` deletes it.
+    Whatever an interruption leaves there is for the next process to continue with. A user's mistake deletes it.
     """
     make_cache(folder.parent)
     with one_at_a_time(folder.parent / f".{folder.name}.lock", "preparing this text", say):
         working = folder.with_name(f".preparing-{folder.name}")
         try:
             yield working
-        except UserError:
-            delete(working)
+        except UserError as error:
+            if not isinstance(error, OutsideError):
+                delete(working)
             raise
 
 

@@ -3,23 +3,25 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from gpt.errors import UserError
+from gpt.errors import OutsideError, UserError, reason
 from gpt.text.cache import read_json
 from gpt.text.corpus.formats import explain_unreadable
-from gpt.text.corpus.remote import Remote
-from gpt.text.shards import GROUP, Shards, Store
+from gpt.text.shards import GROUP, MEND, Shards, Store, check
 from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
 MIXTURE_WINDOWS = 1000  # a mixture deals out windows in blocks of this many, of which each corpus has a whole number
 VERIFY_BYTES = 1 << 28  # folders up to this size are hashed whenever they are opened: it takes a fraction of a second
 DECODED_TOKENS = 1 << 16  # to decode at once
+_TOKEN_FILE = r"train-[0-9]+(-[0-9]+)?\.bin|validation\.bin"  # in a store
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def open_prepared(folder: Path) -> PreparedText:
             arrays[split] = np.asarray(np.memmap(file, width(tokenizer), mode="r"))
             if len(arrays[split]) != expected:
                 raise ValueError(f"{file.name} has {len(arrays[split]):,} tokens where the manifest says {expected:,}")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: is damaged ({error}); {_remedy(folder)}") from None
     if sum(tokens.nbytes for tokens in arrays.values()) <= VERIFY_BYTES:
         verify(folder, manifest)
@@ -107,25 +109,73 @@ def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
 
     Raises `UserError` naming what is wrong and the remedy.
     """
+    manifest, tokenizer = read_manifest(store)
+    *listed, last = _token_files(manifest)
+    lengths, each = [tokens for _, tokens, _ in listed], width(tokenizer).itemsize
+    needed = 3 * GROUP * max(lengths, default=0) * each
+    if not store.is_local and room < min(needed, sum(lengths) * each):
+        raise UserError(f"data.cache_bytes={room:,} does not hold {3 * GROUP} files of this text: {needed:,} do")
+    validation = _shards(store, [last], tokenizer, cache, room)[0]
+    return PreparedText(_shards(store, listed, tokenizer, cache, room), validation, tokenizer, manifest)
+
+
+def read_manifest(store: Store) -> tuple[dict, Tokenizer]:
+    """Return the manifest and the tokenizer of a store; `UserError` if they are not such as `gpt.prepare` writes."""
     manifest, tokens = store.read_json("manifest.json"), store.read("tokenizer.json")
     if manifest is None or tokens is None:
         raise UserError(f"{store.url}: holds no prepared text; python -m gpt.prepare --to {store.url} makes it")
     try:
+        _require_shape(manifest)
         tokenizer = Tokenizer.from_dict(json.loads(tokens))
         if manifest["tokenizer"] != tokenizer.sha256:
             raise ValueError("the tokenizer is not the one in the manifest")
-        listed, each = manifest["shards"], width(tokenizer).itemsize
-        files = [store.file(name, tokens * each, sha256, cache, room) for name, tokens, sha256 in listed]
-        held = manifest["splits"]["validation"]
-        last = store.file("validation.bin", held["tokens"] * each, held["sha256"], cache, room)
-        validation = Shards([last], [held["tokens"]], width(tokenizer))[0]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{store.url}: is damaged ({error}): prepare it again, in an empty folder") from None
-    lengths = [tokens for _, tokens, _ in listed]
-    needed = 3 * GROUP * max(lengths, default=0) * each
-    if isinstance(last, Remote) and room < min(needed, sum(lengths) * each):
-        raise UserError(f"data.cache_bytes={room:,} does not hold {3 * GROUP} files of this text: {needed:,} do")
-    return PreparedText(Shards(files, lengths, width(tokenizer)), validation, tokenizer, manifest)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise OutsideError(f"{store.url}: is damaged ({reason(error)}); {MEND}") from None
+    return manifest, tokenizer
+
+
+def _require_shape(manifest: dict) -> None:
+    """Raise `ValueError`, `KeyError` or `TypeError` unless names, hashes and counts are as `gpt.prepare` writes."""
+    if not isinstance(manifest["key"]["tokenizer"], dict):
+        raise ValueError("its key names no tokenizer")
+    kinds = ("tokens", "bytes", "documents")
+    counts = {(split, kind): manifest["splits"][split][kind] for split in SPLITS for kind in kinds}
+    for name, tokens, sha256 in _token_files(manifest):
+        if not (re.fullmatch(_TOKEN_FILE, name) and re.fullmatch("[0-9a-f]{64}", sha256)):
+            raise ValueError(f"{name!r}, of hash {sha256!r}, is not the name of a token file and its hash")
+        counts[name, "tokens"] = tokens
+    for (where, kind), count in counts.items():
+        if type(count) is not int or not 0 < count < 1 << 48:
+            raise ValueError(f"{where} has {count!r} {kind}")
+    if sum(tokens for _, tokens, _ in manifest["shards"]) != counts["train", "tokens"]:
+        raise ValueError("the tokens of its shards do not add up")
+
+
+def _token_files(manifest: dict) -> list[tuple[str, int, str]]:
+    """Return name, tokens and hash of each file of a store, that for validation last."""
+    held = manifest["splits"]["validation"]
+    return [*manifest["shards"], ("validation.bin", held["tokens"], held["sha256"])]
+
+
+def _shards(
+    store: Store, listed: Sequence[tuple[str, int, str]], tokenizer: Tokenizer, cache: Path, room: int
+) -> Shards:
+    each = width(tokenizer).itemsize
+    files = [store.file(name, tokens * each, sha256, cache, room) for name, tokens, sha256 in listed]
+
+    def checked(shard: int, file: Path, tokens: np.ndarray) -> None:
+        check(file, tokens, listed[shard][2], tokenizer.vocab_size, cache)
+
+    return Shards(files, [tokens for _, tokens, _ in listed], width(tokenizer), checked)
+
+
+def verify_store(store: Store) -> tuple[dict, Tokenizer]:
+    """Hash every token file of a store, fetched one at a time; raise `UserError` naming the first that is damaged."""
+    manifest, tokenizer = read_manifest(store)
+    with tempfile.TemporaryDirectory() as cache:  # an empty one, so that no file counts as known
+        for file in _token_files(manifest):
+            _shards(store, [file], tokenizer, Path(cache), file[1] * width(tokenizer).itemsize)[0]
+    return manifest, tokenizer
 
 
 def find_prepared(record: dict, tokenizer: Tokenizer, cache: Path) -> list[PreparedText]:

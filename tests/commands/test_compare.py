@@ -172,6 +172,17 @@ def test_not_a_run(tmp_path, runs, monkeypatch):
     assert refusal(compare.main, []) == "there are no runs in runs/: train one first with python train.py"
 
 
+@pytest.mark.parametrize("content", ["", "{}", "{", '{"val_loss": 1'])
+def test_no_run_can_be_read(tmp_path, runs, capsys, content):
+    """Each damaged one is named in a line, and the last line says that there is no other."""
+    names = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
+    for name in names:
+        (tmp_path / "runs" / name / "metrics.json").write_text(content)
+    assert refusal(compare.main, []) == "no run in runs/ can be read: train one with python train.py"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": damaged (")[0] for line in lines] == [f"gpt.compare: runs/{n}/metrics.json" for n in names]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
@@ -182,6 +193,8 @@ def test_not_a_run(tmp_path, runs, monkeypatch):
         ("metrics.json", "{", "damaged (Expecting"),
         ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
         ("metrics.json", "[]", "damaged (list indices"),
+        ("metrics.json", '{"val_loss": "low"}', "damaged (could not convert"),
+        ("metrics.json", '{"val_loss": null}', "damaged (float"),
         ("metrics.json", "[" * 10**5, "damaged (it is nested too deeply"),
         ("metrics.csv", "x,val/bits_per_byte,3", "damaged (could not convert"),
         ("metrics.csv", "1,val/bits_per_byte", "damaged (float"),

@@ -181,6 +181,22 @@ def test_out_of_memory(trained, tmp_path, monkeypatch):
     assert not [name for name in listing(tmp_path) if "out" in name.split("/")[0]]
 
 
+def test_two_at_once(trained, monkeypatch):
+    """The slower one says in one line that the name is taken, and leaves nothing and what is there as it is."""
+    out, write = trained.parent / "out", huggingface.write
+
+    def overtaken(*arguments) -> None:
+        monkeypatch.setattr(huggingface, "write", write)
+        run("--checkpoint", trained, "--to", out)
+        write(*arguments)
+
+    monkeypatch.setattr(huggingface, "write", overtaken)
+    line = refusal("--checkpoint", trained, "--to", out)
+    assert line == f"--to={out} exists already: give another name, or move it away first"
+    assert sorted(path.name for path in trained.parent.iterdir()) == ["out", "run"]
+    assert open_model(out)
+
+
 def test_refusals(trained, monkeypatch):
     """One line each, before a model is loaded; nothing is written and what exists stays."""
     folder = trained.parent

@@ -3,13 +3,15 @@
 A new sentence there needs a test, or it is withdrawn.
 """
 
-import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gpt.errors import UserError
+from gpt.prepare import main
+from gpt.text.cache import read_json, write_json
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.prepared import open_prepared
@@ -73,11 +75,21 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "Hugging Face weights are read from safetensors": ["test_huggingface.py::test_pickles_are_not_read"],
         "A tokenizer whose tokens are longer": ["test_huggingface_vocabulary.py::test_letters_that_are_doubled"],
         "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
-        "Checkpoints are verified by their checksums": [
-            "test_faults.py::test_damaged_checkpoint",
+        "Checkpoints are verified by their checksums": ["test_faults.py::test_damaged_checkpoint"],
+        "Text that `train.py` has prepared is verified": [
             "test_prepared.py::test_damage_is_named",
+            "test_prepared.py::test_tokens_are_hashed_unless_the_folder_is_large",
         ],
         "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
+        "Each file of a store": [
+            "test_checks.py::test_a_file_is_hashed_once_and_when_it_changes",
+            "test_checks.py::test_a_copy_is_hashed_when_it_changes",
+        ],
+        "A store's manifest is refused unless": [
+            "test_promises.py::test_names_in_a_manifest_are_not_followed",
+            "test_checks.py::test_the_shape_of_a_manifest",
+            "test_checks.py::test_ids_are_in_the_vocabulary",
+        ],
         "Nothing is downloaded except": ["test_remote.py::test_wrong_hash", "test_loading.py::test_hub"],
         "Lightning releases that were malicious": ["test_promises.py::test_unsafe_releases_are_excluded"],
         "Not promised": [],
@@ -101,19 +113,42 @@ def test_every_promise_has_its_tests(page):
 
 
 def test_names_in_a_manifest_are_not_followed(tmp_path):
-    """Token files are found by their numbers; what else a manifest names is not opened."""
+    """Whoever writes a manifest can seal it. In the cache it names no files, in a store only those of its tokens."""
     (tmp_path / "text.txt").write_text("to be or not to be " * 50)
+    store, cache = tmp_path / "store", tmp_path / "cache"
     config = DataConfig("text", str(tmp_path / "text.txt"))
-    (prepared,) = prepare(config, TokenizerConfig("byte"), 8, tmp_path / "cache").sources
-    (file,) = tmp_path.glob("cache/*/manifest.json")
-    manifest = json.loads(file.read_text())
+    [prepared] = prepare(config, TokenizerConfig("byte"), 8, cache).sources
+    [file] = cache.glob("*/manifest.json")
+    manifest = read_json(file)
     manifest["files"] = manifest["splits"]["train"]["files"] = ["/etc/passwd", "../text.txt"]
     manifest["splits"]["train"]["name"] = "../../text"
-    file.write_text(json.dumps(manifest))
-    try:
-        assert (open_prepared(file.parent).train[:] == prepared.train[:]).all()
-    except UserError as refusal:
-        assert "passwd" not in str(refusal)
+    write_json(file, manifest)
+    assert open_prepared(file.parent).train.tolist() == prepared.train.tolist()
+    main(["--to", str(store), "--text", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--cache", str(cache)])
+
+    def opened() -> list[int]:
+        [text] = prepare(DataConfig("prepared", str(store)), TokenizerConfig(), 8, cache).sources
+        return text.train[0].tolist()
+
+    tokens, manifest = opened(), read_json(store / "manifest.json")
+    [[name, *of_name], *_] = manifest["shards"]
+    secret = shutil.copy(store / name, tmp_path / "secret.bin")
+    for other in ("../secret.bin", str(secret), "../store/" + name, "sub/" + name, name + "\n", "tokenizer.json", 7):
+        manifest["shards"][0] = [other, *of_name]
+        write_json(store / "manifest.json", manifest)
+        with pytest.raises(UserError, match="is damaged"):
+            opened()
+    manifest["shards"][0] = [name, of_name[0], "../" * 22]  # of which a copy's name is made
+    write_json(store / "manifest.json", manifest)
+    with pytest.raises(UserError, match="is damaged"):
+        opened()
+    manifest["shards"][0] = [name, *of_name]
+    write_json(store / "manifest.json", manifest)
+    assert opened() == tokens
+    (store / name).unlink()
+    (store / name).symlink_to(secret)
+    with pytest.raises(UserError, match=r"train-000000-00\.bin: cannot be read \(it is a link out of its folder\)"):
+        opened()
 
 
 def test_unsafe_releases_are_excluded():

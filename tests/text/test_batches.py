@@ -1,6 +1,9 @@
 """Which tokens each step sees: every window once an epoch, any step at once, every validation token once."""
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from itertools import pairwise
@@ -16,6 +19,7 @@ from torch import Tensor
 from gpt.text.batches import mixture_place, permute, training_batch, validation_batches, windows_given
 from gpt.text.prepared import MIXTURE_WINDOWS as BLOCK
 from gpt.text.shards import GROUP, Shards
+from harness import ROOT
 
 IGNORE = -7  # any id that no token has
 T = 7
@@ -109,6 +113,32 @@ def test_shards_of_one_group_are_one_text(tmp_path):
     for first in (0, 17, 1000):
         one = training_batch([text], (BLOCK,), 5, first, 31, T)
         assert equal(one, corpus_batch(np.arange(len(text)), 5, first, 31, T))
+
+
+MANY = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+soft, hard = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from gpt.text.shards import Shards
+files = sorted(Path(sys.argv[1]).iterdir(), key=lambda file: int(file.name))
+text = Shards(files, [file.stat().st_size // 4 for file in files], np.dtype("uint32"))
+try:
+    print(sum(len(text.circle(group, group)) for group in range(4)))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such limit")
+def test_more_files_than_a_process_may_open(tmp_path):
+    """The limit that macOS begins with does not matter; one that cannot be raised is named."""
+    text = shards(tmp_path)
+    for limits, said in (((256, 512), f"{len(text)}\n"), ((256, 256), "; allow 4096 with ulimit -n, and run the")):
+        command = [sys.executable, "-c", MANY, str(tmp_path), *map(str, limits)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert said in done.stdout, done.stderr
 
 
 def test_shards_by_groups(tmp_path):

@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
+import math
 import os
 import re
 import time
@@ -17,22 +19,21 @@ from urllib.parse import unquote
 import fsspec
 
 from gpt.console import progress_bar, say
-from gpt.errors import UserError, is_disk_full, reason
+from gpt.errors import OutsideError, UserError, is_disk_full, reason
 from gpt.files import publish
 from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
-ATTEMPTS = 5  # at a listing or a block, with a pause after each that doubles
+ATTEMPTS = 14  # at a listing or a block, with a pause after each that doubles up to 15 seconds: two minutes in all
+WAIT = 120  # seconds after which no attempt begins, where each of them takes long
+QUIET = 3  # seconds before a line says that a store does not answer
 PATIENCE = 30  # seconds without a byte
 ABANDONED = 3600  # seconds after which nobody fetches an unfinished file any more
 DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}  # scheme -> package
 OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 _WEB = ("http://", "https://")
+_PASSING = (408, 425, 429)  # requests that a server refuses for now: too slow, too early, too many
 _LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
-
-
-class UnreachableError(UserError):
-    """A store does not answer, or not as it should."""
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def explain(url: str) -> Iterator[None]:
         if is_disk_full(error):
             raise
         remedy = _remedy(error)
-        kind = UserError if remedy else UnreachableError
+        kind = UserError if remedy else OutsideError
         what = f"{type(error).__name__}: {reason(error)}"
         raise kind(f"{url}: cannot be used ({what}); {remedy or OFFLINE}") from None
 
@@ -64,7 +65,8 @@ def _remedy(error: Exception) -> str:
         return f"{_LOGIN}, or check the spelling"
     if re.search("range.* not satisfiable", str(error), re.IGNORECASE):
         return "the file has become shorter: run the command again"
-    return "check the spelling" if isinstance(error, ValueError | IsADirectoryError) else ""
+    never = isinstance(error, ValueError | IsADirectoryError) or 400 <= (status or 0) < 500
+    return "check the spelling" if never and status not in _PASSING else ""
 
 
 def open_store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -129,31 +131,34 @@ class Remote:
             make_cache(self.cache)
             with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
                 if not target.is_file():
-                    part = target.with_name(f"{target.name}.part")
-                    self._download(part)
+                    part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.blocks")
+                    self._download(part, blocks)
                     publish(part, target)
-                os.utime(target)  # by which `make_room` knows what is in use
+                    blocks.unlink()
+                # `_make_room` knows by it what is in use; the time of the content stays, by which a change is noticed.
+                os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
-    def _download(self, part: Path) -> None:
+    def _download(self, part: Path, blocks: Path) -> None:
         """Append the rest of the file to what an earlier attempt left, and check the whole."""
+        ask = functools.partial(retried, url=self.url, say=self.say)
         fs, path = open_store(self.url)
         with explain(self.url):
-            size, tag = (self.size, self.tag) if self.size is not None else _described(fs, path)
-            whole = b"" if size is not None else _retried(lambda _: fs.cat_file(path))  # of a length that nobody tells
+            size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: _described(fs, path))
+            whole = b"" if size is not None else ask(lambda _: fs.cat_file(path))  # of a length that nobody tells
         self._make_room(part, len(whole) if size is None else size)
-        with part.open("a+b") as stream, explain(self.url):
+        with part.open("a+b") as stream, blocks.open("a+b") as known, explain(self.url):
             if size is None:
                 stream.truncate(0)
                 stream.write(whole)
             else:
-                _receive(fs, path, stream, size)
+                _receive(fs, path, stream, known, size, ask)
             stream.seek(0)
             if self.sha256:
                 found, wanted = hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower()
                 what, remedy = f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256="
             else:
-                found, wanted = repr(_described(fs, path)), repr((size, tag))
+                found, wanted = repr(ask(lambda _: _described(fs, path))), repr((size, tag))
                 what, remedy = f"size and tag are {found}, and were {wanted}", ""
             if found != wanted:
                 stream.truncate(0)
@@ -173,7 +178,7 @@ class Remote:
                 if file != part and not file.name.startswith("."):  # which locks and listings do
                     size += status.st_size
                     if file.suffix != ".part" or status.st_mtime < time.time() - ABANDONED:
-                        copies.append((status.st_mtime_ns, status.st_size, file))
+                        copies.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, file))
         for _, length, file in sorted(copies):
             if size > self.room:
                 with contextlib.suppress(OSError):  # in use, on Windows
@@ -195,19 +200,20 @@ def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> 
     try:
         fs, path = open_store(url)
         with explain(url):
-            listed = _retried(lambda _: _listed(fs, path))
+            listed = retried(lambda _: _listed(fs, path), url, say, QUIET if note.is_file() else WAIT)
+    except OutsideError as error:
+        try:
+            listed = read_json(note)["files"]
+        except (OSError, ValueError):
+            raise error from None
+        say(f"{error}; taking its files as they were the last time")
+    else:
         if not listed:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
         with explain_unwritable(note.parent):
             make_cache(cache)
             note.parent.mkdir(exist_ok=True)
             write_json(note, {"files": listed})
-    except UnreachableError as error:
-        try:
-            listed = read_json(note)["files"]
-        except (OSError, ValueError):
-            raise error from None
-        say(f"{error}; taking its files as they were the last time")
     return tuple(Remote(name, size, tag, cache, room, say=say) for name, size, tag in listed)
 
 
@@ -231,7 +237,7 @@ def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | N
 
 def _described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
     """Return the size and the tag that a file has now."""
-    info = _retried(lambda _: _info(fs, path))
+    info = _info(fs, path)
     return info["size"], _tag(info)
 
 
@@ -250,34 +256,61 @@ def _tag(info: dict[str, Any]) -> str:
     return next((str(info[name]) for name in names if info.get(name)), "")
 
 
-def _retried(ask: Callable[[int], Any]) -> Any:
-    """Return the answer to `ask(attempt)`; after an error that may pass, ask again, with ever longer pauses."""
-    for attempt in range(ATTEMPTS - 1):
+def retried(ask: Callable[[int], Any], url: str, say: Callable[[str], None], wait: float = math.inf) -> Any:
+    """Return the answer to `ask(attempt)`; after an error that may pass, ask again, with ever longer pauses.
+
+    `wait` is the number of seconds after which to give up, if that is less than `WAIT`.
+    """
+    begin, silent = time.monotonic(), True
+    for attempt in itertools.count():
         try:
             return ask(attempt)
+        except (ImportError, MemoryError):
+            raise
         except Exception as error:
-            if _remedy(error):
+            waited = time.monotonic() - begin
+            if attempt + 1 >= ATTEMPTS or waited >= min(wait, WAIT) or _remedy(error):
                 raise
-        time.sleep(2**attempt / 5)
-    return ask(ATTEMPTS - 1)
+            if silent and waited >= QUIET:
+                say(f"{url}: does not answer ({reason(error)}): waiting for it, for about two minutes at most")
+                silent = False
+        time.sleep(min(15, 2**attempt / 5))
 
 
-def _receive(fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, size: int) -> None:
-    """Append the rest of a file, in blocks."""
-    here = stream.seek(0, os.SEEK_END)
-    if here > size:
-        here = stream.truncate(0)
+def _receive(
+    fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, known: BufferedRandom, size: int, ask: Callable
+) -> None:
+    """Append the rest of a file, in blocks; `known` gets a line for each, of its size and its hash."""
+    here = _kept(stream, known)
     with progress_bar(f"downloading {path.rpartition('/')[2]}", size, here, delay=1) as bar:
         while here < size:
-            block = _retried(functools.partial(_block, fs, path, here, size))
+            block = ask(functools.partial(_block, fs, path, here, size))
             here += stream.write(block)
             stream.flush()
+            known.write(f"{len(block)} {hashlib.sha256(block).hexdigest()}\n".encode())
+            known.flush()
             bar.update(len(block))
+
+
+def _kept(stream: BufferedRandom, known: BufferedRandom) -> int:
+    """Cut off what is not as it was received, such as zeros after a power cut; return the size of what is left."""
+    here = lines = known.seek(0)
+    stream.seek(0)
+    for line in known:
+        found = re.fullmatch(rb"(\d{1,9}) ([0-9a-f]{64})\n", line)
+        block = stream.read(int(found[1])) if found else b""
+        if not found or hashlib.sha256(block).hexdigest().encode() != found[2]:
+            break
+        here, lines = here + len(block), lines + len(line)
+    known.truncate(lines)
+    if stream.seek(0, os.SEEK_END) > here:
+        stream.truncate(here)
+    return here
 
 
 def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attempt: int) -> bytes:
     """Return bytes of a file from `here` on, after each attempt that failed fewer of them."""
-    block = fs.cat_file(path, start=here, end=min(size, here + (BLOCK >> 2 * attempt)))
+    block = fs.cat_file(path, start=here, end=min(size, here + (BLOCK >> 2 * min(attempt, 4))))
     if len(block) == size:  # some servers always send all
         block = block[here:]
     if not 0 < len(block) <= size - here:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.errors import UserError
+from gpt.errors import OutsideError, UserError
 from gpt.text.cache import delete, sealed, working_folder
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say, corpus_of, open_corpus
@@ -137,6 +137,14 @@ class Planned:
             raise UserError(f"{self.store.url}: shard {number} is of another plan: name an empty folder")
         return record
 
+    def _content(self, name: str, sha256: str) -> bytes:
+        """Return the tokens of a file in the store; `UserError` if they are not what its record says."""
+        content = self.store.read(name) or b""
+        if hashlib.sha256(content).hexdigest() != sha256:
+            remedy = f"delete part-{name.split('-')[1]}.json, and run --part 1/1 again"
+            raise OutsideError(f"{self.store.url}/{name}: is damaged (its SHA-256 is not that of its record); {remedy}")
+        return content
+
     def join(self) -> None:
         """Publish the manifest, after checking that the store has every shard; `UserError` names those it lacks."""
         each, sizes = width(self.tokenizer).itemsize, self.store.sizes()
@@ -157,7 +165,7 @@ class Planned:
         records = [record for record in found if record]
         counts = {name: [record["splits"][name] for record in records] for name in SPLITS}
         files = {name: [file for record in records for file in record["files"][name]] for name in SPLITS}
-        validation = b"".join(self.store.read(name) or b"" for name, _, _ in files["validation"])
+        validation = b"".join(self._content(name, sha256) for name, _, sha256 in files["validation"])
         hashes = {"train": json.dumps(files["train"]).encode(), "validation": validation}
         splits = {
             name: {count: sum(one[count] for one in counts[name]) for count in ("tokens", "bytes", "documents")}

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ import pytest
 from fsspec.registry import _registry
 
 import gpt.text.corpus.remote
+from gpt.errors import OutsideError, UserError
 from gpt.files import is_output
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.remote import OFFLINE, Remote, find
@@ -156,29 +158,74 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
     assert server.starts() == sorted([*range(0, len(CONTENT), 1 << 18), kept])
 
 
-@pytest.mark.parametrize(
-    ("way", "part", "asked"),
-    [
-        ("whole", CONTENT[:101], ["bytes=101-3000016"]),
-        ("whole", CONTENT, []),
-        ("whole", CONTENT + b"more", ["bytes=0-3000016"]),
-        ("ignored", CONTENT[:101], ["bytes=101-3000016"]),
-        ("untold", CONTENT[:101], [None, None]),
-    ],
-    ids=["good", "complete", "too long", "no ranges", "no length"],
-)
-def test_part_of_an_earlier_attempt(tmp_path, server, downloads, way, part, asked):
-    """It is continued, or all is downloaded anew where it cannot be of this file, or the server sends all."""
+def leave(downloads: Path, part: bytes, *blocks: bytes) -> None:
+    """Leave a part, and the note about the blocks that were received."""
     (downloads / f"{NAME}.part").write_bytes(part)
+    lines = [f"{len(block)} {hashlib.sha256(block).hexdigest()}\n" for block in blocks]
+    (downloads / f".{NAME}.blocks").write_text("".join(lines))
+
+
+A, B = CONTENT[:101], CONTENT[101:308]
+
+
+@pytest.mark.parametrize(
+    ("way", "part", "blocks", "asked"),
+    [
+        ("whole", A + B, [A, B], ["bytes=308-3000016"]),
+        ("whole", CONTENT, [CONTENT], []),
+        ("whole", A + B + b"more", [A, B], ["bytes=308-3000016"]),
+        ("whole", A + bytes(len(B)), [A, B], ["bytes=101-3000016"]),
+        ("whole", A, [A, B], ["bytes=101-3000016"]),
+        ("whole", A + B, [], ["bytes=0-3000016"]),
+        ("whole", b"", [A, B], ["bytes=0-3000016"]),
+        ("ignored", A, [A], ["bytes=101-3000016"]),
+        ("untold", A, [A], [None, None]),
+    ],
+    ids=["good", "complete", "longer", "zeros", "shorter", "not noted", "gone", "no ranges", "no length"],
+)
+def test_part_of_an_earlier_attempt(tmp_path, server, downloads, way, part, blocks, asked):
+    """It is continued after the last block that is as it was received; without any, all is downloaded anew."""
+    leave(downloads, part, *blocks)
     check(fetch(server, way, tmp_path))
     assert server.asked == asked
+    assert list(downloads.glob(".*.blocks")) == []
+
+
+@pytest.mark.parametrize(
+    "note", [b"101 ", b"\0" * 70, b"x 0\n", b"9" * 5000 + b" 0\n"], ids=["torn", "zeros", "odd", "huge"]
+)
+def test_damaged_note_of_a_part(tmp_path, server, downloads, note):
+    """What comes before it counts."""
+    leave(downloads, A + B, A)
+    with (downloads / f".{NAME}.blocks").open("ab") as stream:
+        stream.write(note)
+    check(fetch(server, "whole", tmp_path))
+    assert server.asked == ["bytes=101-3000016"]
+
+
+def test_zeros_after_a_kill(tmp_path, server):
+    """A power cut may leave the length of a part and not its end: that much is asked for again."""
+    part = tmp_path / f"downloads/{NAME}.part"
+    with start_fetching(server, "stalls", tmp_path) as process:
+        deadline = time.monotonic() + 30
+        while not part.exists() or part.stat().st_size < 1 << 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.1)  # for the note of the last block
+        process.kill()
+        process.communicate(timeout=30)
+    server.asked.clear()
+    part.write_bytes(part.read_bytes()[:700_000] + bytes((1 << 20) - 700_000))
+    check(fetch(server, "stalls", tmp_path))
+    assert server.starts()[0] == 2 << 18
 
 
 @pytest.mark.parametrize("part", [b"", bytes(101)], ids=["fresh", "another's part"])
 def test_wrong_hash(tmp_path, server, downloads, part):
     """Refused, and nothing is left, so that the next attempt begins anew."""
     wrong = SHA256 if part else hashlib.sha256(b"another").hexdigest()
-    (downloads / f"{wrong[:16]}-file.txt.part").write_bytes(part)
+    if part:
+        leave(downloads, part, part)
     line = refusal(fetch, server, "whole", tmp_path, wrong)
     assert re.fullmatch(
         rf"{server.url('whole')}: the SHA-256 is [0-9a-f]{{16}}\.\.\., not {wrong[:16]}\.\.\.: the file has changed, "
@@ -226,13 +273,43 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, remedy):
     """Nothing is left, or all that was there; only what may pass is tried again."""
     monkeypatch.setattr(gpt.text.corpus.remote, "ATTEMPTS", 3)
     message = rf"{server.url(way)}: cannot be used \(ClientResponseError: {way}, .*\); "
+    with pytest.raises(UserError) as caught:
+        fetch(server, way, tmp_path)
+    assert isinstance(caught.value, OutsideError) == (way == "503")
+    server.asked.clear()
     for ask in (partial(fetch, server, way, tmp_path), partial(find, server.url(way), tmp_path, 10**7)):
         assert re.fullmatch(message + re.escape(remedy), refusal(ask))
         assert is_empty(downloads)
     assert len(server.asked) == (6 if way == "503" else 2)
-    (downloads / f"{NAME}.part").write_bytes(CONTENT[:101])
+    leave(downloads, A, A)
     assert re.fullmatch(message + re.escape(remedy), refusal(fetch, server, way, tmp_path))
     assert (downloads / f"{NAME}.part").read_bytes() == CONTENT[:101]
+
+
+def test_away_for_a_while(tmp_path, server, monkeypatch):
+    """It is waited for, which one line says, with pauses that grow up to a bound; then one line ends it."""
+    pauses, said = [], []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=time.time, time_ns=time.time_ns)
+    monkeypatch.setattr(gpt.text.corpus.remote, "time", clock)
+    server.fails = [503] * 15
+    assert remote(server.url("whole"), tmp_path, say=said.append).local().read_bytes() == CONTENT
+    assert len(said) == 1 and re.fullmatch(
+        rf"{server.url('whole')}: does not answer \(503, .*\): waiting for it, for about two minutes at most", said[0]
+    )
+    pauses.clear()
+    line = refusal(remote(server.url("503"), tmp_path / "new", say=said.append).local)
+    assert line.endswith(OFFLINE) and len(said) == 2
+    assert 100 < sum(pauses) < 130 and max(pauses) <= 15 and pauses == sorted(pauses)
+    monkeypatch.setattr(gpt.text.corpus.remote, "WAIT", 1)  # seconds, as if each attempt took long
+    pauses.clear()
+    assert refusal(remote(server.url("503"), tmp_path / "new", say=said.append).local).endswith(OFFLINE)
+    assert len(said) == 2 and sum(pauses) < 2
+    for way in ("400", "401", "403", "404", "410", "451"):
+        server.asked.clear()
+        refusal(find, server.url(way), tmp_path, 10**7)
+        assert len(server.asked) <= 1
+    server.fails = [429]
+    assert find(server.url("whole"), tmp_path, 10**7)
 
 
 def test_no_progress(tmp_path, server, monkeypatch):

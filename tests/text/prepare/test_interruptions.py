@@ -17,7 +17,7 @@ import pytest
 
 import gpt.text.prepare.encode
 import gpt.text.prepare.prepare
-from gpt.errors import UserError
+from gpt.errors import OutsideError, UserError
 from gpt.text.cache import write_json
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepared import SPLITS
@@ -46,7 +46,10 @@ from workshop import (
 # --- interrupted ---
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error")], ids=repr)
+ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), OutsideError("the store is away")]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=repr)
 def test_going_on(tmp_path, many, undisturbed, error):
     """What is safe on disk is not encoded again, and that is said; the rest is, each piece once."""
     cache, said = tmp_path / "cache", list[str]()

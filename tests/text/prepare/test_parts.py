@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gpt.console import command_line
+from gpt.errors import OutsideError
 from gpt.prepare import main
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.parts import PIECES
@@ -180,9 +181,17 @@ def test_damage_in_the_store(files, tmp_path):
     whole = content(store)
     (store / "train-000002-00.bin").write_bytes(b"")
     assert "lacks 1 of" in refusal(run, store, cache, "--join")
-    line = refusal(lambda: prepared(store, cache).train[2])
-    assert re.search(r"train-000002-00.bin: (has 0 tokens where|cannot be read)", line)
+    with pytest.raises(OutsideError, match=r"train-000002-00.bin: cannot be read"):
+        prepared(store, cache).train[2]
     (store / "part-000002.json").unlink()
+    run(store, cache, "--part", "1/1")
+    run(store, cache, "--join")
+    assert content(store) == whole
+    damaged = next(store.glob("validation-*"))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    line = refusal(run, store, cache, "--join")
+    record = re.fullmatch(rf"{damaged}: is damaged .*; delete (part-\d+\.json), and run --part 1/1 again", line)
+    (store / record[1]).unlink()
     run(store, cache, "--part", "1/1")
     run(store, cache, "--join")
     assert content(store) == whole
