@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpt.errors import UserError
-from gpt.exchange.huggingface import named_weights, require_gpt2
+from gpt.exchange.huggingface import named_weights
 from gpt.exchange.vocabulary import merges, stand_ins
 from gpt.files import replacing
 from gpt.text.pieces import well_formed
@@ -36,7 +36,7 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
     Norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion. Raises `UserError` if the weights
     cannot be stored as `kind`, or without the `gguf` library.
     """
-    require_gpt2(model)
+    model.config.require_gpt2("an export")
     config = model.config
     try:
         import gguf

@@ -47,16 +47,6 @@ _FIXED: dict[str, tuple] = {
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
-# The fields of a model's configuration that GPT-2 has, with any value.
-_GPT2 = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias"}
-
-
-def require_gpt2(model: "GPT") -> None:
-    """Raise `UserError` unless a model is a GPT-2, which is all that other programs know how to compute."""
-    for name, value in vars(model.config).items():
-        if name not in _GPT2:
-            raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, so this model cannot be exported")
-
 
 def is_directory(path: Path) -> bool:
     """Tell whether a path looks like a Hugging Face model directory."""
@@ -145,7 +135,7 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    require_gpt2(model)
+    model.config.require_gpt2("an export")
     config, context = model.config, model.config.context_length
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
     stored: dict[str, Any] = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}

@@ -17,6 +17,9 @@ from gpt.model.attention import KVCache, MultiHeadAttention
 from gpt.model.fast.operations import SkipInit, tied_lookup
 from gpt.model.linear import Linear
 
+# The fields that GPT-2 has, with any value; what repeats the model's computation elsewhere knows these alone.
+OF_GPT2 = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias"}
+
 
 @dataclass
 class ModelConfig:
@@ -45,6 +48,13 @@ class GPTConfig(ModelConfig):
     """Everything needed to build a model: a `ModelConfig` and the vocabulary size."""
 
     vocab_size: int = 50257
+
+    def require_gpt2(self, what: str) -> None:
+        """Raise `UserError` if a field that GPT-2 does not have is not at its default: `what` would ignore it."""
+        usual = type(self)()
+        for name, value in vars(self).items():
+            if name not in OF_GPT2 and value != getattr(usual, name):
+                raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, and all that {what} knows is GPT-2")
 
     @property
     def num_parameters(self) -> int:

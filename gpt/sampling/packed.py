@@ -47,6 +47,8 @@ def pack_weights(model: GPT, precision: str, rows: int = 1, compiled: bool = Fal
     text on a CPU) takes a quarter of a second and makes every token faster: see gpt/model/fast/compiled.py.
     """
     model.eval().requires_grad_(False)
+    if compiled:
+        model.config.require_gpt2("--compile")
     if compiled and (model.token_embedding.weight.device.type != "cpu" or precision == "fp16"):
         raise UserError("--compile is for a CPU, and for fp32, bf16 and int8: leave it out, or set --device=cpu")
     dtype = DTYPES.get(precision, torch.bfloat16)

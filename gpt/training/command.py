@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import active_children, parent_process
 from pathlib import Path
@@ -40,6 +40,7 @@ from gpt.training.optim import unread_settings
 from gpt.training.session import Session
 
 PATHS = re.compile(r"(\+{0,2}(?:run_dir|resume|rerun|init_from|data\.path|data\.cache))=(.*)", re.S)
+_typed: dict[str, str] = {}  # words as they were typed, by what Hydra reads
 # Files in the folder of a sweep: why jobs failed, how the others ended, and that a signal has come.
 FAILED, FINISHED, STOPPED = "failed", "finished", "stopped"
 
@@ -84,7 +85,7 @@ def ask(composed: DictConfig) -> Request:
     if config.resume == "auto":
         config = new_or_resumed(config)
     elif overrides and not plan and not config.resume and ranks().rank == 0:
-        say(f"{'settings' if single else f'job {chosen.job.num}'}: {' '.join(overrides)}")
+        say(f"{'settings' if single else f'job {chosen.job.num}'}: {as_typed(overrides)}")
     model = "rerun" if composed.get("rerun") else chosen.runtime.choices.get("model", "")  # not of a saved composition
     return Request(config, model, tuple(overrides), tuple(callbacks_of(composed)), plan)
 
@@ -198,7 +199,8 @@ def _for_hydra(words: list[str]) -> list[str]:
     for word in get_args_parser().parse_known_args(words)[1]:
         if word.startswith("--"):
             raise UserError(f"{word}: keys are written key=value, such as seed=3; see --help for the options there are")
-    words = [PATHS.sub(_quoted, word) for word in words]
+    typed, words = words, [PATHS.sub(_quoted, word) for word in words]
+    _typed.update(zip(words, typed, strict=True))
     return sorted(words, key=lambda word: "=" in word and not word.startswith("-"))
 
 
@@ -210,13 +212,21 @@ def _quoted(override: re.Match) -> str:
         return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + "\\" * len(found[2]) + found[2], path) + "'"
 
     key, value = override.groups()
-    several = {"-m", "--multirun"} & set(sys.argv) and not os.path.exists(value)
-    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S) and not os.path.exists(value):
-        return override[0]  # in quotes already, or one of Hydra's functions
-    if value.startswith("[") and value.endswith("]") and not os.path.exists(value):
-        inner = value[1:-1]
-        return override[0] if re.search("['\"]", inner) else f"{key}=[{','.join(map(quoted, inner.split(',')))}]"
-    return f"{key}={','.join(map(quoted, value.split(','))) if several else quoted(value)}"
+    if os.path.exists(value):
+        return f"{key}={quoted(value)}"
+    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S):  # in quotes already, or one of Hydra's functions
+        return override[0]
+    if listed := re.fullmatch(r"\[([^'\"]*)\]|(\[.*\])", value, re.S):
+        return override[0] if listed[2] else f"{key}=[{','.join(map(quoted, listed[1].split(',')))}]"
+    if {"-m", "--multirun"} & set(sys.argv):
+        return f"{key}={','.join(map(quoted, value.split(',')))}"
+    several = "," in value and key.endswith("data.path")  # which Hydra explains
+    return override[0] if several else f"{key}={quoted(value)}"
+
+
+def as_typed(overrides: Iterable[str]) -> str:
+    """Overrides as words for a shell, without the quotes that Hydra's grammar asks for."""
+    return " ".join(quote(_typed.get(override, override)) for override in overrides)
 
 
 def check_jobs() -> None:
@@ -282,7 +292,7 @@ def failing_at_the_end() -> Iterator[str]:
         own = get_args_parser().parse_known_args(sys.argv)[0].config_dir
         words = ["python", "train.py", *(["--config-dir", own] if own else []), *overrides]
         say(f"\nbest of {len(ended)} jobs: {bits:.4f} bits per byte in {run_dir}")
-        say(f"train it again: {' '.join(map(quote, words))}")
+        say(f"train it again: {as_typed(words)}")
     if signals:
         sys.exit(128 + signals[0])
     if failed:

@@ -123,12 +123,27 @@ class WithWindow(GPTConfig):
     other_field: int = 0
 
 
-@pytest.mark.parametrize("write", [huggingface.write, lambda *parts: gguf.write(*parts, "f32")], ids=["hf", "gguf"])
-def test_unknown_fields_are_not_exported(tmp_path, write: Callable):
-    """A model with a field that nobody has compared with GPT-2 is refused, even at its default; nothing is written."""
-    model = GPT(GPTConfig(7, 10, 1, 5, dropout=0.1, qkv_bias=False, vocab_size=257))
-    huggingface.require_gpt2(model)
-    model.config = WithWindow(**dataclasses.asdict(model.config))
-    line = refusal(write, model, byte_tokenizer(), tmp_path / "model.gguf")
-    assert line == "model.other_field=0 is nothing that GPT-2 has, so this model cannot be exported"
+def compile_it(model: GPT, tokenizer, path: Path) -> None:
+    pack_weights(model, "fp32", compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (huggingface.write, "an export"),
+        (lambda model, tokenizer, folder: gguf.write(model, tokenizer, folder / "model.gguf", "f32"), "an export"),
+        (compile_it, "--compile"),
+    ],
+    ids=["hf", "gguf", "compiled"],
+)
+def test_unknown_fields(tmp_path, use: Callable, what):
+    """A field that nobody has compared with GPT-2 is no obstacle at its default; away from it, nothing is written."""
+    model = GPT(GPTConfig(16, 32, 1, 4, vocab_size=257))
+    shape = dataclasses.asdict(model.config)
+    model.config = WithWindow(**shape, other_field=3)
+    line = refusal(use, model, byte_tokenizer(), tmp_path / "model")
+    assert line == f"model.other_field=3 is nothing that GPT-2 has, and all that {what} knows is GPT-2"
     assert not list(tmp_path.iterdir())
+    model.config = WithWindow(**shape)
+    (tmp_path / "model").mkdir()
+    use(model, byte_tokenizer(), tmp_path / "model")

@@ -1,19 +1,26 @@
 """A run directory: made, found, held and given back; its newest checkpoint; and what it writes to."""
 
+import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt.exchange.loading import find_run
+from gpt.exchange import checkpoint
+from gpt.exchange.loading import SAVED, find_checkpoint, find_run
 from gpt.text.corpus.corpus import DataConfig
 from gpt.training.config.loading import read
 from gpt.training.config.schema import Config
+from gpt.training.run.code import code
 from gpt.training.run.run import Run, require_empty, text_name
-from harness import ROOT, refusal
+from harness import ROOT, refusal, refused, tiny_arguments, train, write_corpus
 
 
 @pytest.fixture
@@ -127,6 +134,7 @@ def test_held_by_one_child_of_a_fork(run_dir):
     """Children of a process that holds, or has held, a run do not take its lock for theirs."""
     program = f"""
 import os
+from gpt.training.run.code import code
 from gpt.training.run.run import Run
 def child():
     if not (process := os.fork()):
@@ -189,3 +197,134 @@ def test_cut_back(run_dir, tmp_path):
     assert [len((run_dir / name).read_bytes()) for name in (names[0], names[1], names[3])] == [4, 10, 10]
     assert not (run_dir / names[2]).exists()
     assert (tmp_path / "backup.md").read_bytes() == b"0123456789"
+
+
+# --- a run that leaves the machine it was made on ---
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of twelve steps whose best checkpoint is of step 6."""
+    folder = tmp_path_factory.mktemp("made")
+    write_corpus(folder)
+    changes = ["trainer.checkpoint_every=5", "trainer.validate_every=6", "optim.lr=0.5", "optim.matrix_lr=0.5"]
+    train(*tiny_arguments(folder, "horizon=12steps", f"run_dir={folder / 'run'}", *changes, "optim.final_lr=1"))
+    assert checkpoint.load(folder / "run/checkpoints/best.ckpt")["step"] == 6
+    return folder / "run"
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A copy of it, as `cp -r` makes it: every file has the time of its copying, and best.ckpt was the last."""
+    run = tmp_path / "copied"
+    shutil.copytree(trained, run, copy_function=shutil.copyfile)
+    for i, name in enumerate(("last", "previous", "best")):
+        os.utime(run / f"checkpoints/{name}.ckpt", (10**9 + i, 10**9 + i))
+    return run
+
+
+def test_newest_is_of_the_greatest_step(copied):
+    """Not of the latest file."""
+    with Run.open(copied) as run:
+        assert (run.file.name, run.payload["step"]) == ("last.ckpt", 12)
+
+
+def test_newest_run_is_the_one_saved_last(copied, tmp_path, monkeypatch):
+    """Not the one copied last; without a record, the time of the files has to do."""
+    monkeypatch.chdir(tmp_path)
+    for name, when in (("a", 2000.0), ("b", 1000.0)):
+        shutil.copytree(copied, tmp_path / "runs" / name)
+        (tmp_path / "runs" / name / SAVED).write_text(json.dumps({"step": 12, "saved": when}))
+    assert find_checkpoint().parent.parent.name == "a"
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name / SAVED).write_text("{")
+    os.utime(tmp_path / "runs/b/checkpoints/last.ckpt", (2 * 10**9, 2 * 10**9))
+    assert find_checkpoint().parent.parent.name == "b"
+
+
+@pytest.mark.parametrize(
+    "name", ["samples.md", "metrics.csv", "metrics.json", ".lock", "checkpoints", "embeddings/new"]
+)
+def test_links_out_of_a_run(copied, tmp_path, name):
+    """What a run would write to is its own: a link of a stranger's run is refused, and what it leads to stays."""
+    target = tmp_path / "mine"
+    target.write_text("my thesis")
+    file = copied / name
+    if file.is_dir():
+        shutil.rmtree(file)
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(target)
+    line = refused(f"resume={copied}", "horizon=15steps")
+    assert line.startswith(f"train.py: {file}: a link to {target}, and a run writes to nothing outside")
+    assert target.read_text() == "my thesis"
+
+
+def test_what_the_disk_cannot_read(copied, monkeypatch, capsys):
+    """An error of the disk takes an older checkpoint, and keeps the file; one that may pass changes nothing."""
+    real = zipfile.ZipFile
+
+    def failing(number: int):
+        def open_archive(file, *given):
+            if Path(file).name == "last.ckpt":
+                raise OSError(number, os.strerror(number))
+            return real(file, *given)
+
+        return open_archive
+
+    monkeypatch.setattr(zipfile, "ZipFile", failing(errno.ESTALE))
+    assert "last.ckpt: cannot be read (Stale file handle)" in refusal(Run.open, copied)
+    assert (copied / "checkpoints/last.ckpt").exists()
+    monkeypatch.setattr(zipfile, "ZipFile", failing(errno.EIO))
+    with Run.open(copied) as run:
+        assert run.payload["step"] < 12
+    assert "last.ckpt: cannot be read (Input/output error); going on from" in capsys.readouterr().err
+    assert (copied / "checkpoints/last.ckpt.unreadable").exists()
+
+
+def test_another_directory_of_that_name(copied, tmp_path):
+    """A run does not write into what has taken the place of its directory."""
+    with Run.open(copied) as run:
+        copied.rename(tmp_path / "moved")
+        copied.mkdir()
+        line = refusal(run.save, lambda path: path.touch(), 13)
+    assert "was deleted or replaced while its run was training, so nothing can be saved" in line
+    assert list(copied.iterdir()) == []
+
+
+def test_other_code_is_told(copied, capsys):
+    """A run that goes on with other code says so, and its record tells which code made which steps."""
+    payload = checkpoint.load(copied / "checkpoints/last.ckpt")
+    checkpoint.save(payload | {"git_commit": "0" * 40, "commits": {"0": "0" * 40}}, copied / "checkpoints/last.ckpt")
+    done = train(f"resume={copied}", "horizon=14steps")
+    assert f"so the run may not continue bit for bit (commit {'0' * 40} -> {code()})" in done.stderr
+    figures = json.loads((copied / "metrics.json").read_text())
+    assert (figures["commits"], figures["git_commit"]) == ({"0": "0" * 40, "12": code()}, code())
+
+
+def test_text_that_has_moved(copied, trained, tmp_path, monkeypatch):
+    """A run goes on from any folder; without its text where that is prepared, and elsewhere with a word where it is."""
+    monkeypatch.chdir(tmp_path)
+    text = trained.parent / "corpus.txt"
+    moved = text.rename(tmp_path / "moved.txt")
+    try:
+        done = train(f"resume={copied}", "horizon=13steps")
+        assert "going on with the prepared text in" in done.stdout
+        cache = (trained.parent / "cache").rename(tmp_path / "cache-elsewhere")
+        line = refused(f"resume={copied}", "horizon=14steps")
+        assert line.endswith("if the text is elsewhere now, add data.path=FILE") and str(text) in line
+        assert "extending" in train(f"resume={copied}", "horizon=14steps", "data.path=moved.txt").stdout
+        shutil.rmtree(trained.parent / "cache")
+        cache.rename(trained.parent / "cache")
+    finally:
+        moved.rename(text)
+    config = read(copied / "config.yaml")
+    assert config.data.path == str(moved)
+    assert config.amended == [f"horizon={n}steps until step {n}" for n in (12, 13)]
+
+
+def test_runs_that_lead_nowhere(tmp_path, monkeypatch):
+    """A link whose disk is not mounted is one line."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to("/nowhere/runs")
+    assert "runs: File exists); a link may lead nowhere" in refusal(Run.create, None, "book", Config())
