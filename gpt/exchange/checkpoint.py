@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt.errors import UserError, is_disk_full, reason
 from gpt.exchange.formats import upgraded
-from gpt.files import replacing
+from gpt.files import replacing, sync
 from gpt.hardware.memory import is_out_of_memory
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.tokenizer import Tokenizer
@@ -45,7 +45,9 @@ def save(payload: dict[str, Any], path: Path) -> None:
     Makes the folder it lies in, but none above. Raises `UserError` on a full disk, and if the folder above is gone.
     """
     try:
-        path.parent.mkdir(exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(exist_ok=True)
+            sync(path.parent.parent)
         with replacing(path) as temporary, temporary.open("wb") as stream:
             torch.save(payload, stream)
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gpt.errors import OutsideError, UserError, is_disk_full, reason
-from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, write_text
+from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, sync_parents, write_text
 
 if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
     from platformdirs import user_cache_path
@@ -35,6 +35,7 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
 def make_cache(cache: Path) -> None:
     """Make the folder of the cache, and mark it as one unless it holds other files already, which may be the user's."""
     cache.mkdir(parents=True, exist_ok=True)
+    sync_parents(cache)
     if all(entry.name.startswith(".") for entry in cache.iterdir()):
         mark_as_cache(cache)
 

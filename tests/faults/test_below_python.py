@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -90,3 +91,40 @@ def test_reading_fails(faults, corpus_folder, reference, tmp_path, file, number)
     when.unlink()
     train(*(command or [f"resume={run_dir}"]))
     assert not [d for d in differences(tmp_path / "new" if command else run_dir, reference) if "data" not in d]
+
+
+def after_power_cut(shadow: Path, folder: Path, inode: int) -> None:
+    """Make `folder` what was synced of the folder with this inode: a file that never was is empty."""
+    folder.mkdir()
+    listing = shadow / str(inode)
+    for line in listing.read_text().splitlines() if listing.exists() else ():
+        number, is_folder, name = line.split(" ", 2)
+        if is_folder == "1":
+            after_power_cut(shadow, folder / name, int(number))
+        elif (content := shadow / number).exists():
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).touch()
+
+
+@pytest.mark.parametrize("moment", ["preparing", "first checkpoint", "later"])
+def test_power_cut(faults, corpus_folder, reference, tmp_path, moment):
+    """Of a training only what it has synced remains: it goes on, or begins again, and ends with the same bits."""
+    place, shadow = tmp_path / "place", tmp_path / "shadow"
+    place.mkdir()
+    shadow.mkdir()
+    shutil.copy(corpus_folder / "corpus.txt", tmp_path)
+    words = [*tiny_arguments(tmp_path, *RUN), f"data.cache={place / 'new/cache'}", f"run_dir={place / 'runs/run'}"]
+    process = Process(words, {"LD_PRELOAD": str(faults), "SHADOW": str(shadow)})
+    appears = {"preparing": "new/cache", "first checkpoint": "runs/run/checkpoints/last.ckpt"}
+    wait_for_file(place / appears.get(moment, "runs/run/checkpoints/previous.ckpt"))
+    process.send(signal.SIGKILL)
+    process.end()
+    inode = place.stat().st_ino
+    place.rename(tmp_path / "lost")
+    after_power_cut(shadow, place, inode)
+    run = place / "runs/run"
+    assert moment == "preparing" or (run / "checkpoints/last.ckpt").stat().st_size > 0
+    shutil.rmtree(run, ignore_errors=moment == "preparing") if not (run / "config.yaml").exists() else None
+    train(*words[: len(words) - 1], f"run_dir={run}") if not run.exists() else train(f"resume={run}")
+    assert not [d for d in differences(run, reference) if "data" not in d]
