@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lightning import Callback
 
-from gpt.errors import UserError
+from gpt.errors import OutsideError, UserError
 from gpt.exchange import checkpoint
 from gpt.training import decide
 from harness import (
@@ -97,14 +99,53 @@ def test_killed_between_the_best_and_the_last(reference, tmp_path):
     assert differences(run, reference) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+)
 def test_signals(corpus_folder, reference, tmp_path, capfd, number):
-    """Each saves after the step and ends with 128 + its number: also SIGHUP, which a lost connection sends."""
+    """Each saves after the step and ends with 128 + its number: also those that a lost connection and queues send."""
     run_dir = tmp_path / "run"
     session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     session.fit([StopAt(STOP, number)])
     assert session.stopped_by == number
     assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
+    train(f"resume={run_dir}")
+    assert differences(run_dir, reference) == []
+
+
+def test_ignored_signals_stay_so(corpus_folder, reference, tmp_path):
+    """`nohup` has a run ignore SIGHUP: it goes on when the terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
+        session.fit([StopAt(STOP, signal.SIGHUP)])
+        assert session.stopped_by == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert differences(tmp_path / "run", reference) == []
+
+
+def test_in_a_thread(corpus_folder, reference, tmp_path):
+    """Where there are no signals to take, as in a web application, a run trains all the same."""
+    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(session.fit).result()
+    assert differences(tmp_path / "run", reference) == []
+
+
+@pytest.mark.parametrize("error", [OutsideError("the store does not answer"), UserError("a name"), ValueError("a bug")])
+def test_what_fails_beside_a_step_loses_none(corpus_folder, reference, tmp_path, error):
+    """A store that is gone when the next text is read, or a callback that fails there: the steps so far are saved."""
+
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer, *given) -> None:
+            if trainer.global_step == STOP:
+                raise error
+
+    run_dir = tmp_path / "run"
+    with pytest.raises(type(error), match=str(error)):
+        decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}")).fit([Fails()])
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == STOP
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
 

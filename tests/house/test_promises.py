@@ -42,14 +42,26 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "test_faults.py::test_damaged_checkpoint",
             "test_resuming.py::test_is_refused_before_anything_changes",
         ],
-        "`resume=` takes the newest intact checkpoint": [
+        "`resume=` takes the intact checkpoint": [
             "test_faults.py::test_damaged_checkpoint",
+            "test_run.py::test_newest_is_of_the_greatest_step",
             "test_catalogue.py::test_going_back_is_refused",
         ],
-        "Ctrl-C, SIGTERM and a lost connection": [
+        "One that the disk cannot read": ["test_run.py::test_what_the_disk_cannot_read"],
+        "Ctrl-C, SIGTERM, a lost connection": [
             "test_catalogue.py::test_signals",
             "test_callbacks.py::test_first_signal_asks_and_second_ends",
         ],
+        "A signal that was ignored": ["test_catalogue.py::test_ignored_signals_stay_so"],
+        "A closed terminal or a full disk of the log": ["test_errors.py::test_output_ends_no_training"],
+        "What fails beside a step": [
+            "test_catalogue.py::test_what_fails_beside_a_step_loses_none",
+            "test_remote.py::test_away_for_a_while",
+        ],
+        "A run goes on from any folder": ["test_run.py::test_text_that_has_moved"],
+        "What earlier versions wrote": ["test_formats.py::test_a_run_continues"],
+        "A run that goes on with other code": ["test_run.py::test_other_code_is_told"],
+        "What a power cut leaves": ["test_below_python.py::test_power_cut"],
         "A NaN or infinite gradient": [
             "test_faults.py::test_weights_that_are_not_finite",
             "test_train.py::test_weights_that_an_update_has_spoilt",
@@ -74,7 +86,10 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "Configurations in checkpoints are data": ["test_config.py::test_stored_configurations_are_literal"],
         "Hugging Face weights are read from safetensors": ["test_huggingface.py::test_pickles_are_not_read"],
         "A tokenizer whose tokens are longer": ["test_huggingface_vocabulary.py::test_letters_that_are_doubled"],
-        "A run that you resume logs where its configuration says": ["test_loggers.py::test_wandb"],
+        "A run that you resume reads the text": ["test_loggers.py::test_wandb"],
+        "A checkpoint that says otherwise": ["test_resuming.py::test_another_configuration"],
+        "A run writes only files of its own": ["test_run.py::test_links_out_of_a_run"],
+        "On terminals, the control characters": ["test_errors.py::test_no_escape_codes_on_a_terminal"],
         "Checkpoints are verified by their checksums": ["test_faults.py::test_damaged_checkpoint"],
         "Text that `train.py` has prepared is verified": [
             "test_prepared.py::test_damage_is_named",

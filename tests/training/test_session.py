@@ -104,7 +104,22 @@ def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
     begun.run.close()
     again = decide.resume(str(begun.run_dir))
     assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
+    again.run.close()
     assert (again.run_dir, again.config, again.schedule) == (begun.run_dir, begun.config, begun.schedule)
+
+
+def test_what_was_decided_is_recorded(folder, tmp_path):
+    """config.yaml says what the program chose, and what stood there; a run that is begun again knows it, too."""
+    config = tiny_config(folder, "trainer.micro_batch_size=auto", "data.prompts=null", f"run_dir={tmp_path / 'run'}")
+    begun = decide.begin(config)
+    begun.run.close()
+    stored = read(tmp_path / "run/config.yaml")
+    assert stored == begun.config and begun.schedule.automatic
+    assert stored.decided["trainer.micro_batch_size"] == "auto" != stored.trainer.micro_batch_size
+    assert stored.decided["data.prompts"] is None and "seed" not in stored.decided
+    again = decide.resume(str(tmp_path / "run"))
+    again.run.close()
+    assert again.schedule.automatic
 
 
 class Weights(Callback):
@@ -192,6 +207,9 @@ def test_micro_batch_shrinks(folder, tmp_path, monkeypatch, capsys):
     session.fit()
     assert tried == [6, 3, 1]
     assert "out of memory at trainer.micro_batch_size=6: going on with 3 and as many tokens" in capsys.readouterr().err
+    stored = read(tmp_path / "run/config.yaml")
+    assert (stored.trainer.micro_batch_size, stored.decided["trainer.micro_batch_size"]) == ("1", "auto")
+    assert stored.amended == []  # not on its way, so it can be repeated
     started, ended = (
         checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (folder / "first", session.run_dir)
     )

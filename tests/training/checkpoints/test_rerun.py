@@ -111,3 +111,16 @@ def test_same_bits(corpus_folder, tmp_path, monkeypatch):
     assert same.name.endswith("_corpus-rerun")
     assert differences(same, tmp_path / "first") == []
     assert changes(same, validate(yaml.safe_load((other / "config.yaml").read_text()))) == {"seed": 6}
+
+
+def test_a_run_that_changed_on_its_way(corpus_folder, tmp_path, monkeypatch):
+    """It cannot be repeated to the bit, and the command says so."""
+    monkeypatch.chdir(tmp_path)
+    train(*tiny_arguments(corpus_folder, "horizon=2steps", "run_dir=first"))
+    train("resume=first", "horizon=3steps")
+    done = train("rerun=first", "run_dir=second")
+    assert (
+        done.stderr
+        == "train.py: first went on otherwise than it began (horizon=2steps until step 2): not the same bits\n"
+    )
+    assert train("rerun=second", "run_dir=third").stderr == ""
