@@ -191,11 +191,13 @@ def compose_and_run(job: Callable[[], Any]) -> None:
 
 
 def _for_hydra(words: list[str]) -> list[str]:
-    """The command line as Hydra reads it: options first, then overrides, with home directories in them."""
+    """The command line as Hydra reads it: options first, then overrides, with home directories and quotes in them."""
     for word in get_args_parser().parse_known_args(words)[1]:
         if word.startswith("--"):
             raise UserError(f"{word}: keys are written key=value, such as seed=3; see --help for the options there are")
     words = [re.sub(r"(?<==)~(?=/|$)", lambda _: os.path.expanduser("~"), word) for word in words]
+    # Most separators have signs that mean something to Hydra; in quotes it takes them as they are.
+    words = [re.sub(r"(?s)^(data\.separator=)(?!null$|[\"'])(.+)", r'\1"\2"', word) for word in words]
     return sorted(words, key=lambda word: "=" in word and not word.startswith("-"))
 
 
