@@ -2,10 +2,10 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError
+from gpt.files import home_path
 from gpt.text.cache import CACHE
 from gpt.text.corpus.config import DataConfig, add_reading, as_options, read_with
 from gpt.text.prepare.parts import Planned, plan
@@ -44,7 +44,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokenizer", choices=NAMES, default="gpt2", help="(default: gpt2)")
     add("--vocab-size", metavar="N", type=int, default=TokenizerConfig.vocab_size, help="of bpe")
     add("--shard-bytes", metavar="N", type=int, default=1 << 28, help="of files in a shard, at least (default: 2^28)")
-    add("--cache", metavar="DIR", type=Path, default=CACHE, help="for work in progress and copies of remote files")
+    add("--cache", metavar="DIR", type=home_path, default=CACHE, help="for work in progress and copies of remote files")
     add("--cache-bytes", metavar="N", type=int, default=DataConfig.cache_bytes, help="that these copies may take")
     return parser.parse_args(arguments)
 

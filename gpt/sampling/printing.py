@@ -67,7 +67,7 @@ def interact(
         leave = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
         say(f"{leave}, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # as prompts from elsewhere are, whatever the locale
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as prompts from elsewhere, whatever the locale
     said = ""
     while True:
         try:

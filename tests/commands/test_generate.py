@@ -471,10 +471,11 @@ def test_end_of_text(tmp_path, capsys):
         (b"2 3 5", "2 3 5"),
         ("é\n5".encode(), "é\n5"),
         (b"", ""),
+        (b"\xef\xbb\xbf2 3 5\r\n", "2 3 5"),
     ],
 )
 def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsys, content, prompt):
-    """Both are read as they are, but for one newline at the end."""
+    """Both are read as they are, but for one newline at the end and a byte order mark at the beginning."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
     give_stdin(monkeypatch, content)
@@ -486,7 +487,7 @@ def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsy
 
 def test_interactive(here, monkeypatch, capsys):
     """Each line is a prompt of its own, an empty one begins a document, and the end of input ends the session."""
-    give_stdin(monkeypatch, "2 3 5\n\n7é\n".encode())
+    give_stdin(monkeypatch, "\ufeff2 3 5\n\n7é\n".encode())
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0")
     texts = [expected_text(prompt.encode(), 7) for prompt in ("2 3 5", "", "7é")]
     assert out == "".join(f"> {text}\n" for text in texts) + "> \n"
