@@ -107,6 +107,14 @@ def test_validation_text(home, capsys):
     assert {name for name in found if found[name] != again[name]} == {"text"}
 
 
+def test_how_a_text_is_read(home, capsys):
+    """The options of the readers are those of training."""
+    text = home / "latin.txt"
+    text.write_bytes("un café|un río".encode("latin-1"))
+    found = figures(capsys, "--checkpoint", home / "run", "--text", text, "--encoding", "latin-1", "--separator", "|")
+    assert (found["documents"], found["bytes"]) == (2, len("un caféun río".encode()))
+
+
 def test_mixture(home, capsys):
     """The validation texts of a mixture count together, as in training."""
     paths = [str(home / "corpus.txt"), str(home / "other.txt")]
