@@ -23,7 +23,7 @@ import numpy as np
 
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError, reason
-from gpt.files import TRAIN, flatten, read_text, read_yaml
+from gpt.files import TRAIN, flatten, home_path, read_text, read_yaml
 
 RUNS = Path("runs")
 LOSS, SPEED, RATE = "val/bits_per_byte", "work/tokens_per_second", "train/lr"
@@ -156,7 +156,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     about = "Print runs by their best validation, after equal tokens and equal time, and what differs between them."
     parser = Parser("python -m gpt.compare", about)
     which = "a run directory or its name (default: all in runs/, each with what differs from most of the others)"
-    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help=which)
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=home_path, help=which)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_args(arguments)
 

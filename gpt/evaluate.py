@@ -1,11 +1,9 @@
 """The command `python -m gpt.evaluate`: how well a model predicts a text."""
 
 import argparse
-import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,30 +13,19 @@ from gpt.console import Parser, command_line, say
 from gpt.errors import UserError, require_range
 from gpt.exchange.loading import find_checkpoint, open_with_record
 from gpt.text.cache import CACHE
-from gpt.text.corpus.corpus import Corpus
-from gpt.text.corpus.files import find_text_files
-from gpt.text.corpus.formats import read_documents
+from gpt.text.corpus.config import add_reading, as_options, read_with
+from gpt.text.corpus.corpus import Corpus, open_corpus
 from gpt.text.prepared import find_prepared, width
 from gpt.text.tokenizer import Tokenizer
 
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
 
 
-@contextlib.contextmanager
-def our_options() -> Iterator[None]:
-    """Let the readers of text name the options of this command in their messages."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error).replace("data.path=", "--text=").replace("data.text_field=", "--text-field=")
-        raise UserError(message.replace(", or set data.errors=replace", "")) from None
-
-
-@our_options()
+@as_options()
 def main(arguments: list[str] | None = None) -> None:
     """Print the model's figures as a table, or as JSON."""
     args = parse_arguments(arguments)
-    corpus = open_text(args.text, args.text_field) if args.text else None
+    corpus = open_corpus(read_with(args), CACHE, lambda line: say(line, sys.stderr)) if args.text else None
     path = find_checkpoint(args.checkpoint)
 
     from gpt.hardware.memory import explained
@@ -89,7 +76,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
     text = "files, folders or quoted globs, as for data.path (default: the validation text of the checkpoint's run)"
     add("--text", metavar="PATH", nargs="+", help=text)
-    add("--text-field", metavar="KEY", default="text", help="holds the text in .jsonl and .parquet (default: text)")
+    add_reading(parser)
     add("--stride", metavar="N", type=int, help="slide the context by N tokens (default: all of it, without overlap)")
     precisions = ["fp32", "bf16", "fp16"]
     add("--precision", default="fp32", choices=precisions, help="of the products, as in training (default: fp32)")
@@ -104,12 +91,6 @@ class Text(NamedTuple):
     tokens: np.ndarray
     documents: int
     bytes: int
-
-
-def open_text(paths: list[str], text_field: str) -> Corpus:
-    """Find the files of a text; `UserError` if a path leads to none."""
-    files = [file for path in paths for file in find_text_files(path, CACHE, lambda line: say(line, sys.stderr))]
-    return Corpus("text", tuple(dict.fromkeys(files)), lambda file: read_documents(file, text_field))
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:

@@ -10,7 +10,7 @@ from gpt.console import Parser, command_line, quote
 from gpt.errors import UserError
 from gpt.exchange import gguf, huggingface
 from gpt.exchange.loading import find_checkpoint, open_model
-from gpt.files import publish, sync
+from gpt.files import home_path, publish, sync
 from gpt.text.corpus.python_docs import builtin_docs
 from gpt.text.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("python -m gpt.export", "Write a model for Hugging Face's transformers, or for llama.cpp.")
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
-    add("--to", metavar="PATH", type=Path, required=True, help="a new folder, or a new file that ends in .gguf")
+    add("--to", metavar="PATH", type=home_path, required=True, help="a new folder, or a new file that ends in .gguf")
     add("--type", choices=gguf.KINDS, help="how a .gguf file stores the weights (default: f32, which loses nothing)")
     args = parser.parse_args(arguments)
     if args.type and args.to.suffix != ".gguf":

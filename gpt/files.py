@@ -27,6 +27,11 @@ CACHE_TAG, CACHE_SIGNATURE = "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f068
 PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into every new file
 
 
+def home_path(path: str | Path) -> Path:
+    """Return a path in which `~` is the home directory, also where no shell has seen it, as in --to=~/model."""
+    return Path(os.path.expanduser(path))
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is safe on disk; folders only where the system can sync them."""
     is_folder = path.is_dir()

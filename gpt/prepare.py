@@ -2,17 +2,18 @@
 
 import argparse
 import re
-from pathlib import Path
 
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError
+from gpt.files import home_path
 from gpt.text.cache import CACHE
-from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.config import DataConfig, add_reading, as_options, read_with
 from gpt.text.prepare.parts import Planned, plan
 from gpt.text.shards import Store
 from gpt.text.tokenizer import NAMES, TokenizerConfig
 
 
+@as_options()
 def main(arguments: list[str] | None = None) -> None:
     """Plan, encode some shards, publish them all, or do the three after each other."""
     args = parse_arguments(arguments)
@@ -20,8 +21,8 @@ def main(arguments: list[str] | None = None) -> None:
     if whole or args.plan:
         if not args.text:
             raise UserError("a plan needs a text: give --text FILE, a folder, a quoted glob or a URL of these")
-        data = DataConfig("text", args.text, **{name: getattr(args, name) for name in ("text_field", "errors")})
-        plan(store, data, TokenizerConfig(args.tokenizer, args.vocab_size), args.shard_bytes, args.cache, say)
+        how = TokenizerConfig(args.tokenizer, args.vocab_size)
+        plan(store, read_with(args), how, args.shard_bytes, args.cache, say)
     elif args.text:
         raise UserError(f"--text={args.text[0]}: the plan says which text: leave this out")
     if whole or args.part:
@@ -39,12 +40,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     step.add_argument("--part", metavar="I/N", type=_part, help="then, anywhere, in any order: encode a share of them")
     step.add_argument("--join", action="store_true", help="last, once: check that all are there, and publish")
     add("--text", metavar="TEXT", nargs="+", help="what data.path takes: files, folders, quoted globs, URLs of these")
-    add("--text-field", metavar="NAME", default="text", help="the key or column that holds the text")
-    add("--errors", choices=("strict", "replace"), default="strict", help="what to do with bytes that are not UTF-8")
+    add_reading(parser)
     add("--tokenizer", choices=NAMES, default="gpt2", help="(default: gpt2)")
     add("--vocab-size", metavar="N", type=int, default=TokenizerConfig.vocab_size, help="of bpe")
     add("--shard-bytes", metavar="N", type=int, default=1 << 28, help="of files in a shard, at least (default: 2^28)")
-    add("--cache", metavar="DIR", type=Path, default=CACHE, help="for work in progress and copies of remote files")
+    add("--cache", metavar="DIR", type=home_path, default=CACHE, help="for work in progress and copies of remote files")
     add("--cache-bytes", metavar="N", type=int, default=DataConfig.cache_bytes, help="that these copies may take")
     return parser.parse_args(arguments)
 

@@ -11,9 +11,10 @@ from typing import BinaryIO
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError
 from gpt.exchange.loading import open_tokenizer
+from gpt.files import home_path
 from gpt.text.cache import CACHE
 from gpt.text.corpus.formats import explain_unreadable
-from gpt.text.pieces import cut, decoded, label, visible, well_formed
+from gpt.text.pieces import cut, decoded, label, visible, well_formed, without_mark
 from gpt.text.prepared import open_prepared, verify, verify_store
 from gpt.text.shards import Store
 from gpt.text.tokenizer import Tokenizer
@@ -31,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with open_text(args) as stream:
         tokenizer = open_tokenizer(args.tokenizer)
-        show(tokenizer, cut(decoded(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input"))))
+        text = decoded(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input"))
+        show(tokenizer, cut(text if args.text is not None else without_mark(text)))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -40,9 +42,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("tokenizer", metavar="TOKENIZER", nargs="?", default="gpt2", help=kinds)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
-    text.add_argument("--file", metavar="FILE", type=Path, help="a UTF-8 file to split")
+    text.add_argument("--file", metavar="FILE", type=home_path, help="a UTF-8 file to split")
     check = "check the hash of every file of prepared corpora instead, also of stores (default: all in data/cache)"
-    text.add_argument("--verify", metavar="FOLDER", nargs="*", help=check)
+    text.add_argument("--verify", metavar="FOLDER", nargs="*", type=os.path.expanduser, help=check)
     return parser.parse_args(arguments)
 
 

@@ -9,6 +9,8 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "decided": None,  # not recorded
     "amended": [],
     "trainer.answer_minutes": 10.0,
+    "data.separator": None,
+    "data.encoding": "utf-8",
 }
 GONE: dict[str, dict[Any, Any] | None] = {  # keys that went, which drops them, or values: what these are called now
     "trainer.strategy": {"fsdp": "auto"},

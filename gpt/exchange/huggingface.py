@@ -47,6 +47,8 @@ _FIXED: dict[str, tuple] = {
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
+MOST_UNUSED = 1 << 10  # rows of an embedding beyond the last token: padded vocabularies are multiples of 64 to 1024
+
 
 def is_directory(path: Path) -> bool:
     """Tell whether a path looks like a Hugging Face model directory."""
@@ -83,14 +85,17 @@ def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
 def load_tokenizer(folder: Path) -> tuple[Tokenizer, list[int] | None]:
     """Return a directory's tokenizer, GPT-2's if it has none, and the row in its embedding of each of our ids.
 
+    Rows beyond these, of added tokens or to fill up the matrix, are left out, so no text has them and none is sampled.
     Raises `UserError` for other models than GPT-2. The weights are not read.
     """
     size = _stored_config(folder).get("vocab_size")
     tokenizer, order = vocabulary.read(folder) or (gpt2_tokenizer(), None)
-    if size != tokenizer.vocab_size:
+    needed = 1 + max(order or [tokenizer.end_of_text])
+    is_filled_up = type(size) is int and needed < size <= needed + MOST_UNUSED and (order or size % 64 == 0)
+    if size != needed and not is_filled_up:
         whose = "GPT-2's own tokenizer" if order is None else "its tokenizer"
-        raise UserError(f"{folder}: its vocab_size is {size!r:.60}, and {whose} has {tokenizer.vocab_size} tokens")
-    return tokenizer, order
+        raise UserError(f"{folder}: its vocab_size is {size!r:.60}, and {whose} has {needed} tokens")
+    return tokenizer, order or (list(range(needed)) if is_filled_up else None)
 
 
 def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
@@ -111,7 +116,7 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
         raise UserError(f"{folder / 'model.safetensors'}: missing; {remedy}")
     try:
         weights = {name: weight for file in files for name, weight in load_file(file).items()}
-        config = build_config(_shape(stored))
+        config = build_config(_shape(stored) | ({"vocab_size": len(order)} if order else {}))
         state = from_huggingface(weights, config.num_layers)
         if not config.qkv_bias:
             biases = [state.pop(name) for name in list(state) if name.endswith("W_qkv.bias")]

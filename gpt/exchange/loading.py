@@ -70,6 +70,7 @@ def find_run(path: str | Path) -> Path:
 
 def find_path(name: str | Path, runs: Path = Path("runs")) -> Path:
     """Return the path of this name, or else that of the run of this name below `runs`, if either exists."""
+    name = os.path.expanduser(name)
     found = [path for path in (name, runs / name) if os.path.exists(path)]  # Path.exists fails for a name too long
     return Path(found[0] if found else name)
 
@@ -104,6 +105,7 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """Open `gpt2`, `byte`, or the tokenizer of a run, checkpoint, Hugging Face directory or corpus, or `UserError`."""
     if name_or_path in ("gpt2", "byte"):
         return gpt2_tokenizer() if name_or_path == "gpt2" else byte_tokenizer()
+    name_or_path = os.path.expanduser(name_or_path)
     if not os.path.exists(name_or_path):  # Path.exists raises an error for a name that is too long
         kinds = "gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
         raise UserError(f"{str(name_or_path)!r} is not a tokenizer: choose {kinds}")

@@ -1,6 +1,7 @@
 """Tokenizers in Hugging Face's terms: tokens as printable strings, and a list of merges in place of ranks."""
 
 import random
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ def read(folder: Path) -> tuple[Tokenizer, list[int]] | None:
     """Read a folder's tokenizer.json; None if there is none.
 
     Returns the tokenizer and, for each of its ids, the id in the folder: ours have end-of-text last. Raises `UserError`
-    unless it cuts text with GPT-2's pattern, has one special token, and gives the ids of a table of ranks.
+    unless it cuts text with GPT-2's pattern, has an end of text, and gives the ids of a table of ranks. Other added
+    tokens, such as one for padding, are left out: text that spells them is text.
     """
     if not (file := folder / "tokenizer.json").is_file():
         if (folder / "vocab.json").is_file():
@@ -71,13 +73,14 @@ def _with_ranks(theirs: "tokenizers.Tokenizer") -> tuple[Tokenizer, list[int]]:
     if not isinstance(cutter, ByteLevel) or cutter.add_prefix_space or not cutter.use_regex or theirs.normalizer:
         raise ValueError("GPT-2's has no normalizer, and the pre_tokenizer ByteLevel without a space before the text")
     special = {added.content: number for number, added in theirs.get_added_tokens_decoder().items()}
-    if len(special) != 1:
-        raise ValueError(f"it has {len(special)} added tokens ({list(special)!r:.100}), not one, the end of text")
+    if END_OF_TEXT not in special and len(special) != 1:
+        raise ValueError(f"it has {len(special)} added tokens ({list(special)!r:.100}), not {END_OF_TEXT} or one")
     own = {token: number for token, number in theirs.get_vocab().items() if token not in special}
     tokens = sorted(own, key=own.__getitem__)
-    order = [*map(own.__getitem__, tokens), *special.values()]
-    if sorted(order) != list(range(len(order))):
-        raise ValueError(f"its {len(order)} ids are not 0 to {len(order) - 1}, each once")
+    order = [*map(own.__getitem__, tokens), special.get(END_OF_TEXT, min(special.values()))]
+    every = sorted([*own.values(), *special.values()])
+    if every != list(range(len(every))):
+        raise ValueError(f"its {len(every)} ids are not 0 to {len(every) - 1}, each once")
     if foreign := [token for token in tokens if not BYTE_OF_STAND_IN.keys() >= set(token)]:
         raise ValueError(f"its token {foreign[0]!r:.100} is not spelled in GPT-2's stand-ins for bytes")
     ranks = {bytes(BYTE_OF_STAND_IN[character] for character in token): rank for rank, token in enumerate(tokens)}
@@ -85,7 +88,8 @@ def _with_ranks(theirs: "tokenizers.Tokenizer") -> tuple[Tokenizer, list[int]]:
     tokenizer = known[0] if known else Tokenizer("bpe", ranks, GPT2_PATTERN)
     theirs.no_truncation()
     theirs.no_padding()
-    for text in _samples(list(ranks)):
+    spelled = re.compile("|".join(map(re.escape, special)))  # which is a token to them, and text to us
+    for text in (spelled.sub("", text) for text in _samples(list(ranks))):
         if theirs.encode(text, add_special_tokens=False).ids != [order[number] for number in tokenizer.encode(text)]:
             raise ValueError("its merges give some texts other tokens than a table of ranks can")
     return tokenizer, order

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.files import ASSETS, write_text
+from gpt.files import ASSETS, home_path, write_text
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
 from gpt.text.pieces import label
@@ -43,7 +43,7 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file, for a browser."""
-        write_text(Path(path), self.html)
+        write_text(home_path(path), self.html)
 
 
 @torch.inference_mode()

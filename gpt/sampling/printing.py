@@ -3,7 +3,6 @@
 import codecs
 import functools
 import io
-import itertools
 import json
 import math
 import re
@@ -16,7 +15,7 @@ from gpt.console import say
 from gpt.errors import UserError
 from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.language_model import Continuation, TokenLogprob
-from gpt.text.analysis.overlap import LEAST, find_copies
+from gpt.text.analysis.overlap import LEAST, apart, find_copies
 from gpt.text.pieces import label
 from gpt.text.prepared import PreparedText
 
@@ -67,7 +66,7 @@ def interact(
         leave = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
         say(f"{leave}, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # as prompts from elsewhere are, whatever the locale
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as prompts from elsewhere, whatever the locale
     said = ""
     while True:
         try:
@@ -123,19 +122,25 @@ def token_as_json(token: TokenLogprob) -> dict:
 
 
 def copied(ids: list[int], sources: list[PreparedText]) -> str:
-    """Say how much of a continuation stands in the training text, and show it with those passages in brackets.
+    """Say how much of a continuation stands in the training text, and show it with each passage in brackets.
 
     Nothing without `sources`.
     """
     if not sources:
         return ""
-    marks, passage = find_copies(ids, sources)
-    if not passage:
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a character belongs to its last token
+    tokens = [sources[0].tokenizer.decode_bytes([token]) for token in ids]
+    texts = [*map(decode, tokens), decode(b"", True)]
+    marked, counts, at = "", [], 0
+    for start, end in apart(find_copies(ids, sources), texts):
+        while start < end and 0x80 <= tokens[start][0] < 0xC0:  # which goes on with a character
+            start += 1
+        passage = "".join(texts[start:end])
+        marked += "".join(texts[at:start]) + f"[[{passage}]]" * bool(passage)
+        counts.append((len(passage), end - start))
+        at = end
+    if not counts:
         return f"--- copied from the training text: nothing of {LEAST} tokens or more ---\n"
-    line = f"{sum(marks)} of {len(ids)} tokens, in [[brackets]]; the longest passage has {len(passage)} characters"
-    parts = itertools.groupby(zip(marks, ids, strict=True), key=lambda pair: pair[0])
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a bracket inside a character goes before it
-    tokenizer = sources[0].tokenizer
-    shown = [(mark, decode(tokenizer.decode_bytes([token for _, token in pairs]))) for mark, pairs in parts]
-    marked = "".join(f"[[{text}]]" if mark else text for mark, text in shown)
-    return f"--- copied from the training text: {line} ---\n{marked}\n"
+    line = f"{sum(size for _, size in counts)} of {len(ids)} tokens, in [[brackets]]"
+    line += f"; the longest passage has {max(counts)[0]} characters"
+    return f"--- copied from the training text: {line} ---\n{marked}{''.join(texts[at:])}\n"

@@ -14,6 +14,7 @@ SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LAST_SPACE = re.compile(f"[{SPACE}](?=[^{SPACE}])")
 
 _SIGNS = {" ": "·", "\t": "→", "\n": "⏎\n"}
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _RAW = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
 
 
@@ -26,18 +27,34 @@ def well_formed(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def decoded(blocks: Iterable[bytes], place: str, errors: str = "strict", remedy: str = "") -> Iterator[str]:
-    """Decode UTF-8 in blocks of any size, yielding one for each; `UserError` names the first byte that is not UTF-8."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(errors), 0
+def decoded(
+    blocks: Iterable[bytes], place: str, errors: str = "strict", remedy: str = "", encoding: str = "utf-8"
+) -> Iterator[str]:
+    """Decode blocks of any size, yielding one for each; `UserError` names the first byte that is not of the encoding.
+
+    `remedy` is what to do besides converting the text.
+    """
+    decoder, offset = codecs.getincrementaldecoder(encoding)(errors), 0
     for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
         pending = len(decoder.getstate()[0])  # the first bytes of a character
         try:
             yield decoder.decode(block, last)
         except UnicodeDecodeError as error:
-            where = f"byte 0x{error.object[error.start]:02x} at offset {offset - pending + error.start}"
-            remedy = f"convert it first, for example with iconv -t utf-8{remedy}"
-            raise UserError(f"{place}: not UTF-8 ({where}); {remedy}") from None
+            start = error.start + offset - pending
+            where = f"byte 0x{error.object[error.start]:02x} at offset {start}"
+            if encoding != "utf-8":
+                what = f"not {encoding} ({where})"
+                raise UserError(f"{place}: {what}; set another data.encoding=, or data.errors=replace") from None
+            guess = "utf-16" if start == 0 and error.object.startswith(_UTF16) else "windows-1252"
+            convert = f"convert it first, for example with iconv -f {guess} -t utf-8"
+            raise UserError(f"{place}: not UTF-8 ({where}); {convert}{remedy}") from None
         offset += len(block)
+
+
+def without_mark(blocks: Iterator[str]) -> Iterator[str]:
+    """Take the byte order mark from the beginning of a text."""
+    first = next(filter(None, blocks), "")  # a block may be empty, where it ends within a character
+    return itertools.chain([first.removeprefix("\ufeff")], blocks)
 
 
 def cut(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:

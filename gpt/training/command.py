@@ -39,7 +39,7 @@ from gpt.training.estimate.forecast import plan_of
 from gpt.training.optim import unread_settings
 from gpt.training.session import Session
 
-PATHS = re.compile(r"(\+{0,2}(?:run_dir|resume|rerun|init_from|data\.path|data\.cache))=(.*)", re.S)
+PATHS = re.compile(r"(\+{0,2}(?:run_dir|resume|rerun|init_from|data\.(?:path|cache|separator)))=(.*)", re.S)
 _typed: dict[str, str] = {}  # words as they were typed, by what Hydra reads
 # Files in the folder of a sweep: why jobs failed, how the others ended, and that a signal has come.
 FAILED, FINISHED, STOPPED = "failed", "finished", "stopped"
@@ -207,21 +207,23 @@ def _for_hydra(words: list[str]) -> list[str]:
 def _quoted(override: re.Match) -> str:
     """A key and its path in the quotes that Hydra's grammar asks for, alone, in a list, or in a sweep over several."""
 
-    def quoted(path: str) -> str:
-        path = os.path.expanduser(path.strip())
-        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + "\\" * len(found[2]) + found[2], path) + "'"
+    def quoted(text: str) -> str:
+        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + "\\" * len(found[2]) + found[2], text) + "'"
+
+    def all_quoted(paths: str) -> str:
+        return ",".join(quoted(os.path.expanduser(path.strip())) for path in paths.split(","))
 
     key, value = override.groups()
-    if os.path.exists(value):
+    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S) and not os.path.exists(value):
+        return override[0]  # in quotes already, or one of Hydra's functions
+    if key.endswith("separator") or os.path.exists(value):
         return f"{key}={quoted(value)}"
-    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S):  # in quotes already, or one of Hydra's functions
-        return override[0]
-    if listed := re.fullmatch(r"\[([^'\"]*)\]|(\[.*\])", value, re.S):
-        return override[0] if listed[2] else f"{key}=[{','.join(map(quoted, listed[1].split(',')))}]"
+    if listed := re.fullmatch(r"\[(.*)\]", value, re.S):
+        return override[0] if re.search("['\"]", value) else f"{key}=[{all_quoted(listed[1])}]"
     if {"-m", "--multirun"} & set(sys.argv):
-        return f"{key}={','.join(map(quoted, value.split(',')))}"
+        return f"{key}={all_quoted(value)}"
     several = "," in value and key.endswith("data.path")  # which Hydra explains
-    return override[0] if several else f"{key}={quoted(value)}"
+    return override[0] if several else f"{key}={quoted(os.path.expanduser(value))}"
 
 
 def as_typed(overrides: Iterable[str]) -> str:

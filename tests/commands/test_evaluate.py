@@ -107,6 +107,14 @@ def test_validation_text(home, capsys):
     assert {name for name in found if found[name] != again[name]} == {"text"}
 
 
+def test_how_a_text_is_read(home, capsys):
+    """The options of the readers are those of training."""
+    text = home / "latin.txt"
+    text.write_bytes("un café|un río".encode("latin-1"))
+    found = figures(capsys, "--checkpoint", home / "run", "--text", text, "--encoding", "latin-1", "--separator", "|")
+    assert (found["documents"], found["bytes"]) == (2, len("un caféun río".encode()))
+
+
 def test_mixture(home, capsys):
     """The validation texts of a mixture count together, as in training."""
     paths = [str(home / "corpus.txt"), str(home / "other.txt")]
@@ -242,9 +250,10 @@ def test_out_of_memory(home, monkeypatch):
          "give the path of a file, a folder or a quoted glob"),
         (["--text", "{home}/empty.txt"], "{home}/empty.txt: the file is empty; give a file with text in it"),
         (["--text", "{home}/latin.txt"], "{home}/latin.txt: not UTF-8 (byte 0xe9 at offset 1); "
-         "convert it first, for example with iconv -t utf-8"),
+         "convert it first, for example with iconv -f windows-1252 -t utf-8, or set --encoding=windows-1252 or "
+         "--errors=replace"),
         (["--text", "{home}/rows.jsonl"], "{home}/rows.jsonl: line 1 has no text under 'text'; "
-         "name the key with --text-field="),
+         "name the key with --text-field= (a)"),
         (["--text", "{home}/rows.jsonl", "--text-field", "a"], "{home}/rows.jsonl: every document is empty; "
          "give a text, or its key with --text-field="),
     ],

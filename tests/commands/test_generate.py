@@ -229,8 +229,27 @@ def test_check(tmp_path):
     assert copied(ids, list(corpora.sources)) == shown
     yen = copied(list("created equal \u00a5".encode()), list(corpora.sources))  # its first byte is a pound's
     assert "15 of 16 tokens" in yen and yen.endswith("[[created equal ]]\u00a5\n")
+    half = copied(
+        list("\u0123we hold these truths".encode()), list(corpora.sources)
+    )  # begins with the end of a character
+    assert half.endswith("\u0123[[we hold these truths]]\n") and "20 of 22 tokens" in half
     nothing = "--- copied from the training text: nothing of 8 tokens or more ---\n"
     assert copied(list(b"truth"), list(corpora.sources)) == nothing
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_passages_that_overlap(tmp_path, parts):
+    """What is in brackets stands in the training text as a whole, from one corpus or two; the longest is not cut."""
+    texts = ["The quiet river ran under\n" * 9, "under the old stone bridge\n" * 9]
+    sources = []
+    for i, text in enumerate(["".join(texts)] if parts == 1 else texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+        data = DataConfig("text", str(tmp_path / f"{i}.txt"))
+        sources += prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None).sources
+    shown = copied(list(b"quiet river ran under the old stone, quiet"), sources)
+    counts = "35 of 42 tokens, in [[brackets]]; the longest passage has 21 characters"
+    brackets = "[[quiet river ran under]][[ the old stone]], quiet"
+    assert shown == f"--- copied from the training text: {counts} ---\n{brackets}\n"
 
 
 def test_out_of_memory(here, capsys, monkeypatch):
@@ -471,10 +490,11 @@ def test_end_of_text(tmp_path, capsys):
         (b"2 3 5", "2 3 5"),
         ("é\n5".encode(), "é\n5"),
         (b"", ""),
+        (b"\xef\xbb\xbf2 3 5\r\n", "2 3 5"),
     ],
 )
 def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsys, content, prompt):
-    """Both are read as they are, but for one newline at the end."""
+    """Both are read as they are, but for one newline at the end and a byte order mark at the beginning."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
     give_stdin(monkeypatch, content)
@@ -486,7 +506,7 @@ def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsy
 
 def test_interactive(here, monkeypatch, capsys):
     """Each line is a prompt of its own, an empty one begins a document, and the end of input ends the session."""
-    give_stdin(monkeypatch, "2 3 5\n\n7é\n".encode())
+    give_stdin(monkeypatch, "\ufeff2 3 5\n\n7é\n".encode())
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0")
     texts = [expected_text(prompt.encode(), 7) for prompt in ("2 3 5", "", "7é")]
     assert out == "".join(f"> {text}\n" for text in texts) + "> \n"

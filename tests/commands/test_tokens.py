@@ -54,8 +54,10 @@ def test_shows_a_text(capsys, monkeypatch, tmp_path):
     assert output(capsys, "gpt2", "--text", GREETING) == GREETED
     (tmp_path / "text").write_text(GREETING, encoding="utf-8")
     assert output(capsys, "--file", str(tmp_path / "text")) == GREETED
-    give_stdin(monkeypatch, GREETING.encode())
+    give_stdin(monkeypatch, f"\ufeff{GREETING}".encode())  # its mark is no text
     assert output(capsys) == GREETED
+    (tmp_path / "text").write_text(GREETING, encoding="utf-8-sig")
+    assert output(capsys, "--file", str(tmp_path / "text")) == GREETED
 
 
 def test_shows_what_cannot_be_seen(capsys):

@@ -140,12 +140,43 @@ def test_rows_of_the_embedding(theirs, folder):
     assert open_tokenizer(folder).sha256 == tokenizer.sha256
 
 
-def test_does_not_fit_the_embedding(folder):
-    """As many tokens as rows, or the line says how many of both."""
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 307}))
+@torch.no_grad()
+@pytest.mark.parametrize(("added", "rows"), [(["[PAD]"], 302), (["[PAD]", "<s>"], 320), ([], 320)])
+def test_rows_beyond_the_tokens(theirs, folder, added, rows):
+    """Of added tokens, or to fill the matrix up: they are cut off, for every way to run the model."""
+    torch.manual_seed(3)
+    more = [{**ADDED, "id": 301 + i, "content": content} for i, content in enumerate(added)]
+    change(folder, "added_tokens", value=[ADDED, *more])
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=rows, n_positions=97, n_embd=30, n_layer=2, n_head=3)).eval()
+    model.transformer.wte.weight[301:] = 100.0  # would be likely, were they there
+    model.save_pretrained(folder)
+    ours, tokenizer = open_model(folder)
+    _, order = read(folder)
+    assert ours.config.vocab_size == tokenizer.vocab_size == open_tokenizer(folder).vocab_size == len(order) == 301
+    assert ours.token_embedding.weight.equal(model.transformer.wte.weight[order])
+    ids, idx = theirs.encode(TEXT).ids[:97], tokenizer.encode(TEXT)[:97]
+    torch.testing.assert_close(ours(torch.tensor([idx])), model(torch.tensor([ids])).logits[..., order])
+    assert tokenizer.decode(tokenizer.encode("[PAD] is text")) == "[PAD] is text"
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(50304, True), (51200, True), (50265, False), (52224, False)])
+def test_rows_beyond_those_of_gpt2(tmp_path, rows, fits):
+    """Without a tokenizer in the folder, only such as fill up the matrix."""
+    GPT2LMHeadModel(GPT2Config(vocab_size=rows, n_positions=7, n_embd=6, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    if fits:
+        assert open_model(tmp_path)[0].config.vocab_size == 50257
+    else:
+        line = f"{tmp_path}: its vocab_size is {rows}, and GPT-2's own tokenizer has 50257 tokens"
+        assert harness.refusal(open_model, tmp_path) == line
+
+
+@pytest.mark.parametrize("size", [300, 1326, True, "301"])
+def test_does_not_fit_the_embedding(folder, size):
+    """At least as many rows as tokens, and not far more, or the line says how many of both."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": size}))
     for act in (open_model, open_tokenizer):
         line = harness.refusal(act, folder)
-        assert line == f"{folder}: its vocab_size is 307, and its tokenizer has 301 tokens"
+        assert line == f"{folder}: its vocab_size is {size!r}, and its tokenizer has 301 tokens"
 
 
 CUT = "GPT-2's has no normalizer, and the pre_tokenizer ByteLevel without a space before the text"
@@ -161,8 +192,8 @@ TEXTS = "its merges give some texts other tokens than a table of ranks can"
         (["pre_tokenizer", "add_prefix_space"], True, CUT),
         (["pre_tokenizer", "use_regex"], False, CUT),
         (["model", "dropout"], 0.1, TEXTS),
-        (["added_tokens"], [], "it has 0 added tokens ([]), not one, the end of text"),
-        (["added_tokens"], [{**ADDED, "id": 301}, {**ADDED, "id": 302, "content": "<s>"}], "it has 2 added tokens (["),
+        (["added_tokens"], [], "it has 0 added tokens ([]), not <|endoftext|> or one"),
+        (["added_tokens"], [{**ADDED, "content": "x"}, {**ADDED, "content": "y"}], "it has 2 added tokens (["),
         (["added_tokens"], [{**ADDED, "content": "a"}], "tokenizer 'bpe': it has no token for byte 97"),
         (["model", "vocab", "q"], 400, "its 301 ids are not 0 to 300, each once"),
         (["model", "vocab", "世"], 301, "its token '世' is not spelled in GPT-2's stand-ins for bytes"),

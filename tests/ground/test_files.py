@@ -8,7 +8,27 @@ import time
 
 import pytest
 
-from gpt.files import HeldError, hold, link, publish, replacing, sync, write_text
+from gpt.errors import UserError
+from gpt.exchange.loading import find_path, open_tokenizer
+from gpt.files import PACKAGE, HeldError, hold, home_path, link, publish, replacing, sync, write_text
+from gpt.sampling.arguments import parse_arguments
+from gpt.text.corpus.files import find_text_files
+
+
+def test_home_path(tmp_path, monkeypatch):
+    """`~` is the home directory in every option that names a file, and from Python; elsewhere it is a letter."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a~").write_text("a")
+    assert home_path("~/a~") == home_path(tmp_path / "a~") == find_path("~/a~") == tmp_path / "a~"
+    assert str(home_path("a~/~")) == os.path.join("a~", "~")
+    assert find_text_files("~/a*", tmp_path / "cache") == (tmp_path / "a~",)
+    args = parse_arguments(["--prompt-file=~/a~", "--insight=~/a.html"])
+    assert (args.prompt_file, args.insight) == (tmp_path / "a~", tmp_path / "a.html")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=str(tmp_path)):
+        open_tokenizer("~/model")
+    bare = [file for file in PACKAGE.rglob("*.py") if "type=Path" in file.read_text(encoding="utf-8")]
+    assert not bare, "these options do not know the home directory: use home_path"
 
 
 def test_replacing_publishes_the_whole_file(tmp_path):

@@ -1,7 +1,11 @@
 """Which text to train on: the keys below `data=`."""
 
+import argparse
+import codecs
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +17,12 @@ ONE_WORD = {  # corpora that need no path, and the prompts to sample from them
     "tinyshakespeare": ["", "JULIET:", "ROMEO:"],
 }
 NAMES = (*ONE_WORD, "text", "mix", "prepared")
+READING = {  # how to read files: keys, which are options of commands
+    "text_field": "the key or column that holds the text in .jsonl and .parquet (default: text)",
+    "errors": "strict, or replace: U+FFFD for bytes that are not of the encoding (default: strict)",
+    "separator": "what stands between the documents of plain text (default: a file is one document)",
+    "encoding": "of plain text and JSON lines (default: utf-8)",
+}
 
 
 def is_url(path: str) -> bool:
@@ -28,7 +38,9 @@ class DataConfig:
     path: Any = None  # text: a file, folder, glob or URL, or a list; mix: a list of those; prepared: a URL
     weights: list[float] = field(default_factory=list)  # mix: one for each path
     text_field: str = "text"  # the key or column that holds the text in .jsonl, .parquet and data sets
-    errors: str = "strict"  # or replace: U+FFFD for bytes that are not UTF-8
+    errors: str = "strict"  # or replace: U+FFFD for bytes that are not of the encoding
+    separator: str | None = None  # what stands between the documents of a plain text, such as <|endoftext|>
+    encoding: str = "utf-8"  # of plain text and JSON lines: any that Python knows, such as windows-1252 or utf-16
     sha256: str | None = None  # the hash that the file behind a URL must have
     cache: str | None = None  # the folder for prepared text; by default data/cache
     cache_bytes: int = 100_000_000_000  # that copies of remote files may take there
@@ -39,6 +51,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         require_choice("data.name", self.name, NAMES)
         require_choice("data.errors", self.errors, ("strict", "replace"))
+        try:
+            "".encode(self.encoding)
+            self.encoding = codecs.lookup(self.encoding).name  # one of the several that an encoding may have
+        except (LookupError, ValueError):
+            what = f"data.encoding={self.encoding!r} is not an encoding of text that Python knows"
+            raise UserError(f"{what}: give one such as utf-8, windows-1252, utf-16, gb18030 or shift_jis") from None
+        if self.separator == "":
+            raise UserError("data.separator= is empty: give what stands between two documents, or leave it out")
         if self.name == "text" and not self.paths:
             raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name == "prepared" and len(self.paths) != 1:
@@ -75,7 +95,34 @@ class DataConfig:
         return replace(self, path=path, cache=absolute(self.cache))
 
     @property
+    def reading(self) -> dict[str, str]:
+        """The keys below that are set: text that was prepared before there were any keeps its hash."""
+        keys = ("separator", "encoding")
+        return {key: getattr(self, key) for key in keys if getattr(self, key) != getattr(DataConfig, key)}
+
+    @property
     def paths(self) -> list[str]:
         """`path` as a list."""
         paths = self.path if isinstance(self.path, list) else [self.path]
         return [str(path) for path in paths if path not in (None, "")]
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how to read files."""
+    for key, meaning in READING.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", metavar="X", default=getattr(DataConfig, key), help=meaning)
+
+
+def read_with(args: argparse.Namespace) -> DataConfig:
+    """Return the text that a command line names, and how to read it."""
+    return DataConfig("text", args.text, **{key: getattr(args, key) for key in READING})
+
+
+@contextlib.contextmanager
+def as_options() -> Iterator[None]:
+    """Let the readers of text name options in their messages, in place of keys."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error).replace("data.path=", "--text=")
+        raise UserError(re.sub(r"data\.(\w+)=", lambda key: f"--{key[1].replace('_', '-')}=", message)) from None

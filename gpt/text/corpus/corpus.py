@@ -1,5 +1,6 @@
 """The text to train on: which files hold it, and its documents in pieces of bounded size."""
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -8,12 +9,12 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt.console import say
+from gpt.console import quote, say
 from gpt.errors import UserError
 from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
-from gpt.text.corpus.formats import explain_unreadable, is_table, read_documents, reader_of
+from gpt.text.corpus.formats import explain_unreadable, markup_of, read_documents, reader_of
 from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
@@ -90,17 +91,22 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
 
         return Corpus("python_docs", modules, read_docs, sys.version)
     files = _files_of(data, cache, say)
-    if tables := [file.name for file in files if is_table(file)]:
-        others = f" and {len(tables) - 1:,} more" if len(tables) > 1 else ""
-        remedy = "convert to .jsonl or .parquet and set data.text_field=COLUMN"
-        say(f"{tables[0]}{others}: a table, taken as raw text, commas and quotes included: {remedy}")
+    raw: dict[tuple[str, str], list[Path | Remote]] = {}
+    for file in files:
+        with contextlib.suppress(UserError):  # about a file that cannot be read, which its reader raises again
+            if found := markup_of(file, data):
+                raw.setdefault(found, []).append(file)
+    for (what, remedy), alike in raw.items():
+        others = f" and {len(alike) - 1:,} more" if len(alike) > 1 else ""
+        remedy = remedy.format(quote(str(alike[0])), data.text_field)
+        say(f"{alike[0].name}{others}: {what}, taken as raw text, markup included; for the text alone: {remedy}")
     return corpus_of(data, files)
 
 
 def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...]) -> Corpus:
     """Return the corpus of these files."""
-    version = f"{data.text_field}\n{data.errors}"
-    return Corpus(data.name, files, lambda file: read_documents(local(file), data.text_field, data.errors), version)
+    version = "\n".join([data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reading.items())])
+    return Corpus(data.name, files, lambda file: read_documents(local(file), data), version)
 
 
 def _stamp(file: Path) -> tuple[int, int]:

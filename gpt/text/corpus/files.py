@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from gpt.console import say
 from gpt.errors import UserError
-from gpt.files import is_output
+from gpt.files import home_path, is_output
 from gpt.text.corpus.formats import looks_like_text
 
 
@@ -20,7 +20,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
     leave out empty and binary files, too; a file named explicitly must be text. A file with several links is returned
     once.
     """
-    root = Path(os.path.expanduser(path))
+    root = home_path(path)
     if os.path.isfile(root):
         return each_once([root])
     is_folder = os.path.isdir(root)

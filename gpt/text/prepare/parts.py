@@ -58,7 +58,7 @@ def plan(store: Store, data: DataConfig, how: TokenizerConfig, shard_bytes: int,
     files = [file.url if isinstance(file, Remote) else str(file.resolve()) for file in corpus.files]
     decided = {
         "format": FORMAT,
-        "data": {key: getattr(data, key) for key in ("text_field", "errors", "validation_bytes")},
+        "data": {key: getattr(data, key) for key in ("text_field", "errors", "validation_bytes")} | data.reading,
         "tokenizer": {"how": asdict(how), "sha256": tokenizer.sha256},
         "split": asdict(split),
         "files": [[file, *stamp] for file, stamp in zip(files, stamps, strict=True)],

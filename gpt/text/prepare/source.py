@@ -1,5 +1,6 @@
 """A corpus while it is prepared: surveyed at most once, and watched for changes."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -9,6 +10,9 @@ from gpt.console import progress_bar
 from gpt.errors import UserError
 from gpt.text.corpus.corpus import Corpus, Piece, Say
 from gpt.text.prepare.split import Survey, survey
+from gpt.text.tokenizer import END_OF_TEXT
+
+MARKS = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "</s>", "<eos>")  # which may part documents
 
 
 class Source:
@@ -34,14 +38,18 @@ class Source:
         with progress_bar(f"reading {self.corpus.name}", delay=1) as bar:
             found = survey(self._counted(), self.validation_bytes, bar.update)
         self.corpus.require_text(found.bytes)
+        for mark, times in self.marks.most_common(1):
+            learnt = f"{mark} stands {times:,} time{'s' * (times > 1)} in the text, and is learnt as these letters"
+            self.say(f"{learnt}: data.separator='{mark}' parts the documents of plain text there")
         self.require_unchanged()
         return found
 
     def _counted(self) -> Iterator[Piece]:
-        """Yield the pieces, and count the characters of each file."""
-        self.characters = [0] * len(self.corpus.files)
+        """Yield the pieces, and count the characters of each file, and the marks."""
+        self.characters, self.marks = [0] * len(self.corpus.files), Counter[str]()
         for file, _, piece in self.corpus.pieces():
             self.characters[file] += len(piece.text)
+            self.marks.update({mark: times for mark in MARKS if (times := piece.text.count(mark))})
             yield piece
 
     def require_unchanged(self, files: slice = slice(None)) -> None:

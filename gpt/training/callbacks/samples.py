@@ -105,7 +105,10 @@ def continue_prompt(module: GPTModule, prompt: str, generator: torch.Generator) 
 def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
     """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
     border = corpora.tokenizer.vocab_size  # a token that no corpus has
-    return find_copies([token for sample in samples for token in (*sample, border)], corpora.sources)[1]
+    ids = [token for sample in samples for token in (*sample, border)]
+    passages = find_copies(ids, corpora.sources)
+    start, end = max(passages, key=lambda passage: passage[1] - passage[0], default=(0, 0))
+    return corpora.tokenizer.decode(ids[start:end])
 
 
 def frequent(corpora: Corpora) -> list[int]:

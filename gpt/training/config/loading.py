@@ -23,6 +23,7 @@ from gpt.exchange.formats import upgraded
 from gpt.exchange.loading import find_run
 from gpt.files import ASSETS, flatten, read_yaml
 from gpt.text.corpus.config import ONE_WORD, DataConfig
+from gpt.text.pieces import well_formed
 from gpt.training.config.schema import Config
 from gpt.training.run.code import code
 
@@ -39,7 +40,11 @@ def validate(values: DictConfig | dict) -> Config:
     so that nothing in it can read the environment.
     """
     plain = _resolved(values) if isinstance(values, DictConfig) else values
-    return _build(Config, plain)
+    config = _build(Config, plain)
+    for key, value in flatten(dataclasses.asdict(config)).items():
+        if well_formed(given := " ".join(map(str, value)) if isinstance(value, list) else str(value)) != given:
+            raise UserError(f"{key}={value!r} has bytes that are not UTF-8: give it another name")
+    return config
 
 
 def _resolved(composed: DictConfig) -> Any:

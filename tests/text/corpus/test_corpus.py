@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -60,11 +61,26 @@ def test_a_folder_of_every_format(tmp_path, fill):
     said: list[str] = []
     corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
     assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
-    remedy = "commas and quotes included: convert to .jsonl or .parquet and set data.text_field=COLUMN"
-    assert said == [f"d.json and 1 more: a table, taken as raw text, {remedy}"]
-    (tmp_path / "g.csv").unlink()
+    raw, d = "taken as raw text, markup included; for the text alone:", tmp_path / "d.json"
+    json_line = f"""d.json: JSON, {raw} jq -c '.. | objects | select(has("text"))' {d} > {d}.jsonl"""
+    table_line = f"a table, {raw} convert it to .jsonl or .parquet and set data.text_field=COLUMN"
+    assert said == [json_line, f"g.csv: {table_line}"]
+    fill(tmp_path, h__csv="ten,11")
     open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
-    assert said[1:] == [f"d.json: a table, taken as raw text, {remedy}"]
+    assert said[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="NOT TESTED without jq")
+def test_the_printed_jq_works(tmp_path, fill):
+    """It finds the objects with a text in an array, below a key, and where several follow each other."""
+    rows = [{"id": i, "text": f"row {i}"} for i in range(3)]
+    several = "\n".join(json.dumps(row, indent=2) for row in rows)
+    fill(tmp_path, a__json=json.dumps(rows), b__json=json.dumps({"v": 1, "rows": rows}, indent=2), c__json=several)
+    for name in ("a.json", "b.json", "c.json"):
+        said: list[str] = []
+        open_corpus(DataConfig("text", str(tmp_path / name)), NOWHERE, said.append)
+        subprocess.run(said[0].partition("alone: ")[2], shell=True, check=True)
+        assert read(tmp_path / f"{name}.jsonl") == ["row 0", "row 1", "row 2"]
 
 
 def test_text_field_and_errors(tmp_path, fill):
@@ -72,7 +88,23 @@ def test_text_field_and_errors(tmp_path, fill):
     fill(tmp_path, a__jsonl=b'{"body": "caf\xe9", "text": "no"}')
     assert read(tmp_path, text_field="body", errors="replace") == ["caf\ufffd"]
     line = refusal(read, tmp_path, text_field="title", errors="replace")
-    assert line == f"{tmp_path / 'a.jsonl'}: line 1 has no text under 'title'; name the key with data.text_field="
+    keys = "name the key with data.text_field= (body, text)"
+    assert line == f"{tmp_path / 'a.jsonl'}: line 1 has no text under 'title'; {keys}"
+    file = fill(tmp_path, b__txt="café|río".encode("latin-1")) / "b.txt"
+    assert read(file, encoding="latin-1", separator="|") == ["café", "río"]
+
+
+def test_keys_of_older_text(tmp_path, fill):
+    """A separator and an encoding belong to the hash of a text only where they are set, by whatever name."""
+    file = fill(tmp_path, a__txt="a|b") / "a.txt"
+
+    def hash_with(**more: str) -> str:
+        return open_quietly(file, **more).sha256(tmp_path)
+
+    assert hash_with() == "db295fa05c8db947a4458f141a4011f1a4d15538d4a8b1f60cfb4fba7a99d77e"
+    assert hash_with(encoding="UTF8", separator=None) == hash_with()
+    assert hash_with(encoding="latin-1") == hash_with(encoding="ISO-8859-1")
+    assert len({hash_with(), hash_with(encoding="latin-1"), *(hash_with(separator=one) for one in "|a")}) == 4
 
 
 # --- mistakes ---
@@ -202,7 +234,8 @@ def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
     fill(tmp_path, a__txt=lines, a__jsonl=lines, a__xyz=lines)
 
     def hashes() -> list[str]:
-        return [open_quietly(tmp_path / f"a.{kind}").sha256(tmp_path) for kind in ("txt", "jsonl", "xyz")]
+        texts = [DataConfig("text", str(tmp_path / f"a.{kind}")) for kind in ("txt", "jsonl", "xyz")]
+        return [open_corpus(text, NOWHERE, lambda line: None).sha256(tmp_path) for text in texts]
 
     before = hashes()
     assert len(set(before)) == 3

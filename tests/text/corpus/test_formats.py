@@ -6,6 +6,7 @@ import json
 import lzma
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 import gpt.text.corpus.formats
 import harness
 from gpt.errors import UserError
-from gpt.text.corpus.formats import PACKED, is_table, kind_of, looks_like_text, read_documents, zstd
+from gpt.text.corpus.config import DataConfig
+from gpt.text.corpus.formats import PACKED, kind_of, looks_like_text, markup_of, read_documents, zstd
 
 LINES = '{"text": "first", "more": 1}\n\n{"text": "a\\nsecond", "other": "x"}\r\n{"text": ""}\n  \n{"text": "😀"}'
 DOCUMENTS = ["first", "a\nsecond", "", "😀"]
@@ -48,7 +50,7 @@ def read(file: Path, block: int | None = None, **more) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
             patch.setattr(gpt.text.corpus.formats, "BLOCK", block)
-        return ["".join(blocks) for blocks in read_documents(file, **more)]
+        return ["".join(blocks) for blocks in read_documents(file, DataConfig(**more))]
 
 
 def refusal(file: Path, block: int | None = None, **more) -> str:
@@ -79,14 +81,29 @@ def is_damage(message: str, content: int | None = None) -> bool:
 # --- text ---
 
 
-def test_tables(tmp_path):
-    """CSV by its name, a JSON array by its first character, packed or not; no lines, no object."""
+def test_markup(tmp_path):
+    """CSV by its name, the others by how they begin, packed or not; no JSON lines by that name, and no code."""
     contents = {"a.csv": "x,y\n", "a.CSV": "x", "a.tsv.gz": "x\ty", "a.json": "[1]", "b.json": "\ufeff \r\n\t[\n{}]"}
-    contents |= {"c.json": " " * 70 + "[", "d.json.gz": "[1]"}
+    contents |= {"c.json": " " * 70 + "[", "d.json.gz": "[1]", "h.json": '{\n "a": 1}', "h.txt": '\n[{"a": 1}]'}
+    contents |= {
+        "i.data": LINES,
+        "i.txt.gz": LINES,
+        "j": "<!DOCTYPE HTML>",
+        "k": " <html>",
+        "l": "<?xml",
+        "m": "{\\rtf1",
+    }
     others = {"a.jsonl": LINES, "e.json": LINES, "f.json": "{\n}", "a.txt": "[1]", "a.csv.txt": "x,y", "g.json": ""}
+    others |= {
+        "n.json": f"\n{LINES}",
+        "n.jl": LINES,
+        "n.c": "{ x = 1; }",
+        "n.md": "[[a]] [b]",
+        "n.txt": "It has <html>",
+    }
     files = {name: write(tmp_path / name, text) for name, text in (contents | others).items() if ".gz" not in name}
     files |= {n: write(tmp_path / n, gzip.compress(contents[n].encode())) for n in contents if n.endswith(".gz")}
-    assert {name for name, file in files.items() if is_table(file)} == contents.keys()
+    assert {name for name, file in files.items() if markup_of(file, DataConfig())} == contents.keys()
 
 
 @pytest.mark.parametrize(
@@ -150,8 +167,9 @@ def test_utf16_is_named(tmp_path, suffix, encoding, errors):
     """By its mark, with the command that converts it, and never replaced by nonsense."""
     file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]("\ufeffcafé".encode(encoding)))
     assert refusal(file, errors=errors) == (
-        "its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8"
+        "its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8, or set data.encoding=utf-16"
     )
+    assert read(file, errors=errors, encoding="utf-16") == ["café"]
 
 
 @EVERY_TEXT
@@ -192,13 +210,102 @@ def test_what_looks_like_text(tmp_path):
         assert looks_like_text(write(tmp_path / name, content)) == text, name
 
 
+@pytest.mark.parametrize("name", ["plain.pdf", "a.txt.gz", "a.docx"])
+def test_no_text_can_come_of_it(tmp_path, name):
+    """A PDF and a zip archive, whatever their bytes, are refused with the command that makes text of them."""
+    content = b"PK\x03\x04 a b" if name == "a.docx" else b"\n%PDF-1.4\nThe quiet river"
+    file = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    command = f"pandoc -t plain {file} -o {file}.txt" if name == "a.docx" else f"pdftotext {file} {file}.txt"
+    for errors in ("strict", "replace"):
+        line = refusal(file, errors=errors)
+        assert re.fullmatch(rf"a (PDF|zip archive, .*); make text of it first, for example with {command}", line)
+
+
+# --- separators and encodings ---
+
+
+@settings(deadline=None, max_examples=211)
+@given(
+    st.lists(st.sampled_from(["a", "é", "\n", "\r\n", "<|", "|>", "<||>", "<||>", "\n<||>\n", "\r"]), min_size=1),
+    st.sampled_from(["<||>", "a", "\n\n", "<", "[|", "a\n"]),
+    st.sampled_from(TINY),
+)
+def test_separator(folder, parts, separator, block):
+    """In blocks of any size, as Python splits the whole text; the ends of lines around it go with it."""
+    text = "".join(parts)
+    expected = re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text)
+    assert read(write(folder / "a.txt", text), block, separator=separator) == expected
+
+
+@EVERY_TEXT
+def test_separator_in_every_plain_text(tmp_path, suffix):
+    """Packed or not, and not between JSON lines, whose texts may spell it."""
+    packed = PACKERS[suffix]("\ufeffOne.\n<|endoftext|>\nTwo\n\nthree.<|endoftext|><|endoftext|>\n".encode())
+    file = write(tmp_path / f"a.txt{suffix}", packed)
+    assert read(file, 3, separator="<|endoftext|>") == ["One.", "Two\n\nthree.", "", ""]
+    lines = write(tmp_path / f"a.jsonl{suffix}", PACKERS[suffix](LINES.encode()))
+    assert read(lines, separator="a") == DOCUMENTS
+
+
+@pytest.mark.parametrize("block", TINY)
+@pytest.mark.parametrize("encoding", ["windows-1252", "latin-1", "utf-16", "utf-16-be", "utf-8-sig", "utf-7"])
+def test_encoding(tmp_path, encoding, block):
+    """In plain text, with a separator or without, and in JSON lines."""
+    text = "10 € a café" if encoding != "latin-1" else "café río"
+    file = write(tmp_path / "a.txt", f"{text}|b".encode(encoding))
+    assert read(file, block, encoding=encoding) == [f"{text}|b"]
+    assert read(file, block, encoding=encoding, separator="|") == [text, "b"]
+    lines = f'\n{{"text": "{text}"}}\n{{"text": "b"}}'.encode(encoding)
+    for name in ("a.json", "a.jsonl"):
+        assert read(write(tmp_path / name, lines), block, encoding=encoding) == [text, "b"]
+
+
+def test_another_encoding(tmp_path):
+    """Bytes that are not of it are named, or replaced."""
+    file = write(tmp_path / "a.txt", b"caf\x81")
+    line = "not cp1252 (byte 0x81 at offset 3); set another data.encoding=, or data.errors=replace"
+    assert refusal(file, encoding="windows-1252") == line
+    assert read(file, encoding="windows-1252", errors="replace") == ["caf\ufffd"]
+
+
+def test_the_printed_iconv_works(tmp_path):
+    """As it is printed, with the name of the file after it."""
+    file = write(tmp_path / "a.txt", "The café € by the río".encode("windows-1252"))
+    found = re.search("iconv -f [^ ]+ -t utf-8", refusal(file))
+    assert found is not None
+    done = subprocess.run([*found[0].split(), file], capture_output=True, check=True)
+    assert done.stdout.decode() == "The café € by the río"
+
+
+# --- chats ---
+
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": [{"type": "text", "text": "Hi!"}]}]
+SHARED = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": None}]
+
+
+def test_chats(tmp_path):
+    """Lists of messages under the named key, of both kinds, are paragraphs."""
+    file = write(tmp_path / "a.jsonl", "\n".join(json.dumps({"id": 1, "turns": turns}) for turns in (CHAT, SHARED, [])))
+    assert read(file, text_field="turns") == ["user: Hello\n\nassistant: Hi!", "human: Hello\n\ngpt: ", ""]
+    assert refusal(file) == "line 1 has no text under 'text'; name the key with data.text_field= (id, turns)"
+    assert refusal(file, text_field="id").endswith(" under 'id'; name the key with data.text_field= (id, turns)")
+
+
+def test_chats_in_parquet(tmp_path):
+    """Likewise in a column, whose name is one of those to choose from."""
+    turns = [[{"role": "user", "content": "Hello"}, {"role": "system", "content": None}], None]
+    file = write_table(tmp_path / "a.parquet", {"n": [1, 2], "turns": turns})
+    assert read(file, text_field="turns") == ["user: Hello\n\nsystem: ", ""]
+    assert refusal(file) == "'text' is not a column of text; name one with data.text_field= (turns)"
+
+
 # --- JSON lines ---
 
 
 def test_json_lines(tmp_path):
     """A document a line; blank lines give none, what ends a line is only its newline, and a mark is no text."""
-    for name in ("a.jsonl", "a.ndjson", "a.json", "A.JSONL.GZ"):
-        content = ("\ufeff" + LINES).encode()
+    for name in ("a.jsonl", "a.ndjson", "a.json", "a.jl", "A.JSONL.GZ"):
+        content = ("\ufeff" + "\n \r\n" * (name == "a.json") + LINES).encode()
         file = write(tmp_path / name, gzip.compress(content) if name.endswith("GZ") else content)
         assert read(file) == read(file, 3) == DOCUMENTS
 
@@ -207,7 +314,12 @@ def test_json_text_field(tmp_path):
     """The key that is named, whatever else is there; null is an empty document."""
     file = write(tmp_path / "a.jsonl", '{"body": "x", "text": "y"}\n{"text": [7], "body": null}\n')
     assert read(file, text_field="body") == ["x", ""]
-    assert refusal(file) == "line 2 has no text under 'text'; name the key with data.text_field="
+    line = "line 2 has no text under 'text'; name the key with data.text_field= (text, body)"
+    assert refusal(file) == line
+    write(file, json.dumps({f"c{i}": i for i in range(11)}))
+    assert refusal(file, text_field="n").endswith(
+        " under 'n'; name the key with data.text_field= (c0, c1, c2, c3, c4, c5, c6, c7, ...)"
+    )
 
 
 def test_half_a_pair_is_replaced(tmp_path):
@@ -217,7 +329,8 @@ def test_half_a_pair_is_replaced(tmp_path):
 
 NO_JSON = "; every line must be one JSON object"
 NO_TEXT = " has no text under 'text'; name the key with data.text_field="
-NO_UTF8 = "; convert it first, for example with iconv -t utf-8, or set data.errors=replace"
+CONVERT = "; convert it first, for example with iconv -f windows-1252 -t utf-8, or set "
+NO_UTF8 = f"{CONVERT}data.encoding=windows-1252 or data.errors=replace"
 
 
 @pytest.mark.parametrize(
@@ -230,9 +343,10 @@ NO_UTF8 = "; convert it first, for example with iconv -t utf-8, or set data.erro
         ("\ufeff{}", " is not JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), column 1)" + NO_JSON),
         ("[" * 100_000, " is not JSON (too large or too deeply nested)" + NO_JSON),
         ('{"n": ' + "1" * 5000 + "}", " is not JSON (too large or too deeply nested)" + NO_JSON),
-        ('{"body": "a"}', NO_TEXT),
-        ('{"text": 7}', NO_TEXT),
-        ('{"text": ["a"]}', NO_TEXT),
+        ('{"body": "a"}', NO_TEXT + " (body)"),
+        ('{"text": 7}', NO_TEXT + " (text)"),
+        ('{"text": ["a"]}', NO_TEXT + " (text)"),
+        ('{"text": [{"role": 7, "content": "a"}], "n": 7}', NO_TEXT + " (text, n)"),
         ('["text"]', NO_TEXT),
         ("null", NO_TEXT),
         (b'{"text": "caf\xe9"}', ": not UTF-8 (byte 0xe9 at offset 13)" + NO_UTF8),
@@ -262,7 +376,6 @@ def test_replaced_in_json_lines(tmp_path, name, block):
     [
         '{\n  "text": "a"\n}\n',
         '[{"text": "a"},\n {"text": "b"}]',
-        '\n{"text": "a"}\n',
         "plain text\n",
         '{"text": "a"\n',
         '{"text": "a"} {"text": "b"}\n{"text": "c"}',
@@ -418,6 +531,12 @@ def test_parquet_without_the_column(tmp_path):
     for name in ("text", "struct.text", *others):
         line = f"{name!r} is not a column of text; name one with data.text_field= (body)"
         assert refusal(file, text_field=name) == line
+    write_table(file, others)
+    for name in ("text", *others):
+        line = refusal(file, text_field=name)
+        assert line.startswith(
+            f"{name!r} is not a column of text; it has none (n is int64, bytes is binary, list is list<"
+        )
     write_table(file, {f"c{i}": ["a"] for i in range(11)})
     assert refusal(file).endswith("; name one with data.text_field= (c0, c1, c2, c3, c4, c5, c6, c7, ...)")
 
@@ -427,7 +546,7 @@ def test_parquet_that_is_not_utf8(tmp_path, kind):
     """The row, counted from 0, and the byte; or what stands for it."""
     content = [b"ok", None] * 71 + ["naïve ".encode() + b"caf\xe9!", b"\xe2\x82"]
     file = write_table(tmp_path / "a.parquet", {"text": as_strings(content, kind)}, row_group_size=73)
-    assert refusal(file) == ("row 142: not UTF-8 (byte 0xe9 at offset 10)" + NO_UTF8)
+    assert refusal(file) == f"row 142: not UTF-8 (byte 0xe9 at offset 10){CONVERT}data.errors=replace"
     assert read(file, errors="replace") == ["ok", ""] * 71 + ["naïve caf\ufffd!", "\ufffd"]
 
 

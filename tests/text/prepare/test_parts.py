@@ -31,8 +31,8 @@ START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(["gpt.prepare", "gpt.text.prepare.parts"])
 
 
-def plan(store: Path | str, text: str, cache: Path) -> None:
-    main(["--to", str(store), "--plan", "--text", text, "--cache", str(cache), *BPE])
+def plan(store: Path | str, text: str, cache: Path, *more: str) -> None:
+    main(["--to", str(store), "--plan", "--text", text, "--cache", str(cache), *BPE, *more])
 
 
 def run(store: Path | str, cache: Path, *step: str) -> None:
@@ -101,6 +101,25 @@ def test_equals_one_machine(request, tmp_path, monkeypatch, text, shard_bytes):
     assert ("shards" in key) == many
     key.pop("shards", None)
     assert key == here.manifest["key"]
+
+
+def test_separators_and_encodings(tmp_path):
+    """In parts as on one machine, from the plan on."""
+    for i in range(7):
+        text = "<|endoftext|>".join(f"Café {i}, table {j * j}." for j in range(31))
+        (tmp_path / f"{i}.txt").write_text(text, encoding="latin-1")
+    how, store = {"separator": "<|endoftext|>", "encoding": "latin-1"}, tmp_path / "store"
+    plan(store, f"{tmp_path}/?.txt", tmp_path / "cache", *(f"--{key}={value}" for key, value in how.items()))
+    for part in (2, 1):
+        run(store, tmp_path / "cache", "--part", f"{part}/2")
+    run(store, tmp_path / "cache", "--join")
+    data = DataConfig("text", f"{tmp_path}/?.txt", **how)
+    [here] = prepare(data, TokenizerConfig("bpe", 307), 13, tmp_path / "cache", lambda line: None).sources
+    assert sum(here.manifest["splits"][name]["documents"] for name in here.manifest["splits"]) == 7 * 31
+    published = prepared(store, tmp_path / "cache").manifest
+    assert published["key"]["corpus"] == here.manifest["key"]["corpus"]
+    for name, split in here.manifest["splits"].items():
+        assert published["splits"][name]["documents"] == split["documents"]
 
 
 def test_what_is_published(files, tmp_path, capsys):

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,7 @@ def test_second_time_comes_from_the_cache(tmp_path):
     """That is said, and no file is touched, also for the same text elsewhere and another context."""
     said: list[str] = []
     first = make(write_documents(tmp_path), tmp_path / "cache", say=said.append)
-    assert [line.split()[0] for line in said] == ["reading", "prepared"]
+    assert [line.split()[0] for line in said] == ["reading", "<|endoftext|>", "prepared"]
     folder = folder_of(tmp_path / "cache")
     times = {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]}
     for place, context_length in (("", CONTEXT), ("elsewhere", CONTEXT), ("", 101)):
@@ -167,8 +168,27 @@ def test_second_time_comes_from_the_cache(tmp_path):
         again = make(data, tmp_path / "cache", context_length=context_length, say=said.append)
         assert lists(again) == lists(first)
         assert again.manifest == first.manifest
-    assert said[2:] == [f"text is already prepared, in {folder}"] * 3
+    assert said[3:] == [f"text is already prepared, in {folder}"] * 3
     assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
+
+
+def test_what_may_part_documents(tmp_path):
+    """It is counted and stays text, until it is named: then it is no part of the documents."""
+    stories = [f"Story {i}. The river ran under bridge {i * 7 % 31}." for i in range(300)]
+    text, said = "\n<|endoftext|>\n".join(stories), list[str]()
+    data = write_text(tmp_path, text)
+    whole = make(data, tmp_path / "cache", say=said.append)
+    assert said[1] == (
+        "<|endoftext|> stands 299 times in the text, and is learnt as these letters: data.separator='<|endoftext|>' "
+        "parts the documents of plain text there"
+    )
+    assert sum(split["documents"] for split in whole.manifest["splits"].values()) == 2
+    data = replace(data, separator="<|endoftext|>")
+    parted = make(data, tmp_path / "cache", say=said.append)
+    assert [line.split()[0] for line in said[3:]] == ["reading", "prepared"]
+    train, validation = halves(data)
+    assert sorted([*train, *validation]) == sorted(stories)
+    assert lists(parted) == (obvious(train, byte_tokenizer()), obvious(validation, byte_tokenizer()))
 
 
 def test_every_change_is_another_folder(tmp_path):

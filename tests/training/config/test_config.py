@@ -462,3 +462,17 @@ def test_what_is_not_given_has_its_default():
 def test_unknown_key_suggests_the_nearest(key, suggested):
     """A misspelt key, or the right one in the wrong place, gets the key that was meant."""
     assert unknown_key(key) == f"there is no key {key!r}; did you mean {suggested!r}?"
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"data": {"name": "text", "path": "caf\udce9.txt"}}, r"data.path='caf\udce9.txt'"),
+        ({"data": {"name": "text", "path": ["a.txt", "caf\udce9.txt"]}}, r"data.path=['a.txt', 'caf\udce9.txt']"),
+        ({"data": {"prompts": ["half a pair: \ud83d"]}}, r"data.prompts=['half a pair: \ud83d']"),
+        ({"run_dir": "r\udce9"}, r"run_dir='r\udce9'"),
+    ],
+)
+def test_bytes_that_are_not_utf8(values, line):
+    """Whatever key has them is named, since config.yaml could not hold it."""
+    assert refusal(validate, values) == f"{line} has bytes that are not UTF-8: give it another name"

@@ -25,6 +25,9 @@ from harness import refusal, refused
         (["data=book"], "; for a text of your own say data.path=FILE"),
         (["++data.batch_size=3"], "there is no key 'data.batch_size': write trainer.tokens_per_step, which counts"),
         (["seed=3", "-m", "n_layer=2,3"], "there is no key 'n_layer': write model.num_layers"),
+        (["model.emb_dim=768"], "there is no key 'model.emb_dim': write model.d_model"),
+        (["trainer.n_heads=12"], "there is no key 'trainer.n_heads': write model.num_heads"),
+        (["++optim.depth=12"], "there is no key 'optim.depth': write model.num_layers"),
         (["--seed", "3"], "--seed: keys are written key=value"),
     ],
 )
@@ -45,7 +48,7 @@ def test_in_a_file():
 def test_every_key_in_the_table_exists(theirs, ours):
     """What the table says to write is a key here, and what it replaces is none."""
     named = re.findall(r"(?<![\w.])((?:trainer|model|optim|data)\.\w+|horizon|run_dir|resume|init_from|logger)", ours)
-    assert named or ours.startswith(("optim=", "leave it out"))
+    assert named or ours.startswith(("optim=", "nothing"))
     assert [key for key in named if key not in flatten(asdict(Config()))] == []
     with pytest.raises(UserError):
         validate({theirs: 1})
@@ -63,6 +66,9 @@ def test_for_hydra(words, expected, monkeypatch):
     """What Hydra would refuse, as it takes it: options first; and `~` is the home directory, however it comes."""
     monkeypatch.setenv("HOME", "/me")
     assert _for_hydra(words) == expected
+    given = ["data.separator=<|a|>", "data.separator=[SEP]", "data.separator='---'", "data.separator=null"]
+    quoted = ["data.separator='<|a|>'", "data.separator='[SEP]'", *given[2:]]
+    assert _for_hydra(given) == quoted
     config = validate({"run_dir": "~/a", "resume": "~/b", "data": {"cache": "~/c"}})
     assert (config.run_dir, config.resume, config.data.cache) == ("/me/a", "/me/b", "/me/c")
 
