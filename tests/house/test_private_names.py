@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.plugins import Precision
+from torch import distributed
 from torch.utils.tensorboard import SummaryWriter
 
 from harness import ROOT
@@ -46,6 +47,10 @@ PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: Trainer(logger=False, enable_checkpointing=False)._signal_connector.received_sigterm,
     ),
     "Precision._after_closure": ("the gradient before it is scaled back, in fp16", lambda: Precision._after_closure),
+    "distributed.distributed_c10d._set_pg_timeout": (
+        "how long a rank is waited for, before torch 2.15",
+        lambda: getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout,
+    ),
     "hydra._internal.utils": ("which words are options", lambda: hydra._internal.utils.get_args_parser),
     "argparse.HelpFormatter._get_help_string": (
         "Hydra on Python 3.14",

@@ -59,7 +59,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "test_remote.py::test_away_for_a_while",
         ],
         "A run goes on from any folder": ["test_run.py::test_text_that_has_moved"],
-        "What earlier versions wrote": ["test_formats.py::test_a_run_continues"],
+        "What earlier versions wrote": ["test_earlier_formats.py::test_a_run_continues"],
         "A run that goes on with other code": ["test_run.py::test_other_code_is_told"],
         "What a power cut leaves": ["test_below_python.py::test_power_cut"],
         "A NaN or infinite gradient": [

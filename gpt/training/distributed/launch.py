@@ -31,6 +31,7 @@ PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, which may prepare
 LOST_SECONDS = 25  # without a sign of life, after which a machine is lost
 GRACE = 5.0  # seconds in which whatever started the processes ends this one, because another has died
 Result = TypeVar("Result")
+_meeting: list[Any] = []  # where all ranks leave word
 
 
 class Ranks(NamedTuple):
@@ -112,6 +113,7 @@ def connect() -> None:
         ) from None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     group = distributed.PrefixStore("group", store)
+    _meeting[:] = [store]
     if torch.cuda.is_available():
         torch.cuda.set_device(here.local_rank)
     distributed.init_process_group(backend, None, PATIENCE, here.world_size, here.rank, group)
@@ -214,15 +216,14 @@ def as_one_of_many() -> Iterator[None]:
 
 def _silent(rank: int, world_size: int) -> list[int]:
     """The ranks that do not say within `GRACE` seconds that they have noticed, as this one has, that one is missing."""
-    store = distributed.distributed_c10d._get_default_store()
     everyone = [f"rank {one} has noticed" for one in range(world_size)]
     silent = [0]  # which keeps the store: if it is the one, nobody gets an answer
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            store.set(everyone[rank], "")
+            _meeting[0].set(everyone[rank], "")
             time.sleep(GRACE)
-            silent[:] = [one for one in range(world_size) if not store.check([everyone[one]])]
+            silent[:] = [one for one in range(world_size) if not _meeting[0].check([everyone[one]])]
 
     threading.Thread(target=ask, daemon=True).start()
     time.sleep(GRACE + 1.0)
