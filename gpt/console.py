@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _LOCK = RLock()  # of all bars
+CONTROLS = r"(?!\r?\n|\t)[\x00-\x1f\x7f-\x9f]"
+SEQUENCES = r"[\x1b\x90\x98\x9b\x9d-\x9f]"  # what begins one: a file or a pipe may end on a terminal as well
 _unwritten: list[OSError] = []  # what kept lines from being written
 
 # What the surroundings do to a program, as opposed to a bug in it: wrong names, missing permissions.
@@ -45,9 +47,9 @@ def say(line: str, stream: TextIO | None = None) -> None:
             _unwritten.append(error)
 
 
-def visible(text: str) -> str:
+def visible(text: str, codes: str = CONTROLS) -> str:
     """Show control characters, which terminals obey, by their escapes; tabs and line ends stay."""
-    return re.sub(r"(?!\r?\n|\t)[\x00-\x1f\x7f-\x9f]", lambda found: found[0].encode("unicode_escape").decode(), text)
+    return re.sub(codes, lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def warn(line: str, program: str = "train.py") -> None:
@@ -62,14 +64,14 @@ def _has_lost_reader(error: OSError) -> bool:
     )
 
 
-class _OnTerminal:
+class _Visible:
     """A stream that writes what is `visible` of a text, whoever has made that: a model, a stranger's run, a name."""
 
     def __init__(self, stream: TextIO):
-        self._stream = stream
+        self._stream, self._codes = stream, CONTROLS if stream.isatty() else SEQUENCES
 
     def write(self, text: str) -> int:
-        return self._stream.write(visible(text))
+        return self._stream.write(visible(text, self._codes))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -147,8 +149,7 @@ def command_line(program: str) -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
-    if sys.stdout.isatty():
-        sys.stdout = _OnTerminal(sys.stdout)
+    stdout, sys.stdout = sys.stdout, _Visible(sys.stdout)
     try:
         yield
         _finish(program)
@@ -160,7 +161,7 @@ def command_line(program: str) -> Iterator[None]:
         sys.exit(130)
     except OSError as error:
         if _has_lost_reader(error):
-            _mute(sys.stdout)
+            _mute(stdout)
             sys.exit(0)
         where = f"{error.filename}: " if error.filename else ""
         if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):
@@ -170,6 +171,8 @@ def command_line(program: str) -> Iterator[None]:
         if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
             _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
         raise
+    finally:
+        sys.stdout = stdout
 
 
 def _finish(program: str) -> None:

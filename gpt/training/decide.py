@@ -329,9 +329,8 @@ def _continued(
         then, now = stored.trainer.world_size, config.trainer.world_size
         say(f"continuing on {now} devices instead of {then}: the same windows in each step, but not the same bits")
         config = config.amend("trainer.devices", step, stored)
-    if text is not None:
-        config = replace(config, data=replace(config.data, path=text)).anywhere()
-    corpora = load_corpora(config, tokenizer, record=payload)
+    there = config if text is None else replace(config, data=replace(config.data, path=text))
+    corpora = load_corpora(there, tokenizer, record=payload)
     require_same_text(file, payload, corpora)
     if horizon and horizon != config.horizon:
         config, schedule = with_horizon(config, schedule, step, seconds, horizon, corpora.train_tokens)

@@ -111,15 +111,15 @@ def test_output_ends_no_training(monkeypatch, number):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
 def test_no_escape_codes_on_a_terminal():
-    """Whatever made a text, a terminal gets none of the codes that it would obey; a pipe gets the text as it is."""
-    code = "from gpt.console import *\nwith command_line('p'): print('a\\x1b]0;b\\x07\\x9bc\\td'); say('\\x1b[31m')"
+    """Whatever made a text, a terminal gets no code that it would obey; a pipe gets none that begins others."""
+    code = "from gpt.console import *\nwith command_line('p'): print('a\\x1b]0;b\\x07\\x9bc\\td\\f'); say('\\x1b[31m')"
     controller, terminal = os.openpty()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=terminal, check=True)
     os.close(terminal)
-    assert os.read(controller, 1000).replace(b"\r\n", b"\n") == b"a\\x1b]0;b\\x07\\x9bc\td\n\\x1b[31m\n"
+    assert os.read(controller, 1000).replace(b"\r\n", b"\n") == b"a\\x1b]0;b\\x07\\x9bc\td\\x0c\n\\x1b[31m\n"
     os.close(controller)
-    piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8")
-    assert piped.stdout.splitlines()[0] == "a\x1b]0;b\x07\x9bc\td"
+    piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert piped.stdout == b"a\\x1b]0;b\x07\\x9bc\td\x0c\n\\x1b[31m\n"
 
 
 def test_quote(monkeypatch):

@@ -89,7 +89,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "A run that you resume reads the text": ["test_loggers.py::test_wandb"],
         "A checkpoint that says otherwise": ["test_resuming.py::test_another_configuration"],
         "A run writes only files of its own": ["test_run.py::test_links_out_of_a_run"],
-        "On terminals, the control characters": ["test_errors.py::test_no_escape_codes_on_a_terminal"],
+        "What a command prints has no": ["test_errors.py::test_no_escape_codes_on_a_terminal"],
         "Checkpoints are verified by their checksums": ["test_faults.py::test_damaged_checkpoint"],
         "Text that `train.py` has prepared is verified": [
             "test_prepared.py::test_damage_is_named",

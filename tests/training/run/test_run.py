@@ -319,7 +319,7 @@ def test_text_that_has_moved(copied, trained, tmp_path, monkeypatch):
     finally:
         moved.rename(text)
     config = read(copied / "config.yaml")
-    assert config.data.path == str(moved)
+    assert config.data.path == str(text)  # which is where it was
     assert config.amended == [f"horizon={n}steps until step {n}" for n in (12, 13)]
 
 
