@@ -113,15 +113,18 @@ def test_signals(corpus_folder, reference, tmp_path, capfd, number):
     assert differences(run_dir, reference) == []
 
 
-def test_ignored_signals_stay_so(corpus_folder, reference, tmp_path):
-    """`nohup` has a run ignore SIGHUP: it goes on when the terminal is closed."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize(("number", "stopped_by"), [(signal.SIGHUP, 0), (signal.SIGINT, signal.SIGINT)])
+def test_ignored_signals_stay_so(corpus_folder, reference, tmp_path, number, stopped_by):
+    """`nohup` has a run ignore SIGHUP: it goes on. A script's `&` has it ignore SIGINT, which stops it all the same."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
-        session.fit([StopAt(STOP, signal.SIGHUP)])
-        assert session.stopped_by == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        session.fit([StopAt(STOP, number)])
+        assert session.stopped_by == stopped_by and signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+    if stopped_by:
+        train(f"resume={tmp_path / 'run'}")
     assert differences(tmp_path / "run", reference) == []
 
 

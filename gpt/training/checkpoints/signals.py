@@ -22,7 +22,8 @@ SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 class StopSignals:
     """Takes over the signals between `install` and `restore`; `received` is the first that arrived, or 0.
 
-    One that was ignored, as SIGHUP is after `nohup`, stays so. Outside of the main thread there are no signals to take.
+    One that was ignored, as SIGHUP is after `nohup`, stays so, but not SIGINT: a shell ignores it for what a script
+    starts with `&`, and who sends it there means it. Outside of the main thread there are no signals to take.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,8 @@ class StopSignals:
         for number in SIGNALS:
             before = self._handlers.setdefault(number, signal.getsignal(number))
             if before is not None:  # None is a handler of a library's in C, which nobody could bring back
-                signal.signal(number, signal.SIG_IGN if before is signal.SIG_IGN else self._on_signal)
+                stays = before is signal.SIG_IGN and number != signal.SIGINT
+                signal.signal(number, signal.SIG_IGN if stays else self._on_signal)
 
     def restore(self) -> None:
         """Leave the signals as they were before."""

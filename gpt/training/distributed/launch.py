@@ -243,7 +243,9 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
     here = "127.0.0.1"  # or else they look for the machine by its name, which not every machine finds
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{here}:0", "local_addr": here}
     meeting["signals_to_handle"] = ",".join(
-        signal.Signals(one).name for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN
+        signal.Signals(one).name
+        for one in SIGNALS
+        if signal.getsignal(one) is not signal.SIG_IGN or one == signal.SIGINT
     )
     config = LaunchConfig(1, 1, processes, run_id="mini-gpt", max_restarts=0, **meeting)  # type: ignore[arg-type]
     try:

@@ -12,7 +12,10 @@ from gpt.training.config.schema import NOTES, Config
 from harness import ROOT, refused, train
 
 FORMATS = ROOT / "tests/formats"
-AT_STEP_6 = {1: 5.138565540313721, 2: 5.138565540313721}  # the validation loss of a run of each format, where the code that wrote it went on
+AT_STEP_6 = {
+    1: 5.138565540313721,
+    2: 5.138565540313721,
+}  # the validation loss of a run of each format, where the code that wrote it went on
 
 
 @pytest.fixture
