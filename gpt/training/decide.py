@@ -74,16 +74,16 @@ def _agreed(make: Callable[[], Session | None]) -> Session | None:
     if made is not None:  # what the others need to know: the text, the weights and the checkpoint each reads itself
         assert made.run is not None
         told[0] = replace(made, corpora=None, weights=None, run=made.run.for_others())  # type: ignore[arg-type]
-        told[1] = made.corpora.key, made.corpora.tokenizer.sha256
+        told[1] = {"corpus": made.corpora.key, "tokenizer": made.corpora.tokenizer.to_dict()}
     torch.distributed.broadcast_object_list(told, 0)
     return on_all_ranks(lambda: made or _followed(*told)) if told[0] else None
 
 
-def _followed(session: Session, text: tuple) -> Session:
+def _followed(session: Session, text: dict[str, Any]) -> Session:
     """The session that rank 0 has made, on another rank."""
     require_devices(session.config)
-    session.corpora = load_corpora(session.config, session.tokenizer, quiet=True)
-    if (session.corpora.key, session.corpora.tokenizer.sha256) != text:
+    session.corpora = load_corpora(session.config, session.tokenizer, quiet=True, record=text)
+    if {"corpus": session.corpora.key, "tokenizer": session.corpora.tokenizer.to_dict()} != text:
         raise UserError("the text is not the same as for process 0: copy it to this machine")
     if not (session.run_dir / "config.yaml").is_file():
         raise UserError(f"{session.run_dir}: is not on this machine: all machines must share the folder")
@@ -218,7 +218,7 @@ def load_corpora(
 ) -> Corpora:
     """The prepared text of a configuration; `tokenizer` is that of a model to start from.
 
-    A run that continues from `record`, its checkpoint, does without the text itself where the cache has it prepared.
+    With `record`, what a checkpoint says of both, the cache does without the text itself where it has it prepared.
     """
     context, tell = config.model.context_length, (lambda line: None) if quiet else say
     cache = Path(config.data.cache or CACHE)
