@@ -1,7 +1,9 @@
 """Every command as a process: mistakes end with exit code 2 and one line, before slow libraries are imported."""
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -31,3 +33,17 @@ def test_mistakes_come_before_slow_imports(program, arguments, slow, line):
     assert done.stdout.endswith("[]\n")
     assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if line else (0, 0))
     assert done.stderr.startswith(line)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED: Windows has another Ctrl-C")
+@pytest.mark.parametrize("command", [["train.py", "--cfg", "job"], ["generate.py"], ["-m", "gpt.evaluate"]])
+@pytest.mark.parametrize("delay", [0.3, 0.8])
+def test_ctrl_c_while_it_imports(command, delay):
+    """It ends at once, and nothing is said of what was being imported."""
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, text=True, **streams)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert "Traceback" not in error
+    assert process.returncode in (0, 2, 130, -signal.SIGINT)  # it may have been faster

@@ -32,6 +32,11 @@ class WindowsError(OSError):
         (KeyboardInterrupt(), 130, ""),
         (OSError(errno.ENOSPC, "full", "a.txt"), 2, "prog: a.txt: the disk is full: free some space"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), 2, "prog: aaa: cannot be used (File name too long)"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            2,
+            "prog: No usable temporary directory found in ['/tmp']: name a folder that can be written in TMPDIR",
+        ),
         (OSError(errno.EDQUOT, "quota"), 2, "prog: the disk is full: free some space"),
         (WindowsError(errno.EINVAL, "Invalid argument", "a?b"), 2, "prog: a?b: cannot be used (Invalid argument)"),
     ],

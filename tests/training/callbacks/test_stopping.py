@@ -286,3 +286,19 @@ def test_explosion(tmp_path, corpus_folder, capsys, stop):
     good, high, lowest = int(told[1]), float(told[2]), float(told[3])
     assert high == pytest.approx(losses[good + 10], abs=0.01)
     assert all(losses[good + 2 * i] > 1.2 * lowest + 0.3 for i in range(1, 6)) and losses[good] <= 1.2 * lowest + 0.31
+
+
+@pytest.mark.parametrize(("lap", "worked", "counted"), [(10.0, 0.3, 0.3), (3.0, 2.8, 3.0), (10.0, 9.0, 10.0)])
+def test_asleep_in_the_first_step(monkeypatch, lap, worked, counted):
+    """Before a usual step is known, time in which the processor did nothing is no training; compiling is."""
+    clock, now = Clock(), {"perf_counter": 100.0, "process_time": 5.0}
+    for name in now:
+        monkeypatch.setattr(f"gpt.training.callbacks.base.time.{name}", lambda name=name: now[name])
+    with clock.paused():
+        pass
+    before = clock.seconds
+    now["perf_counter"] += lap
+    now["process_time"] += worked
+    with clock.paused():
+        pass
+    assert clock.seconds - before == pytest.approx(counted)

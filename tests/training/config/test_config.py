@@ -22,7 +22,7 @@ from gpt.training.config.loading import asked_for, read, to_yaml, unknown_key, v
 from gpt.training.config.schedule import Horizon, parse_horizon
 from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.optim import OptimConfig
-from harness import refusal, train
+from harness import differences, refusal, tiny_arguments, train
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
@@ -476,3 +476,14 @@ def test_unknown_key_suggests_the_nearest(key, suggested):
 def test_bytes_that_are_not_utf8(values, line):
     """Whatever key has them is named, since config.yaml could not hold it."""
     assert refusal(validate, values) == f"{line} has bytes that are not UTF-8: give it another name"
+
+
+@pytest.mark.slow
+def test_saved_compositions(corpus_folder, tmp_path, monkeypatch):
+    """What --cfg job prints, and the config.yaml of a run, are configurations like those in configs/."""
+    monkeypatch.chdir(tmp_path)
+    words = tiny_arguments(corpus_folder, "horizon=2steps")
+    Path("saved.yaml").write_text(train(*words, "run_dir=first", "--cfg", "job").stdout)
+    train("--config-dir", ".", "--config-name", "saved")
+    train("--config-dir", "first", "--config-name", "config", "run_dir=second")
+    assert differences(Path("first"), Path("second")) == []

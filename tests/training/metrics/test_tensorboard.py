@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,6 +158,17 @@ def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
         line.name: [(event.step, event.value) for event in read_events(line).Scalars("val/bits_per_byte")]
         for line in (folder / ".references").iterdir()
     }
+
+
+def test_a_clock_that_was_set_back(corpus_folder, tmp_path, monkeypatch):
+    """The curves of a session whose clock is an hour behind follow those of the one before."""
+    real, config = time.time, tiny_config(corpus_folder, "horizon=12steps", f"run_dir={tmp_path / 'run'}")
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    decide.begin(config).fit([StopAt(6)])
+    monkeypatch.setattr(time, "time", real)
+    decide.resume(str(tmp_path / "run")).fit()
+    steps = [event.step for event in read_events(tmp_path / "run").Scalars("train/loss")]
+    assert steps == [3, 6, 9, 12]
 
 
 def test_lines(run, corpus_folder, tmp_path, monkeypatch):
