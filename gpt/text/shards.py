@@ -13,7 +13,7 @@ import numpy as np
 
 from gpt.console import say
 from gpt.errors import OutsideError, UserError
-from gpt.files import mark_as_cache, replacing
+from gpt.files import mark_as_cache, replacing, sync_parents
 from gpt.text.cache import make_cache, sealed, unsealed
 from gpt.text.corpus.remote import WAIT, Remote, explain, local, open_store, retried
 
@@ -54,7 +54,9 @@ class Store:
         with explain(f"{self.url}/{name}"):
             if self.is_local:
                 folder = Path(self._path)
-                folder.mkdir(parents=True, exist_ok=True)
+                if not folder.is_dir():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    sync_parents(folder)
                 mark_as_cache(folder)
                 with replacing(folder / name) as temporary:
                     temporary.write_bytes(content)
