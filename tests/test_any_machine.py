@@ -73,7 +73,14 @@ def test_first_hour(tmp_path):
     answer = done.stdout[done.stdout.index("{\n") : done.stdout.index("\n}\n") + 2]
     assert json.loads(answer)["samples"][0]["prompt"] == TEXT
     names = {file.name for file in (folder / "checkpoints").iterdir()}
-    assert names == {"best.ckpt", "last.ckpt", "previous.ckpt", "step-00000002.ckpt", "step-00000004.ckpt"}
+    assert names == {
+        "best.ckpt",
+        "last.ckpt",
+        "previous.ckpt",
+        "step-00000002.ckpt",
+        "step-00000004.ckpt",
+        "saved.json",
+    }
     assert TEXT in (folder / "samples.md").read_text(encoding="utf-8")
     assert any(b"weights/attention" in file.read_bytes() for file in folder.glob("events.*"))
 

@@ -85,9 +85,9 @@ class Session:
         release_memory()
         run.read_newest()  # saved on the way out, unless it failed within an update
         trainer = replace(self.config.trainer, micro_batch_size=str(smaller))
-        if run.payload is not None:
+        if run.payload is not None and run.payload["step"]:
             self.config = self.config.amend("trainer.micro_batch_size", run.payload["step"], self.config)
-        elif self.config.init_from:
+        elif run.payload is None and self.config.init_from:
             self.weights = open_model(self.config.init_from)[0].state_dict()
         self.config = replace(self.config, trainer=trainer)
 

@@ -225,7 +225,7 @@ class Run:
             if (size := sizes.get(file.name)) is None:
                 file.unlink()
                 continue
-            if file.stat().st_nlink > 1:  # as in a copy by cp -l, which must stay as it is
+            if file.is_file() and file.stat().st_nlink > 1:  # as in a copy by cp -l, which must stay as it is
                 with replacing(file) as own:
                     shutil.copyfile(file, own)
             os.truncate(file, min(size, file.stat().st_size))
