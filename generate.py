@@ -14,10 +14,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Sample as the command line says."""
     args = parse_arguments(arguments)
     # Importing torch takes seconds, so that waits until the arguments have proved right.
-    from gpt.hardware.memory import explained
     from gpt.hardware.threads import giving_way
 
-    with explained("lower --num-samples, --max-new-tokens or --precision"), giving_way():
+    with giving_way():
         sample(args)
 
 
@@ -93,5 +92,5 @@ def sample(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with command_line("generate.py"):
+    with command_line("generate.py", "lower --num-samples, --max-new-tokens or --precision"):
         main()

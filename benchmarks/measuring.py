@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:  # a benchmark that does not train measures memory without the
     from lightning import Trainer
 
     from gpt.training.config.schema import Config
-    from gpt.training.session import Session
+    from gpt.training.loop import Loop
+    from gpt.training.run.run import Run
 
 
 class Worker:
@@ -155,19 +157,21 @@ def configure(*overrides: str) -> "Config":
     return validate(OmegaConf.merge(root, files, OmegaConf.from_dotlist(values)))
 
 
-def begin(run_dir: Path, *overrides: str) -> "Session":
+def begin_run(run_dir: Path, *overrides: str) -> "Run":
     """Begin a run as train.py would, in an empty directory."""
-    from gpt.training import decide
+    from gpt.training.begin import begin
+    from gpt.training.config.asked import Asked
 
-    return decide.begin(configure(f"run_dir={run_dir}", *overrides))
+    return begin(Asked(configure(f"run_dir={run_dir}", *overrides)))
 
 
-def skip_validation(trainer: "Trainer") -> None:
-    """Train without validation, since a run's training time does not include it."""
-    from gpt.training.callbacks.base import Validation
+def skip_validation(trainer: "Trainer") -> "Loop":
+    """Train without validation, since a run's training time does not include it; returns the loop."""
+    from gpt.training.loop import Loop
 
-    validation = next(callback for callback in trainer.callbacks if isinstance(callback, Validation))
-    validation.on_step_end = lambda *_: None
+    loop = next(callback for callback in trainer.callbacks if isinstance(callback, Loop))
+    loop.run.schedule = replace(loop.run.schedule, validate_every=10**9)
+    return loop
 
 
 def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:

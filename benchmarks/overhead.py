@@ -3,7 +3,7 @@
 Two models take the same steps, in turn within one process. One trains as in `python train.py`: in Lightning's loop,
 with curves, a checkpoint every 250 steps and all guards. The other runs in a bare loop of batch, forward, backward and
 update. The machine may change its speed at any time, so turns are short and many. Validation is left out, because the
-training time that a run reports does not include it. A second table says which callbacks the overhead comes from, in
+training time that a run reports does not include it. A second table says which parts the overhead comes from, in
 shares of the whole step: what logs, what saves, and, as GPTModule, the gradient's norm and the learning rate.
 """
 
@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning import Callback
-from measuring import begin, finish, machine, parser, skip_validation, synchronize, table
+from measuring import begin_run, finish, machine, parser, skip_validation, synchronize, table
 
-from gpt.training.loop import make_batch
+from gpt.training.fit import fit
 from gpt.training.module import GPTModule
-from gpt.training.optim import lr_factor, set_lr
-from gpt.training.session import Session
+from gpt.training.optim import set_lr
+from gpt.training.run.run import Run
+from gpt.training.trainer import make_batch
 
 PRESETS = {  # overrides, steps in each turn, turns
     "mini": (["trainer.micro_batch_size=8"], 25, 40),
@@ -42,10 +43,10 @@ WARM_UP = 2  # turns in which memory is still being allocated
 class BareLoop(Callback):
     """A bare loop over a model of its own, which takes a turn of `steps` after each turn of the trainer."""
 
-    def __init__(self, session: Session, steps: int, turns: int):
-        self.module, self.steps = GPTModule(session.config, session.schedule, session.corpora), steps
-        self.turns = turns
-        self.device = session.config.trainer.device
+    def __init__(self, run: Run, steps: int, turns: int):
+        self.run, self.steps, self.turns = run, steps, turns
+        self.module = GPTModule(run.config, run.text.tokenizer.vocab_size, lambda step: 1.0)
+        self.device = run.config.trainer.device
         self.module.to(self.device)
         self.optimizer = self.module.configure_optimizers()
         self.times: list[float] = []  # seconds a step, for each turn
@@ -54,20 +55,22 @@ class BareLoop(Callback):
         self.done = 0
 
     def setup(self, trainer, module, stage: str) -> None:
-        skip_validation(trainer)
-        for part in (module, *trainer.callbacks):
-            if part is not self:
-                for hook in ("on_before_optimizer_step", "on_train_batch_end"):
-                    setattr(part, hook, self.timed(type(part).__name__, getattr(part, hook)))
+        loop = skip_validation(trainer)
+        hooks = [(loop.curves, "before_update"), (loop.curves, "add"), (loop.curves, "write_point")]
+        hooks += [(loop.progress, "end_step"), (loop.clock, "end_step"), (loop.run, "save"), (loop.run, "save_best")]
+        hooks += [(module, "measure_gradients"), (module, "rate")]
+        for part, hook in hooks:
+            setattr(part, hook, self.timed(type(part).__name__, getattr(part, hook)))
 
     def timed(self, name: str, hook: Callable) -> Callable:
         """The hook, which adds its time to that of `name` once memory is allocated, and until the last turn."""
 
-        def call(*args) -> None:
+        def call(*args):
             start = time.perf_counter()
-            hook(*args)
+            result = hook(*args)
             if WARM_UP <= len(self.times) < self.turns:
                 self.spent[name] += time.perf_counter() - start
+            return result
 
         return call
 
@@ -87,10 +90,10 @@ class BareLoop(Callback):
         self.mark = time.perf_counter()
 
     def step(self) -> None:
-        module, schedule = self.module, self.module.schedule
-        idx, targets = make_batch(module, self.done * schedule.micro_batch_size)
+        module, config = self.module, self.run.config
+        idx, targets = make_batch(config, self.run.text, self.done * config.micro_batch_size)
         self.done += 1
-        set_lr(self.optimizer, lr_factor(self.done, schedule.total_steps, module.config.optim))
+        set_lr(self.optimizer, module.rate_factor(self.done))
         module.loss(idx.to(self.device), targets.to(self.device)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -101,9 +104,10 @@ def measure(preset: str) -> dict:
     overrides, steps, turns = PRESETS[preset]
     horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
     with tempfile.TemporaryDirectory() as folder:
-        session = begin(Path(folder), horizon, *overrides)
-        bare = BareLoop(session, steps, turns)
-        session.fit([bare])
+        run = begin_run(Path(folder), horizon, *overrides)
+        bare = BareLoop(run, steps, turns)
+        with run:
+            fit(run, [bare])
     whole, alone = (statistics.mean(times[WARM_UP:turns]) for times in (bare.trainer_times, bare.times))
     total = whole * steps * (turns - WARM_UP)
     shares = {name: seconds / total for name, seconds in bare.spent.most_common()}

@@ -17,8 +17,8 @@ from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
 from gpt.text.batches import validation_batches
+from gpt.training.begin import load_corpora
 from gpt.training.config.loading import read
-from gpt.training.decide import load_corpora
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def compare_rates(texts: Sequence[Path]) -> None:
 POINTS = ROOT / "benchmarks/law.csv"
 RUNS = ((3, 96, 3300), (4, 128, 2000), (6, 192, 800), (8, 256, 400))  # a minute of two cores each
 RUNS += ((3, 96, 16300), (4, 128, 9800), (6, 192, 3900), (8, 256, 2000))  # five minutes
-NUMBERS = ("FALL", "NOVELTY", "SIZE_POWER", "TEXT", "TEXT_POWER", "BY_HEART", "BY_HEART_POWER")
+NUMBERS = ("FALL", "NOVELTY", "SIZE_POWER", "SEEN", "SEEN_POWER", "BY_HEART", "BY_HEART_POWER")
 
 
 def extend_points(texts: Sequence[Path]) -> None:

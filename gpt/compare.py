@@ -26,10 +26,9 @@ from gpt.errors import UserError, reason
 from gpt.files import TRAIN, flatten, home_path, read_text, read_yaml
 
 RUNS = Path("runs")
-LOSS, SPEED, RATE = "val/bits_per_byte", "work/tokens_per_second", "train/lr"
+LOSS, SPEED = "val/bits_per_byte", "work/tokens_per_second"
 SEEDS = {"seed", "data.seed"}
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # t for 1, 2, ... degrees of freedom
-FALLEN = 0.1  # of its peak: so far above its end, a rate has as good as fallen
 FIGURES = ("val_loss", "val_bits_per_byte", "best_val_loss", "steps", "train_seconds", "tokens_per_second")
 NOT_LEARNT = {"run_dir", "resume", "rerun", "logger", "data.cache", "data.prompts"}  # keys with no effect on the model
 COLUMNS = {  # of the table: the heading, and how to write the figure
@@ -62,14 +61,6 @@ class Run:
         logged, speeds = np.array(points[SPEED] or [(end, self.figures["tokens_per_second"])]).T
         clock = np.cumsum(np.diff(logged, prepend=0) * tokens / speeds)
         return np.array([steps * tokens, np.interp(steps, [0, *logged], [0, *clock]), bits])
-
-    def fallen(self, row: int, amount: float) -> bool:
-        """Whether its rates had fallen when a row of the curve reached `amount`; True if they never do."""
-        if not (rates := np.array(read_curves(self.folder, (RATE,))[RATE])).size:
-            return True
-        then = np.interp(np.interp(amount, self.curve[row], self.curve[0] / self.tokens_per_step), *rates.T)
-        end = self.config.get("optim.final_lr", 0.0) + FALLEN
-        return self.config.get("optim.schedule") == "constant" or bool(then <= end * rates[:, 1].max())
 
     @property
     def best(self) -> float:
@@ -127,7 +118,6 @@ def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[s
     row["scatter"] = statistics.stdev(run.best for run in group) if several else None
     for i, (what, end) in enumerate(equal.items()):
         row[f"at_equal_{what}"] = mean([run.bits_at(i, end) for run in group])
-        row[f"fallen_at_equal_{what}"] = all(run.fallen(i, end) for run in group if run.figures)
     row["code"] = ", ".join(sorted({run.code for run in group if run.code}))
     row |= {key: mean([run.figures.get(key) for run in group]) for key in ("steps", "train_seconds")}
     return row | {"differs": {key: first.config[key] for key in keys if not (several and key in SEEDS)}}
@@ -245,9 +235,8 @@ def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], equal: dict[s
     print("".join(f"{head:>8}" for head, _ in columns.values()) + "  run")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], form) for key, (_, form) in columns.items()]
-        stars = ["" if row.get(f"fallen_{key}", True) else "*" for key in columns]
         note = "" if row["steps"] else ": no validation yet"
-        print("".join(f"{cell + star:>8}" for cell, star in zip(cells, stars, strict=True)) + f"  {row['run']}{note}")
+        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{note}")
         words = [f"{key}={shorten(value)}" for key, value in row["differs"].items()]
         words += [f"code={row['code']}"] if row["code"] and codes else []
         for line in textwrap.wrap("  ".join(words), WIDTH - 10, break_on_hyphens=False):
@@ -260,8 +249,6 @@ def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], equal: dict[s
             )
     if words := [f"{key}={shorten(value)}" for key, value in usual.items()]:
         print(textwrap.fill(f"where a run says nothing else: {'  '.join(words)}", WIDTH, break_on_hyphens=False))
-    if not all(fallen for row in rows for key, fallen in row.items() if key.startswith("fallen_")):
-        print("* before its learning rates had fallen")
 
 
 def shorten(value: Any) -> str:

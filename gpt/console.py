@@ -11,11 +11,11 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from gpt.errors import NonFiniteError, UserError, is_disk_full
+from gpt.errors import NonFiniteError, UserError, is_disk_full, is_out_of_memory
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -133,12 +133,16 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def command_line(program: str) -> Iterator[None]:
+def command_line(
+    program: str, memory: str = "choose a smaller model", told: Callable[[str], str] = str
+) -> Iterator[None]:
     """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
 
-    2 for a user's mistake, a full disk or a file that cannot be used, with one line on stderr; 3 if training left the
-    finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone. A training ends well whatever became of its
-    lines; for other commands they are the result.
+    2 for a user's mistake, a full disk, too little memory or a file that cannot be used, with one line on stderr; 3 if
+    training left the finite numbers; 130 for Ctrl-C; 0 if the reader of our output has gone. A training ends well
+    whatever became of its lines; for other commands they are the result.
+
+    `memory` is what to do where memory has run out, and `told` has a mistake's message in the words of the command.
     """
     # Without it Python looks through all of PyTorch for cycles at its end, for a second; Triton reports what is left.
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
@@ -154,7 +158,7 @@ def command_line(program: str) -> Iterator[None]:
         yield
         _finish(program)
     except UserError as error:
-        _end(program, str(error), 2)
+        _end(program, told(str(error)), 2)
     except NonFiniteError as error:
         _end(program, str(error), 3)
     except KeyboardInterrupt:
@@ -171,6 +175,10 @@ def command_line(program: str) -> Iterator[None]:
         if error.errno in _OUTSIDE or (error.errno == errno.EINVAL and where):  # a name that Windows does not allow
             _end(program, f"{where}cannot be used ({error.strerror}): check the name and the permissions", 2)
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _end(program, f"memory has run out: {memory}, or close other programs", 2)
     finally:
         sys.stdout = stdout
 

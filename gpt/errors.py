@@ -5,6 +5,15 @@ import math
 import textwrap
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # PyTorch's CPU allocator
+    "Cannot allocate memory",  # the system's words, as where a file cannot be mapped
+    "not enough memory: you tried to allocate",  # the same on Windows
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+)
 
 
 class OneLineError(Exception):
@@ -59,6 +68,13 @@ def reason(error: BaseException) -> str:
         return "it is nested too deeply"
     said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return textwrap.shorten(said, 300, placeholder=" ...") or type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory ran out, on any device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # which is torch's
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -21,17 +21,15 @@ from gpt.text.tokenizer import Tokenizer
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
 
 
-@as_options()
 def main(arguments: list[str] | None = None) -> None:
     """Print the model's figures as a table, or as JSON."""
     args = parse_arguments(arguments)
     corpus = open_corpus(read_with(args), CACHE, lambda line: say(line, sys.stderr)) if args.text else None
     path = find_checkpoint(args.checkpoint)
 
-    from gpt.hardware.memory import explained
     from gpt.hardware.threads import giving_way
 
-    with explained("choose a smaller model or another --device"), giving_way():
+    with giving_way():
         report = evaluate(args, path, corpus)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -120,5 +118,5 @@ def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -
 
 
 if __name__ == "__main__":
-    with command_line("gpt.evaluate"):
+    with command_line("gpt.evaluate", "choose a smaller model or another --device", as_options):
         main()

@@ -24,16 +24,8 @@ TOLERANCE = 5e-5
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Export as the command line says."""
-    args = parse_arguments(arguments)
-    from gpt.hardware.memory import explained
-
-    with explained("choose a machine with more"):
-        export(args)
-
-
-def export(args: argparse.Namespace) -> None:
     """Write the model, compare what was written with the original, and print both."""
+    args = parse_arguments(arguments)
     path = find_checkpoint(args.checkpoint)
     model, tokenizer = open_model(path)
     if args.to.suffix == ".gguf":
@@ -132,5 +124,5 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.export"):
+    with command_line("gpt.export", memory="choose a machine with more"):
         main()

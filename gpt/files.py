@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from gpt.errors import UserError, reason
+from gpt.errors import OutsideError, UserError, is_disk_full, reason
 
 PACKAGE = Path(__file__).resolve().parent
 INSTALLED = (PACKAGE / "configs").is_dir()  # by pip, as opposed to a checkout, where configs/ lies beside gpt/
@@ -25,6 +25,20 @@ TRAIN = "gpt.train()" if INSTALLED else "python train.py"  # what messages tell 
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
 CACHE_TAG, CACHE_SIGNATURE = "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55"
 PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into every new file
+
+
+@contextlib.contextmanager
+def explain(path: Path, what: str = "read", remedy: str = "fix that, or move the file away") -> Iterator[None]:
+    """Turn an error of the system, which keeps a file from being read or a folder from being written, into one line.
+
+    It is an `OutsideError`, unless the file is not there, which may not be the same again later.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = "the disk is full" if is_disk_full(error) else f"cannot be {what}"
+        kind = UserError if isinstance(error, FileNotFoundError) else OutsideError
+        raise kind(f"{path}: {why} ({error.strerror or error}); {remedy}") from None
 
 
 def home_path(path: str | Path) -> Path:

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from gpt.compare import read_curves
 from gpt.errors import UserError, require_choice
 from gpt.exchange.loading import open_model
-from gpt.files import CONFIGS, read_yaml
+from gpt.files import CONFIGS, flatten, read_yaml
+from gpt.hardware.device import choose_device
 from gpt.sampling.language_model import LanguageModel
+from gpt.training.begin import begin
+from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
-from gpt.training.decide import begin
-from gpt.training.decide import resume as continued
-from gpt.training.session import Session
+from gpt.training.metrics.report import report
+from gpt.training.resume import resume as continue_run
+from gpt.training.resume import settle_auto
+from gpt.training.run.run import Run
 
 if TYPE_CHECKING:
     from lightning import Callback
@@ -24,16 +28,16 @@ if TYPE_CHECKING:
 class TrainedModel(LanguageModel):
     """The best model of a run so far, and the run."""
 
-    session: Session
+    run: Run
 
     @property
     def run_dir(self) -> Path:
         """The directory of the run, which `gpt.load` and every command take."""
-        return self.session.run_dir
+        return self.run.directory
 
     def report(self) -> None:
         """Print the figures of the last validation, samples, and commands to try next."""
-        self.session.report()
+        report(self.run)
 
     def plot(self) -> "Axes":
         """Draw training and validation loss, in nats per token, over the steps so far; needs matplotlib."""
@@ -75,42 +79,45 @@ def train(
     of this Python. `horizon` is a length such as "2000steps", "3epochs" or "3min". `optim="adamw"` and
     `model={"num_layers": 6}` stand for `optim=adamw` and `model.num_layers=6`, and so do the other groups of keys
     (docs/configuration.md). `resume` continues a run, to which only `horizon` may be added, and `text` if that has
-    moved.
+    moved; `resume="auto"` begins a run in `run_dir`, or continues the one that is there.
 
     Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint.
     Raises `UserError`, a `ValueError` of one line, for a wrong setting.
     """
-    given: dict[str, Any] = {"seed": seed, "patience": patience, "init_from": init_from, "run_dir": run_dir}
-    groups = {"model": model, "tokenizer": tokenizer, "data": data, "optim": optim, "trainer": trainer}
-    given |= {group: _settings(group, keys) for group, keys in groups.items() if keys is not None}
-    values: dict[str, Any] = {
-        key: str(one) if isinstance(one, Path) else one for key, one in given.items() if one is not None
+    single: dict[str, Any] = {"horizon": horizon, "seed": seed, "patience": patience, "init_from": init_from}
+    single |= {"run_dir": run_dir, "resume": resume}
+    plain = {key: str(one) if isinstance(one, Path) else one for key, one in single.items() if one is not None}
+    several = {"model": model, "tokenizer": tokenizer, "data": data, "optim": optim, "trainer": trainer}
+    groups: dict[str, dict[str, Any]] = {
+        group: {"name": keys} if isinstance(keys, str) else dict(keys)
+        for group, keys in several.items()
+        if keys is not None
     }
-    path = str(text) if isinstance(text, str | Path) else text and [str(one) for one in text]
-    if path is not None and resume is None:
+    values: dict[str, Any] = plain | {group: _with_file(group, keys) for group, keys in groups.items()}
+    if text is not None:
+        path = str(text) if isinstance(text, str | Path) else [str(one) for one in text]
+        groups["data"] = {"path": path} | groups.get("data", {})
         values["data"] = {"name": "text", "path": path} | values.get("data", {})
-    session: Session | None
-    if resume is None:
-        config = validate(values | ({"horizon": horizon} if horizon else {}))
-        session = begin(config, model if isinstance(model, str) else "", kept=list(values.get("model", {})))
-    elif values:
-        first = next(iter(values))
-        raise UserError(
-            f"resume continues a run as it was, and {first} would change it: start a new one with init_from"
-        )
-    elif not (session := continued(str(resume), horizon, text=path)):
+    given = {key.removesuffix(".name"): value for key, value in flatten(plain | groups).items()}
+    words = {key: f"{key}={value}" for key, value in given.items()}
+    asked = settle_auto(Asked(validate(values), words, groups.get("model", {}).get("name", ""), in_python=True))
+    run = continue_run(asked) if asked.config.resume else begin(asked)
+    if run.complete and resume != "auto":
         raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
-    session.in_python = True
-    session.fit(callbacks)
-    best, own = open_model(session.run_dir)
-    return TrainedModel(best.to(session.config.trainer.device), own, session)
+    if not run.complete:
+        from gpt.training.fit import fit  # and so Lightning, once everything is found to be right
+
+        with run:
+            fit(run, callbacks)
+    best, own = open_model(run.directory)
+    device = choose_device("auto" if run.complete else run.config.trainer.device)  # perhaps of another machine
+    return TrainedModel(best.to(device), own, run)
 
 
-def _settings(group: str, given: str | dict[str, Any]) -> dict[str, Any]:
-    """The keys of a group: those of the file in configs/ that is named, if any, and those that are given."""
-    keys = {"name": given} if isinstance(given, str) else given
+def _with_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a group, over those of the file in configs/ that its name, if there is one, stands for."""
     if (name := keys.get("name")) is None:
         return keys
     known = {file.stem: file for file in sorted((CONFIGS / group).glob("*.yaml"))}
     require_choice(group, name, tuple(known))
-    return read_yaml(known[name]) | ({} if isinstance(given, str) else given)
+    return (read_yaml(known[name]) or {}) | {key: value for key, value in keys.items() if key != "name"}

@@ -13,7 +13,6 @@ from gpt.text.shards import Store
 from gpt.text.tokenizer import NAMES, TokenizerConfig
 
 
-@as_options()
 def main(arguments: list[str] | None = None) -> None:
     """Plan, encode some shards, publish them all, or do the three after each other."""
     args = parse_arguments(arguments)
@@ -58,5 +57,5 @@ def _part(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.prepare"):
+    with command_line("gpt.prepare", told=as_options):
         main()

@@ -11,9 +11,8 @@ from typing import BinaryIO
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError
 from gpt.exchange.loading import open_tokenizer
-from gpt.files import home_path
+from gpt.files import explain, home_path
 from gpt.text.cache import CACHE
-from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.pieces import cut, decoded, label, visible, well_formed, without_mark
 from gpt.text.prepared import open_prepared, verify, verify_store
 from gpt.text.shards import Store
@@ -56,7 +55,7 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         if sys.stdin.isatty():
             raise UserError("there is no text: give --text TEXT or --file FILE, or pipe one in")
         return sys.stdin.buffer
-    with explain_unreadable(args.file):
+    with explain(args.file):
         return args.file.open("rb")
 
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,15 @@ from lightning import Callback
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import gpt.training.fit
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
+from gpt.training.begin import begin
+from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
 from gpt.training.config.schema import Config
+from gpt.training.resume import resume
+from gpt.training.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 # A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
@@ -77,6 +82,22 @@ def refusal(call: Callable, *arguments, **options) -> str:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def last_line(capsys: pytest.CaptureFixture, program: str, *arguments: object) -> str:
+    """How a command that cannot do what it is asked for ends: the last line of a run of it within this process.
+
+    `program` is a file, or the name of a module; what a test has replaced in other modules stays so.
+    """
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [program, *map(str, arguments)])
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            patch.delitem(sys.modules, program, raising=False)  # or else runpy warns
+            runpy.run_module(program, run_name="__main__")
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
@@ -128,6 +149,23 @@ def tiny_config(folder: Path, *changes: str) -> Config:
     values = dict(argument.split("=", 1) for argument in tiny_arguments(folder, *changes))
     values = {f"{key}.name" if key in ("data", "tokenizer", "optim") else key: value for key, value in values.items()}
     return validate(OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()]))
+
+
+def begin_run(config: Config, model: str = "") -> Run:
+    """A new run, held by this process until it was fitted."""
+    return begin(Asked(config, model=model))
+
+
+def resume_run(path: str | Path, horizon: str = "") -> Run:
+    """A run to go on with, held by this process until it was fitted, unless it is complete."""
+    values = {"resume": str(path)} | ({"horizon": horizon} if horizon else {})
+    return resume(Asked(validate(values), {key: f"{key}={value}" for key, value in values.items()}))
+
+
+def fit(run: Run, callbacks: Sequence[Callback] = ()) -> None:
+    """Train a run and give it back, as train.py does."""
+    with run:
+        gpt.training.fit.fit(run, callbacks)
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -199,10 +237,10 @@ class StopAt(At):
         super().__init__(step, lambda: os.kill(os.getpid(), number))
 
 
-def wait_for_file(file: Path, seconds: float = 60.0) -> None:
-    """Wait until a file exists."""
+def wait_for_file(file: Path, seconds: float = 60.0, containing: str = "") -> None:
+    """Wait until a file exists, and contains this."""
     deadline = time.monotonic() + seconds
-    while not file.exists():
+    while not (file.exists() and (not containing or containing in file.read_text())):
         assert time.monotonic() < deadline, f"{file} has not appeared"
         time.sleep(0.002)
 
@@ -256,7 +294,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
             a, b = (side.get(key) for side in leaves)
             same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             asked = ("run_dir", ".config.decided", ".config.amended")
-            if not same and not any(name in key for name in (".callbacks.Clock", "Journal", *asked)):
+            if not same and not any(name in key for name in (".state.seconds", ".state.sizes", *asked)):
                 found.append(f"{name}.ckpt{key}: {a} and {b}")
     mine, theirs = read_curves(run_dir), read_curves(reference)
     found += [f"curve {tag}" for tag in sorted(mine.keys() | theirs.keys()) if mine.get(tag) != theirs.get(tag)]

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.errors import UserError, is_disk_full, reason
-from gpt.exchange.formats import upgraded
+from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
+from gpt.exchange.formats import upgraded_checkpoint
 from gpt.files import replacing, sync
-from gpt.hardware.memory import is_out_of_memory
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.tokenizer import Tokenizer
 
-FORMAT = 2  # raise it when older programs cannot read what is written, and keep a run of the one before in the tests
+FORMAT = 3  # raise it when older programs cannot read what is written, and keep a run of the one before in the tests
 SCHEMA = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}
 # The types that `require_storable` lets into a checkpoint. PyTorch reads all of them with `weights_only=True`.
 PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tensor, torch.nn.Parameter}
@@ -73,8 +72,11 @@ def require_storable(state: Any) -> None:
             raise ValueError(f"Unsupported: {type(part).__name__}")
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU. Raises `UserError` if it is missing, damaged, or not one of ours."""
+def load(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU. Raises `UserError` if it is missing, damaged, or not one of ours.
+
+    With `mmap` its tensors stay in the file until they are copied, and several processes share what they read.
+    """
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: a directory or a device, not a checkpoint; name a file or a run")
@@ -84,7 +86,12 @@ def load(path: Path) -> dict[str, Any]:
             if damaged := archive.testzip() or next(iter(folders), None):
                 raise DamagedError(f"{path}: damaged (its record {damaged!r} is corrupt); use another checkpoint")
         with warnings.catch_warnings(action="ignore"):  # about foreign files, which are refused anyway
-            payload = torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            except RuntimeError as error:
+                if not (mmap and is_out_of_memory(error)):
+                    raise
+                payload = torch.load(path, map_location="cpu", weights_only=True)  # into memory that is held already
     except UserError:
         raise
     except Exception as error:  # zipfile, pickle and torch each fail on foreign files in their own ways
@@ -104,7 +111,10 @@ def load(path: Path) -> dict[str, Any]:
     if payload["format"] > FORMAT:
         newer = f"written by a newer version of this project (format {payload['format']})"
         raise UserError(f"{path}: {newer}; update first")
-    return payload | {"config": upgraded(payload["config"])}
+    try:
+        return upgraded_checkpoint(payload)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a checkpoint of this project ({reason(error)})") from None
 
 
 def step_of(path: Path) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.errors import UserError, is_disk_full, reason
+from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
 from gpt.exchange import vocabulary
 from gpt.files import write_text
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
@@ -107,7 +107,6 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     from safetensors.torch import load_file
 
     from gpt.exchange.checkpoint import build_config, build_model
-    from gpt.hardware.memory import is_out_of_memory
 
     stored = _stored_config(folder)
     files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file())

@@ -1,6 +1,5 @@
-"""What memory is free, what was used, and what to say when it has run out."""
+"""What memory is free, and what was used."""
 
-import contextlib
 import ctypes
 import gc
 import platform
@@ -9,19 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import torch
-
-from gpt.errors import UserError
-
-DAMAGED = "the model's logits are not finite, so it is damaged: use another checkpoint"
-
-_OUT_OF_MEMORY = (
-    "can't allocate memory",  # PyTorch's CPU allocator
-    "not enough memory: you tried to allocate",  # the same on Windows
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-)
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float:
@@ -81,26 +67,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory ran out, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
-
-
-@contextlib.contextmanager
-def explained(remedy: str) -> Iterator[None]:
-    """Turn running out of memory, which `remedy` answers, and logits that are not finite into `UserError`."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise UserError(f"memory has run out: {remedy}, or close other programs") from None
-        if "probability tensor contains" in str(error):
-            raise UserError(DAMAGED) from None
-        raise
 
 
 def release_memory() -> None:

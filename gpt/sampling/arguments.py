@@ -7,8 +7,7 @@ from pathlib import Path
 
 from gpt.console import Parser
 from gpt.errors import UserError, require_range
-from gpt.files import home_path
-from gpt.text.corpus.formats import explain_unreadable
+from gpt.files import explain, home_path
 from gpt.text.pieces import decoded, well_formed, without_mark
 
 LIMITS = {"max_new_tokens": (1, 10**7), "num_samples": (1, 10**4), "top_logprobs": (0, 100), "seed": (0, 2**63 - 1)}
@@ -73,7 +72,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [well_formed(prompt) for prompt in args.prompt]
     source = args.prompt_file or Path("standard input")
-    with explain_unreadable(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
+    with explain(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
         content = b"" if stream.isatty() else stream.read()
     return [re.sub(r"\r?\n\Z", "", "".join(without_mark(decoded([content], str(source)))))]
 

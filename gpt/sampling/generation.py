@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.errors import require_range
+from gpt.errors import UserError, require_range
 from gpt.model.transformer import GPT
 
+DAMAGED = "the model's logits are not finite, so it is damaged: use another checkpoint"
 LIKELIEST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
 
 
@@ -74,7 +75,12 @@ def next_token(logits: Tensor, previous: Tensor, sampling: Sampling, generator: 
     probability = filter_logits(logits, previous, sampling).softmax(-1)
     # Drawing from 50,257 tokens takes 1.1 ms on a CPU, and from those that are left a tenth of that.
     left, order = probability.topk(max(1, int((probability > 0).sum(-1).max())))  # each (B, N)
-    return order.gather(1, torch.multinomial(left, 1, generator=generator)).squeeze(1)
+    try:
+        return order.gather(1, torch.multinomial(left, 1, generator=generator)).squeeze(1)
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
+            raise
+        raise UserError(DAMAGED) from None
 
 
 def window_start(length: int, context_length: int, slide: int = 1) -> int:

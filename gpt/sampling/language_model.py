@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gpt.errors import UserError, require_range
-from gpt.hardware.memory import DAMAGED
 from gpt.model.transformer import GPT
-from gpt.sampling.generation import Sampling, align, generate
+from gpt.sampling.generation import DAMAGED, Sampling, align, generate
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,9 +1,11 @@
 """Batches: which tokens each step sees, as a pure function of the seed and the step.
 
-A corpus is a circle of n tokens, cut into n // T windows. Each epoch shows each window once, in its own order and cut
-at its own places; both follow from the seed and the epoch's number. The circle closes before the first token, which is
-an end-of-text. A corpus in many shards is several such circles, of a group of them each. They take turns: in each turn,
-half of the windows are one circle's, and the others the next one's, so that few shards are needed at a time.
+A corpus is a circle of n tokens: its last is followed by its first, which is an end-of-text. It is cut into n // T
+windows. Each epoch shows each window once. Their order, and where they are cut, follow from the seed and the number of
+the epoch.
+
+A corpus in many shards is several circles, each of a few of the shards, which take turns: half of the windows of a turn
+are of one circle and half of the next, so that only the shards of two circles are needed at a time.
 """
 
 from collections.abc import Iterator, Sequence

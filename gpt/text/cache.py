@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
+from gpt.errors import OutsideError, UserError, reason
 from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, sync_parents, write_text
 
 if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
@@ -16,20 +16,8 @@ if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside th
     CACHE = user_cache_path("mini-gpt", appauthor=False)
 else:
     CACHE = PACKAGE.parent / "data" / "cache"
+UNWRITABLE = "written", "fix that or name another folder with data.cache=, and run the command again"
 JOURNAL = "progress.json"  # what is decided and done; without it, nothing in a working folder counts
-
-
-@contextlib.contextmanager
-def explain_unwritable(folder: Path) -> Iterator[None]:
-    """Turn an error about writing to the cache into one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        what = "the disk is full" if is_disk_full(error) else "cannot be written"
-        remedy = "fix that or name another folder with data.cache=, and run the command again"
-        raise OutsideError(f"{folder}: {what} ({error.strerror}); {remedy}") from None
 
 
 def make_cache(cache: Path) -> None:

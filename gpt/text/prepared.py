@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from gpt.errors import OutsideError, UserError, reason
+from gpt.files import explain
 from gpt.text.cache import read_json
-from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.shards import GROUP, MEND, Shards, Store, check
 from gpt.text.tokenizer import Tokenizer
 
@@ -199,7 +199,7 @@ def verify(folder: Path, manifest: dict) -> None:
     """Hash the token files of a prepared corpus; raise `UserError` naming the first damaged one."""
     for split in SPLITS:
         file = folder / f"{split}.bin"
-        with explain_unreadable(file), file.open("rb") as stream:
+        with explain(file), file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256")
         if digest.hexdigest() != manifest["splits"][split]["sha256"]:
             raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")

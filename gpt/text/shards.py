@@ -15,7 +15,7 @@ from gpt.console import say
 from gpt.errors import OutsideError, UserError
 from gpt.files import mark_as_cache, replacing, sync_parents
 from gpt.text.cache import make_cache, sealed, unsealed
-from gpt.text.corpus.remote import WAIT, Remote, explain, local, open_store, retried
+from gpt.text.corpus.remote import WAIT, Remote, explain_store, local, open_store, retried
 
 MEND = "prepare it again, in an empty folder"
 GROUP = 160  # files, at most, whose windows are shuffled together: as many as ten shards have
@@ -51,7 +51,7 @@ class Store:
 
     def write(self, name: str, content: bytes) -> None:
         """Put a file into the folder, in place of an older one."""
-        with explain(f"{self.url}/{name}"):
+        with explain_store(f"{self.url}/{name}"):
             if self.is_local:
                 folder = Path(self._path)
                 if not folder.is_dir():
@@ -76,7 +76,7 @@ class Store:
     def _ask(self, ask: Callable[[int], Any], name: str = "") -> Any:
         """Return an answer of the file system; wait for one that is away, unless it is this machine's own."""
         url = f"{self.url}/{name}".rstrip("/")
-        with explain(url):
+        with explain_store(url):
             return retried(ask, url, say, 0 if self.is_local else WAIT)
 
     def file(self, name: str, size: int, sha256: str, cache: Path, room: int) -> Path | Remote:

@@ -8,54 +8,45 @@ overflows skips its step and halves the scale, which doubles again after 2,000 s
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
-from gpt.errors import NonFiniteError
 
+class LossScale:
+    """The scale of the loss, and the steps that were skipped.
 
-class LossScaling(Precision):
-    """Has Lightning train with a scaled loss, around the guard of `GPTModule.on_before_optimizer_step`.
-
-    What the guard refuses is skipped: weights and optimizer stay as they are, while the step counts, so that rates and
-    the order of windows go on. `NonFiniteError` if the gradient is not finite even at a scale of 1.
+    A skipped step leaves weights and optimizer as they are, but counts, so that rates and the order of windows go on.
     """
 
     def __init__(self, device: str):
         self._scaler = torch.amp.GradScaler(device)
         self.skipped = False  # whether the last step was
         self.skipped_steps = 0  # of the whole run
+        self.history = ""  # for an error
 
-    def scale(self, device: torch.device) -> Tensor:
+    def of(self, device: torch.device) -> Tensor:
         """The current scale, a scalar on `device`."""
         return self._scaler.scale(torch.ones((), device=device))
 
-    def pre_backward(self, tensor: Tensor, module) -> Tensor:
-        return self._scaler.scale(tensor)
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to start the backward pass from."""
+        return self._scaler.scale(loss)
 
-    def _after_closure(self, model, optimizer) -> None:
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale."""
         self._scaler.unscale_(optimizer)
-        super()._after_closure(model, optimizer)  # runs the guard
 
-    def optimizer_step(self, optimizer, model, closure, **kwargs) -> Any:  # type: ignore[override]
-        self.skipped = False
-        try:
-            result = super().optimizer_step(optimizer, model, closure, **kwargs)
-            self._scaler.update()
-            return result
-        except NonFiniteError as error:
-            before = self._scaler.get_scale()
-            self._scaler.update()
-            after = self._scaler.get_scale()
-            if not 1 <= after < before:
-                history = f"at a loss scale of {before:g}, with {self.skipped_steps} steps skipped so far"
-                raise NonFiniteError(f"{error}\n  {history}") from None
-            self.skipped = True
-            self.skipped_steps += 1
+    def adapt(self, skipped: bool) -> bool:
+        """Adapt the scale to what became of a step; False if no smaller scale is left for a gradient that overflows."""
+        before = self._scaler.get_scale()
+        self.history = f"\n  at a loss scale of {before:g}, with {self.skipped_steps} steps skipped so far"
+        self._scaler.update()
+        self.skipped = skipped
+        self.skipped_steps += skipped
+        return not skipped or 1 <= self._scaler.get_scale() < before
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scaler": self._scaler.state_dict(), "skipped_steps": self.skipped_steps}
+        return self._scaler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._scaler.load_state_dict(state_dict["scaler"])
-        self.skipped_steps = state_dict["skipped_steps"]
+    def load_state_dict(self, state: dict[str, Any], skipped_steps: int) -> None:
+        self._scaler.load_state_dict(state)
+        self.skipped_steps = skipped_steps

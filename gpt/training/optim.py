@@ -143,22 +143,28 @@ class GPTOptimizer(torch.optim.Optimizer):
             for p, parts in zip(group["params"], group["parts"], strict=True):
                 self.state[p] = rules[group["role"]].state(p, parts)
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load a state; `ValueError` unless it has the names and shapes of this optimizer's own."""
-        expected = self._shapes()
-        super().load_state_dict(state_dict)
-        if self._shapes() != expected:
-            raise ValueError("its optimizer's state does not fit the model's weights")
+        """Copy a state into this optimizer's own; `ValueError` unless it has the same names and shapes.
 
-    def _shapes(self) -> list[dict[str, torch.Size]]:
-        params = [p for group in self.param_groups for p in group["params"]]
-        return [{name: value.shape for name, value in self.state[p].items()} for p in params]
+        Copying leaves nothing of the stored one in use, which may be mapped from a file.
+        """
+        stored, groups = state_dict["state"], state_dict["param_groups"]
+        for group, settings in zip(self.param_groups, groups, strict=True):
+            for p, number in zip(group["params"], settings["params"], strict=True):
+                own, state = self.state[p], stored[number]
+                if {name: value.shape for name, value in own.items()} != {name: v.shape for name, v in state.items()}:
+                    raise ValueError("its optimizer's state does not fit the model's weights")
+                for name, value in own.items():
+                    value.copy_(state[name])
+            group |= {name: value for name, value in settings.items() if name != "params"}
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None, skip: bool = False):
+        """Update the weights, or with `skip` leave them and all state as they are."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        for group in self.param_groups:
+        for group in self.param_groups if not skip else ():
             states = [self.state[p] for p in group["params"]]
             self._rules[group["role"]].step(group["params"], states, group, self._muon_dtype)
             group["step"] += 1
@@ -244,7 +250,8 @@ class Rule:
 
 ADAMW = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
 MUON = Rule({"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step)
-# Each optimizer's rule for each role. A new one takes an entry here, and its settings a file in configs/optim.
+# For each optimizer, the rule of each role that weights have. A new one takes an entry here, and a file of its settings
+# in configs/optim.
 OPTIMIZERS = {
     "muon": {"matrices": MUON, "embeddings": ADAMW, "vectors": ADAMW},
     "adamw": {"matrices": ADAMW, "embeddings": ADAMW, "vectors": ADAMW},

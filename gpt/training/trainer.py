@@ -1,113 +1,41 @@
-"""One uninterrupted stretch of training: Lightning's trainer with our callbacks."""
+"""What Lightning needs of us: a trainer without its own printing and saving, batches, its counters, its files.
+
+All that is set in Lightning's private state is set here; pyproject.toml pins its version for this reason.
+"""
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from inspect import signature
+from pathlib import Path
 
 from lightning import Callback, Trainer
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt.errors import UserError, reason
-from gpt.hardware.device import arithmetic
-from gpt.hardware.threads import giving_way
+from gpt.errors import UserError
+from gpt.exchange.checkpoint import load, require_storable, save
+from gpt.text.batches import training_batch
 from gpt.text.prepared import Corpora
-from gpt.training.callbacks.base import Clock, Validation
-from gpt.training.callbacks.progress import Progress
-from gpt.training.callbacks.samples import Samples
-from gpt.training.callbacks.stopping import EarlyStop, ExplosionWarning, MemorisingWarning
-from gpt.training.checkpoints.resuming import restoring
-from gpt.training.checkpoints.saving import CheckpointFiles, Checkpoints, Journal
 from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import expect_answers, is_rank_0, on_all_ranks
-from gpt.training.estimate.agreement import require_agreement
-from gpt.training.loop import TrainBatches
-from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.loggers import UserCurves, open_loggers
-from gpt.training.metrics.metrics import Metrics
+from gpt.training.config.schema import Config, TrainerConfig
 from gpt.training.module import GPTModule
 from gpt.training.run.run import Run
 
 
-class Training:
-    """A module with its callbacks, ready to train until the horizon or a stop signal."""
-
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        corpora: Corpora,
-        run: Run,
-        weights: dict[str, Tensor] | None,
-        amended: bool,
-        callbacks: Sequence[Callback],
-    ):
-        self.module = GPTModule(config, schedule, corpora)
-        if weights is not None:
-            self.module.load_state_dict(weights)
-        self._run, self._files = run, CheckpointFiles(run.payload)
-        run.payload = None  # nothing large stays referenced while training
-        run_dir = run.directory
-        clock = Clock()
-        self.curves = Curves(run_dir, clock)
-        self.user_curves = UserCurves(self.curves)
-        self.validation = Validation(clock)
-        self.samples = Samples(run_dir, self.curves)
-        self.metrics = Metrics(run, clock, self.validation, self.curves)
-        self.early = EarlyStop(self.validation)
-        self.checkpoints = Checkpoints(run, clock, self.validation, amended)
-        self.progress = Progress(clock, self.validation, self.curves, self.samples)
-        # The phases of a step, in order. A checkpoint is saved when all others are done with the step, and records how
-        # long the files are that they have written to. Users' callbacks come before validation, as in Lightning.
-        self.callbacks: list[Callback] = [clock, Journal(run, self.curves), self.curves, *callbacks]
-        self.callbacks += [self.validation, ExplosionWarning(run_dir, self.validation, self.curves)]
-        self.callbacks += [MemorisingWarning(self.validation, self.curves), self.samples, self.metrics, self.early]
-        self.callbacks += [self.user_curves, self.checkpoints, self.progress]
-
-    def run(self) -> None:
-        """Train, from the checkpoint if there is one."""
-        config = self.module.config
-        others = open_loggers(config, self._run.directory) if is_rank_0() else []
-        loggers = [self.user_curves, *others] if config.logger else []
-        self.curves.loggers = others
-        try:
-            trainer = build_trainer(self.module, self.callbacks, self._files, loggers)
-            with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                on_all_ranks(lambda: require_agreement(self.module))
-                expect_answers(config.trainer.answer_minutes)
-                trainer.fit(self.module, TrainBatches(self.module), ckpt_path=self._run.file, weights_only=True)
-        except Exception as error:
-            self._run.require_here()  # which tells more than what came of it
-            # A callback that needs a logger where there is none, or a curve that nobody writes, or that is named twice.
-            at_fault = "conditioned on metric" in str(error) or "more than one stateful callback" in str(error)
-            if at_fault or isinstance(error, MisconfigurationException):
-                raise UserError(reason(error)) from error
-            if self._run.file is not None and not self.checkpoints.began:
-                with restoring(self._run.file):
-                    raise
-            raise
-        finally:
-            for callback in (self.checkpoints, self.curves, self.progress):
-                callback.close()
-            for logger in others:
-                if isinstance(logger, WandbLogger):  # whose run would go on in the next; Lightning ends that of mlflow
-                    logger.experiment.finish()
-
-
 def build_trainer(
-    module: GPTModule, callbacks: list[Callback], files: CheckpointFiles, loggers: Sequence[Logger] = ()
+    settings: TrainerConfig, schedule: Schedule, callbacks: list[Callback], loggers: Sequence[Logger]
 ) -> Trainer:
-    """Lightning's trainer, with the callbacks in place of its own printing, logging and checkpointing."""
+    """Make Lightning's trainer, of a run that sees to printing, logging and saving itself."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
-    settings = module.config.trainer
     strategy: str | ParallelStrategy = "auto"
     if settings.world_size > 1 or settings.strategy == "ddp":
         # The only buffers are the causal masks, which never change: they need not be sent around at every step.
@@ -121,15 +49,124 @@ def build_trainer(
         devices=settings.devices or 1,
         num_nodes=settings.num_nodes or 1,
         strategy=strategy,
-        max_steps=module.schedule.total_steps,
-        accumulate_grad_batches=module.schedule.accumulation,
+        max_steps=schedule.total_steps,
         callbacks=callbacks,
-        plugins=[environment, files, *([module.loss_scaling] if module.loss_scaling else [])],
+        plugins=[environment, Files()],
         logger=loggers,
-        log_every_n_steps=min(settings.log_every, module.schedule.total_steps),  # it warns of more
+        log_every_n_steps=min(settings.log_every, schedule.total_steps),  # it warns of more
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         check_val_every_n_epoch=None,  # with the next line, has callbacks expect validations within the epoch
-        val_check_interval=module.schedule.validate_every * module.schedule.accumulation,
+        val_check_interval=schedule.validate_every,
     )
+
+
+class TrainBatches:
+    """The micro-batches of each step of a run, from the current step on: lists of (inputs, targets), each (B, T).
+
+    A thread makes those of the next step while the model works on the current one.
+    """
+
+    def __init__(self, run: Run, module: GPTModule):
+        self._run, self._module = run, module
+
+    def __len__(self) -> int:
+        return self._run.schedule.total_steps
+
+    def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        step = self._module.global_step
+        with ThreadPoolExecutor(1) as reader:
+            following = reader.submit(self._of, step)
+            while step < len(self):
+                batch, step = following.result(), step + 1
+                following = reader.submit(self._of, step)
+                yield batch
+
+    def _of(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a step."""
+        run, module = self._run, self._module
+        count, size = run.config.accumulation, run.config.micro_batch_size
+        ranks, rank = run.config.trainer.world_size, module.global_rank
+        firsts = [((step * count + i) * ranks + rank) * size for i in range(count)]
+        batches = [make_batch(run.config, run.text, first) for first in firsts]
+        # From other memory, a copy to the GPU would wait for all that the GPU has still to do.
+        pinned = module.device.type == "cuda"
+        return [(idx.pin_memory(), targets.pin_memory()) for idx, targets in batches] if pinned else batches
+
+    def state_dict(self) -> dict:
+        """Nothing: the position is the trainer's step. Lightning treats a loader with these methods as resumable."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Do nothing, as there is no state."""
+
+
+def make_batch(config: Config, text: Corpora, first: int) -> tuple[Tensor, Tensor]:
+    """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on."""
+    tokens = [source.train for source in text.sources]
+    return training_batch(
+        tokens, text.shares, config.order_seed, first, config.micro_batch_size, config.model.context_length
+    )
+
+
+def restore_module(trainer: Trainer, module: GPTModule, run: Run) -> None:
+    """Put the weights and the state of users' callbacks back, as Lightning does: before the model is moved."""
+    payload = run.payload or {}
+    with run.restoring():
+        module.load_state_dict(payload["state_dict"])
+        if module.loss_scale is not None:
+            module.loss_scale.load_state_dict(run.state.loss_scale, run.state.skipped_steps)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.on_load_checkpoint(trainer, module, payload)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (state := payload.get("callbacks", {}).get(callback.state_key)) is not None:
+            callback.load_state_dict(deepcopy(state))
+
+
+def restore_counters(trainer: Trainer, run: Run) -> None:
+    """Put the state of the optimizer back, now that there is one, and have Lightning go on at the run's step.
+
+    Each step is one batch of Lightning's only epoch.
+    """
+    payload = run.payload or {}
+    with run.restoring():
+        (state,), step = payload["optimizer_states"], payload["step"]
+        trainer.optimizers[0].load_state_dict(state)
+    _set_step(trainer, step)
+
+
+def _set_step(trainer: Trainer, step: int) -> None:
+    state = trainer.fit_loop.state_dict()
+    for progress in (state["epoch_loop.batch_progress"], state["epoch_loop.manual_optimization.optim_step_progress"]):
+        for kind in ("total", "current"):
+            progress[kind] = dict.fromkeys(progress[kind], step)
+    for kind in ("total", "current"):
+        state["epoch_progress"][kind] |= {"ready": 1, "started": 1}
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+    trainer.fit_loop.load_state_dict(state)
+
+
+def leave_signals(trainer: Trainer) -> None:
+    """Clear a SIGTERM that arrived before our handlers were installed; they decide about it."""
+    trainer._signal_connector.received_sigterm = False
+
+
+class Files(CheckpointIO):
+    """Has Lightning write checkpoints as gpt.exchange.checkpoint does: whole or not at all."""
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        for name, state in checkpoint.get("callbacks", {}).items():
+            try:
+                require_storable(state)
+            except ValueError as error:
+                raise UserError(
+                    f"callback {name}: its state cannot be stored ({error}): change its state_dict"
+                ) from None
+        save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
+        return load(Path(path))
+
+    def remove_checkpoint(self, path) -> None:
+        Path(path).unlink(missing_ok=True)

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from gpt import compare
-from gpt.training import decide
-from harness import refusal, tiny_config, write_corpus
+from harness import begin_run, fit, refusal, tiny_config, write_corpus
 
 # Bits per byte at steps of 100 tokens, the seconds that 2 steps take, and settings.
 RUNS = {
@@ -134,24 +133,11 @@ def test_seeds(tmp_path, runs, capsys):
     assert [row["runs"] for row in output(capsys, "short-0", "short-1")["runs"]] == [1, 1]
 
 
-def test_rates_that_have_not_fallen(runs, capsys):
-    """At equal tokens and time, a run is marked whose own horizon, where its rates end, is further off."""
-    for name, steps in (("short", 4), ("long", 8)):
-        write_run(runs / name, [(step, 9.0 - step) for step in range(2, steps + 1, 2)], 2.0, {"optim": {"final_lr": 0}})
-        rates = [f"{step},train/lr,{0.1 * (steps - step)}" for step in range(1, steps + 1)]
-        with (runs / name / "metrics.csv").open("a", encoding="utf-8") as stream:
-            stream.write("\n".join([*rates, ""]))
-    compare.main(["short", "long"])
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[3].split()[:3] == ["1.0000", "5.0000*", "5.0000*"] and "5.0000  5.0000 " in shown[4]
-    assert shown[-1] == "* before its learning rates had fallen"
-
-
 def test_curves_of_a_real_run(tmp_path):
     """metrics.csv ends where metrics.json says, and without it there is that end."""
     write_corpus(tmp_path)
-    session = decide.begin(tiny_config(tmp_path, "horizon=20steps", f"run_dir={tmp_path / 'run'}"))
-    session.fit()
+    session = begin_run(tiny_config(tmp_path, "horizon=20steps", f"run_dir={tmp_path / 'run'}"))
+    fit(session)
     run = compare.read_run(tmp_path / "run")
     tokens, seconds, bits = run.curve
     assert tokens.tolist() == [480, 960, 1440, 1920]

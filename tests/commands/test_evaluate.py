@@ -231,11 +231,12 @@ def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
     assert 1e-7 < abs(elsewhere["nats_per_token"] / metrics["val_loss"] - 1) < 1e-2
 
 
-def test_out_of_memory(home, monkeypatch):
+def test_out_of_memory(home, capsys, monkeypatch):
     """If memory runs out, that is said in one line."""
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
     monkeypatch.setattr(scoring, "strided_score", mock.Mock(side_effect=RuntimeError(message)))
-    assert refusal("--checkpoint", home / "run").startswith("memory has run out: choose a smaller model")
+    told = harness.last_line(capsys, "gpt.evaluate", "--checkpoint", home / "run", "--text", home / "corpus.txt")
+    assert told.startswith("gpt.evaluate: memory has run out: choose a smaller model")
 
 
 # --- mistakes ---
@@ -258,13 +259,14 @@ def test_out_of_memory(home, monkeypatch):
          "give a text, or its key with --text-field="),
     ],
 )  # fmt: skip
-def test_mistakes(home, arguments, complaint):
+def test_mistakes(home, capsys, arguments, complaint):
     """Each in one line that names an option of this command."""
     (home / "empty.txt").touch()
     (home / "latin.txt").write_bytes(b"b\xe9")
     (home / "rows.jsonl").write_text('{"a": ""}')
     given = [argument.format(home=home) for argument in arguments]
-    assert refusal("--checkpoint", home / "run", *given) == complaint.format(home=home)
+    told = harness.last_line(capsys, "gpt.evaluate", "--checkpoint", home / "run", *given)
+    assert told == f"gpt.evaluate: {complaint.format(home=home)}"
 
 
 def test_no_validation_text(home, theirs, tmp_path):

@@ -169,15 +169,15 @@ def test_differences_are_noticed(trained, monkeypatch):
         assert listing(trained.parent) == before
 
 
-def test_out_of_memory(trained, tmp_path, monkeypatch):
+def test_out_of_memory(trained, tmp_path, capsys, monkeypatch):
     """If memory runs out, that is said in one line, and nothing is left."""
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(export, "compare_logits", fail)
-    line = refusal("--checkpoint", trained, "--to", tmp_path / "out")
-    assert line == "memory has run out: choose a machine with more, or close other programs"
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    told = harness.last_line(capsys, "gpt.export", "--checkpoint", trained, "--to", tmp_path / "out")
+    assert told == "gpt.export: memory has run out: choose a machine with more, or close other programs"
     assert not [name for name in listing(tmp_path) if "out" in name.split("/")[0]]
 
 

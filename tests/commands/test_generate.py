@@ -255,7 +255,8 @@ def test_passages_that_overlap(tmp_path, parts):
 def test_out_of_memory(here, capsys, monkeypatch):
     """If memory runs out, that is said in one line."""
     monkeypatch.setattr(gpt.sampling.generation, "next_token", mock.Mock(side_effect=MemoryError))
-    assert "memory has run out: lower --num-samples, " in refusal(capsys, "--prompt", "a")
+    told = harness.last_line(capsys, str(PROGRAM), "--prompt", "a")
+    assert told.startswith("generate.py: memory has run out: lower --num-samples, ")
 
 
 def test_weights_that_overflow(tmp_path, capsys):

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.training import decide
-from harness import StopAt, tiny_arguments, tiny_config
+from harness import StopAt, begin_run, fit, tiny_arguments, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +18,7 @@ def settings(corpus_folder, request) -> list[str]:
 def reference(corpus_folder, request) -> Path:
     """A run to which nothing happened."""
     run_dir = corpus_folder / "reference"
-    decide.begin(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")).fit()
+    fit(begin_run(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")))
     return run_dir
 
 
@@ -27,9 +26,7 @@ def reference(corpus_folder, request) -> Path:
 def stopped(corpus_folder, request) -> Path:
     """A run that was asked to stop on its way, to be copied and hurt."""
     run_dir = corpus_folder / "stopped"
-    decide.begin(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")).fit(
-        [StopAt(request.module.STOP)]
-    )
+    fit(begin_run(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")), [StopAt(request.module.STOP)])
     return run_dir
 
 

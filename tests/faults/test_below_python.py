@@ -118,6 +118,8 @@ def test_power_cut(faults, corpus_folder, reference, tmp_path, moment):
     process = Process(words, {"LD_PRELOAD": str(faults), "SHADOW": str(shadow)})
     appears = {"preparing": "new/cache", "first checkpoint": "runs/run/checkpoints/last.ckpt"}
     wait_for_file(place / appears.get(moment, "runs/run/checkpoints/previous.ckpt"))
+    if moment == "first checkpoint":  # whose name stands there a moment before its folder is synced
+        wait_for_file(shadow / str((place / "runs/run/checkpoints").stat().st_ino), containing="last.ckpt")
     process.send(signal.SIGKILL)
     process.end()
     inode = place.stat().st_ino

@@ -21,15 +21,16 @@ from lightning import Callback
 
 from gpt.errors import OutsideError, UserError
 from gpt.exchange import checkpoint
-from gpt.training import decide
 from harness import (
     ROOT,
     TINY,
     At,
     Process,
     StopAt,
+    begin_run,
     command,
     differences,
+    fit,
     refused,
     tiny_config,
     train,
@@ -105,8 +106,8 @@ def test_killed_between_the_best_and_the_last(reference, tmp_path):
 def test_signals(corpus_folder, reference, tmp_path, capfd, number):
     """Each saves after the step and ends with 128 + its number: also those that a lost connection and queues send."""
     run_dir = tmp_path / "run"
-    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
-    session.fit([StopAt(STOP, number)])
+    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    fit(session, [StopAt(STOP, number)])
     assert session.stopped_by == number
     assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
     train(f"resume={run_dir}")
@@ -118,8 +119,8 @@ def test_ignored_signals_stay_so(corpus_folder, reference, tmp_path, number, sto
     """`nohup` has a run ignore SIGHUP: it goes on. A script's `&` has it ignore SIGINT, which stops it all the same."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
-        session.fit([StopAt(STOP, number)])
+        session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
+        fit(session, [StopAt(STOP, number)])
         assert session.stopped_by == stopped_by and signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, before)
@@ -130,9 +131,9 @@ def test_ignored_signals_stay_so(corpus_folder, reference, tmp_path, number, sto
 
 def test_in_a_thread(corpus_folder, reference, tmp_path):
     """Where there are no signals to take, as in a web application, a run trains all the same."""
-    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
+    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(session.fit).result()
+        pool.submit(fit, session).result()
     assert differences(tmp_path / "run", reference) == []
 
 
@@ -147,7 +148,7 @@ def test_what_fails_beside_a_step_loses_none(corpus_folder, reference, tmp_path,
 
     run_dir = tmp_path / "run"
     with pytest.raises(type(error), match=str(error)):
-        decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}")).fit([Fails()])
+        fit(begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}")), [Fails()])
     assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == STOP
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
@@ -156,9 +157,9 @@ def test_what_fails_beside_a_step_loses_none(corpus_folder, reference, tmp_path,
 def test_run_directory_deleted_while_training(corpus_folder, tmp_path):
     """It is not made again without its configuration and lock: one line says that nothing can be saved."""
     run_dir = tmp_path / "run"
-    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     with pytest.raises(UserError, match="was deleted or replaced while its run was training, so nothing can be saved"):
-        session.fit([At(20, lambda: shutil.rmtree(run_dir))])
+        fit(session, [At(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
 
 
@@ -177,10 +178,10 @@ def test_failing_disk(corpus_folder, reference, tmp_path, monkeypatch, number, c
     def failing(*arguments, **options):
         raise OSError(number, os.strerror(number), str(arguments[0]))
 
-    session = decide.begin(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     expected = () if call == "link" else (OSError, UserError)  # without hard links, checkpoints are copied
     with pytest.raises(expected) if expected else contextlib.nullcontext():
-        session.fit([At(20, lambda: monkeypatch.setattr(os, call, failing))])
+        fit(session, [At(20, lambda: monkeypatch.setattr(os, call, failing))])
     monkeypatch.setattr(os, call, before)
     if expected:
         train(f"resume={run_dir}")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.errors import UserError
+from gpt.errors import UserError, is_out_of_memory
 from gpt.hardware import memory
 from gpt.hardware.device import choose_compile, choose_device, choose_precision, device_count, peak_flops, require_torch
-from gpt.hardware.memory import free_memory, is_out_of_memory, keep_freed_memory, peak_memory_bytes, release_memory
+from gpt.hardware.memory import free_memory, keep_freed_memory, peak_memory_bytes, release_memory
 from harness import refusal
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))

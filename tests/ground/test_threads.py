@@ -18,8 +18,7 @@ from gpt.hardware import threads
 from gpt.hardware.threads import giving_way
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training import decide
-from harness import tiny_config, write_corpus
+from harness import begin_run, fit, tiny_config, write_corpus
 
 SLEEPERS = (
     len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else 0
@@ -167,7 +166,7 @@ def test_training_and_sampling_give_way(two_threads, tmp_path, capsys, monkeypat
             names += [thread.name for thread in threading.enumerate()]
 
     write_corpus(tmp_path)
-    decide.begin(tiny_config(tmp_path, "horizon=2steps", f"run_dir={tmp_path / 'run'}")).fit([Look()])
+    fit(begin_run(tiny_config(tmp_path, "horizon=2steps", f"run_dir={tmp_path / 'run'}")), [Look()])
     assert "pace" in names
     assert "pace" not in [thread.name for thread in threading.enumerate()]
 

@@ -14,7 +14,6 @@ import hydra._internal.utils
 import pytest
 import torch
 from lightning import Trainer
-from lightning.pytorch.plugins import Precision
 from torch import distributed
 from torch.utils.tensorboard import SummaryWriter
 
@@ -46,7 +45,6 @@ PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
         "a SIGTERM that came early",
         lambda: Trainer(logger=False, enable_checkpointing=False)._signal_connector.received_sigterm,
     ),
-    "Precision._after_closure": ("the gradient before it is scaled back, in fp16", lambda: Precision._after_closure),
     "distributed.distributed_c10d._set_pg_timeout": (
         "how long a rank is waited for, before torch 2.15",
         lambda: getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout,

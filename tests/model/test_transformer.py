@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -21,7 +20,7 @@ from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.scoring import score
 from gpt.text.batches import validation_batches
 from gpt.training.optim import OptimConfig, build_optimizer
-from harness import ROOT, refusal
+from harness import refusal
 
 VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 5
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
@@ -117,12 +116,6 @@ def test_attention_maps_equal_transformers(models):
 def test_gpt2_parameter_counts(num_layers, num_heads, d_model, expected):
     """GPT-2's published sizes; `test_head_is_tied` holds the count to that of a model."""
     assert GPTConfig(1024, d_model, num_layers, num_heads).num_parameters == expected
-
-
-def test_default_config_is_mini():
-    """A config without arguments has the shape of configs/model/mini.yaml, and GPT-2's vocabulary."""
-    shape = yaml.safe_load((ROOT / "configs/model/mini.yaml").read_text(encoding="utf-8"))
-    assert GPTConfig() == GPTConfig(**shape, vocab_size=50257)
 
 
 def test_init_statistics():

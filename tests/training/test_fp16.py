@@ -12,9 +12,8 @@ from lightning import Callback
 
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
-from gpt.training import decide
 from gpt.training.module import GPTModule
-from harness import TINY, StopAt, differences, read_table, tiny_config, train
+from harness import TINY, StopAt, begin_run, differences, fit, read_table, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
 FIRST_SCALE = 2.0**22  # of which every gradient here overflows
@@ -26,9 +25,7 @@ def folder(corpus_folder) -> Path:
     """A folder with a corpus, and a run in fp16 of 17 steps (`reference`) whose gradients overflow again and again."""
     with pytest.MonkeyPatch.context() as patch:
         overflow_often(patch)
-        decide.begin(
-            tiny_config(corpus_folder, FP16, "horizon=17steps", f"run_dir={corpus_folder / 'reference'}")
-        ).fit()
+        fit(begin_run(tiny_config(corpus_folder, FP16, "horizon=17steps", f"run_dir={corpus_folder / 'reference'}")))
     return corpus_folder
 
 
@@ -49,17 +46,15 @@ class Watch(Callback):
         self.windows, self.skipped, self.states, self.scales = [], [], [], []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
-        self.windows.append(batch[0].clone())
+        self.windows += [idx.clone() for idx, _ in batch]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % module.schedule.accumulation:
-            return
         (optimizer,) = trainer.optimizers
         tensors = [*module.model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
         counts = [group["step"] for group in optimizer.param_groups]
         self.states.append([t.detach().clone() for t in tensors] + [torch.tensor(counts)])
-        self.skipped.append(module.loss_scaling is not None and module.loss_scaling.skipped)
-        self.scales.append(1.0 if module.loss_scaling is None else module.loss_scaling.scale(module.device).item())
+        self.skipped.append(module.loss_scale is not None and module.loss_scale.skipped)
+        self.scales.append(1.0 if module.loss_scale is None else module.loss_scale.of(module.device).item())
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -72,7 +67,7 @@ def test_overflow_skips_the_step(folder, tmp_path, overflowing):
     settings = ["horizon=13steps", "trainer.log_every=1"]
     for watch, precision in (half, "fp16"), (full, "fp32"):
         run_dir = f"run_dir={tmp_path / precision}"
-        decide.begin(tiny_config(folder, *settings, f"trainer.precision={precision}", run_dir)).fit([watch])
+        fit(begin_run(tiny_config(folder, *settings, f"trainer.precision={precision}", run_dir)), [watch])
 
     assert half.skipped[0]
     assert {True, False} == set(half.skipped[1:])
@@ -93,6 +88,8 @@ def test_overflow_skips_the_step(folder, tmp_path, overflowing):
     assert curves["train/skipped_steps"] == list(enumerate(totals, 1))
     assert curves["train/loss_scale"] == list(enumerate(half.scales, 1))
     made = [step + 1 for step in range(13) if not half.skipped[step]]
+    assert [step for step, _ in curves["weights/update_ratio/layer_1"]] == made
+    assert [step for step, _ in in_fp32["weights/update_ratio/layer_1"]] == list(range(1, 14))
     assert [step for step, _ in curves["train/loss"]] == made  # no loss of a step that was skipped
     assert "train/loss_scale" not in in_fp32
 
@@ -110,7 +107,7 @@ def test_learns_as_well(folder, tmp_path):
             f"trainer.precision={precision}",
             f"run_dir={run_dir}",
         )
-        decide.begin(tiny_config(folder, *settings)).fit()
+        fit(begin_run(tiny_config(folder, *settings)))
         losses[precision] = torch.tensor([value for _, value in read_table(run_dir)["train/loss"]])
     assert dict(read_table(tmp_path / "fp16")["train/skipped_steps"])[41] == 0
     worst = {name: (loss / losses["fp32"] - 1).abs().max() for name, loss in losses.items()}
@@ -122,11 +119,11 @@ def test_learns_as_well(folder, tmp_path):
 def test_resuming(folder, tmp_path, overflowing, step):
     """A run that is stopped among skipped steps continues bit for bit: weights, scale, curves and samples."""
     config = tiny_config(folder, FP16, "horizon=17steps", f"run_dir={tmp_path / 'run'}")
-    decide.begin(config).fit([StopAt(step)])
+    fit(begin_run(config), [StopAt(step)])
     train(f"resume={tmp_path / 'run'}")
     assert differences(tmp_path / "run", folder / "reference") == []
-    state = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["LossScaling"]
-    assert 1 < state["scaler"]["scale"] < FIRST_SCALE
+    state = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["state"]
+    assert 1 < state["loss_scale"]["scale"] < FIRST_SCALE
     assert state["skipped_steps"] > 5
 
 
@@ -141,19 +138,19 @@ def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     config = tiny_config(folder, FP16, "horizon=61steps", f"run_dir={tmp_path / 'run'}")
     last_words = r"step 29: the gradient is not finite.*\n.*\n  at a loss scale of 1, with 16 steps skipped so far"
     with pytest.raises(NonFiniteError, match=last_words):
-        decide.begin(config).fit()
+        fit(begin_run(config))
     payload = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
-    assert (payload["step"], payload["LossScaling"]["scaler"]["scale"]) == (22, 2.0**6)
+    assert (payload["step"], payload["state"]["loss_scale"]["scale"]) == (22, 2.0**6)
 
 
 def test_extending(folder, tmp_path, overflowing):
     """A longer horizon goes on with the scale as it was."""
     run_dir = shutil.copytree(folder / "reference", tmp_path / "run")
-    before = checkpoint.load(run_dir / "checkpoints/last.ckpt")["LossScaling"]
+    before = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state"]
     train(f"resume={run_dir}", "horizon=18steps")
-    after = checkpoint.load(run_dir / "checkpoints/last.ckpt")["LossScaling"]
+    after = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state"]
     assert after["skipped_steps"] - before["skipped_steps"] in (0, 1)
-    assert after["scaler"]["scale"] / before["scaler"]["scale"] in (0.5, 1.0, 2.0)
+    assert after["loss_scale"]["scale"] / before["loss_scale"]["scale"] in (0.5, 1.0, 2.0)
 
 
 @pytest.mark.slow
@@ -162,7 +159,7 @@ def test_activation_checkpointing(folder, tmp_path):
     weights = {}
     for setting in ("true", "false"):
         settings = [f"init_from={folder / 'reference'}", FP16, f"trainer.activation_checkpointing={setting}"]
-        decide.begin(tiny_config(folder, *settings, "horizon=2steps", f"run_dir={tmp_path / setting}")).fit()
+        fit(begin_run(tiny_config(folder, *settings, "horizon=2steps", f"run_dir={tmp_path / setting}")))
         weights[setting] = list(checkpoint.load(tmp_path / setting / "checkpoints/last.ckpt")["state_dict"].values())
     assert same(*weights.values())
     assert {weight.dtype for weight in weights["true"]} == {torch.float32}

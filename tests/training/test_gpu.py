@@ -11,29 +11,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
 from gpt.text.prepared import Corpora
-from gpt.training import decide
-from gpt.training.callbacks.base import Clock
+from gpt.training.begin import load_corpora
 from gpt.training.config.schedule import Schedule
-from gpt.training.decide import load_corpora, make_schedule
-from gpt.training.loop import TrainBatches, make_batch
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.session import Session
-from harness import ROOT, differences, tiny_config
+from gpt.training.run.clock import Clock
+from gpt.training.run.run import Run
+from gpt.training.trainer import TrainBatches, make_batch
+from harness import ROOT, begin_run, differences, fit, resume_run, tiny_config
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
 QUIET = ["data.prompts=[]", "logger=[csv]"]
 
 
-def begin(folder: Path, run_dir: Path, *changes: str) -> Session:
+def begin(folder: Path, run_dir: Path, *changes: str) -> Run:
     """A run of seven steps, which validates as often as `trainer.validate_every` says."""
-    session = decide.begin(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
+    session = begin_run(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
     session.schedule = replace(session.schedule, validate_every=session.config.trainer.validate_every)
     return session
 
@@ -46,51 +46,48 @@ def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Schedule, Corpo
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
     config.optim = config.optim.for_model(config.model)
     corpora = load_corpora(config)
-    schedule = make_schedule(config, corpora.train_tokens, automatic=False)
-    return GPTModule(config, schedule, corpora), schedule, corpora
+    schedule = Schedule.of(config, corpora.train_tokens)
+    return GPTModule(config, corpora.tokenizer.vocab_size, lambda step: 1.0), schedule, corpora
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at_once):
+def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at_once, monkeypatch):
     """On PyTorch's meta device, from which no number can be read, a whole step with clipping and curves runs; where
     each gradient is checked before its update, it does not.
     """
-    module, schedule, _ = cuda_module(corpus_folder, f"optim={optim}", "optim.clip=1.0")
+    module, schedule, corpora = cuda_module(corpus_folder, f"optim={optim}", "optim.clip=1.0")
     assert not module.checks_each_step
     module.checks_each_step = at_once
     for block in module.model.blocks:
         block.attention.fused_kernel = True
     module.to("meta")
-    module._parameters_list = list(module.parameters())  # moving there makes new ones, unlike moving to a GPU
-    optimizer = module.configure_optimizers()
-    curves = Curves(tmp_path, Clock())
-    trainer = SimpleNamespace(world_size=1, is_global_zero=True)
-    for step in (1, 2):
-        for i in range(schedule.accumulation):
-            module.training_step(tuple(part.to("meta") for part in make_batch(module, 0)), i).backward()
+    module._weights = list(module.parameters())  # moving there makes new ones, unlike moving to a GPU
+    optimizer = LightningOptimizer(module.configure_optimizers())
+    optimizer._strategy = SimpleNamespace(optimizer_step=lambda optimizer, closure, **how: optimizer.step(**how))
+    backward = SimpleNamespace(backward=lambda loss, *_: loss.backward())
+    monkeypatch.setattr(GPTModule, "trainer", SimpleNamespace(strategy=backward, global_rank=0))
+    monkeypatch.setattr(GPTModule, "optimizers", lambda self: optimizer)
+    curves = Curves(run := Run(tmp_path, module.config, schedule), Clock(run.state, 0.0))
+    batch = [tuple(part.to("meta") for part in make_batch(module.config, corpora, 0))] * 2
+    for _ in (1, 2):
         if at_once:
             with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta"):
-                module.on_before_optimizer_step(optimizer)
+                module.training_step(batch, 0)
             return
-        module.on_before_optimizer_step(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        curves.on_step_end(trainer, module, step)
-    assert curves._losses.is_meta
+        curves.add(module, module.training_step(batch, 0))
 
 
-def test_batches_for_cuda_are_pinned(corpus_folder, monkeypatch):
+def test_batches_for_cuda_are_pinned(corpus_folder, tmp_path, monkeypatch):
     """In memory from which copying does not wait; for a CPU they stay where they are."""
-    module, _, _ = cuda_module(corpus_folder)
+    module, schedule, corpora = cuda_module(corpus_folder)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    monkeypatch.setattr(GPTModule, "trainer", SimpleNamespace(world_size=1))
-    batches = TrainBatches(module)
-    batches._make(0)
-    assert not pinned
-    monkeypatch.setattr(GPTModule, "device", torch.device("cuda"))
-    assert [id(part) for part in batches._make(0)] == [id(part) for part in pinned]
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(GPTModule, "device", torch.device(device))
+        batch = next(iter(TrainBatches(Run(tmp_path, module.config, schedule, corpora), module)))
+        parts = [id(part) for pair in batch for part in pair]
+        assert parts == [id(part) for part in pinned][: len(parts)] if device == "cuda" else not pinned
 
 
 # --- gradients that are checked where the curves read their norm, made to work on the CPU ---
@@ -129,7 +126,7 @@ def test_late_check_names_the_steps_and_saves_nothing_after_them(corpus_folder, 
     """
     often = ["trainer.checkpoint_every=5", "trainer.validate_every=100", f"trainer.log_every={log_every}"]
     with pytest.raises(NonFiniteError, match=f"^{message}"):
-        begin(corpus_folder, tmp_path / "run", *often).fit([Late(spoiled)])
+        fit(begin(corpus_folder, tmp_path / "run", *often), [Late(spoiled)])
     last = tmp_path / "run/checkpoints/last.ckpt"
     assert last.exists() == (spoiled > 5)
     if last.exists():
@@ -186,7 +183,7 @@ def test_deterministic_on_a_cpu_changes_no_bits(corpus_folder, tmp_path):
     watches = []
     for value in ("false", "true"):
         watches.append(Watch())
-        begin(corpus_folder, tmp_path / value, "data.prompts=[x]", f"trainer.deterministic={value}").fit([watches[-1]])
+        fit(begin(corpus_folder, tmp_path / value, "data.prompts=[x]", f"trainer.deterministic={value}"), [watches[-1]])
     assert [watch.seen[1] for watch in watches] == [False, True]
     found = differences(tmp_path / "true", tmp_path / "false")
     assert found and all(".config.trainer.deterministic: True and False" in line for line in found)
@@ -267,8 +264,9 @@ class Strict(Callback):
 def test_a_cuda_step_does_not_wait(corpus_folder, tmp_path, optim):
     """From its first batch to its update."""
     try:
-        begin(corpus_folder, tmp_path / "run", f"optim={optim}", "trainer.compile=false", "trainer.log_every=7").fit(
-            [Strict()]
+        fit(
+            begin(corpus_folder, tmp_path / "run", f"optim={optim}", "trainer.compile=false", "trainer.log_every=7"),
+            [Strict()],
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -282,12 +280,12 @@ def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precisio
     whole, part = tmp_path / "whole", tmp_path / "part"
     fixed = ["trainer.deterministic=true", f"trainer.precision={precision}", f"trainer.compile={compiled}"]
     session = begin(corpus_folder, whole, "horizon=9steps", "trainer.keep_every=5", "data.prompts=[x]", *fixed)
-    session.fit()
+    fit(session)
     shutil.copytree(whole, part)
     shutil.copy(part / "checkpoints/step-00000005.ckpt", part / "checkpoints/last.ckpt")
     for name in ("best", "previous"):
         (part / f"checkpoints/{name}.ckpt").unlink(missing_ok=True)
-    decide.resume(str(part)).fit()
+    fit(resume_run(str(part)))
     ends = [checkpoint.load(run / "checkpoints/last.ckpt") for run in (whole, part)]
     for name, weight in ends[0]["state_dict"].items():
         assert torch.equal(weight, ends[1]["state_dict"][name]), name
@@ -300,7 +298,7 @@ def test_a_broken_gradient_on_cuda_is_named(corpus_folder, tmp_path):
     late.setup = lambda *_, **__: None
     changes = ["trainer.compile=false", "trainer.validate_every=100", "trainer.device=cuda"]
     with pytest.raises(NonFiniteError, match=r"^steps 4 to 6: the gradient is not finite, so nothing was saved after"):
-        begin(corpus_folder, tmp_path / "run", *changes).fit([late])
+        fit(begin(corpus_folder, tmp_path / "run", *changes), [late])
 
 
 @GPU
@@ -311,6 +309,6 @@ def test_cuda_learns_what_a_cpu_learns(corpus_folder, tmp_path, precision):
     for device in ("cpu", "cuda"):
         changes = [f"trainer.device={device}", f"trainer.precision={precision}", "model.dropout=0"]
         session = begin(corpus_folder, tmp_path / device, *changes)
-        session.fit()
+        fit(session)
         losses.append(session.metrics["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)

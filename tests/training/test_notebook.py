@@ -14,8 +14,7 @@ import pytest
 import gpt
 import gpt.notebook
 from gpt.training.config.schema import Config
-from gpt.training.decide import begin
-from harness import ROOT, StopAt, differences, needs, refusal, tiny_arguments, tiny_config, train
+from harness import ROOT, StopAt, begin_run, differences, needs, refusal, tiny_arguments, tiny_config, train
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
 TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "log_every": 3, "validate_every": 17, "checkpoint_every": 11}
@@ -33,7 +32,7 @@ def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, caps
     train(*tiny_arguments(corpus_folder, "horizon=23steps", f"run_dir={tmp_path / 'a'}"))
     text, where = corpus_folder / "corpus.txt", tmp_path / "b"
     lm = gpt.train(text, horizon="23steps", run_dir=where, callbacks=[StopAt(7)], **settings)
-    assert lm.session.stopped_by == signal.SIGTERM
+    assert lm.run.stopped_by == signal.SIGTERM
     lm.report()
     assert "\nas of the last validation:\n" in (printed := capsys.readouterr().out)
     assert printed.splitlines()[-1].endswith(f"gpt.train(resume={str(where)!r})")
@@ -53,7 +52,7 @@ def test_before_the_first_validation(corpus_folder, settings, tmp_path, capsys):
     """There is nothing to report then, and it says so; the model is that of the last checkpoint."""
     where = tmp_path / "run"
     lm = gpt.train(corpus_folder / "corpus.txt", seed=0, run_dir=where, callbacks=[StopAt(3)], **settings)
-    assert lm.session.config.seed == 0
+    assert lm.run.config.seed == 0
     capsys.readouterr()
     lm.report()
     assert capsys.readouterr().out == "nothing to report before the first validation, at step 17\n"
@@ -77,7 +76,7 @@ def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
     config = tiny_config(corpus_folder)
     config.model = Config().model
     config.trainer.tokens_per_step, config.trainer.micro_batch_size = 1024, "auto"
-    assert begin(config).run_dir.name.endswith("_corpus-mini")
+    assert begin_run(config).directory.name.endswith("_corpus-mini")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
         ({"optim": {"name": "adam"}}, "optim='adam' is not known: choose from adamw, muon"),
         ({"text": "missing.txt"}, "missing.txt"),
         ({"resume": "runs/typo"}, "runs/typo: not a run directory"),
-        ({"resume": "runs/typo", "seed": 3}, "resume continues a run as it was, and seed would change it"),
+        ({"resume": "runs/typo", "seed": 3}, "resume continues a run as it was configured, and seed=3 would change it"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, arguments, problem):
@@ -101,7 +100,7 @@ def test_mistakes(tmp_path, monkeypatch, arguments, problem):
 def test_a_group_brings_its_settings(monkeypatch):
     """By its name, alone or among other keys, as on the command line."""
     seen = []
-    monkeypatch.setattr(gpt.notebook, "begin", lambda config, name, kept: seen.append((config, name)) or 1 / 0)
+    monkeypatch.setattr(gpt.notebook, "begin", lambda asked: seen.append((asked.config, asked.model)) or 1 / 0)
     for optim in ("adamw", {"name": "adamw", "clip": 0.5}):
         with pytest.raises(ZeroDivisionError):
             gpt.train(optim=optim, model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
@@ -158,7 +157,7 @@ def test_interrupted_kernel(corpus_folder, settings, tmp_path):
     seen: list[dict] = []
     try:
         call = f"gpt.train({str(corpus_folder / 'corpus.txt')!r}, horizon='1h', **{settings!r})"
-        client.execute(f"import gpt\nlm = {call}\nprint('step', lm.session.metrics['steps'], lm.session.stopped_by)")
+        client.execute(f"import gpt\nlm = {call}\nprint('step', lm.run.metrics['steps'], lm.run.stopped_by)")
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             message = client.get_iopub_msg(timeout=120)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.training import decide
 from gpt.training.config.loading import read
 from gpt.training.estimate.forecast import optimizer_bytes
 from gpt.training.optim import (
@@ -25,7 +24,7 @@ from gpt.training.optim import (
     set_lr,
     unread_settings,
 )
-from harness import read_table, tiny_config
+from harness import begin_run, fit, read_table, tiny_config
 
 LAYERS, D_MODEL, HEADS = 2, 6, 3
 MATRICES = {
@@ -177,8 +176,8 @@ def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
 
     rule = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, lambda p, _: {"mean": p * 0}, step)
     monkeypatch.setitem(OPTIMIZERS, "signs", dict.fromkeys(OPTIMIZERS["muon"], rule))
-    session = decide.begin(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
-    session.fit()
+    session = begin_run(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
+    fit(session)
     curves = read_table(tmp_path / "run")
     assert curves["train/lr"][-1] == (3, pytest.approx(session.config.optim.lr * lr_factor(2, 3, OptimConfig())))
     assert "train/matrix_lr" not in curves
@@ -438,5 +437,5 @@ def test_rates_suit_the_model(corpus_folder, tmp_path, layers, channels, matrix_
     assert (found.matrix_lr, found.lr) == pytest.approx((matrix_lr, lr))
     assert OptimConfig(matrix_lr=0.5, lr=0.25).for_model(shape) == OptimConfig(matrix_lr=0.5, lr=0.25)
     changes = ["horizon=1steps", "optim.lr=0.125", f"run_dir={tmp_path / 'run'}"]
-    stored = read(decide.begin(tiny_config(corpus_folder, *changes)).run_dir / "config.yaml")
+    stored = read(begin_run(tiny_config(corpus_folder, *changes)).directory / "config.yaml")
     assert (stored.optim.matrix_lr, stored.optim.lr) == (OptimConfig().for_model(stored.model).matrix_lr, 0.125)

@@ -2,32 +2,46 @@
 
 import os
 import re
+import signal
 import time
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 from lightning import Callback
 
-import gpt.training.checkpoints.saving
+import gpt.training.run.clock
 import gpt.training.trainer
 from gpt.exchange import checkpoint
-from gpt.training import decide
-from gpt.training.checkpoints.saving import CheckpointFiles
+from gpt.training import resolve
+from gpt.training.begin import load_corpora
 from gpt.training.config.loading import read
-from gpt.training.decide import decide_hardware, load_corpora, make_schedule
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
 from gpt.training.estimate.timing import seconds_per_step
-from gpt.training.loop import make_batch
 from gpt.training.module import GPTModule
-from harness import differences, read_curves, refusal, tiny_arguments, tiny_config, train
+from gpt.training.trainer import make_batch
+from harness import (
+    begin_run,
+    differences,
+    fit,
+    read_curves,
+    refusal,
+    resume_run,
+    tiny_arguments,
+    tiny_config,
+    train,
+    train_apart,
+)
 
 
 @pytest.fixture(scope="module")
 def folder(corpus_folder) -> Path:
     """A folder with a corpus and a run of six steps from it."""
-    decide.begin(tiny_config(corpus_folder, "horizon=6steps", f"run_dir={corpus_folder / 'first'}")).fit()
+    fit(begin_run(tiny_config(corpus_folder, "horizon=6steps", f"run_dir={corpus_folder / 'first'}")))
     return corpus_folder
 
 
@@ -37,41 +51,46 @@ def settings(folder) -> list[str]:
     return tiny_arguments(folder, "trainer.device=cpu")
 
 
+def hardware_decided(config: Config) -> Config:
+    """The configuration for this machine."""
+    return resolve.for_model(resolve.for_machine(config), config.model)
+
+
 def test_begin_decides_everything(folder, tmp_path):
     """A session that has begun has a directory, and nothing in its configuration is automatic."""
-    session = decide.begin(tiny_config(folder, "trainer.micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"))
+    session = begin_run(tiny_config(folder, "trainer.micro_batch_size=auto", f"run_dir={tmp_path / 'run'}"))
     trainer = session.config.trainer
     assert "auto" not in (trainer.device, trainer.precision, trainer.compile)
-    assert trainer.micro_batch_size == "6"
-    assert session.schedule.automatic
-    assert read(session.run_dir / "config.yaml") == session.config
+    assert trainer.micro_batch_size == 6
+    assert session.config.may_shrink
+    assert read(session.directory / "config.yaml") == session.config
 
 
 @pytest.mark.parametrize(("limit", "horizon"), [(600, "377steps"), (1e-6, "30steps")])
 def test_automatic_horizon(folder, tmp_path, monkeypatch, capsys, limit, horizon):
     """Ten epochs of the text, or what fits into the time; and the run is that of a horizon in steps, bit for bit."""
-    monkeypatch.setattr(decide, "AUTO_SECONDS", limit)
-    session = decide.begin(tiny_config(folder, "horizon=auto", f"run_dir={tmp_path / 'auto'}"))
+    monkeypatch.setattr(resolve, "AUTO_SECONDS", limit)
+    session = begin_run(tiny_config(folder, "horizon=auto", f"run_dir={tmp_path / 'auto'}"))
     assert f"horizon={horizon} suits this text and this machine\n" in capsys.readouterr().out
     assert session.schedule.total_steps == int(horizon.removesuffix("steps"))
     assert read(tmp_path / "auto/config.yaml").horizon == session.config.horizon == horizon
     if horizon == "30steps":
-        session.fit()
-        decide.begin(tiny_config(folder, f"horizon={horizon}", f"run_dir={tmp_path / 'given'}")).fit()
+        fit(session)
+        fit(begin_run(tiny_config(folder, f"horizon={horizon}", f"run_dir={tmp_path / 'given'}")))
         assert differences(tmp_path / "auto", tmp_path / "given") == []
         line = "horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps"
-        assert refusal(decide.resume, str(tmp_path / "auto"), "auto") == line
+        assert refusal(resume_run, str(tmp_path / "auto"), "auto") == line
 
 
 def test_a_seed_for_the_order_of_windows(folder):
     """`seed` draws the initial weights and, unless `data.seed` is given, the order of windows."""
 
     def drawn(*changes: str) -> tuple[bytes, bytes]:
-        config = decide_hardware(tiny_config(folder, "horizon=6steps", *changes))
+        config = hardware_decided(tiny_config(folder, "horizon=6steps", *changes))
         corpora = load_corpora(config, quiet=True)
-        module = GPTModule(config, make_schedule(config, corpora.train_tokens, False), corpora)
+        module = GPTModule(config, corpora.tokenizer.vocab_size, lambda step: 1.0)
         weights = module.model.position_embedding.weight.detach().numpy().tobytes()
-        return weights, make_batch(module, 0)[0].numpy().tobytes()
+        return weights, make_batch(config, corpora, 0)[0].numpy().tobytes()
 
     usual, both, order = drawn("seed=1"), drawn("seed=1", "data.seed=1"), drawn("seed=1", "data.seed=2")
     assert usual == both
@@ -86,40 +105,40 @@ def test_automatic_horizon_of_a_short_text(folder, tmp_path, monkeypatch):
     """The least number of steps is not timed, however long it takes."""
     monkeypatch.setattr("gpt.training.estimate.timing.measure", lambda *_: pytest.fail("timed"))
     changes = ("horizon=auto", "trainer.tokens_per_step=4800", f"run_dir={tmp_path / 'run'}")
-    assert decide.begin(tiny_config(folder, *changes)).config.horizon == "30steps"
+    assert begin_run(tiny_config(folder, *changes)).config.horizon == "30steps"
 
 
 def test_probe_takes_a_few_steps(folder):
     """The probe times steps of a throwaway model, within its limit."""
-    config = decide_hardware(tiny_config(folder))
+    config = hardware_decided(tiny_config(folder))
     corpora = load_corpora(config)
     begin = time.monotonic()
-    seconds = seconds_per_step(config, make_schedule(config, corpora.train_tokens, False), corpora, at_most=0.2)
+    seconds = seconds_per_step(config, Schedule.of(config, corpora.train_tokens), corpora, at_most=0.2)
     assert 0.0 < seconds < time.monotonic() - begin
 
 
 def test_resume_of_a_run_without_checkpoints(folder, tmp_path, capsys):
     """A run that was stopped before its first checkpoint begins at its first step, in its own directory."""
-    begun = decide.begin(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
-    begun.run.close()
-    again = decide.resume(str(begun.run_dir))
+    begun = begin_run(tiny_config(folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    begun.close()
+    again = resume_run(str(begun.directory))
     assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
-    again.run.close()
-    assert (again.run_dir, again.config, again.schedule) == (begun.run_dir, begun.config, begun.schedule)
+    again.close()
+    assert (again.directory, again.config, again.schedule) == (begun.directory, begun.config, begun.schedule)
 
 
 def test_what_was_decided_is_recorded(folder, tmp_path):
     """config.yaml says what the program chose, and what stood there; a run that is begun again knows it, too."""
     config = tiny_config(folder, "trainer.micro_batch_size=auto", "data.prompts=null", f"run_dir={tmp_path / 'run'}")
-    begun = decide.begin(config)
-    begun.run.close()
+    begun = begin_run(config)
+    begun.close()
     stored = read(tmp_path / "run/config.yaml")
-    assert stored == begun.config and begun.schedule.automatic
+    assert stored == begun.config and begun.config.may_shrink
     assert stored.decided["trainer.micro_batch_size"] == "auto" != stored.trainer.micro_batch_size
     assert stored.decided["data.prompts"] is None and "seed" not in stored.decided
-    again = decide.resume(str(tmp_path / "run"))
-    again.run.close()
-    assert again.schedule.automatic
+    again = resume_run(str(tmp_path / "run"))
+    again.close()
+    assert again.config.may_shrink
 
 
 class Weights(Callback):
@@ -136,9 +155,9 @@ class Weights(Callback):
 def test_initial_weights_are_let_go(folder, tmp_path):
     """The weights that a run starts from take no memory while it trains."""
     changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    session = decide.begin(tiny_config(folder, *changes))
+    session = begin_run(tiny_config(folder, *changes))
     probe = Weights(session.weights["token_embedding.weight"])
-    session.fit([probe])
+    fit(session, [probe])
     assert probe.gone
 
 
@@ -146,20 +165,20 @@ def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
     """Resuming reads the file once, although Lightning asks for it again, and lets go of what was read."""
     run_dir = tmp_path / "run"
     config = tiny_config(folder, "horizon=8steps", "trainer.checkpoint_every=3", f"run_dir={run_dir}")
-    decide.begin(config).fit()
+    fit(begin_run(config))
     (run_dir / "checkpoints/last.ckpt").unlink()
     (run_dir / "checkpoints/best.ckpt").unlink()
     reads: list[Path] = []
 
-    def load(path: Path) -> dict:
+    def load(path: Path, mmap: bool = False) -> dict:
         reads.append(path)
-        return original(path)
+        return original(path, mmap)
 
     original = checkpoint.load
-    for module in (gpt.training.checkpoints.saving, gpt.training.run.run):
+    for module in (gpt.training.trainer, gpt.training.fit, gpt.training.run.run):
         monkeypatch.setattr(module, "load", load)
-    session = decide.resume(str(run_dir))
-    session.fit()
+    session = resume_run(str(run_dir))
+    fit(session)
     assert [path.name for path in reads] == ["previous.ckpt"]
     assert session.metrics["steps"] == 8
 
@@ -167,8 +186,8 @@ def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
 def test_too_many_devices(corpus_folder, monkeypatch):
     """Devices are counted, and no more are taken than this machine has."""
     config = tiny_config(corpus_folder, "trainer.devices=2", "trainer.micro_batch_size=auto")
-    monkeypatch.setattr("gpt.training.decide.device_count", lambda device: 1)
-    assert refusal(decide_hardware, config) == "trainer.devices=2 is more than this machine has: at most 1 of cpu"
+    monkeypatch.setattr("gpt.training.resolve.device_count", lambda device: 1)
+    assert refusal(resolve.for_machine, config) == "trainer.devices=2 is more than this machine has: at most 1 of cpu"
 
 
 def test_too_short_a_text_names_the_key(folder, tmp_path):
@@ -203,15 +222,15 @@ def test_micro_batch_shrinks(folder, tmp_path, monkeypatch, capsys):
     """An automatic micro-batch is halved until it fits; the weights that the run started from are not lost."""
     tried = run_out_of_memory(monkeypatch, above=2)
     changes = ["trainer.micro_batch_size=auto", "horizon=1steps", f"init_from={folder / 'first'}", "optim.lr=1e-9"]
-    session = decide.begin(tiny_config(folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
-    session.fit()
+    session = begin_run(tiny_config(folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
+    fit(session)
     assert tried == [6, 3, 1]
     assert "out of memory at trainer.micro_batch_size=6: going on with 3 and as many tokens" in capsys.readouterr().err
     stored = read(tmp_path / "run/config.yaml")
-    assert (stored.trainer.micro_batch_size, stored.decided["trainer.micro_batch_size"]) == ("1", "auto")
+    assert (stored.trainer.micro_batch_size, stored.decided["trainer.micro_batch_size"]) == (1, "auto")
     assert stored.amended == []  # not on its way, so it can be repeated
     started, ended = (
-        checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (folder / "first", session.run_dir)
+        checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (folder / "first", session.directory)
     )
     for name in started:
         torch.testing.assert_close(ended[name], started[name], atol=1e-6, rtol=0.0)
@@ -225,11 +244,67 @@ def test_micro_batch_that_was_set(folder, tmp_path, monkeypatch, size, above, wo
     """A micro-batch that the user has set is named, with the next one to try."""
     run_out_of_memory(monkeypatch, above)
     changes = [f"trainer.micro_batch_size={size}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    session = decide.begin(tiny_config(folder, *changes))
-    assert f"out of memory at trainer.micro_batch_size{words}" in refusal(session.fit)
+    session = begin_run(tiny_config(folder, *changes))
+    assert f"out of memory at trainer.micro_batch_size{words}" in refusal(fit, session)
+
+
+def test_stop_as_memory_runs_out(folder, tmp_path, monkeypatch):
+    """A signal to stop that comes within the step in which memory runs out counts."""
+    loss = gpt.training.trainer.GPTModule.loss
+
+    def limited(self, idx, targets):
+        if len(idx) > 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise torch.OutOfMemoryError("imitated")
+        return loss(self, idx, targets)
+
+    monkeypatch.setattr(gpt.training.trainer.GPTModule, "loss", limited)
+    changes = ["trainer.micro_batch_size=auto", "horizon=5steps", f"run_dir={tmp_path / 'run'}"]
+    session = begin_run(tiny_config(folder, *changes))
+    fit(session)
+    assert session.stopped_by == signal.SIGTERM
+    assert checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"] == 1
+
+
+def test_memory_runs_out_as_time_is_up(folder, tmp_path, monkeypatch):
+    """The steps that are trained once more take as many as the clock then says."""
+    now, tick = 0.0, 1.0
+
+    def look() -> float:
+        nonlocal now
+        now += tick
+        return now
+
+    class FailsOnce(Callback):
+        failed_at = 0
+
+        def on_validation_end(self, trainer, module):
+            nonlocal tick
+            if trainer.global_step > 10 and not self.failed_at:
+                self.failed_at, tick = trainer.global_step, 0.5
+                raise torch.OutOfMemoryError("imitated")
+
+    monkeypatch.setattr(gpt.training.run.clock, "time", mock.Mock(perf_counter=look, process_time=look))
+    session = begin_run(
+        tiny_config(folder, "trainer.micro_batch_size=auto", "horizon=16s", f"run_dir={tmp_path / 'run'}")
+    )
+    fit(session, [fails := FailsOnce()])
+    assert session.metrics["steps"] > fails.failed_at
 
 
 # --- several processes ---
+
+
+@pytest.mark.slow
+def test_sweep_goes_on_after_processes_that_fail(settings, tmp_path):
+    """A job whose processes fail is named, and does not keep the next from training."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    dirs = f"run_dir={tmp_path / 'taken'},{tmp_path / 'free'}"
+    done = train_apart("-m", *settings, "trainer.devices=2", "horizon=1steps", dirs, code=2)
+    assert f"job 0 (run_dir={tmp_path / 'taken'}" in done.stderr.replace("'", "")
+    assert "is not empty" in done.stderr
+    assert (tmp_path / "free/checkpoints/last.ckpt").exists()
 
 
 @pytest.mark.slow
@@ -249,13 +324,3 @@ def test_sweep_on_two_processes(settings, tmp_path, monkeypatch):
         train(*one, f"run_dir={alone}")
         a, b = (torch.tensor([loss for _, loss in read_curves(folder)["train/loss"]]) for folder in (run, alone))
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0.0)
-
-
-def test_masks_are_not_sent_around(folder, tmp_path):
-    """With several processes, the causal masks, which never change, are not broadcast at every step."""
-    config = decide_hardware(tiny_config(folder, "trainer.strategy=ddp", f"run_dir={tmp_path / 'run'}"))
-    corpora = load_corpora(config)
-    module = gpt.training.trainer.GPTModule(config, make_schedule(config, corpora.train_tokens, False), corpora)
-    trainer = gpt.training.trainer.build_trainer(module, [], CheckpointFiles())
-    options = trainer.strategy._ddp_kwargs  # type: ignore[attr-defined]
-    assert options.get("forward_sync_buffers", options.get("broadcast_buffers")) is False

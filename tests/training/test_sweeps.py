@@ -6,16 +6,15 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from harness import ROOT, Done, differences, needs, refused, tiny_arguments, train
+import gpt.training.fit
+from harness import ROOT, differences, needs, refused, tiny_arguments, train
 
 
 @pytest.fixture
@@ -38,6 +37,11 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+def failed_jobs(stderr: str) -> list[str]:
+    """The numbers of the jobs that a sweep names as failed, in order."""
+    return re.findall(r"^train\.py: job (\d) \(.*\): ", stderr, re.M)
+
+
 def test_sweep(settings, tmp_path, monkeypatch):
     """Each job says what it was given, trains, and returns its bits per byte to the sweeper."""
     returned: list = []
@@ -56,35 +60,14 @@ def test_sweep(settings, tmp_path, monkeypatch):
     assert returned == [None, None, *losses]  # each job is checked before the first one trains
 
 
-def best(done: Done | subprocess.CompletedProcess, jobs: int) -> tuple[float, Path, list[str]]:
-    """What the end of a sweep says: the best bits per byte, their run, and the arguments of the command for it."""
-    lines = rf"^best of {jobs} jobs: (\d+\.\d{{4}}) bits per byte in (\S+)\ntrain it again: (.*)\n\Z"
-    said = re.search(lines, done.stdout, re.M)
-    assert said, done.stdout
-    program, script, *arguments = shlex.split(said[3])
-    assert (program, script) == ("python", "train.py")
-    return float(said[1]), Path(said[2]), arguments
-
-
-@pytest.mark.parametrize("in_a_file", [False, True])
-def test_a_sweep_ends_with_its_best_job(settings, tmp_path, in_a_file):
-    """The command that it prints trains that very run again, whatever the values hold, and recipes of one's own."""
-    rates, prompts = "optim.lr=1e-9,0.006", "data.prompts=['a b, c=d','é\"']"
-    (tmp_path / "mine/experiment").mkdir(parents=True)
-    content = "# @package _global_\ntrainer: {tokens_per_step: 48}\n"
-    (tmp_path / "mine/experiment/short.yaml").write_text(content, encoding="utf-8")
-    recipe = ["--config-dir", "mine", "experiment=short"] if in_a_file else []
-    changes = [*recipe, *settings, "run_dir=first,second"] if in_a_file else [*settings, rates]
-    changes = [change for change in changes if not (in_a_file and "tokens_per_step" in change)]
-    done = train("-m", *changes, prompts)
-    assert done.stderr == ""
-    bits, run_dir, arguments = best(done, 2)
-    assert prompts in arguments
-    figures = {file.parent: json.loads(file.read_text()) for file in tmp_path.rglob("metrics.json")}
-    assert bits == round(min(figure["val_bits_per_byte"] for figure in figures.values()), 4)
-    assert bits == round(figures[run_dir.absolute()]["val_bits_per_byte"], 4)
-    train(*arguments, "run_dir=again")
-    assert differences(tmp_path / "again", run_dir) == []
+def test_a_job_of_a_sweep_trains_again(settings, tmp_path):
+    """What a job says of its settings trains that very run again, whatever their values hold."""
+    done = train("-m", *settings, "optim.lr=0.003,0.006", "data.prompts=['a b, c=d','é\"']")
+    words = shlex.split(re.search(r"^job 1: (.*)$", done.stdout, re.M)[1])
+    train(*words, "run_dir=again")
+    second = max(tmp_path.glob("runs/2*"))
+    assert yaml.safe_load((second / "config.yaml").read_text())["optim"]["lr"] == 0.006
+    assert differences(tmp_path / "again", second) == []
 
 
 def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
@@ -99,27 +82,24 @@ def test_failing_jobs_of_a_sweep(settings, tmp_path, corpus_folder):
     """Jobs that fail while they run are named at once, and the first again at the end; the others run."""
     places = ",".join(f"{tmp_path}/{name}" for name in ("missing", "lost"))
     done = train("-m", *settings, f"data.path={places},{corpus_folder / 'corpus.txt'}", code=2)
-    *named, last = done.stderr.splitlines()
-    jobs = [re.match(r"train\.py: job (\d) \(.*\): data\.path=.* names no text file", line)[1] for line in named]
-    assert jobs == ["0", "1"]
-    assert last.startswith("train.py: 2 of the sweep's jobs failed; the first was job 0 (")
-    assert "missing' names no text file" in last
+    assert failed_jobs(done.stderr) == ["0", "1"]
+    assert re.match(r"train\.py: data\.path=.*missing' names no text file", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
     assert len(list(tmp_path.glob("runs/2*"))) == 1
 
 
 @pytest.mark.slow
 def test_bug_in_a_job(settings, tmp_path, monkeypatch):
-    """What nobody expected is shown with its traceback, and the sweep goes on."""
-    from gpt.training.session import Session
+    """What nobody expected is shown with its traceback, once the sweep has gone on to its end."""
+    fit, calls = gpt.training.fit.fit, []
 
-    fit, calls = Session.fit, []
+    def fail_once(*given) -> None:
+        calls.append(given)
+        fit(*given) if len(calls) > 1 else {}["nothing"]
 
-    def fail_once(self, *given) -> None:
-        calls.append(self)
-        fit(self, *given) if len(calls) > 1 else {}["nothing"]
-
-    monkeypatch.setattr(Session, "fit", fail_once)
-    assert "Traceback" in train("-m", *settings, "optim.lr=0.003,0.006", code=2).stderr
+    monkeypatch.setattr(gpt.training.fit, "fit", fail_once)
+    with pytest.raises(KeyError, match="nothing"):
+        train("-m", *settings, "optim.lr=0.003,0.006")
     assert len(list(tmp_path.glob("runs/*/metrics.json"))) == 1
 
 
@@ -138,37 +118,13 @@ def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
     parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
     assert (done.returncode, rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
-    assert best(done, 2)[1].is_dir()
     paths = f"data.path={corpus_folder / 'corpus.txt'},{tmp_path / 'missing'}"
     done = sweep(*settings, *parallel, paths)
-    last = done.stderr.splitlines()[-1]
     assert done.returncode == 2
-    assert last.startswith("train.py: 1 of the sweep's jobs failed; the first was job 1 (")
-    assert "missing' names no text file" in last
+    assert re.search(r"^Error executing job with overrides: .*/missing", done.stderr, re.M)  # Hydra names it
+    assert "missing' names no text file" in done.stderr.splitlines()[-1]
     figures = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/metrics.json")]
     assert [figure["steps"] for figure in figures] == [2, 2, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "everywhere"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_stopped_sweep(settings, tmp_path, number, everywhere):
-    """Ctrl-C, which all processes get, and SIGTERM to the first: the jobs at work are saved, and no other begins."""
-    parallel = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2,3", "horizon=100000steps"]
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "-m",
-        *settings[:-1],
-        *parallel,
-        "trainer.checkpoint_every=100000",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    while len(list(tmp_path.glob("runs/*/metrics.csv"))) < 2:
-        assert process.poll() is None
-        time.sleep(0.1)
-    os.killpg(process.pid, number) if everywhere else process.send_signal(number)
-    assert process.wait(60) == 128 + number
-    assert len(list(tmp_path.glob("runs/2*"))) == len(list(tmp_path.glob("runs/*/checkpoints/last.ckpt"))) == 2
 
 
 @pytest.mark.slow
@@ -181,15 +137,10 @@ def test_search(settings, tmp_path):
     losses = [json.loads(file.read_text())["val_bits_per_byte"] for file in tmp_path.glob("runs/*/metrics.json")]
     assert len(losses) == 3
     assert found["best_value"] == min(losses)
-    bits, run_dir, arguments = best(done, 3)
-    assert bits == round(found["best_value"], 4)
-    assert {f"{key}={value}" for key, value in found["best_params"].items()} <= set(arguments)
-    stored = yaml.safe_load((tmp_path / run_dir / "config.yaml").read_text())
-    assert stored["optim"]["lr"] == found["best_params"]["optim.lr"]
     assert found["best_params"].keys() == {"optim.lr", "optim.matrix_lr"}
     assert found["best_params"]["optim.lr"] in rates(tmp_path)
     diverging = ["optim.matrix_weight_decay=1e41,0.1", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=2"]
     done = sweep("hydra/sweeper=search", *diverging, *settings)
-    assert done.returncode == 2
+    assert done.returncode == 0  # as `max_failure_rate: 1` has it
     assert re.search(r"^train\.py: job \d \(.*matrix_weight_decay=1e.*\): step \d", done.stderr, re.M)
     assert len(list(tmp_path.glob("runs/*/config.yaml"))) == 3 + 4

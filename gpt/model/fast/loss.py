@@ -42,7 +42,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, scale: Tensor | float, wants_gradients: bool
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
-        slices = _slices(V, device)
+        slices = slices_of(V, device)
         widest = V if wants_gradients else slices[0].stop
         chunks = math.ceil(N * widest * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
         rows = max(1, math.ceil(N / max(1, chunks)))
@@ -110,7 +110,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None
 
 
-def _slices(V: int, device: str) -> list[slice]:
+def slices_of(V: int, device: str) -> list[slice]:
+    """The slices of a vocabulary whose logits are made one after another."""
     width = SLICE if device == "cpu" else max(V - V % ALIGNED, ALIGNED)
     return [slice(start, min(start + width, V)) for start in range(0, V, width)]
 

@@ -2,10 +2,8 @@
 
 import argparse
 import codecs
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,11 +116,7 @@ def read_with(args: argparse.Namespace) -> DataConfig:
     return DataConfig("text", args.text, **{key: getattr(args, key) for key in READING})
 
 
-@contextlib.contextmanager
-def as_options() -> Iterator[None]:
-    """Let the readers of text name options in their messages, in place of keys."""
-    try:
-        yield
-    except UserError as error:
-        message = str(error).replace("data.path=", "--text=")
-        raise UserError(re.sub(r"data\.(\w+)=", lambda key: f"--{key[1].replace('_', '-')}=", message)) from None
+def as_options(message: str) -> str:
+    """Have a message of the readers of text name options in place of keys."""
+    message = message.replace("data.path=", "--text=")
+    return re.sub(r"data\.(\w+)=", lambda key: f"--{key[1].replace('_', '-')}=", message)

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from gpt.console import quote, say
 from gpt.errors import UserError
+from gpt.files import explain
 from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
-from gpt.text.corpus.formats import explain_unreadable, markup_of, read_documents, reader_of
+from gpt.text.corpus.formats import markup_of, read_documents, reader_of
 from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
@@ -110,7 +111,7 @@ def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...]) -> Corpus:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    with explain_unreadable(file):
+    with explain(file):
         status = file.stat()
     return status.st_size, status.st_mtime_ns
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from gpt.console import quote
 from gpt.errors import UserError
+from gpt.files import explain
 from gpt.text.corpus.config import DataConfig
 from gpt.text.pieces import decoded, well_formed, without_mark
 
@@ -103,16 +104,6 @@ def _known(beginning: bytes, formats: list[tuple[bytes, str, str]]) -> tuple[str
     return next(((what, command) for start, what, command in formats if re.match(start, beginning)), None)
 
 
-@contextlib.contextmanager
-def explain_unreadable(file: Path) -> Iterator[None]:
-    """Turn an error about opening or reading a file into one line."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{file}: cannot be read ({reason}); fix that, or move the file away") from None
-
-
 # --- bytes ---
 
 
@@ -127,7 +118,7 @@ def _unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
     """Yield a file's content, decompressed if its suffix says so, in blocks of at least `size`; the last is shorter."""
     held: list[bytes] = []
     length = offset = 0
-    with explain_unreadable(file):
+    with explain(file):
         try:
             with contextlib.closing(_content(file, size)) as blocks:
                 for block in blocks:
@@ -313,7 +304,7 @@ def _parquet(file: Path, data: DataConfig) -> Documents:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
-    with explain_unreadable(file), file.open("rb") as stream:
+    with explain(file), file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(stream, buffer_size=BLOCK, pre_buffer=False, page_checksum_verification=True)
             is_text = re.compile(r"(dictionary<values=)?(large_)?string|(large_)?list<\w+: struct<.*\b(role|from): ")

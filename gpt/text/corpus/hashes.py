@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gpt.files import explain
 from gpt.text.cache import make_cache, read_json, write_json
-from gpt.text.corpus.formats import explain_unreadable
 from gpt.text.corpus.remote import Remote
 
 REMEMBERED = 1 << 20  # bytes: files from this size on are remembered
@@ -33,7 +33,7 @@ def hash_files(files: Sequence[Path | Remote], cache: Path) -> list[str]:
             if not file.sha256 and known.get(file.url, [None])[0] != stamp:
                 known[file.url] = [stamp, sha256(file.local())]
             return file.sha256.lower() or known[file.url][1]
-        with explain_unreadable(file), file.open("rb") as stream:
+        with explain(file), file.open("rb") as stream:
             status = os.fstat(stream.fileno())
             stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
             settled = max(status.st_mtime, status.st_ctime) < time.time() - 2

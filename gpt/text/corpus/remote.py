@@ -20,8 +20,8 @@ import fsspec
 
 from gpt.console import progress_bar, say
 from gpt.errors import OutsideError, UserError, is_disk_full, reason
-from gpt.files import publish
-from gpt.text.cache import explain_unwritable, make_cache, one_at_a_time, read_json, write_json
+from gpt.files import explain, publish
+from gpt.text.cache import UNWRITABLE, make_cache, one_at_a_time, read_json, write_json
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
 ATTEMPTS = 14  # at a listing or a block, with a pause after each that doubles up to 15 seconds: two minutes in all
@@ -37,7 +37,7 @@ _LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud 
 
 
 @contextlib.contextmanager
-def explain(url: str) -> Iterator[None]:
+def explain_store(url: str) -> Iterator[None]:
     """Turn what the library of a store raises into one line, unless the disk is full."""
     try:
         yield
@@ -74,7 +74,7 @@ def open_store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     for driver in ("gcsfs", "s3fs"):
         logging.getLogger(driver).setLevel(logging.CRITICAL)  # whatever is an error is raised as well
     options: dict[str, Any] = {}
-    with explain(url):
+    with explain_store(url):
         if url.startswith("http"):
             from aiohttp import ClientTimeout
 
@@ -127,7 +127,7 @@ class Remote:
         Raises `UserError` naming the URL or the folder, the reason and the remedy.
         """
         target = self.target
-        with explain_unwritable(target.parent):
+        with explain(target.parent, *UNWRITABLE):
             make_cache(self.cache)
             with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
                 if not target.is_file():
@@ -143,11 +143,11 @@ class Remote:
         """Append the rest of the file to what an earlier attempt left, and check the whole."""
         ask = functools.partial(retried, url=self.url, say=self.say)
         fs, path = open_store(self.url)
-        with explain(self.url):
+        with explain_store(self.url):
             size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: _described(fs, path))
             whole = b"" if size is not None else ask(lambda _: fs.cat_file(path))  # of a length that nobody tells
         self._make_room(part, len(whole) if size is None else size)
-        with part.open("a+b") as stream, blocks.open("a+b") as known, explain(self.url):
+        with part.open("a+b") as stream, blocks.open("a+b") as known, explain_store(self.url):
             if size is None:
                 stream.truncate(0)
                 stream.write(whole)
@@ -199,7 +199,7 @@ def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> 
     note = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
     try:
         fs, path = open_store(url)
-        with explain(url):
+        with explain_store(url):
             listed = retried(lambda _: _listed(fs, path), url, say, QUIET if note.is_file() else WAIT)
     except OutsideError as error:
         try:
@@ -210,7 +210,7 @@ def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> 
     else:
         if not listed:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
-        with explain_unwritable(note.parent):
+        with explain(note.parent, *UNWRITABLE):
             make_cache(cache)
             note.parent.mkdir(exist_ok=True)
             write_json(note, {"files": listed})

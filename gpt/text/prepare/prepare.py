@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gpt.console import say
 from gpt.errors import UserError
-from gpt.files import publish, write_text
-from gpt.text.cache import JOURNAL, delete, explain_unwritable, make_cache, read_json, working_folder, write_json
+from gpt.files import explain, publish, write_text
+from gpt.text.cache import JOURNAL, UNWRITABLE, delete, make_cache, read_json, working_folder, write_json
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say, open_corpus
 from gpt.text.corpus.mixture import configs_of, names_of, shares_of
@@ -74,7 +74,7 @@ def _joint_tokenizer(sources: list[Source], shares: Sequence[int], vocab_size: i
             yield from samples[:: max(1, -(-size * MIXTURE_WINDOWS // (SAMPLE_BYTES * share)))]
 
     tokenizer = train_bpe(sample(), vocab_size)
-    with explain_unwritable(cache):
+    with explain(cache, *UNWRITABLE):
         make_cache(cache)
         write_text(file, json.dumps(tokenizer.to_dict()))
     return tokenizer
@@ -93,8 +93,7 @@ def _prepare_one(
     if folder.exists():
         source.say(f"{source.corpus.name} is already prepared, in {folder}")
     else:
-        # The errors of the disk are explained outside of the working folder, which any `UserError` inside deletes.
-        with explain_unwritable(cache), working_folder(folder, source.say) as working:
+        with explain(cache, *UNWRITABLE), working_folder(folder, source.say) as working:
             if not folder.exists():  # another process may have made it while we waited
                 if not (working / "manifest.json").exists():  # which is written last
                     _fill(working, source, key, tokenizer, context_length)

@@ -13,6 +13,7 @@ from gpt.text.corpus.corpus import Piece
 ENOUGH_DOCUMENTS = 20  # with at least this many, validation takes whole documents
 SAMPLE_BYTES = 48 << 20  # of a larger corpus, memory holds an even sample of half this size to all of it
 PIECE_BYTES = 256  # that a piece takes in memory besides its text, which matters if pieces are words
+MANY = 1 << 16  # documents that may become validation text, beyond which those that cannot are dropped
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _Candidates:
         self._most = validation_bytes
         self._hashes, self._sizes = array("Q"), array("Q")
         self._below = 1 << 64  # only documents with a hash below can still be taken
-        self._drop_at = 1 << 16
+        self._drop_at = MANY
 
     def add(self, document: bytes, bytes_before: int) -> None:
         """Consider a document; `bytes_before` is the size of the corpus so far."""
@@ -125,7 +126,7 @@ class _Candidates:
                 if taken < len(hashes):
                     self._below = int(hashes[taken])
                 self._hashes, self._sizes = array("Q", hashes[:taken]), array("Q", sizes[:taken])
-                self._drop_at = 2 * taken + (1 << 16)
+                self._drop_at = 2 * taken + MANY
 
     def threshold(self, limit: int) -> int:
         """Return the hash below which documents make up at most `limit` bytes, or 0 if not even half of that."""

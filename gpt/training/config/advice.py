@@ -1,37 +1,29 @@
 """Warnings of a new run before its first step: the settings that do not suit its text, and those that would."""
 
-from dataclasses import asdict
-
 import numpy as np
 
-from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.prepared import MIXTURE_WINDOWS, Corpora
-from gpt.training.config.law import FAMILY, Law
 from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import SHAPE, Config
+from gpt.training.config.schema import Config
 
 # benchmarks/LOG.md says how these were measured.
 TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
-MEMORISED = 2.0  # a validation loss so many times the training loss is that of a text learnt by heart,
-UNPASSED = 1.25  # and so many where no reference has been passed
+MEMORISED = 2.0  # a text is learnt by heart if its validation loss is so many times the training loss
+UNPASSED = 1.25  # the same, where validation has not passed the simplest reference
 MOST_EPOCHS = 50  # after which a text is only learnt by heart
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
 VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
-FAR, LEAST_TOKENS = 0.06, 200_000  # a share of bits per byte; tokens from which on the law is known
-COST = 0.75  # the power of its parameters with which a step of a model takes longer
-DOCUMENTS, NEARLY_ALL = 100, 0.95  # enough to judge a context by; a share of the text
 VALIDATION_TOKENS, UNCERTAINTY = 4000, 0.07  # the loss on so many varies by so much from one part of a text to another
 NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up: Chinese has 1.0 and 1.5, English 0, 4
-STRETCH, STRETCHES = 1 << 17, 8  # tokens to look at together, and about how many times in a corpus
+SAMPLE, SAMPLES = 1 << 14, 8  # tokens of a corpus to look at together, and in about how many places
 
 
 def warnings(config: Config, schedule: Schedule, corpora: Corpora) -> list[str]:
     """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
     checks = [_repeats(config, schedule, corpora)]
-    if not config.init_from:  # which brings its own size, vocabulary and context
-        checks[0] = checks[0] or _size(config, schedule, corpora)
-        checks += [_cut_up(corpora) or _vocabulary(corpora), _context(config, corpora)]
+    if not config.init_from:  # which brings its own vocabulary
+        checks.append(_cut_up(corpora) or _vocabulary(corpora))
     checks.append(_validation(config, corpora))
     return [line for line in checks if line]
 
@@ -72,35 +64,6 @@ def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:
     )
 
 
-def _size(config: Config, schedule: Schedule, corpora: Corpora) -> str:
-    law, tokens = Law(corpora.train_tokens), schedule.total_steps * config.trainer.tokens_per_step
-    if schedule.seconds or min(tokens, corpora.train_tokens) < LEAST_TOKENS:
-        return ""
-
-    def reached(model: ModelConfig) -> tuple[float, float]:
-        """Bits per byte, and tokens of training, in as much time as the given model takes for its tokens."""
-        most = tokens * (_parameters(config.model, corpora) / _parameters(model, corpora)) ** COST
-        useful = law.best_tokens(model, most)
-        return law.bits_per_byte(model, useful), useful
-
-    best = min(FAMILY, key=reached)
-    bits, useful = reached(best)
-    fewer = 1 - bits / reached(config.model)[0]
-    if fewer < FAR:
-        return ""
-    what = "large" if _parameters(best, corpora) < _parameters(config.model, corpora) else "small"
-    words = " ".join(f"model.{key}={getattr(best, key)}" for key in SHAPE)
-    words += f" horizon={useful / config.trainer.tokens_per_step:.0f}steps"
-    return (
-        f"{config.model.num_layers} layers of {config.model.d_model} channels are {what} for {tokens:,} tokens: try "
-        f"{words}, about {fewer:.0%} fewer bits per byte"
-    )
-
-
-def _parameters(model: ModelConfig, corpora: Corpora) -> int:
-    return GPTConfig(**asdict(model), vocab_size=corpora.tokenizer.vocab_size).num_parameters
-
-
 def _vocabulary(corpora: Corpora) -> str:
     size, tokens, fitting = corpora.tokenizer.vocab_size, corpora.train_tokens, _suitable_size(corpora)
     if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
@@ -115,21 +78,6 @@ def _suitable_size(corpora: Corpora) -> int:
     """The vocabulary that suits the size of the text."""
     most = 6.5 * _bytes(corpora, "train") ** 0.5
     return max(size for size in VOCABULARIES if size <= max(most, VOCABULARIES[0]))
-
-
-def _context(config: Config, corpora: Corpora) -> str:
-    context, end_of_text = config.model.context_length, corpora.tokenizer.end_of_text
-    ends = [(np.flatnonzero(ids == end_of_text), len(ids)) for ids in _stretches(corpora)]
-    lengths = np.sort(np.concatenate([np.diff(places, prepend=0, append=length) for places, length in ends]))
-    shared = np.cumsum(lengths) / lengths.sum()
-    most = int(lengths[np.searchsorted(shared, NEARLY_ALL)])
-    enough = [length for length in range(most, context // 2 + 1) if context % length == 0]  # so that steps stay as long
-    if len(lengths) < DOCUMENTS or not enough:
-        return ""
-    return (
-        f"{NEARLY_ALL:.0%} of the text is in documents of at most {most:,} tokens, so a window of {context:,} mixes "
-        f"several unrelated documents: try model.context_length={enough[0]}"
-    )
 
 
 def _validation(config: Config, corpora: Corpora) -> str:
@@ -149,7 +97,7 @@ def _cut_up(corpora: Corpora) -> str:
     tokenizer = corpora.tokenizer
     if tokenizer.name != "gpt2":
         return ""
-    ids = np.concatenate([part[: STRETCH // STRETCHES] for part in _stretches(corpora)])
+    ids = np.concatenate([part for source in corpora.sources for part in _samples(source.at_hand)])
     text = tokenizer.decode_bytes(ids[ids != tokenizer.end_of_text].tolist())
     each = len(text) / len(ids)
     if each > BYTES_PER_TOKEN or (np.frombuffer(text, np.uint8) > 127).mean() < NOT_ASCII:
@@ -164,11 +112,7 @@ def _bytes(corpora: Corpora, split: str) -> int:
     return sum(source.manifest["splits"][split]["bytes"] for source in corpora.sources)
 
 
-def _stretches(corpora: Corpora) -> list[np.ndarray]:
-    """Return stretches of training tokens, evenly spaced in each corpus; all of it if it is small."""
-    found = []
-    for source in corpora.sources:
-        tokens = source.at_hand
-        every = max(STRETCH, len(tokens) // STRETCHES)
-        found += [tokens[start : start + STRETCH] for start in range(0, len(tokens), every)]
-    return found
+def _samples(tokens: np.ndarray) -> list[np.ndarray]:
+    """Stretches of tokens, evenly spaced; all tokens if they are few."""
+    every = max(SAMPLE, len(tokens) // SAMPLES)
+    return [tokens[start : start + SAMPLE] for start in range(0, len(tokens), every)]

@@ -10,11 +10,16 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-FALL = 2.31  # the power by which bits per byte follow what a model lacks, where a text is never new
-NOVELTY = 3.06  # of a text, at which that power has fallen to 1/e
-SIZE_POWER = 0.191  # of the weights in the blocks, in millions
-TEXT, TEXT_POWER = 1.62, 0.565  # of the tokens seen, and how many million count as much as a million weights
-BY_HEART, BY_HEART_POWER = 0.00484, 0.514  # what an epoch costs by being learnt by heart, by weights over tokens
+# Bits per byte are a power of what a model lacks: FALL where a text repeats itself, and less the more novel it is.
+FALL = 2.31
+NOVELTY = 3.06  # a text as novel as this has the power FALL / e
+# What a model lacks is what it lacks in size plus what it lacks in training.
+SIZE_POWER = 0.191  # of the weights in its blocks, in millions
+SEEN = 1.62  # so many million tokens of training count as much as a million weights
+SEEN_POWER = 0.565  # of the tokens of training over that
+# What an epoch adds, as a text is learnt by heart: this share of the bits where it has a token for each weight.
+BY_HEART = 0.00484
+BY_HEART_POWER = 0.514  # of the weights over the tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
@@ -25,7 +30,7 @@ PROBE = _member(2, 64)  # whose bits per byte say how hard a text is
 # What model=auto chooses from, on every machine, so that runs compare. From 12 layers on, nothing was measured.
 FAMILY = (
     _member(3, 96),
-    _member(4, 128),  # mini
+    ModelConfig(),  # mini
     _member(6, 192),
     _member(8, 256),
     _member(12, 384, 256),
@@ -58,5 +63,5 @@ class Law:
     def _lacking(self, model: ModelConfig, tokens: float) -> float:
         size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
         by_heart = 1 + BY_HEART * seen / text * (size / text) ** BY_HEART_POWER
-        lacking = size**-SIZE_POWER + (TEXT / seen) ** TEXT_POWER
+        lacking = size**-SIZE_POWER + (SEEN / seen) ** SEEN_POWER
         return (lacking / (1 + lacking)) ** (FALL * math.exp(-((self.novelty / NOVELTY) ** 2))) * by_heart

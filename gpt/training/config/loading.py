@@ -9,8 +9,9 @@ import pkgutil
 import re
 import sys
 import typing
+from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -71,8 +72,9 @@ def _build(kind: Any, values: Any, prefix: str = "") -> Any:
 
 def _converted(value: Any, hint: Any, key: str) -> Any:
     """Return a value as the type that its key has: 1e3 as an int, true as a string, csv as a list of one."""
-    kind, *others = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if kind is Any or type(value) is kind or (value is None and NoneType in others):
+    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kind = kinds[0]
+    if kind is Any or type(value) in kinds:
         return value
     if typing.get_origin(kind) is list and value is not None:
         items = value if isinstance(value, list) else [value]
@@ -130,12 +132,11 @@ def to_yaml(config: Config) -> str:
 # --- what only the command line may say ---
 
 
-def asked_for(composed: DictConfig, overrides: list[str]) -> dict:
-    """What Hydra composed, or the run that `rerun` names with the keys and groups that `overrides` name.
+def composed_values(composed: DictConfig, names: list[str]) -> dict:
+    """What Hydra composed, or the run that `rerun` names with the keys and groups of these names as given.
 
     `data.path` without `data` means data=text.
     """
-    names = [override.lstrip("+~").split("=")[0] for override in overrides]
     config = _resolved(composed)
     if config.get("rerun"):
         config = _repeated(config, names)
@@ -155,7 +156,8 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     config = dataclasses.asdict(read(find_run(str(given["rerun"])) / "config.yaml"))
     if config["amended"]:
         warn(f"{given['rerun']} went on otherwise than it began ({', '.join(config['amended'])}): not the same bits")
-    config |= {"run_dir": None, "resume": None, "amended": []}
+    decided = {key: was for key, was in (config["decided"] or {}).items() if not _is_named(key, names)}
+    config |= {"run_dir": None, "resume": None, "amended": [], "decided": decided}
     if "trainer.device" in names:
         config["trainer"] |= {"precision": "auto", "compile": "auto"}
     if any(re.match(r"model|trainer\.(device|tokens_per_step)", name) for name in names):
@@ -174,13 +176,18 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return config | {"rerun": None}
 
 
+def _is_named(key: str, names: list[str]) -> bool:
+    """Whether a key is one of the names, or in a group that is."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def callbacks_of(composed: DictConfig) -> list[str]:
     """The `module:name` strings of `callbacks`: no key of `Config`, so that no run stores them, or brings its own."""
     given = composed.get("callbacks") or []
     return _converted(list(given) if isinstance(given, ListConfig) else given, list[str], "callbacks")
 
 
-def load_callbacks(names: list[str]) -> list["Callback"]:
+def load_callbacks(names: Sequence[str]) -> list["Callback"]:
     """Import each `module:name`: a function that makes a callback, a class of one, or a callback.
 
     Modules are found where Python finds any, which includes train.py's folder, and last in the current directory.

@@ -1,7 +1,7 @@
-"""The whole configuration as plain, checked objects: the root, which nests what each wing defines for itself."""
+"""The whole configuration as plain, checked objects: the root, which nests what each room defines for itself."""
 
 import os
-import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from gpt.files import flatten
 from gpt.model.transformer import ModelConfig
 from gpt.text.corpus.config import DataConfig
 from gpt.text.tokenizer import TokenizerConfig
-from gpt.training.config.schedule import parse_horizon
+from gpt.training.config.horizon import parse_horizon
 from gpt.training.optim import OptimConfig
 
 SHAPE = ("d_model", "num_layers", "num_heads")
@@ -23,13 +23,13 @@ class TrainerConfig:
     """Where and how to train. Intervals are in optimizer steps."""
 
     device: str = "auto"  # auto, cpu, cuda or mps
-    devices: int | None = None  # on each machine; by default 1, or as many as torchrun or srun has started
-    num_nodes: int | None = None  # machines; by default 1, or as many as torchrun or srun has started
+    devices: int | None = None  # on each machine; by default 1, or as many as a launcher such as torchrun has started
+    num_nodes: int | None = None  # machines; by default 1, or as many as a launcher has started
     precision: str = "auto"  # auto, fp32, bf16 or fp16
     strategy: str = "auto"  # auto or ddp; auto means ddp with several devices
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
-    micro_batch_size: str = "auto"  # windows that go through the model at once; gradients accumulate over the rest
+    micro_batch_size: int | str = "auto"  # windows that go through the model at once; gradients add up over the rest
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     deterministic: bool = False  # the same bits every time on a GPU too, where that takes longer
     log_every: int = 10
@@ -51,7 +51,11 @@ class TrainerConfig:
         require_range("trainer.keep_every", self.keep_every, 0, note="(off)")
         for name in ("checkpoint_minutes", "answer_minutes"):
             require_range(f"trainer.{name}", getattr(self, name), 0, above=True)
-        if self.micro_batch_size != "auto" and not re.fullmatch(r"[1-9]\d*", self.micro_batch_size):
+        with suppress(ValueError):
+            self.micro_batch_size = int(self.micro_batch_size)
+        if self.micro_batch_size != "auto" and not (
+            isinstance(self.micro_batch_size, int) and self.micro_batch_size > 0
+        ):
             raise UserError(
                 f"trainer.micro_batch_size={self.micro_batch_size} is out of range: it must be auto or at least 1"
             )
@@ -115,24 +119,50 @@ class Config:
         """This configuration with absolute paths, for whoever stands in another folder."""
         return replace(self, data=self.data.with_absolute_paths())
 
-    def amend(self, key: str, step: int, before: "Config") -> "Config":
-        """This configuration, which records that the run had another value of a key until `step`."""
-        return replace(self, amended=[*self.amended, f"{key}={before.settings()[key]} until step {step}"])
+    def amending(self, before: "Config", step: int) -> "Config":
+        """This configuration of a run, which records what it had `before`, until `step`, where that is different."""
+        now, then = self.settings(), before.settings()
+        changes = [f"{key}={then[key]} until step {step}" for key in then if then[key] != now[key]]
+        return replace(self, amended=[*self.amended, *changes])
 
     @property
     def order_seed(self) -> int:
         """The seed of the order of windows; `seed` is that of everything else."""
         return self.seed if self.data.seed is None else self.data.seed
 
-    def require_time(self) -> None:
-        """Raise `UserError` for settings that do not go with model=auto."""
-        if self.init_from:
-            raise UserError("model=auto does not go with init_from, which brings its own model")
-        if self.horizon == "auto" or parse_horizon(self.horizon).unit != "seconds":
-            raise UserError(
-                f"model=auto weighs models by what they learn in a time, and horizon={self.horizon} is none: give one, "
-                "such as horizon=10min"
-            )
+    @property
+    def windows_per_step(self) -> int:
+        """The windows of one optimizer step, over all devices."""
+        return self.trainer.tokens_per_step // self.model.context_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The windows that go through the model at once, once that is decided."""
+        assert isinstance(self.trainer.micro_batch_size, int)
+        return self.trainer.micro_batch_size
+
+    @property
+    def accumulation(self) -> int:
+        """The micro-batches of one optimizer step on each device, once their size is decided."""
+        return self.windows_per_step // (self.micro_batch_size * self.trainer.world_size)
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the micro-batch may shrink when memory runs out, as a single process may do whose size it chose."""
+        return "trainer.micro_batch_size" in (self.decided or {}) and self.trainer.world_size == 1
+
+    def with_smaller_micro_batch(self) -> "Config":
+        """The same steps in micro-batches of half the size, or of the next smaller size that divides a step.
+
+        Raises `UserError`, about memory that has run out, if the size is 1 or not ours to choose.
+        """
+        size, windows = self.micro_batch_size, self.micro_batch_size * self.accumulation
+        if size == 1:
+            raise UserError("out of memory at trainer.micro_batch_size=1, the least: choose a smaller model")
+        smaller = next(size for size in range(size // 2, 0, -1) if windows % size == 0)
+        if not self.may_shrink:
+            raise UserError(f"out of memory at trainer.micro_batch_size={size}: try trainer.micro_batch_size={smaller}")
+        return replace(self, trainer=replace(self.trainer, micro_batch_size=smaller))
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
@@ -143,8 +173,8 @@ class Config:
                 f"times {self.trainer.world_size} devices: try {max(1, step // least) * least}"
             )
         windows = step // least
-        if self.trainer.micro_batch_size != "auto" and windows % int(self.trainer.micro_batch_size) != 0:
+        if isinstance(size := self.trainer.micro_batch_size, int) and windows % size != 0:
             raise UserError(
-                f"trainer.micro_batch_size={self.trainer.micro_batch_size} does not divide the {windows} windows of a "
+                f"trainer.micro_batch_size={size} does not divide the {windows} windows of a "
                 "step on a device: choose a divisor, or auto"
             )

@@ -1,1 +1,1 @@
-"""Several processes, and weights split among them."""
+"""The processes of a training: who numbers them, and how they start, meet and end together."""

@@ -1,4 +1,4 @@
-"""The processes of one training: started by torchrun, by srun, or here, all of them run the same program.
+"""The processes of one training: started by a launcher, or here, all of them run the same program.
 
 Rank 0 alone decides, prepares the text, writes and reports; the others hear of it through torch.distributed.
 """
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -22,57 +22,19 @@ from torch import distributed
 from gpt.console import command_line, warn
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import code_hash
-from gpt.training.checkpoints.signals import SIGNALS
+from gpt.training.distributed.launchers import TORCHRUN, Ranks, is_rank_0, meeting_point, ranks
+from gpt.training.run.signals import SIGNALS
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
 JOIN_SECONDS = 60  # that processes wait for one another
 PATIENCE = timedelta(days=1)  # of ranks that wait for rank 0, which may prepare a long text
 LOST_SECONDS = 25  # without a sign of life, after which a machine is lost
 GRACE = 5.0  # seconds in which whatever started the processes ends this one, because another has died
 Result = TypeVar("Result")
-_meeting: list[Any] = []  # where all ranks leave word
-
-
-class Ranks(NamedTuple):
-    """Where this process stands among those of a training."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0  # on this machine
-    devices: int = 1  # processes on each machine
-
-    @property
-    def num_nodes(self) -> int:
-        return self.world_size // self.devices
-
-
-def ranks() -> Ranks:
-    """This process as torchrun or srun has numbered it; rank 0 of 1 if it was started alone."""
-    for names in (TORCHRUN, SRUN):
-        given = [os.environ.get(name, "") for name in names]
-        if given[1] in ("", "1"):
-            continue
-        given[3] = given[3] or given[1] if names is TORCHRUN else given[3]
-        if all(map(str.isdecimal, given)):
-            rank, world_size, local_rank, devices = map(int, given)
-            devices = devices if names is TORCHRUN else world_size // max(1, devices)
-            if rank < world_size and local_rank < devices and world_size % devices == 0:
-                return Ranks(rank, world_size, local_rank, devices)
-        shown = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)
-        raise UserError(
-            f"{shown}: not what torchrun or srun sets, with as many processes on every machine; start all of them with "
-            f"one of these, or unset {names[1]}"
-        )
-    return Ranks()
-
-
-def is_rank_0() -> bool:
-    return ranks().rank == 0
+_meeting: list[Any] = []  # where all ranks leave word; empty unless the process group was made here
 
 
 def as_launched(devices: int | None, num_nodes: int | None) -> tuple[int, int]:
-    """The devices of each machine and the machines: as given, or as many as torchrun or srun has started.
+    """The devices of each machine and the machines: as given, or as many as the launcher has started.
 
     Raises `UserError` if both say something else.
     """
@@ -80,8 +42,8 @@ def as_launched(devices: int | None, num_nodes: int | None) -> tuple[int, int]:
     if here.world_size == 1:
         if num_nodes and num_nodes > 1:
             raise UserError(
-                f"trainer.num_nodes={num_nodes}: start train.py with torchrun or srun on each of the machines, or give "
-                "trainer.num_nodes=1"
+                f"trainer.num_nodes={num_nodes}: start train.py with torchrun, mpirun or srun on each of the machines, "
+                "or give trainer.num_nodes=1"
             )
         return devices or 1, 1
     for name, given, there in (("devices", devices, here.devices), ("num_nodes", num_nodes, here.num_nodes)):
@@ -94,18 +56,25 @@ def as_launched(devices: int | None, num_nodes: int | None) -> tuple[int, int]:
 
 
 def connect() -> None:
-    """Make the process group of all ranks, if there are several, once they are there and found to be alike."""
+    """Make the process group of all ranks, if there are several, once they are there and found to be alike.
+
+    Join one that exists, as in a worker of Ray Train.
+    """
     here = ranks()
-    if here.world_size == 1 or distributed.is_initialized():
+    if distributed.is_available() and distributed.is_initialized():
+        _join(here)
         return
-    _translate_srun(here)
+    if here.world_size == 1:
+        return
+    address, port = meeting_point(here)
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in zip(TORCHRUN, here, strict=True)}  # which Lightning reads
     try:
         wait = timedelta(seconds=JOIN_SECONDS)
         store, _, _ = next(distributed.rendezvous("env://", here.rank, here.world_size, timeout=wait))
         store.set(f"rank {here.rank} is here", "")
         store.wait([f"rank {rank} is here" for rank in range(here.world_size)], wait)
     except (distributed.DistError, OSError, ValueError) as error:
-        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         raise UserError(
             f"process {here.rank} of {here.world_size} did not meet the others at MASTER_ADDR={address} MASTER_PORT="
             f"{port} within {JOIN_SECONDS} s ({str(error).splitlines()[0]}): start all together on a free port, or "
@@ -128,6 +97,26 @@ def connect() -> None:
             )
 
 
+def _join(here: Ranks) -> None:
+    """Train in the process group that somebody has made; `UserError` if it does not fit."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if (rank, world_size) != (here.rank, here.world_size):
+        raise UserError(
+            f"this is process {rank} of {world_size} in its process group, and process {here.rank} of "
+            f"{here.world_size} by its variables: set {', '.join(TORCHRUN)} as torchrun does"
+        )
+    if world_size == 1:
+        return
+    if "cpu:" not in (backend := distributed.get_backend_config()):
+        raise UserError(
+            f"the process group has {backend}, and nothing for what lies on the CPU: make it with cpu:gloo,cuda:nccl, "
+            'as with TorchConfig(backend="cpu:gloo,cuda:nccl") of Ray Train'
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(here.local_rank)
+    expect_answers(PATIENCE / timedelta(minutes=1))
+
+
 def _notice_lost_machines() -> None:
     """Have Linux give up a connection on which the other side, without power or cable, is silent for `LOST_SECONDS`."""
     if sys.platform != "linux":
@@ -148,18 +137,8 @@ def expect_answers(minutes: float) -> None:
 
 
 def _identity() -> list[str]:
-    """What must be the same in all processes before they train together."""
+    """What all processes must have in common before they train together."""
     return [*sys.argv[1:], f"torch {torch.__version__}", f"gpt/ of hash {code_hash()}"]
-
-
-def _translate_srun(here: Ranks) -> None:
-    """Give a task of srun the variables that torchrun would have set."""
-    os.environ |= {name: os.environ.get(name) or str(number) for name, number in zip(TORCHRUN, here, strict=True)}
-    if nodes := os.environ.get("SLURM_STEP_NODELIST"):
-        job, step = (int(os.environ.get(f"SLURM_{name}", 0)) for name in ("JOB_ID", "STEP_ID"))
-        first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]  # a01 of a[01-04,07],b[1-3]
-        os.environ.setdefault("MASTER_ADDR", first)
-        os.environ.setdefault("MASTER_PORT", str(15_000 + (job + step) % 10_000))
 
 
 def _end_together(problem: str) -> None:
@@ -170,7 +149,7 @@ def _end_together(problem: str) -> None:
 
 
 def on_all_ranks(make: Callable[[], Result]) -> Result:
-    """Make something on every rank; the first `UserError` of any ends them all."""
+    """Call `make` on every rank; a `UserError` on any of them ends all."""
     if ranks().world_size == 1:
         return make()
     made, problem = None, None
@@ -188,7 +167,7 @@ def on_all_ranks(make: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def as_one_of_many() -> Iterator[None]:
-    """Run a rank so that all end when one does, and that whatever happened is told once."""
+    """Run a rank so that all ranks end when one does, and that the reason is printed once."""
     rank, world_size, *_ = ranks()
     try:
         yield
@@ -210,12 +189,13 @@ def as_one_of_many() -> Iterator[None]:
             warn(f"process {which} of this training has died or does not answer, and so all end")
         sys.exit(1)
     finally:
-        if distributed.is_available() and distributed.is_initialized():
+        if _meeting and distributed.is_initialized():
+            _meeting.clear()
             distributed.destroy_process_group()
 
 
 def _silent(rank: int, world_size: int) -> list[int]:
-    """The ranks that do not say within `GRACE` seconds that they have noticed, as this one has, that one is missing."""
+    """The ranks that do not report within `GRACE` seconds that they, like this one, have noticed a missing rank."""
     everyone = [f"rank {one} has noticed" for one in range(world_size)]
     silent = [0]  # which keeps the store: if it is the one, nobody gets an answer
 
@@ -267,14 +247,14 @@ def launch(function: Callable[[Any], Result], request: Any, processes: int) -> R
 
 
 def _work(function: Callable[[Any], Result], request: Any) -> Result:
-    """What a process that was launched here does."""
+    """Run one of the launched processes."""
     with command_line("train.py"), as_one_of_many():
         return function(request)
 
 
 @contextlib.contextmanager
 def unchanged_environment() -> Iterator[None]:
-    """Undo what the block does to variables and threads, which another training of this process must not inherit."""
+    """Restore environment variables and thread counts after the block, so that the next training starts clean."""
     environment, threads = dict(os.environ), torch.get_num_threads()
     try:
         yield

@@ -19,10 +19,11 @@ from gpt.training.config.schema import Config
 from gpt.training.estimate.timing import measure, throwaway_steps
 from gpt.training.optim import MINI
 
-PROBE_SHARE, PROBE_STEPS = 0.5, (250, 1000)  # of the time that there is, and within these steps: the law knows 1,000
-PACE = 0.94  # of the speed of bare steps, which a run reaches with its batches, curves and checkpoints
-SMALLER = 1.01  # a model smaller than mini must be better than it by so much, half of what the law is usually off
-WORSE = 1.02  # a model that is to need so many times the bits of the best ends the search among larger ones
+PROBE_SHARE = 0.5  # of the time that there is, which the probe may take
+PROBE_STEPS = (250, 1000)  # its least and its most: the law was fitted to probes of 1,000
+PACE = 0.94  # a run has this share of the speed of bare steps, for its batches, curves and checkpoints
+SMALLER = 1.01  # the bits of a model smaller than mini count so many times: the law is usually off by twice as much
+WORSE = 1.02  # once a model would need so many times the bits of the best, no larger ones are timed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def choose(
         if config.model.context_length >= text.train_tokens:
             break
         try:
-            schedule, each = measure(config, schedule, text, at_most=1.0)
+            config, each = measure(config, schedule, text, at_most=1.0)
         except UserError:  # out of memory
             if members:
                 break
@@ -87,7 +88,7 @@ def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> 
     """The law of a text, by what a throwaway model learns of it in some of the time that there is."""
     if config.trainer.precision == "fp16":  # whose broken steps only training skips
         config = replace(config, trainer=replace(config.trainer, precision="fp32"))
-    schedule, each = measure(config, schedule, text, at_most=1.0)
+    config, each = measure(config, schedule, text, at_most=1.0)
     steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
     with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
         for module, _ in throwaway_steps(config, replace(schedule, total_steps=steps), text):

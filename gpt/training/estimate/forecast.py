@@ -7,24 +7,24 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpt.console import duration, say
-from gpt.errors import UserError
 from gpt.hardware.device import DTYPES
-from gpt.hardware.memory import explained, free_memory, peak_memory_bytes
+from gpt.hardware.memory import free_memory, peak_memory_bytes
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
+from gpt.training.begin import open_text
 from gpt.training.config.advice import epochs, warnings
-from gpt.training.config.schedule import Schedule
+from gpt.training.config.asked import Asked
 from gpt.training.config.schema import Config
-from gpt.training.decide import prepared
-from gpt.training.distributed.launch import ranks
 from gpt.training.optim import build_optimizer
+from gpt.training.resolve import resolve
+from gpt.training.run.run import require_empty
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
 HORIZONS = (600, 3600, 28800)  # seconds: a plan says what model=auto would choose for each
@@ -32,42 +32,30 @@ CHECKPOINTS = 3  # best, last and previous
 CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times steps: curves, pictures, Lightning's loop
 
 
-def plan_of(composed: Mapping, single: bool) -> str:
-    """Return `true` or `json` if the command line asks for a plan, else an empty string; no run stores the key."""
-    asked = str(composed.get("plan") or False).lower()
-    if asked == "false":
-        return ""
-    if asked not in ("true", "json"):
-        raise UserError(f"plan={asked} is not known: choose from true, json, false")
-    if ranks().world_size > 1 or not single or composed.get("resume"):
-        raise UserError(f"plan={asked} describes one new run, in one process: leave out -m, resume, torchrun and srun")
-    return asked
-
-
-def print_plan(config: Config, model: str, form: str) -> None:
-    """Print what a run will take, of the model with that name; nothing is written but its prepared text."""
+def print_plan(asked: Asked) -> None:
+    """Print what a run will take; nothing is written but its prepared text."""
     with contextlib.redirect_stdout(sys.stderr):
-        figures = forecast(config, model)
-    say(json.dumps(figures, indent=2) if form == "json" else describe(figures))
+        figures = forecast(asked)
+    say(json.dumps(figures, indent=2) if asked.plan == "json" else describe(figures))
 
 
-def forecast(config: Config, model: str = "") -> dict[str, Any]:
+def forecast(asked: Asked) -> dict[str, Any]:
     """Everything that plan=json prints, in bytes, seconds and counts."""
-    session = prepared(config, model, longest=HORIZONS[-1])
-    config, schedule, corpora = session.config, session.schedule, session.corpora
-    members, horizon = session.members, schedule.seconds
-    del session  # and the weights to start from, which a run does not keep either
+    if asked.config.run_dir:
+        require_empty(Path(asked.config.run_dir))
+    config, corpora = open_text(asked)[:2]  # and not the weights to start from, which a run does not keep either
+    config, schedule, members = resolve(asked, config, corpora, longest=HORIZONS[-1])
+    horizon = schedule.seconds
     from gpt.training.estimate.choice import expectations
     from gpt.training.estimate.timing import in_steps, seconds_validating  # imports what stays in memory while training
 
     device = torch.device(config.trainer.device)
     free = free_memory(device)
     say("timing a few steps and part of a validation")
-    schedule, seconds = in_steps(config, schedule, corpora)
+    config, schedule, seconds = in_steps(config, schedule, corpora)
     settings = config.trainer
     gc.collect()
-    with explained("choose a smaller model"):
-        validating = seconds_validating(config, schedule, corpora)
+    validating = seconds_validating(config, schedule, corpora)
     shape = GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model))
     steps, N = schedule.total_steps, shape.num_parameters
     tokens = steps * settings.tokens_per_step
@@ -75,7 +63,7 @@ def forecast(config: Config, model: str = "") -> dict[str, Any]:
         "parameters": N,
         "tokenizer": {"name": corpora.tokenizer.name, "vocab_size": shape.vocab_size},
         "trainer": {name: getattr(settings, name) for name in ("device", "precision", "compile", "tokens_per_step")}
-        | {"devices": settings.world_size, "micro_batch_size": schedule.micro_batch_size},
+        | {"devices": settings.world_size, "micro_batch_size": config.micro_batch_size},
         "text": {
             "train_tokens": corpora.train_tokens,
             "validation_bytes": sum(source.manifest["splits"]["validation"]["bytes"] for source in corpora.sources),
@@ -86,12 +74,12 @@ def forecast(config: Config, model: str = "") -> dict[str, Any]:
         "tokens_per_parameter": tokens / N,
         "seconds_per_step": seconds,
         "train_seconds": steps * seconds,
-        "validations": -(-steps // schedule.validate_every),
+        "validations": schedule.validations,
         "validation_seconds": validating,
         "checkpoints": CHECKPOINTS + (steps // settings.keep_every if settings.keep_every else 0),
         "checkpoint_bytes": 4 * N + optimizer_bytes(shape, config),
         "free_memory": free,
-        "peak_memory": peak_memory(device, shape, config, schedule),
+        "peak_memory": peak_memory(device, shape, config),
         "warnings": warnings(config, schedule, corpora),
     } | ({"expected": expectations(members, horizon, HORIZONS)} if members else {})
 
@@ -104,7 +92,7 @@ def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
     return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 
 
-def peak_memory(device: torch.device, shape: GPTConfig, config: Config, schedule: Schedule) -> float:
+def peak_memory(device: torch.device, shape: GPTConfig, config: Config) -> float:
     """The most memory that a run holds on a device: as measured, or where no measurement tells it, by arithmetic.
 
     The arithmetic counts weights, gradients, AdamW's state and activations. It leaves out the process itself, and what
@@ -113,7 +101,7 @@ def peak_memory(device: torch.device, shape: GPTConfig, config: Config, schedule
     extra = CALLBACKS if device.type != "cuda" else 0
     if measured := peak_memory_bytes(device):
         return measured + extra
-    trainer, micro_batch = config.trainer, schedule.micro_batch_size
+    trainer, micro_batch = config.trainer, config.micro_batch_size
     precision = DTYPES[trainer.precision]
     passing = activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing)
     return 16 * shape.num_parameters + passing + extra

@@ -10,43 +10,46 @@ from typing import Any
 
 import torch
 
+from gpt.errors import is_out_of_memory
 from gpt.hardware.device import arithmetic
-from gpt.hardware.memory import is_out_of_memory, keep_freed_memory, release_memory
+from gpt.hardware.memory import keep_freed_memory, release_memory
 from gpt.hardware.threads import giving_way
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score, tokens_at_once
 from gpt.text.analysis.references import references
 from gpt.text.batches import validation_batches
 from gpt.text.prepared import Corpora
-from gpt.training.callbacks.samples import continue_prompt, longest_copy
-from gpt.training.config.schedule import Horizon, Schedule
+from gpt.training.config.horizon import Horizon
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.loop import make_batch
+from gpt.training.metrics.samples import continue_prompt, longest_copy
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
+from gpt.training.trainer import make_batch
 
 
-def in_steps(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Schedule, float]:
-    """A schedule whose horizon is a time as it will be in steps, at the seconds per step that are also returned."""
-    schedule, seconds = measure(config, schedule, corpora, at_most)
+def in_steps(
+    config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0
+) -> tuple[Config, Schedule, float]:
+    """What `measure` returns, and between them the schedule, in steps even where the horizon is a time."""
+    config, seconds = measure(config, schedule, corpora, at_most)
     if schedule.seconds:
-        fitting, trainer = Horizon(schedule.seconds / seconds, "steps"), config.trainer
-        schedule = schedule.until(fitting, trainer.tokens_per_step, corpora.train_tokens, trainer.validate_every)
-    return schedule, seconds
+        schedule = Schedule.of(config, corpora.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
+    return config, schedule, seconds
 
 
-def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Schedule, float]:
-    """Seconds per step, and the schedule with as small a micro-batch as memory requires, if it may choose it."""
+def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Config, float]:
+    """Seconds per step, and the configuration with as small a micro-batch as memory requires, if it may choose it."""
     keep_freed_memory()  # as training does
     while True:
         try:
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                return schedule, seconds_per_step(config, schedule, corpora, at_most)
+                return config, seconds_per_step(config, schedule, corpora, at_most)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         release_memory()
-        schedule = schedule.with_smaller_micro_batch()
+        config = config.with_smaller_micro_batch()
 
 
 def seconds_per_step(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> float:
@@ -66,16 +69,16 @@ def throwaway_steps(config: Config, schedule: Schedule, corpora: Corpora) -> Ite
 
     Of the micro-batches of a step, two are done: the first makes the gradients, and all others add to them.
     """
-    module = GPTModule(config, schedule, corpora)
+    module = throwaway_module(config, schedule, corpora)
     device = torch.device(config.trainer.device)
     module.to(device)
     optimizer = module.configure_optimizers()
-    done = min(2, schedule.accumulation)
+    done = min(2, config.accumulation)
     for step in range(schedule.total_steps):
         start = time.perf_counter()
-        set_lr(optimizer, schedule.rate_factor(step, 0.0, config.optim))
+        set_lr(optimizer, module.rate_factor(step))
         for i in range(done):
-            idx, targets = make_batch(module, (step * done + i) * schedule.micro_batch_size)
+            idx, targets = make_batch(config, corpora, (step * done + i) * config.micro_batch_size)
             module.loss(idx.to(device), targets.to(device)).backward()
         math.isfinite(module.measure_gradients())  # waits for the device, as a real step does
         computed = time.perf_counter()
@@ -83,12 +86,18 @@ def throwaway_steps(config: Config, schedule: Schedule, corpora: Corpora) -> Ite
         optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        yield module, (computed - start) * schedule.accumulation / done + time.perf_counter() - computed
+        yield module, (computed - start) * config.accumulation / done + time.perf_counter() - computed
+
+
+def throwaway_module(config: Config, schedule: Schedule, corpora: Corpora) -> GPTModule:
+    """A model that belongs to no run."""
+    vocab_size = corpora.tokenizer.vocab_size
+    return GPTModule(config, vocab_size, lambda step: schedule.rate_factor(step, 0.0, config.optim))
 
 
 def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> float:
     """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
-    module = GPTModule(config, schedule, corpora).to(config.trainer.device)
+    module = throwaway_module(config, schedule, corpora).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
     optimizer = module.configure_optimizers()
     T, sources, prompts = config.model.context_length, corpora.sources, config.data.prompts or []
@@ -99,13 +108,12 @@ def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> 
         _, scoring = (_timed(score, module.model, [batch], 1)[0] for batch in (batches[0], batches[-1]))
         sampling = 0.0
         if prompts:
-            sampling, sample = _timed(continue_prompt, module, prompts[0], generator)
+            sampling, sample = _timed(continue_prompt, module, corpora.tokenizer, prompts[0], generator)
             sampling = len(prompts) * sampling + _timed(longest_copy, [sample.tokens], corpora)[0]
     del optimizer
     windows = sum(len(source.validation) for source in sources) / T
     scoring *= windows / len(batches[-1][0]) / config.trainer.world_size
-    validations = -(-schedule.total_steps // schedule.validate_every)
-    return validations * (scoring + sampling) + _timed(references, sources)[0]
+    return schedule.validations * (scoring + sampling) + _timed(references, sources)[0]
 
 
 def _timed(function: Callable, *arguments: Any) -> tuple[float, Any]:

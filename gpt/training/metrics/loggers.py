@@ -11,10 +11,8 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from gpt.errors import UserError, reason
 from gpt.files import read_text, write_text
-from gpt.training.callbacks.base import StepCallback
 from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import Curves
-from gpt.training.module import GPTModule
 
 PROJECT = "mini-gpt"  # as wandb and mlflow list its runs
 
@@ -45,21 +43,27 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
     return loggers
 
 
-class UserCurves(Logger, StepCallback):
+def close_loggers(loggers: list[Logger]) -> None:
+    """End what would go on in the next run of this process; Lightning ends that of mlflow."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+
+
+class UserCurves(Logger):
     """Has Lightning write into our curves: what callbacks log with `module.log` or `trainer.logger.log_metrics`.
 
     Lightning passes the values of `module.log` on after the checkpoint of their step is saved, so that a resumed run
-    would lack them. As a callback, this writes them before that, at each log point, the latest of each tag.
+    would lack them. `write_latest` writes them before that, at each log point, the latest of each tag.
     """
 
     name, version = "curves", ""
 
-    def __init__(self, curves: Curves):
+    def __init__(self, curves: Curves, logged: dict[str, float]):
         super().__init__()
         self._curves = curves
-        self._trainer: Trainer | None = None
+        self._logged = logged  # the latest value of each tag of `module.log`
         self._steps: dict[str, int] = {}  # of the last point of each curve
-        self._values: dict[str, float] = {}  # the latest value of each tag of `module.log`
 
     @property
     def experiment(self) -> Any:
@@ -72,8 +76,8 @@ class UserCurves(Logger, StepCallback):
         step = step or 0
         if "epoch" in metrics:
             step += 1
-            metrics = {tag: value for tag, value in metrics.items() if tag != "epoch" and tag not in self._values}
-        # `LearningRateMonitor` logs once for each micro-batch.
+            metrics = {tag: value for tag, value in metrics.items() if tag != "epoch" and tag not in self._logged}
+        # `LearningRateMonitor` logs the first step twice.
         new = {tag: float(value) for tag, value in metrics.items() if self._steps.get(tag) != step}
         self._steps |= dict.fromkeys(new, step)
         self._curves.write(new, step, everywhere=False)
@@ -81,20 +85,12 @@ class UserCurves(Logger, StepCallback):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a run's configuration is logged already."""
 
-    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
-        self._trainer = trainer
+    def note(self, trainer: Trainer) -> None:
+        """Take over the latest values of `module.log`, but no NaN, which a checkpoint would be refused for."""
+        values = {tag: float(value) for tag, value in trainer.logged_metrics.items()}
+        self._logged |= {tag: value for tag, value in values.items() if not math.isnan(value)}
 
-    def on_step_end(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        if module.schedule.due(step, module.config.trainer.log_every):
-            self._curves.write(self._latest(), step, everywhere=False)
-
-    def _latest(self) -> dict[str, float]:
-        if self._trainer is not None:
-            self._values |= {tag: float(value) for tag, value in self._trainer.logged_metrics.items()}
-        return self._values
-
-    def state_dict(self) -> dict:
-        return {tag: value for tag, value in self._latest().items() if not math.isnan(value)}  # a NaN would be refused
-
-    def load_state_dict(self, state: dict) -> None:
-        self._values.update(state)
+    def write_latest(self, trainer: Trainer, step: int) -> None:
+        """Write a point of each tag."""
+        self.note(trainer)
+        self._curves.write(self._logged, step, everywhere=False)

@@ -9,11 +9,34 @@ from typing import Any
 
 from tqdm.utils import disp_len, disp_trim
 
-from gpt.console import duration, quote
+from gpt.console import duration, quote, say
 from gpt.text.pieces import visible
-from gpt.training.config.advice import MEMORISED, TURNED, UNPASSED
+from gpt.training.config.advice import MEMORISED, TURNED, UNPASSED, shorter_steps
+from gpt.training.distributed.launch import is_rank_0
+from gpt.training.run.run import Run
 
 MOST_SAMPLES = 3
+
+
+def report(run: Run) -> None:
+    """Print the final figures of a run, samples, and what to try next."""
+    if not is_rank_0():
+        return
+    if run.complete:
+        say(f"nothing was left to train; the figures are in {run.directory / 'metrics.json'}")
+        return
+    if not run.metrics:
+        say(f"nothing to report before the first validation, at step {run.schedule.validate_every}")
+        return
+    if run.stopped_by:
+        say("as of the last validation:")
+    prompt = ((run.config.data.prompts or [""])[-1].splitlines() or [""])[0]
+    shorter = shorter_steps(run.config, run.text, run.metrics["best_step"])
+    longer = f"{2 * run.schedule.seconds:g}s" if run.schedule.seconds else f"{2 * run.metrics['steps']}steps"
+    if run.metrics["steps"] < run.schedule.total_steps:
+        longer = ""
+    for line in closing_lines(run.metrics, run.samples, prompt, shorter, longer, run.directory, run.in_python):
+        say(line)
 
 
 def closing_lines(

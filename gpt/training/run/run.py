@@ -11,8 +11,8 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,48 @@ from typing import Any
 from filelock import BaseFileLock
 
 from gpt.console import warn
-from gpt.errors import UserError
+from gpt.errors import UserError, is_out_of_memory, reason
 from gpt.exchange.checkpoint import DamagedError, UnreadableError, load, step_of
 from gpt.exchange.loading import BEST, LAST, PREVIOUS, SAVED, find_run
 from gpt.files import HeldError, flatten, hold, link, replacing, sync, sync_parents, write_text
 from gpt.text.corpus.config import DataConfig
+from gpt.text.prepared import Corpora
 from gpt.training.config.loading import read, to_yaml
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.run.code import code
+from gpt.training.run.state import TrainState
 
-TABLE, SAMPLES = "metrics.csv", "samples.md"
+TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
 SUFFIX = ".run"  # of the names of our event files, by which they are told from those of other programs
 EVENTS = f"events.out.tfevents.*{SUFFIX}"
 # What may differ between config.yaml and the newest checkpoint, where a kill came between the two files.
-AMENDED = {"horizon", *(f"trainer.{name}" for name in ("devices", "num_nodes", "strategy", "micro_batch_size"))}
+MAY_LAG = {"horizon", *(f"trainer.{name}" for name in ("devices", "num_nodes", "strategy", "micro_batch_size"))}
 
 
 @dataclass
 class Run:
     """A run directory. The process that has created or opened it holds it until `close`; other ranks only know of it.
 
-    `file` and `payload` are its newest checkpoint, if it has one; `payload` is given away when training begins.
+    `begin` and `resume` make one, with `config`, `schedule` and `text` as they are to be trained; `fit` trains it,
+    which sets `state`, `metrics`, `samples` and `stopped_by`. `file` and `payload` are its newest checkpoint, if it has
+    one; `payload` and `weights` are given away when training begins.
     """
 
     directory: Path
     config: Config  # as config.yaml has it
+    schedule: Schedule = field(default_factory=Schedule)
+    text: Corpora = None  # type: ignore[assignment]  # once it is prepared
+    weights: dict[str, Any] | None = None  # to start from, until training begins
+    state: TrainState = field(default_factory=TrainState)
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last validation: see docs/runs.md for each key
+    samples: list[str] = field(default_factory=list)  # of the last validation
     file: Path | None = None
     payload: dict[str, Any] | None = None
     commits: dict[str, str] = field(default_factory=dict)  # the code that made its steps, from each of these on
+    stopped_by: int = 0  # the signal that ended the training early
+    complete: bool = False  # whether it was found to have nothing left to train
+    in_python: bool = False  # whether to suggest calls, as to who has called `gpt.train`, and not commands
     _lock: BaseFileLock | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +115,9 @@ class Run:
     def for_others(self) -> "Run":
         """What the other ranks know of it, who do not hold it and read the checkpoint themselves."""
         file = self.file and self.file.absolute()
-        return replace(self, directory=self.directory.absolute(), file=file, payload=None, _lock=None)
+        known = Run(self.directory.absolute(), self.config, self.schedule, file=file, commits=self.commits)
+        known.complete = self.complete
+        return known
 
     def __enter__(self) -> "Run":
         return self
@@ -120,13 +136,14 @@ class Run:
         self.file = self.payload = None
         for unfinished in self.directory.glob("checkpoints/.*.ckpt.*"):
             unfinished.unlink()
-        files = [self.directory / name for name in (LAST, PREVIOUS, BEST)]
-        present = [file for file in files if file.exists()]
-        problem = "" if files[0].exists() else f"{files[0]} is missing"
+        last = self.directory / LAST
+        steps = {file: step_of(file) for name in (LAST, PREVIOUS, BEST) if (file := self.directory / name).exists()}
+        steps |= {file: int(file.stem[5:]) for file in self.directory.glob(KEPT) if file.stem[5:].isdecimal()}
+        problem = "" if last in steps else f"{last} is missing"
         # Of two of one step, last.ckpt: it may have been saved again, with another horizon.
-        for file in sorted(present, key=lambda file: -step_of(file)):
+        for file in sorted(steps, key=lambda file: -steps[file]):
             try:
-                self.payload, self.file = load(file), file
+                self.payload, self.file = load(file, mmap=True), file
             except (DamagedError, UnreadableError) as error:
                 problem = problem or str(error)
                 kind = "damaged" if isinstance(error, DamagedError) else "unreadable"
@@ -137,8 +154,19 @@ class Run:
             self._require_same_config()
             self.commits = self.payload.get("commits") or {"0": str(self.payload.get("git_commit"))}
             return
-        if present:
+        if steps:
             raise UserError(f"{problem}; and no other checkpoint of the run can be read")
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Turn whatever is wrong with the contents of the checkpoint into one line."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            remedy = f"start anew with init_from={self.file}"
+            raise UserError(f"{self.file}: cannot be continued: {reason(error)}; {remedy}") from None
 
     def _require_same_config(self) -> None:
         """Raise `UserError` if the checkpoint would have the run do other things than config.yaml says."""
@@ -146,7 +174,7 @@ class Run:
         stored = flatten(self.payload["config"])
         for key, value in self.config.settings().items():
             kept = stored.get(key, value)
-            if kept != value and key not in AMENDED:
+            if kept != value and key not in MAY_LAG:
                 raise UserError(
                     f"{self.directory / 'config.yaml'} has {key}={value!r}, and {self.file} {kept!r}: a run goes on as "
                     "it was configured; make the first say the same, if you trust the second"
@@ -180,7 +208,7 @@ class Run:
 
     def keep(self, step: int) -> None:
         """Keep last.ckpt, which is of this step, under a name of its own."""
-        kept = self.directory / f"checkpoints/step-{step:08d}.ckpt"
+        kept = self.directory / KEPT.replace("*", f"{step:08d}")
         if not kept.exists():
             link(self.directory / LAST, kept)
 
@@ -194,9 +222,13 @@ class Run:
 
     def note_code(self, step: int) -> None:
         """Record which code makes the steps after this one."""
-        now = code()
-        if now not in list(self.commits.values())[-1:]:
+        if self.commit != (now := code()):
             self.commits[str(step)] = now
+
+    @property
+    def commit(self) -> str:
+        """The code that makes the steps, once `note_code` has been called."""
+        return list(self.commits.values())[-1] if self.commits else ""
 
     def require_here(self) -> None:
         """Raise `UserError` if another directory stands where the one was that this process holds, or none."""
@@ -206,12 +238,11 @@ class Run:
 
     # --- the other files ---
 
-    def amend(self, config: Config) -> None:
-        """Have config.yaml hold this configuration."""
-        file, text = self.directory / "config.yaml", to_yaml(config)
+    def write_config(self) -> None:
+        """Have config.yaml hold the configuration."""
+        file, text = self.directory / "config.yaml", to_yaml(self.config)
         if file.read_bytes() != text.encode():
             write_text(file, text)
-        self.config = config
 
     def sizes(self) -> dict[str, int]:
         """How long samples.md, metrics.csv and our event files are, once they are safe on disk."""
@@ -220,7 +251,7 @@ class Run:
         return {file.name: file.stat().st_size for file in self._growing()}
 
     def cut_back(self, sizes: dict[str, int]) -> None:
-        """Cut off what an interrupted session has added to the growing files, since the same steps are made again."""
+        """Cut off what an interrupted process has added to the growing files, since the same steps are made again."""
         for file in self._growing():
             if (size := sizes.get(file.name)) is None:
                 file.unlink()

@@ -212,7 +212,7 @@ def test_scored_slice_by_slice(dtype, monkeypatch):
 @pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
 def test_slices(vocab_size, device, widest):
     """They cover the vocabulary once; on a GPU all but fewer than 64 tokens are in one whose rows are aligned."""
-    slices = module._slices(vocab_size, device)
+    slices = module.slices_of(vocab_size, device)
     assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
     widths = [part.stop - part.start for part in slices]
     assert max(widths) <= widest

@@ -127,21 +127,12 @@ def test_the_split_is_the_oracle(documents, validation_bytes):
     assert sum(map(len, validation)) <= -(-sum(map(len, documents)) // 10) or size(validation) <= size(documents) / 10
 
 
-class Eager(gpt.text.prepare.split._Candidates):
-    """Candidates that are pruned each time, not only where there are many."""
-
-    def add(self, document: bytes, bytes_before: int) -> None:
-        """As ever, with no patience."""
-        self._drop_at = 0
-        super().add(document, bytes_before)
-
-
 @EXAMPLES
 @given(TEXTS, st.integers(1, 30))
 def test_pruning_changes_nothing(documents, validation_bytes):
     """The candidates that are dropped are those that can no longer be drawn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt.text.prepare.split, "_Candidates", Eager)
+        patch.setattr(gpt.text.prepare.split, "MANY", 0)
         found = survey(pieces_of(documents), validation_bytes)
     assert found == survey(pieces_of(documents), validation_bytes)
     assert sides(found, documents) == oracle(documents, validation_bytes)

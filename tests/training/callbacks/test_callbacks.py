@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,67 +15,72 @@ from lightning import Callback
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
-from gpt.training import decide
-from gpt.training.callbacks.base import Clock, StepCallback
-from gpt.training.checkpoints.saving import CheckpointFiles
-from gpt.training.checkpoints.signals import ONCE, StopSignals
-from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import TORCHRUN
 from gpt.training.metrics.curves import Curves
+from gpt.training.run.clock import Clock
 from gpt.training.run.code import git_commit, versions
 from gpt.training.run.run import Run
-from gpt.training.session import Session
-from harness import StopAt, read_curves, tiny_config
+from gpt.training.run.signals import REPEATED, StopSignals
+from gpt.training.run.state import TrainState
+from harness import StopAt, begin_run, fit, read_curves, resume_run, tiny_config
 
 
-class Recorder(StepCallback):
+class Recorder(Callback):
     """Notes what it hears, and what the trainer says at that moment."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.validations: list[tuple[int, Score]] = []
+        self.losses: list[float] = []
+        self.validations: list[int] = []
         self.metrics: list[float] = []
-        self.clock_ran: list[bool] = []
 
-    def on_step_end(self, trainer, module, step: int) -> None:
-        self.steps.append(step)
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        self.steps.append(trainer.global_step)
+        self.losses.append(float(outputs["loss"]))
 
-    def on_validated(self, trainer, module, step: int, score: Score) -> None:
-        self.validations.append((step, score))
+    def on_validation_end(self, trainer, module) -> None:
+        self.validations.append(trainer.global_step)
         self.metrics.append(float(trainer.callback_metrics["val/loss"]))
-        clock = next(callback for callback in trainer.callbacks if isinstance(callback, Clock))
-        before = clock.seconds
-        time.sleep(0.001)
-        self.clock_ran.append(clock.seconds != before)
+        time.sleep(0.2)
+
+    def on_train_start(self, trainer, module) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_end(self, trainer, module) -> None:
+        self.seconds = time.perf_counter() - self.began
 
 
 @pytest.fixture(scope="module")
-def trained(corpus_folder) -> tuple[Session, Recorder]:
+def trained(corpus_folder) -> tuple[Run, Recorder]:
     """A run of 12 steps, with dropout and two micro-batches a step, and what a callback heard of it."""
-    session = decide.begin(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={corpus_folder / 'run'}"))
+    session = begin_run(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={corpus_folder / 'run'}"))
     recorder = Recorder()
-    session.fit([recorder])
+    fit(session, [recorder])
     return session, recorder
 
 
-def test_steps_are_counted_once(trained):
-    """However many micro-batches a step takes, callbacks hear of it once."""
-    assert trained[0].schedule.accumulation == 2
-    assert trained[1].steps == list(range(1, 13))
-
-
-def test_callbacks_hear_of_validations(trained):
-    """Four times in 12 steps, with the score, which `trainer.callback_metrics` has as well; the clock stands still."""
+def test_a_batch_is_a_step(trained):
+    """However many micro-batches a step takes, callbacks hear of it once, with the loss of all."""
     session, recorder = trained
-    assert [step for step, _ in recorder.validations] == [3, 6, 9, 12]
-    assert recorder.metrics == pytest.approx([score.nats_per_token for _, score in recorder.validations])
-    assert recorder.clock_ran == [False] * 4
-    assert session.metrics["val_loss"] == recorder.validations[-1][1].nats_per_token
+    assert session.config.accumulation == 2
+    assert recorder.steps == list(range(1, 13))
+    points = read_curves(session.directory)["train/loss"]
+    assert [loss for _, loss in points] == pytest.approx([sum(recorder.losses[i : i + 3]) / 3 for i in (0, 3, 6, 9)])
+
+
+def test_validations_are_heard(trained):
+    """Callbacks hear of each after its step, with the loss in `trainer.callback_metrics`; the clock stands still."""
+    session, recorder = trained
+    assert recorder.validations == [3, 6, 9, 12]
+    assert recorder.metrics == pytest.approx([loss for _, loss in read_curves(session.directory)["val/loss"]])
+    assert session.metrics["val_loss"] == pytest.approx(recorder.metrics[-1])
+    assert session.state.seconds < recorder.seconds - 4 * 0.2
 
 
 def test_both_rates_have_a_curve(trained):
     """`train/matrix_lr` is the rate of Muon, which trains the blocks; `train/lr` is AdamW's."""
-    curves, optim = read_curves(trained[0].run_dir), trained[0].config.optim
+    curves, optim = read_curves(trained[0].directory), trained[0].config.optim
     assert [step for step, _ in curves["train/matrix_lr"]] == [3, 6, 9, 12]
     for (_, rate), (_, matrix_rate) in zip(curves["train/lr"], curves["train/matrix_lr"], strict=True):
         assert matrix_rate / rate == pytest.approx(optim.matrix_lr / optim.lr)
@@ -84,7 +88,7 @@ def test_both_rates_have_a_curve(trained):
 
 def test_best_and_last_checkpoints(trained):
     """best.ckpt is of the best step; last.ckpt of the last, the same file where these are one."""
-    folder, metrics = trained[0].run_dir / "checkpoints", trained[0].metrics
+    folder, metrics = trained[0].directory / "checkpoints", trained[0].metrics
     assert checkpoint.load(folder / "best.ckpt")["step"] == metrics["best_step"]
     assert checkpoint.load(folder / "last.ckpt")["step"] == 12
     assert checkpoint.load(folder / "previous.ckpt")["step"] == 11
@@ -96,18 +100,15 @@ def test_best_and_last_checkpoints(trained):
 
 def test_clock_leaves_pauses_out():
     """It counts between the start and the end, without pauses, on top of what a checkpoint brought."""
-    clock = Clock()
-    clock.load_state_dict({"seconds": 100.0})
-    assert clock.seconds == 100.0
-    clock.on_train_start(None, SimpleNamespace(schedule=Schedule(1, 1, 1)))  # type: ignore[arg-type]
+    clock = Clock(TrainState(seconds=100.0), 0.0)
+    clock.start()
     time.sleep(0.02)
     with clock.paused():
-        at_pause = clock.seconds
+        at_pause = clock.state.seconds
         time.sleep(0.05)
-        assert clock.seconds == at_pause
-    clock.on_train_end(None, None)
-    assert 100.02 <= clock.seconds < 100.05 + (at_pause - 100.02)
-    assert clock.state_dict() == {"seconds": clock.seconds}
+        assert clock.state.seconds == at_pause
+    clock.end_step(1)
+    assert 100.02 <= at_pause <= clock.state.seconds < 100.05 + (at_pause - 100.02)
 
 
 # --- curves ---
@@ -121,10 +122,12 @@ def test_each_rank_gets_its_own_sum_back(tmp_path, monkeypatch, stored, world_si
     """The partial sum of train/loss is restored by rank; where their number has changed, the mean is."""
     for name, number in zip(TORCHRUN, (rank, world_size, rank, world_size), strict=True):
         monkeypatch.setenv(name, str(number))
-    curves = Curves(tmp_path, Clock())
-    curves.load_state_dict({"losses": stored, "num_losses": 2})
-    assert float(curves._losses) == expected
-    assert curves._num_losses == 2
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda sums, mine: sums.__setitem__(rank, mine))
+    run = Run(tmp_path, Config(logger=[]), state=TrainState(losses=stored, num_losses=2))
+    curves = Curves(run, Clock(run.state, 0.0))
+    curves.open(0)
+    curves.note()
+    assert (run.state.losses[rank], run.state.num_losses) == (expected, 2)
 
 
 # --- signals ---
@@ -140,7 +143,7 @@ def test_first_signal_asks_and_second_ends(capfd):
         assert signals.received == signal.SIGTERM
         assert "stopping after this step" in capfd.readouterr().err
         os.kill(os.getpid(), signal.SIGTERM)  # as from `timeout`, which sends it to its child and then to its group
-        time.sleep(ONCE)
+        time.sleep(REPEATED)
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
@@ -153,19 +156,6 @@ def test_first_signal_asks_and_second_ends(capfd):
 # --- saving ---
 
 
-def test_a_loaded_checkpoint_is_given_away_once(tmp_path):
-    """What was read already is not read again, and not kept."""
-    payload = {"format": 1, "state_dict": {}, "config": {}, "tokenizer": {}}
-    checkpoint.save(payload | {"step": 7}, tmp_path / "a.ckpt")
-    files = CheckpointFiles(payload)
-    assert files.load_checkpoint(tmp_path / "a.ckpt") is payload
-    assert files.loaded is None
-    assert files.load_checkpoint(tmp_path / "a.ckpt")["step"] == 7
-    files.remove_checkpoint(tmp_path / "a.ckpt")
-    files.remove_checkpoint(tmp_path / "a.ckpt")
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("files", "warnings"),
     [
@@ -175,8 +165,8 @@ def test_a_loaded_checkpoint_is_given_away_once(tmp_path):
 )
 def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
     """A run goes on from the newest of its checkpoints, which may be best.ckpt, and says if last.ckpt is missing."""
-    shutil.copy(trained[0].run_dir / "config.yaml", tmp_path)
-    payload = checkpoint.load(trained[0].run_dir / "checkpoints/last.ckpt")
+    shutil.copy(trained[0].directory / "config.yaml", tmp_path)
+    payload = checkpoint.load(trained[0].directory / "checkpoints/last.ckpt")
     for name, step in files.items():
         checkpoint.save(payload | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
     with Run.open(tmp_path) as run:
@@ -192,8 +182,7 @@ class Counter(Callback):
         self.steps: int | None = None
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % module.schedule.accumulation == 0:
-            self.steps = (self.steps or 0) + 1
+        self.steps = (self.steps or 0) + 1
 
     def state_dict(self) -> dict:
         return {"steps": self.steps}
@@ -206,19 +195,19 @@ class Counter(Callback):
 def test_callbacks_with_a_state(trained, tmp_path, from_the_beginning):
     """A user's callback continues with its state of the checkpoint, and may be new to a run."""
     config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
-    decide.begin(config).fit([StopAt(5), *([Counter()] if from_the_beginning else [])])
-    resumed, counter = decide.resume(str(tmp_path / "run")), Counter()
+    fit(begin_run(config), [StopAt(5), *([Counter()] if from_the_beginning else [])])
+    resumed, counter = resume_run(str(tmp_path / "run")), Counter()
     done = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"]
-    resumed.fit([counter])
+    fit(resumed, [counter])
     assert counter.steps == (12 if from_the_beginning else 12 - done)
 
 
 def test_validation_that_is_not_finite(trained, tmp_path, monkeypatch):
     """A validation loss of nan ends the run, rather than counting as none."""
-    monkeypatch.setattr("gpt.training.callbacks.base.score", lambda *_: Score(math.nan, 10, 20))
+    monkeypatch.setattr("gpt.training.metrics.validation.score", lambda *_: Score(math.nan, 10, 20))
     config = dataclasses.replace(trained[0].config, run_dir=str(tmp_path / "run"))
     with pytest.raises(NonFiniteError, match="step 3: the validation loss is nan"):
-        decide.begin(config).fit()
+        fit(begin_run(config))
     assert not (tmp_path / "run/metrics.json").exists()
 
 
@@ -227,7 +216,7 @@ def test_validation_that_is_not_finite(trained, tmp_path, monkeypatch):
 
 def test_checkpoints_record_their_origin(trained):
     """Versions, commit, threads, schedule and configuration are in every checkpoint as plain types."""
-    payload = checkpoint.load(trained[0].run_dir / "checkpoints/best.ckpt")
+    payload = checkpoint.load(trained[0].directory / "checkpoints/best.ckpt")
     assert payload["versions"] == versions()
     assert payload["threads"] == torch.get_num_threads()
     assert payload["schedule"] == dataclasses.asdict(trained[0].schedule)

@@ -15,10 +15,11 @@ from tqdm.utils import disp_len
 
 from gpt.console import say
 from gpt.sampling.scoring import Score
-from gpt.training.callbacks.base import Clock, Validation
-from gpt.training.callbacks.progress import LINE, Progress
-from gpt.training.callbacks.samples import Samples
-from gpt.training.metrics.curves import Curves
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+from gpt.training.metrics.progress import LINE, Progress
+from gpt.training.run.run import Run
+from gpt.training.run.state import TrainState
 from harness import ROOT, command, tiny_arguments
 
 FACTS = ["train 2.500 val 3.000", "2.164 bits/byte", "12.3k tok/s"]
@@ -50,21 +51,10 @@ def test_the_line_fits_every_width():
         assert disp_len(line_at(500, width)) <= width
 
 
-def progress(folder, sample: str = "") -> tuple[Progress, Curves, Validation]:
-    curves, validation, samples = Curves(folder, Clock()), Validation(Clock()), Samples(folder, None)
-    samples.latest = ["of another prompt", sample] if sample else []
-    return Progress(Clock(), validation, curves, samples), curves, validation
-
-
-def test_both_losses_in_one_unit(tmp_path):
-    """Training and validation loss are in nats per token; before they are known, their places are kept."""
-    shown, curves, validation = progress(tmp_path)
-    assert shown._facts() == ["train     - val     -", "    - bits/byte", "    - tok/s"]
-    curves.loss, curves.tokens_per_second = 2.5, 12345.6
-    validation.latest = Score(nats=30.0, tokens=10, bytes=20)
-    assert shown._facts() == FACTS
-    curves.loss = 10.8254
-    assert shown._facts()[0] == "train 10.83 val 3.000"
+def progress(folder, sample: str = "", loss: float | None = None, speed: float = 0.0) -> Progress:
+    samples = ["of another prompt", sample] if sample else []
+    run = Run(folder, Config(), Schedule(total_steps=4000), state=TrainState(loss=loss), samples=samples)
+    return Progress(run, SimpleNamespace(tokens_per_second=speed))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -74,18 +64,29 @@ def test_a_validation(tmp_path, monkeypatch, terminal):
     out = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    shown, curves, validation = progress(tmp_path, "Once upon\n\na time there were three little pigs")
-    trainer = SimpleNamespace(is_global_zero=True, global_step=0)
-    settings = SimpleNamespace(log_every=10)
-    schedule = SimpleNamespace(total_steps=4000, due=lambda step, every: step % every == 0)
-    config = SimpleNamespace(trainer=settings)
-    module = SimpleNamespace(schedule=schedule, config=config, expected_steps=lambda: 4000)
-    shown.on_train_start(trainer, module)
-    curves.loss, curves.tokens_per_second = 2.5, 12345.6
-    validation.latest = Score(nats=30.0, tokens=10, bytes=20)
-    shown.on_validated(trainer, module, 500, validation.latest)
+    shown = progress(tmp_path, "Once upon\n\na time there were three little pigs", 2.5, 12345.6)
+    shown.open(0, 4000)
+    shown.report(500, 4000, Score(nats=30.0, tokens=10, bytes=20))
     shown.close()
     assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
+
+
+@pytest.mark.parametrize(
+    ("loss", "facts"),
+    [
+        (None, "train     - val     -      - bits/byte      - tok/s"),  # before they are known, their places are kept
+        (2.5, "train 2.500 val     -"),
+        (10.8254, "train 10.83 val     -"),
+    ],
+)
+def test_what_the_bar_says(tmp_path, monkeypatch, loss, facts):
+    """Training and validation loss, in nats per token."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    shown = progress(tmp_path, loss=loss)
+    shown.open(0, 4000)
+    assert facts in sys.stderr.getvalue()
+    shown.close()
 
 
 def test_a_line_above_the_bar(monkeypatch):
@@ -102,9 +103,8 @@ def test_a_line_above_the_bar(monkeypatch):
 def test_an_error_clears_the_bar(tmp_path, monkeypatch):
     """What is said of it then does not stand beside half a bar."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    shown, *_ = progress(tmp_path)
-    module = SimpleNamespace(expected_steps=lambda: 7)
-    shown.on_train_start(SimpleNamespace(is_global_zero=True, global_step=0), module)
+    shown = progress(tmp_path)
+    shown.open(0, 7)
     assert "0/7" in sys.stderr.getvalue()
     shown.close()
     assert re.search(r"\r +\r$", sys.stderr.getvalue())

@@ -11,9 +11,8 @@ import generate
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig
-from gpt.training import decide
-from gpt.training.callbacks.samples import longest_copy
-from harness import TINY, read_events, tiny_config, train, write_corpus
+from gpt.training.metrics.samples import longest_copy
+from harness import TINY, begin_run, fit, read_events, tiny_config, train, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def test_samples_are_no_markdown(corpus_folder):
     run_dir = corpus_folder / "markdown"
     config = tiny_config(corpus_folder, "horizon=1steps", f"run_dir={run_dir}")
     config.data.prompts = prompts
-    decide.begin(config).fit()
+    fit(begin_run(config))
     (written,) = read_events(run_dir).Tensors("samples/text_summary")
     page = plugin_util.markdown_to_safe_html(written.tensor_proto.string_val[0])
     shown = re.findall(r"<pre><code>(.*?)</code></pre>", page, re.S)

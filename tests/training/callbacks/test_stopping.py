@@ -12,29 +12,33 @@ from lightning import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
 from gpt.exchange import checkpoint
-from gpt.training import decide
-from gpt.training.callbacks.base import Clock
 from gpt.training.config.loading import read
 from gpt.training.config.schedule import Schedule
+from gpt.training.metrics.report import report
 from gpt.training.optim import OptimConfig, lr_factor
-from gpt.training.session import Session
+from gpt.training.run.clock import Clock
+from gpt.training.run.run import Run
+from gpt.training.run.state import TrainState
 from harness import (
     ROOT,
     StopAt,
+    begin_run,
     differences,
+    fit,
     read_curves,
     read_table,
     refusal,
+    resume_run,
     tiny_arguments,
     tiny_config,
     train_apart,
 )
 
 
-def begin(folder: Path, tmp_path: Path, *changes: str) -> Session:
+def begin(folder: Path, tmp_path: Path, *changes: str) -> Run:
     """A run of 23 steps of two micro-batches, which validates after every third."""
     run = ["horizon=23steps", "trainer.validate_every=3", "data.prompts=[]", f"run_dir={tmp_path / 'run'}", *changes]
-    return decide.begin(tiny_config(folder, *run))
+    return begin_run(tiny_config(folder, *run))
 
 
 # --- a time ---
@@ -45,14 +49,13 @@ class Machine(Callback):
 
     def __init__(self, monkeypatch, *paces: tuple[float, float]):
         self.paces, self.now = paces, 0.0
-        monkeypatch.setattr(Clock, "_lap", lambda clock: setattr(clock, "seconds", self.now))
+        monkeypatch.setattr(Clock, "_lap", lambda clock: setattr(clock.state, "seconds", self.now))
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
-        if batch_idx % module.schedule.accumulation == 0:
-            self.now += next(pace for begin, pace in reversed(self.paces) if self.now >= begin)
+        self.now += next(pace for begin, pace in reversed(self.paces) if self.now >= begin)
 
-    def __call__(self, session: Session) -> Session:
-        session.fit([self])
+    def __call__(self, session: Run) -> Run:
+        fit(session, [self])
         return session
 
 
@@ -73,13 +76,13 @@ def test_a_time_is_met(corpus_folder, tmp_path, monkeypatch, seconds, paces, ste
     session = machine(begin(corpus_folder, tmp_path, *quiet))
     assert seconds <= machine.now < seconds + paces[-1][1] + 1e-9
     assert session.metrics["steps"] == session.schedule.total_steps == steps
-    points = [step for step, _ in read_curves(session.run_dir)["val/loss"]]
+    points = [step for step, _ in read_curves(session.directory)["val/loss"]]
     assert len(points) == min(4, steps)
     assert points[-1] == steps
-    payload = checkpoint.load(session.run_dir / "checkpoints/last.ckpt")
+    payload = checkpoint.load(session.directory / "checkpoints/last.ckpt")
     assert payload["step"] == payload["schedule"]["total_steps"] == steps
-    assert read(session.run_dir / "config.yaml").horizon == payload["config"]["horizon"] == f"{seconds}s"
-    assert decide.resume(str(session.run_dir)) is None
+    assert read(session.directory / "config.yaml").horizon == payload["config"]["horizon"] == f"{seconds}s"
+    assert resume_run(str(session.directory)).complete
 
 
 def test_rates_follow_the_clock(corpus_folder, tmp_path, monkeypatch):
@@ -87,7 +90,7 @@ def test_rates_follow_the_clock(corpus_folder, tmp_path, monkeypatch):
     machine = Machine(monkeypatch, (0.0, 0.0625), (5.0, 0.25))
     changes = ["horizon=10s", "optim=adamw", "optim.lr=0.01", "optim.warmup_steps=5", "trainer.log_every=1"]
     session = machine(begin(corpus_folder, tmp_path, *changes))
-    rates = dict(read_table(session.run_dir)["train/lr"])
+    rates = dict(read_table(session.directory)["train/lr"])
     config = OptimConfig(lr=0.01, warmup_steps=5)
     for step, share in ((41, 0.25), (81, 0.5), (91, 0.75), (100, 0.975)):
         assert rates[step] / 0.01 == pytest.approx(lr_factor(round(1e6 * share), 10**6, config), abs=0.01)
@@ -98,17 +101,15 @@ def test_rates_follow_the_clock(corpus_folder, tmp_path, monkeypatch):
 def test_stopped_and_resumed_it_ends_in_time(corpus_folder, tmp_path, monkeypatch):
     """Resumed on a machine of half the speed, and with a longer time after its end."""
     machine = Machine(monkeypatch, (0.0, 0.125))
-    begin(corpus_folder, tmp_path, "horizon=10s").fit([machine, StopAt(17)])
+    fit(begin(corpus_folder, tmp_path, "horizon=10s"), [machine, StopAt(17)])
     machine.paces = ((0.0, 0.25),)
-    session = decide.resume(str(tmp_path / "run"))
+    session = resume_run(str(tmp_path / "run"))
     machine(session)
     assert (machine.now, session.schedule.total_steps) == (10.125, 17 + 32)
-    longer = decide.resume(str(tmp_path / "run"), "14s")
+    longer = resume_run(str(tmp_path / "run"), "14s")
     machine(longer)
     assert (machine.now, longer.config.horizon) == (14.125, "14s")
-    assert "is behind this run, which has trained 65 steps in 14s" in refusal(
-        decide.resume, str(tmp_path / "run"), "9s"
-    )
+    assert "is behind this run, which has trained 65 steps in 14s" in refusal(resume_run, str(tmp_path / "run"), "9s")
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_met_for_real(corpus_folder, tmp_path):
 
     session = begin(corpus_folder, tmp_path, "horizon=4s", "trainer.validate_every=100000")
     start = time.perf_counter()
-    session.fit([Suspended()])
+    fit(session, [Suspended()])
     assert time.perf_counter() - start > 13
     assert session.metrics["train_seconds"] == pytest.approx(4.0, rel=0.05)
     assert session.metrics["steps"] > 60
@@ -145,15 +146,15 @@ def test_met_for_real(corpus_folder, tmp_path):
 )
 def test_patience_counts_validations(patience, step, best_step, extended_at, expected):
     """It follows from the steps alone; extending a run starts the count again."""
-    schedule = Schedule(6, 3, 2, validate_every=3, extended_at=extended_at)
+    schedule = Schedule(validate_every=3, extended_at=extended_at)
     assert schedule.out_of_patience(patience, step, best_step) is expected
 
 
 def test_patience_ends_a_run(corpus_folder, tmp_path, worse, capfd):
     """It ends two validations after the best, says why, keeps the best checkpoint, and is complete."""
     session = begin(corpus_folder, tmp_path, "patience=2")
-    session.fit()
-    session.report()
+    fit(session)
+    report(session)
     said = capfd.readouterr().out
     assert (
         "stopped early at step 12: no improvement in the last 2 validations (best at step 6). The learning rates were "
@@ -161,14 +162,14 @@ def test_patience_ends_a_run(corpus_folder, tmp_path, worse, capfd):
     )
     assert re.search(r"^trained +12  steps: 1,152 tokens, ", said, re.M)
     assert re.search(r"^best validation +\d\.\d{4}  nats per token, at step 6, which best.ckpt keeps$", said, re.M)
-    assert f"\nrun shorter:  python train.py rerun={session.run_dir} horizon=6steps\n" in said
-    stored = json.loads((session.run_dir / "metrics.json").read_text())
+    assert f"\nrun shorter:  python train.py rerun={session.directory} horizon=6steps\n" in said
+    stored = json.loads((session.directory / "metrics.json").read_text())
     assert (stored["steps"], stored["best_step"]) == (12, 6)
-    files = {name: checkpoint.load(session.run_dir / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}
+    files = {name: checkpoint.load(session.directory / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}
     assert files == {"best": 6, "last": 12}
-    assert decide.resume(str(session.run_dir)) is None
+    assert resume_run(str(session.directory)).complete
     assert "is complete: it stopped early at step 12, by patience=2; to train" in capfd.readouterr().out
-    longer = decide.resume(str(session.run_dir), "31steps")
+    longer = resume_run(str(session.directory), "31steps")
     assert longer.schedule.total_steps == 31
 
 
@@ -176,12 +177,12 @@ def test_patience_after_an_interruption(corpus_folder, tmp_path, worse):
     """A resumed run stops where an uninterrupted one does, with the same files."""
     (tmp_path / "other").mkdir()
     whole, parts = begin(corpus_folder, tmp_path, "patience=2"), begin(corpus_folder, tmp_path / "other", "patience=2")
-    whole.fit()
-    parts.fit([StopAt(10)])
-    resumed = decide.resume(str(parts.run_dir))
-    resumed.fit()
+    fit(whole)
+    fit(parts, [StopAt(10)])
+    resumed = resume_run(str(parts.directory))
+    fit(resumed)
     assert resumed.metrics["steps"] == 12
-    assert differences(parts.run_dir, whole.run_dir) == []
+    assert differences(parts.directory, whole.directory) == []
 
 
 # --- callbacks that ask ---
@@ -190,38 +191,38 @@ def test_patience_after_an_interruption(corpus_folder, tmp_path, worse):
 def test_early_stopping(corpus_folder, tmp_path, worse, capfd):
     """Lightning's own sees each validation; the run ends cleanly, says how to go on, and goes on."""
     session = begin(corpus_folder, tmp_path)
-    session.fit([EarlyStopping(monitor="val/loss", patience=1)])
+    fit(session, [EarlyStopping(monitor="val/loss", patience=1)])
     said = capfd.readouterr().out
     assert "stopped early at step 9, as a callback asked; to go on regardless: python train.py resume=" in said
     assert session.metrics["steps"] == 9
-    last = checkpoint.load(session.run_dir / "checkpoints/last.ckpt")
+    last = checkpoint.load(session.directory / "checkpoints/last.ckpt")
     state = last["callbacks"]["EarlyStopping{'monitor': 'val/loss', 'mode': 'min'}"]
     assert (last["step"], state["wait_count"], float(state["best_score"])) == (9, 1, pytest.approx(1.0))
-    resumed, stopper = decide.resume(str(session.run_dir)), EarlyStopping(monitor="val/loss", patience=3)
-    resumed.fit([stopper])
+    resumed, stopper = resume_run(str(session.directory)), EarlyStopping(monitor="val/loss", patience=3)
+    fit(resumed, [stopper])
     assert resumed.metrics["steps"] == 12  # it remembers that its patience was 1
 
 
 class Asks(Callback):
-    """Asks for the end after some micro-batch."""
+    """Asks for the end after some step."""
 
-    def __init__(self, micro_step: int):
-        self.micro_step = micro_step
+    def __init__(self, step: int):
+        self.step = step
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if batch_idx + 1 == self.micro_step:
+        if batch_idx + 1 == self.step:
             trainer.should_stop = True
 
 
-def test_stop_within_a_step(corpus_folder, tmp_path):
-    """The step is finished and validated, so that the report is true of the model that is saved."""
+def test_a_callback_stops(corpus_folder, tmp_path):
+    """The step is validated, so that the report is true of the model that is saved."""
     session = begin(corpus_folder, tmp_path)
-    session.fit([Asks(9)])
+    fit(session, [Asks(5)])
     assert session.metrics["steps"] == 5
-    assert [step for step, _ in read_curves(session.run_dir)["val/loss"]] == [3, 5]
+    assert [step for step, _ in read_curves(session.directory)["val/loss"]] == [3, 5]
     whole = begin(corpus_folder, tmp_path / "whole", "trainer.checkpoint_every=5", "trainer.keep_every=5")
-    whole.fit()
-    a, b = session.run_dir / "checkpoints/last.ckpt", whole.run_dir / "checkpoints/step-00000005.ckpt"
+    fit(whole)
+    a, b = session.directory / "checkpoints/last.ckpt", whole.directory / "checkpoints/step-00000005.ckpt"
     weights, expected = checkpoint.load(a)["state_dict"], checkpoint.load(b)["state_dict"]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
@@ -230,7 +231,7 @@ def test_a_curve_that_nobody_writes(corpus_folder, tmp_path):
     """Lightning's complaint about a curve to watch is one line that names those there are."""
     session = begin(corpus_folder, tmp_path)
     assert re.search(
-        r"metric `typo` which is not available.*: `val/loss`$", refusal(session.fit, [EarlyStopping(monitor="typo")])
+        r"metric `typo` which is not available.*: `val/loss`$", refusal(fit, session, [EarlyStopping(monitor="typo")])
     )
 
 
@@ -260,7 +261,7 @@ def test_a_stop_signal_while_the_time_is_up(corpus_folder, tmp_path, monkeypatch
     """A signal in the last step changes nothing: the run is complete."""
     machine = Machine(monkeypatch, (0.0, 1.0))
     session = begin(corpus_folder, tmp_path, "horizon=3s")
-    session.fit([machine, StopAt(3, signal.SIGTERM)])
+    fit(session, [machine, StopAt(3, signal.SIGTERM)])
     assert session.metrics["steps"] == 3
 
 
@@ -272,9 +273,9 @@ def test_explosion(tmp_path, corpus_folder, capsys, stop):
     """Rates that are too high are told once, with the rates to try, whether or not the run is stopped meanwhile."""
     rates = ["optim.lr=2", "optim.matrix_lr=2", "optim.warmup_steps=100", "trainer.log_every=2"]
     run = ["horizon=120steps", "trainer.validate_every=20", "data.prompts=[]", f"run_dir={tmp_path / 'run'}"]
-    decide.begin(tiny_config(corpus_folder, *run, *rates)).fit([StopAt(stop)] if stop else [])
+    fit(begin_run(tiny_config(corpus_folder, *run, *rates)), [StopAt(stop)] if stop else [])
     if stop:
-        decide.resume(str(tmp_path / "run")).fit()
+        fit(resume_run(str(tmp_path / "run")))
     lines = [line for line in capsys.readouterr().err.splitlines() if "above its course" in line]
     losses = dict(read_table(tmp_path / "run")["train/loss"])
     told = re.fullmatch(
@@ -291,14 +292,14 @@ def test_explosion(tmp_path, corpus_folder, capsys, stop):
 @pytest.mark.parametrize(("lap", "worked", "counted"), [(10.0, 0.3, 0.3), (3.0, 2.8, 3.0), (10.0, 9.0, 10.0)])
 def test_asleep_in_the_first_step(monkeypatch, lap, worked, counted):
     """Before a usual step is known, time in which the processor did nothing is no training; compiling is."""
-    clock, now = Clock(), {"perf_counter": 100.0, "process_time": 5.0}
+    clock, now = Clock(TrainState(), 0.0), {"perf_counter": 100.0, "process_time": 5.0}
     for name in now:
-        monkeypatch.setattr(f"gpt.training.callbacks.base.time.{name}", lambda name=name: now[name])
+        monkeypatch.setattr(f"gpt.training.run.clock.time.{name}", lambda name=name: now[name])
     with clock.paused():
         pass
-    before = clock.seconds
+    before = clock.state.seconds
     now["perf_counter"] += lap
     now["process_time"] += worked
     with clock.paused():
         pass
-    assert clock.seconds - before == pytest.approx(counted)
+    assert clock.state.seconds - before == pytest.approx(counted)

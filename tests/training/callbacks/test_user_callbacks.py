@@ -12,9 +12,8 @@ from lightning import Callback
 from lightning.pytorch.callbacks import Timer
 
 from gpt.exchange import checkpoint
-from gpt.training import decide
 from gpt.training.config.loading import load_callbacks, validate
-from harness import TINY, StopAt, refusal, refused, tiny_arguments, tiny_config, train
+from harness import TINY, StopAt, begin_run, fit, refusal, refused, resume_run, tiny_arguments, tiny_config, train
 
 MODULE = """
 from lightning import Callback
@@ -23,8 +22,7 @@ class Counter(Callback):
     def __init__(self):
         self.steps = 0
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (batch_idx + 1) % module.schedule.accumulation == 0:
-            self.steps += 1
+        self.steps += 1
     def on_train_end(self, trainer, module):
         print("counted", self.steps)
     def state_dict(self):
@@ -119,18 +117,18 @@ def test_never_stored_and_allowed_on_resuming(place, corpus_folder):
 def test_no_run_brings_callbacks(place, corpus_folder):
     """A crafted checkpoint or config.yaml that names one is refused, and nothing is imported."""
     (place / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
-    session = decide.begin(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={place / 'run'}"))
-    config = session.run_dir / "config.yaml"
+    session = begin_run(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={place / 'run'}"))
+    config = session.directory / "config.yaml"
     stored = yaml.safe_load(config.read_text())
     config.write_text(yaml.safe_dump(stored | {"callbacks": ["evil:make"]}))
-    assert "there is no key 'callbacks'" in refusal(decide.resume, str(session.run_dir))
+    assert "there is no key 'callbacks'" in refusal(resume_run, str(session.directory))
     config.write_text(yaml.safe_dump(stored))
-    session.fit()
-    last = session.run_dir / "checkpoints/last.ckpt"
+    fit(session)
+    last = session.directory / "checkpoints/last.ckpt"
     payload = checkpoint.load(last)
     payload["config"]["callbacks"] = ["evil:make"]
     checkpoint.save(payload, last)
-    assert "cannot be continued: there is no key 'callbacks'" in refusal(decide.resume, str(session.run_dir))
+    assert "cannot be continued: there is no key 'callbacks'" in refusal(resume_run, str(session.directory))
     assert "there is no key 'callbacks'" in refusal(validate, asdict(session.config) | {"callbacks": []})
     assert not (place / "ran").exists()
 
@@ -144,10 +142,10 @@ class Hoards(Callback):
 
 def test_state_that_cannot_be_read_back(corpus_folder, tmp_path):
     """It is named instead of saved: a checkpoint with it would be lost."""
-    session = decide.begin(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
-    line = refusal(session.fit, [Hoards()])
+    session = begin_run(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={tmp_path / 'run'}"))
+    line = refusal(fit, session, [Hoards()])
     assert "callback Hoards: its state cannot be stored (Unsupported: float64)" in line
-    assert not list(session.run_dir.glob("checkpoints/*"))
+    assert not list(session.directory.glob("checkpoints/*"))
 
 
 def test_the_same_state_twice(corpus_folder, tmp_path):

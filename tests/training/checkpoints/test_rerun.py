@@ -7,10 +7,11 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-import gpt.training.command  # noqa: F401
+import gpt.training.config.command  # noqa: F401
 from gpt.files import flatten
-from gpt.training.config.loading import asked_for, to_yaml, validate
+from gpt.training.config.loading import composed_values, to_yaml, validate
 from gpt.training.config.schema import Config
+from gpt.training.config.words import given_by
 from harness import ROOT, differences, refusal, tiny_arguments, tiny_config, train
 
 AUTO = ("device", "precision", "compile", "micro_batch_size")
@@ -32,7 +33,7 @@ def rerun(run: Path, *overrides: str) -> Config:
     """The configuration of `python train.py rerun=RUN ...`."""
     overrides = (f"rerun={run}", *overrides)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return validate(asked_for(compose("train", list(overrides)), list(overrides)))
+        return validate(composed_values(compose("train", list(overrides)), list(given_by(list(overrides)))))
 
 
 def changes(run: Path, config: Config) -> dict:

@@ -12,11 +12,23 @@ import pytest
 import yaml
 
 from gpt.exchange import checkpoint
-from gpt.training import decide
+from gpt.training.config.asked import Asked
 from gpt.training.config.loading import read
 from gpt.training.optim import OptimConfig, lr_factor
+from gpt.training.resume import settle_auto
 from gpt.training.run.run import Run
-from harness import StopAt, differences, refusal, refused, tiny_arguments, tiny_config, train
+from harness import (
+    StopAt,
+    begin_run,
+    differences,
+    fit,
+    refusal,
+    refused,
+    resume_run,
+    tiny_arguments,
+    tiny_config,
+    train,
+)
 
 STEADY = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
 
@@ -25,7 +37,7 @@ STEADY = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 st
 def trained(corpus_folder) -> Path:
     """A run of 61 steps."""
     run_dir = corpus_folder / "trained"
-    decide.begin(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}")).fit()
+    fit(begin_run(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}")))
     return run_dir
 
 
@@ -48,8 +60,8 @@ def test_before_the_rates_fall(corpus_folder, tmp_path):
     """A run that is extended before its rates fall is, bit for bit, the run of that horizon from the start."""
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     config = tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}")
-    decide.begin(config).fit([StopAt(13)])
-    decide.begin(tiny_config(corpus_folder, STEADY, "horizon=83steps", f"run_dir={whole}")).fit()
+    fit(begin_run(config), [StopAt(13)])
+    fit(begin_run(tiny_config(corpus_folder, STEADY, "horizon=83steps", f"run_dir={whole}")))
     train(f"resume={run_dir}", "horizon=83steps")
     assert [d for d in differences(run_dir, whole) if "extended_at" not in d] == []
 
@@ -71,14 +83,14 @@ def test_patience_begins_anew(corpus_folder, tmp_path):
     """A run that ran out of patience while its rates were at their peak trains to the new horizon's validations."""
     run_dir, wild = tmp_path / "run", ["optim.decay_from=1.0", "optim.lr=5.0"]
     config = tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}", *wild)
-    decide.begin(dataclasses.replace(config, patience=1)).fit()
+    fit(begin_run(dataclasses.replace(config, patience=1)))
     stopped = json.loads((run_dir / "metrics.json").read_text())["steps"]
     assert stopped < 61
-    session = decide.resume(str(run_dir), "83steps")
+    session = resume_run(str(run_dir), "83steps")
     assert session.schedule.extended_at == stopped
-    session.fit()
+    fit(session)
     assert session.metrics["steps"] > stopped + 1
-    assert decide.resume(str(run_dir)) is None
+    assert resume_run(str(run_dir)).complete
 
 
 @pytest.mark.slow
@@ -89,10 +101,10 @@ def test_interrupted_extension(short, tmp_path, number):
     train(f"resume={whole}", "horizon=97steps")
     child = os.fork()
     if child == 0:
-        session = decide.resume(str(short), "97steps")
+        session = resume_run(str(short), "97steps")
         assert session is not None
         try:
-            session.fit([StopAt(79, number)])
+            fit(session, [StopAt(79, number)])
         finally:
             os._exit(143)
     _, status = os.waitpid(child, 0)
@@ -104,28 +116,28 @@ def test_interrupted_extension(short, tmp_path, number):
 def test_killed_between_two_files(short):
     """A kill between the extended last.ckpt and config.yaml leaves the old horizon there; resuming mends it."""
     before = (short / "config.yaml").read_bytes()
-    decide.resume(str(short), "97steps").fit([StopAt(62)])
+    fit(resume_run(str(short), "97steps"), [StopAt(62)])
     extended = (short / "config.yaml").read_bytes()
     (short / "config.yaml").write_bytes(before)
-    decide.resume(str(short)).fit([StopAt(63)])
+    fit(resume_run(str(short)), [StopAt(63)])
     assert (short / "config.yaml").read_bytes() == extended != before
 
 
 def test_a_kept_checkpoint_that_a_kill_prevented(corpus_folder, tmp_path):
     """It is made when the run is resumed at its step."""
     run_dir, keep = tmp_path / "run", ["horizon=9steps", "trainer.keep_every=4", "trainer.checkpoint_every=4"]
-    decide.begin(tiny_config(corpus_folder, *keep, f"run_dir={run_dir}")).fit([StopAt(4)])
+    fit(begin_run(tiny_config(corpus_folder, *keep, f"run_dir={run_dir}")), [StopAt(4)])
     kept = run_dir / "checkpoints/step-00000004.ckpt"
     content = kept.read_bytes()
     kept.unlink()
-    decide.resume(str(run_dir)).fit()
+    fit(resume_run(str(run_dir)))
     assert kept.read_bytes() == content
 
 
 def test_reached_already(short):
     """A horizon that has been reached is one line, and changes nothing."""
     files = {file: file.read_bytes() for file in short.rglob("*") if file.is_file()}
-    line = refusal(decide.resume, str(short), "1epochs")
+    line = refusal(resume_run, str(short), "1epochs")
     assert re.match(r"horizon=1epochs is behind this run, which has trained 61 steps in \d+s: give a longer", line)
     assert {file: file.read_bytes() for file in short.rglob("*") if file.is_file()} == files
 
@@ -133,9 +145,9 @@ def test_reached_already(short):
 def test_without_a_checkpoint(corpus_folder, tmp_path):
     """A run that never saved begins with the new horizon, and its config.yaml says so once it trains."""
     run_dir = tmp_path / "run"
-    decide.begin(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}"))
-    session = decide.resume(str(run_dir), "7steps")
-    session.fit()
+    begin_run(tiny_config(corpus_folder, STEADY, "horizon=61steps", f"run_dir={run_dir}"))
+    session = resume_run(str(run_dir), "7steps")
+    fit(session)
     assert (session.metrics["steps"], read(run_dir / "config.yaml").horizon) == (7, "7steps")
 
 
@@ -160,21 +172,21 @@ def damage(change):
     [
         (lambda p: p.pop("schedule"), "it has no 'schedule'"),
         (lambda p: p["schedule"].update(more=1), "unexpected keyword argument 'more'"),
-        (lambda p: p["callbacks"].pop("Clock"), "it has no 'Clock'"),
-        (lambda p: p["callbacks"].pop("Validation"), "it has no 'Validation'"),
-        (lambda p: p["callbacks"]["Curves"].pop("losses"), "it has no 'losses'"),
+        (lambda p: p["state"].pop("seconds"), "it has no 'seconds'"),
+        (lambda p: p["state"].pop("losses"), "it has no 'losses'"),
+        (lambda p: p["state"].update(worse="2"), "its worse is '2'"),
         (lambda p: p["state_dict"].pop("final_norm.bias"), "Missing key"),
         (
             lambda p: p["state_dict"].update({"final_norm.bias": p["state_dict"]["final_norm.bias"][:5]}),
             "size mismatch",
         ),
-        (lambda p: p["optimizer_states"].pop(), "it has the states of 0 optimizers"),
-        (lambda p: p["optimizer_states"][0]["state"].pop(0), "does not fit the model's weights"),
+        (lambda p: p["optimizer_states"].pop(), "not enough values to unpack"),
+        (lambda p: p["optimizer_states"][0]["state"].pop(0), "it has no 0"),
         (
             lambda p: p["optimizer_states"][0]["state"][0].update(exp_avg=p["state_dict"]["final_norm.bias"]),
             "does not fit the model's weights",
         ),
-        (lambda p: p["optimizer_states"][0]["param_groups"].pop(), "different number of parameter groups"),
+        (lambda p: p["optimizer_states"][0]["param_groups"].pop(), "is shorter than"),
     ],
 )
 def test_is_refused_before_anything_changes(short, change, problem):
@@ -199,7 +211,7 @@ def test_another_configuration(short):
 def test_another_text(short):
     """A run continues only on the text and the tokens that it has learnt."""
     damage(lambda p: p["corpus"].update(corpus="0" * 64))(short)
-    assert "the corpus was 000000" in (line := refusal(decide.resume, str(short), "97steps"))
+    assert "the corpus was 000000" in (line := refusal(resume_run, str(short), "97steps"))
     assert f"start a new run with init_from={short}/checkpoints/last.ckpt" in line
 
 
@@ -254,9 +266,9 @@ def test_other_settings(corpus_folder, tmp_path, change, line):
     began = tiny_config(corpus_folder, "horizon=5steps", "data.prompts=null")
     Run.create(str(tmp_path / "run"), "", config.as_decided_from(began))
     asked = ["data.prompts=null", "resume=auto", f"run_dir={tmp_path / 'run'}", "horizon=5steps"]
-    assert line in (found := refusal(decide.new_or_resumed, tiny_config(corpus_folder, *asked, change)))
+    assert line in (found := refusal(settle_auto, Asked(tiny_config(corpus_folder, *asked, change))))
     assert "resume=" in found
-    assert decide.new_or_resumed(tiny_config(corpus_folder, *asked)).resume == str(tmp_path / "run")
+    assert settle_auto(Asked(tiny_config(corpus_folder, *asked))).config.resume == str(tmp_path / "run")
 
 
 def test_what_the_run_has_decided(corpus_folder, tmp_path):
@@ -266,7 +278,31 @@ def test_what_the_run_has_decided(corpus_folder, tmp_path):
     Run.create(str(tmp_path / "run"), "", stored)
     asked = ["resume=auto", "init_from=gpt2", "trainer.micro_batch_size=auto", "horizon=2h"]
     there = [*asked, f"run_dir={tmp_path / 'run'}"]
-    assert decide.new_or_resumed(tiny_config(corpus_folder, *there)).resume == str(tmp_path / "run")
+    assert settle_auto(Asked(tiny_config(corpus_folder, *there))).config.resume == str(tmp_path / "run")
     dropout = tiny_config(corpus_folder, *there, "model.dropout=0.2")
-    assert "model.dropout=0.2 here" in refusal(decide.new_or_resumed, dropout)
-    assert "add run_dir=DIR" in refusal(decide.new_or_resumed, tiny_config(corpus_folder, *asked))
+    assert "model.dropout=0.2 here" in refusal(settle_auto, Asked(dropout))
+    assert "add run_dir=DIR" in refusal(settle_auto, Asked(tiny_config(corpus_folder, *asked)))
+
+
+def test_what_the_run_began_with(corpus_folder, tmp_path):
+    """A command may be repeated after its run was given another horizon, or other devices and so smaller pieces."""
+    began = tiny_config(corpus_folder, "horizon=5steps", "trainer.micro_batch_size=6")
+    changes = ["horizon=9steps", "trainer.micro_batch_size=3", "trainer.devices=2"]
+    went_on = tiny_config(corpus_folder, *changes).amending(began, 4)
+    assert {line.partition("=")[0] for line in went_on.amended} == {line.partition("=")[0] for line in changes}
+    Run.create(str(tmp_path / "run"), "", went_on)
+    asked = ["resume=auto", f"run_dir={tmp_path / 'run'}", "trainer.micro_batch_size=6"]
+    for horizon in ("horizon=5steps", "horizon=9steps"):
+        again = settle_auto(Asked(tiny_config(corpus_folder, *asked, horizon)))
+        assert (again.config.resume, again.given) == (str(tmp_path / "run"), {})
+    assert "horizon=7steps" in refusal(settle_auto, Asked(tiny_config(corpus_folder, *asked, "horizon=7steps")))
+
+
+def test_machines_that_are_given(corpus_folder, tmp_path):
+    """A run of two machines goes on on one in as many processes as each had."""
+    on_two = tiny_config(corpus_folder, "trainer.devices=2", "trainer.num_nodes=2", "trainer.tokens_per_step=192")
+    Run.create(str(tmp_path / "run"), "", on_two)
+    resumed = tiny_config(corpus_folder, f"resume={tmp_path / 'run'}", "trainer.devices=null")
+    assert Asked(resumed).processes == 1  # of which a launcher starts four
+    resumed.trainer.num_nodes = 1
+    assert Asked(resumed).processes == 2

@@ -12,14 +12,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt.sampling.scoring import Score
-from gpt.training import decide
-from gpt.training.callbacks.stopping import MemorisingWarning
+from gpt.training.begin import load_corpora
 from gpt.training.config.advice import warnings
 from gpt.training.config.loading import validate
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.decide import load_corpora, make_schedule
-from gpt.training.session import Session
-from harness import StopAt, differences, tiny_config, write_corpus
+from gpt.training.metrics.alarms import look_for_memorising
+from gpt.training.run.run import Run
+from gpt.training.run.state import TrainState
+from harness import StopAt, begin_run, differences, fit, resume_run, tiny_config, write_corpus
 
 CHINESE = "人人生而自由在尊严和权利上一律平等他们赋有理性和良心并应以兄弟关系的精神相对待"
 
@@ -30,9 +31,9 @@ FREQUENCIES = [1 / (rank + 3) for rank in range(len(WORDS))]
 
 def told(config: Config) -> list[str]:
     """The lines for a configuration, each of which fits a wide terminal."""
-    settings = dataclasses.replace(config.trainer, micro_batch_size="1")
+    settings = dataclasses.replace(config.trainer, micro_batch_size=1)
     corpora = load_corpora(config)
-    schedule = make_schedule(dataclasses.replace(config, trainer=settings), corpora.train_tokens, False)
+    schedule = Schedule.of(dataclasses.replace(config, trainer=settings), corpora.train_tokens)
     lines = warnings(config, schedule, corpora)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
     return lines
@@ -99,18 +100,6 @@ def test_python(tmp_path, changes):
     assert told(changed(Config(), f"data.cache={tmp_path}", *changes)) == []
 
 
-def test_short_documents(tmp_path):
-    """The context to set is one that still divides a step; few documents, or a few long ones, are no reason."""
-    documents = [words(20, seed) for seed in range(1201)]
-    config = settings(tmp_path, documents, "horizon=7steps")
-    [line] = told(config)
-    found = re.match(r"95% of the text .* of at most (\d\d) tokens, so a window of 128 mixes .*: try (.*=64)$", line)
-    assert found and 32 < int(found[1]) <= 64
-    assert told(changed(config, found[2])) == []
-    for others in (documents[:90], [*documents, words(2000)]):
-        assert not any("model.context_length" in line for line in told(settings(tmp_path, others)))
-
-
 def test_cut_into_bytes(tmp_path):
     """GPT-2's tokenizer on Chinese; with the one that the line names, nothing is left to say."""
     chooser = random.Random(7)
@@ -120,25 +109,6 @@ def test_cut_into_bytes(tmp_path):
     found = re.match(r"GPT-2's .* into 1\.\d bytes a token, .*: try (tokenizer=bpe) (.*_size=\d+)$", line)
     assert found and told(changed(config, found[1], found[2])) == []
     assert not any("GPT-2" in line for line in told(settings(tmp_path, "    x = 1_1\n" * 3001, "tokenizer=gpt2")))
-
-
-def test_size(tmp_path):
-    """A model far too large or too small for its horizon is named with one that suits it, and mini is not."""
-    config = settings(tmp_path, words(220_000), "horizon=400steps")
-    for layers, channels, horizon, what in (
-        (8, 256, "400steps", "large"),
-        (2, 64, "13000steps", "small"),
-        (4, 128, "2000steps", ""),
-        (2, 64, "2h", ""),
-    ):
-        shape = [f"model.num_layers={layers}", f"model.d_model={channels}", f"model.num_heads={channels // 32}"]
-        lines = told(changed(config, f"horizon={horizon}", *shape))
-        assert len(lines) == bool(what), lines
-        if what:
-            assert f"{layers} layers of {channels} channels are {what} for " in lines[0]
-            remedy = re.search(r"tokens: try (model.* horizon=\d+steps), about \d+% fewer bits per byte$", lines[0])
-            assert remedy
-            assert told(changed(config, *remedy[1].split())) == []
 
 
 def test_mixture(tmp_path):
@@ -160,7 +130,7 @@ def test_begin_says_it(tmp_path, capsys):
     write_corpus(tmp_path)
     config = tiny_config(tmp_path)
     for run in ("one", "two"):
-        decide.begin(dataclasses.replace(config, run_dir=str(tmp_path / run)))
+        begin_run(dataclasses.replace(config, run_dir=str(tmp_path / run)))
         lines = capsys.readouterr().err.splitlines()
         assert [line.split(" has ")[0] for line in lines] == [
             "train.py: 4,000 steps would read the text 106 times; beyond about 50 a model only memorises it: try "
@@ -187,14 +157,14 @@ NO_TURN = -1
 )
 def test_turning(capsys, validation, training, expected):
     """Two validations in a row above the best by more than the margin, while the training loss is below its then."""
-    best, curves = SimpleNamespace(best_loss=math.inf, best_step=-1), SimpleNamespace(loss=math.nan)
-    turning = MemorisingWarning(best, curves)
-    module = SimpleNamespace(config=Config(), corpora=SimpleNamespace(train_tokens=10**9))
+    state = TrainState()
+    run = SimpleNamespace(config=Config(), text=SimpleNamespace(train_tokens=10**9), state=state)
     said = []
-    for step, (loss, curves.loss) in enumerate(zip(validation, training, strict=True), start=1):
-        if loss < best.best_loss:
-            best.best_loss, best.best_step = loss, step
-        turning.on_validated(SimpleNamespace(is_global_zero=True), module, step, Score(loss, 1, 1))
+    for step, (loss, trained) in enumerate(zip(validation, training, strict=True), start=1):
+        state.loss = None if math.isnan(trained) else trained
+        if loss < state.best_loss:
+            state.best_loss, state.best_step = loss, step
+        look_for_memorising(run, step, Score(loss, 1, 1))  # type: ignore[arg-type]
         said += [(step, line) for line in capsys.readouterr().err.splitlines()]
     assert [step for step, _ in said] == ([] if expected == NO_TURN else [expected])
     best_then = validation.index(min(validation[:expected])) + 1
@@ -208,13 +178,13 @@ def test_said_once_across_resumes(corpus_folder, tmp_path, worse, capsys):
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "
     line += "model is memorising. best.ckpt holds step 6; try horizon=6steps"
 
-    def said(session: Session, stop: int = 0) -> int:
-        session.fit([StopAt(stop)] if stop else [])
+    def said(session: Run, stop: int = 0) -> int:
+        fit(session, [StopAt(stop)] if stop else [])
         return capsys.readouterr().err.splitlines().count(line)
 
     whole, parts = (tmp_path / name for name in ("whole", "parts"))
-    assert said(decide.begin(dataclasses.replace(config, run_dir=str(whole)))) == 1
-    assert said(decide.begin(dataclasses.replace(config, run_dir=str(parts))), stop=10) == 0
-    assert said(decide.resume(str(parts)), stop=14) == 1
-    assert said(decide.resume(str(parts))) == 0
+    assert said(begin_run(dataclasses.replace(config, run_dir=str(whole)))) == 1
+    assert said(begin_run(dataclasses.replace(config, run_dir=str(parts))), stop=10) == 0
+    assert said(resume_run(str(parts)), stop=14) == 1
+    assert said(resume_run(str(parts))) == 0
     assert differences(parts, whole) == []

@@ -9,9 +9,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from gpt.console import quote
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
-from gpt.training.command import _for_hydra, as_typed
 from gpt.training.config.loading import OTHER_TRAINERS, unknown_key, validate
 from gpt.training.config.schema import Config
+from gpt.training.config.words import as_typed, for_hydra
 from harness import refusal, refused
 
 
@@ -62,13 +62,13 @@ def test_every_key_in_the_table_exists(theirs, ours):
         (["seed=~"], ["seed=~"]),
     ],
 )
-def test_for_hydra(words, expected, monkeypatch):
+def testfor_hydra(words, expected, monkeypatch):
     """What Hydra would refuse, as it takes it: options first; and `~` is the home directory, however it comes."""
     monkeypatch.setenv("HOME", "/me")
-    assert _for_hydra(words) == expected
+    assert for_hydra(words) == expected
     given = ["data.separator=<|a|>", "data.separator=[SEP]", "data.separator='---'", "data.separator=null"]
     quoted = ["data.separator='<|a|>'", "data.separator='[SEP]'", *given[2:]]
-    assert _for_hydra(given) == quoted
+    assert for_hydra(given) == quoted
     config = validate({"run_dir": "~/a", "resume": "~/b", "data": {"cache": "~/c"}})
     assert (config.run_dir, config.resume, config.data.cache) == ("/me/a", "/me/b", "/me/c")
 
@@ -96,7 +96,7 @@ def test_for_hydra(words, expected, monkeypatch):
 def test_paths_are_taken_as_they_stand(typed, path, key, monkeypatch):
     """Whatever Hydra's grammar makes of such characters elsewhere, without a second pair of quotes."""
     monkeypatch.setenv("HOME", "/me")
-    (word,) = _for_hydra([f"{key}={typed}"])
+    (word,) = for_hydra([f"{key}={typed}"])
     assert OverridesParser.create().parse_override(word).value() == path
     assert as_typed([word]) == quote(f"{key}={typed}")
 
@@ -105,10 +105,10 @@ def test_a_sweep_over_paths(monkeypatch, tmp_path):
     """With -m a comma parts paths, unless a file has it in its name; Hydra's functions stay."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", "-m"])
-    assert _for_hydra(["data.path=größe.txt,b c.txt"]) == ["data.path='größe.txt','b c.txt'"]
-    assert _for_hydra(["data.path=glob(*)"]) == ["data.path=glob(*)"]
+    assert for_hydra(["data.path=größe.txt,b c.txt"]) == ["data.path='größe.txt','b c.txt'"]
+    assert for_hydra(["data.path=glob(*)"]) == ["data.path=glob(*)"]
     (tmp_path / "a,b.txt").touch()
-    assert _for_hydra(["data.path=a,b.txt"]) == ["data.path='a,b.txt'"]
+    assert for_hydra(["data.path=a,b.txt"]) == ["data.path='a,b.txt'"]
 
 
 def test_quotes_inside_quotes(tmp_path):

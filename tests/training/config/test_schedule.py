@@ -7,13 +7,12 @@ import pytest
 from gpt.model.transformer import ModelConfig
 from gpt.training.config.schedule import MOST_STEPS, Schedule
 from gpt.training.config.schema import Config, TrainerConfig
-from gpt.training.decide import make_schedule
 from gpt.training.optim import OptimConfig, lr_factor
 from harness import refusal
 
 CONFIG = Config(
     model=ModelConfig(context_length=1024),
-    trainer=TrainerConfig(tokens_per_step=7 * 1024, micro_batch_size="1", validate_every=500),
+    trainer=TrainerConfig(tokens_per_step=7 * 1024, micro_batch_size=1, validate_every=500),
 )
 
 
@@ -30,20 +29,20 @@ CONFIG = Config(
 )
 def test_horizon(horizon, steps, seconds):
     """Steps, tokens and epochs of 50,000 tokens become steps of 7 x 1,024; how many a time has is known at its end."""
-    schedule = make_schedule(dataclasses.replace(CONFIG, horizon=horizon), 50_000, True)
-    assert (schedule.total_steps, schedule.seconds, schedule.automatic) == (steps, seconds, True)
-    assert (schedule.windows_per_step, schedule.micro_batch_size, schedule.accumulation) == (7, 1, 7)
+    schedule = Schedule.of(dataclasses.replace(CONFIG, horizon=horizon), 50_000)
+    assert (schedule.total_steps, schedule.seconds) == (steps, seconds)
+    assert (CONFIG.windows_per_step, CONFIG.micro_batch_size, CONFIG.accumulation) == (7, 1, 7)
 
 
 def test_too_many_steps():
-    line = refusal(make_schedule, dataclasses.replace(CONFIG, horizon="99999Bsteps"), 50_000, True)
+    line = refusal(Schedule.of, dataclasses.replace(CONFIG, horizon="99999Bsteps"), 50_000)
     assert line == "horizon: 99,999,000,000,000 steps are out of range: they must be at most 1,000,000,000,000"
 
 
 @pytest.mark.parametrize(("steps", "every"), [(4000, 500), (2000, 500), (1999, 499), (122, 30), (7, 1), (3, 1), (1, 1)])
 def test_every_run_validates_four_times(steps, every):
     """The configured interval holds where it gives four validations; shorter runs validate more often."""
-    schedule = make_schedule(dataclasses.replace(CONFIG, horizon=f"{steps}steps"), 50_000, True)
+    schedule = Schedule.of(dataclasses.replace(CONFIG, horizon=f"{steps}steps"), 50_000)
     assert schedule.validate_every == every
     validations = sum(schedule.due(step, schedule.validate_every) for step in range(1, steps + 1))
     assert validations >= min(4, steps)
@@ -51,13 +50,13 @@ def test_every_run_validates_four_times(steps, every):
 
 def test_due():
     """At multiples of the interval, and at the horizon."""
-    schedule = Schedule(6, 3, 2, total_steps=11)
+    schedule = Schedule(total_steps=11)
     assert [step for step in range(1, 12) if schedule.due(step, 5)] == [5, 10, 11]
 
 
 def test_rates_follow_the_clock():
     """A run that has had two fifths of its time after 40 steps has the rates of one of 100 steps."""
-    schedule, config = Schedule(6, 3, 2, seconds=300.0), OptimConfig(warmup_steps=0, decay_from=0.0)
+    schedule, config = Schedule(seconds=300.0), OptimConfig(warmup_steps=0, decay_from=0.0)
     assert schedule.rate_factor(40, 0.4, config) == lr_factor(40, 100, config) == 0.6
     assert schedule.rate_factor(0, 0.0, config) == 1.0
     assert schedule.rate_factor(7, 1.0, config) == lr_factor(7, 8, config)
@@ -70,5 +69,7 @@ def test_rates_follow_the_clock():
 )
 def test_smaller_micro_batch(size, accumulation, smaller):
     """Half, or the next divisor below: the windows of a step stay the same."""
-    schedule = Schedule(size * accumulation, size, accumulation, automatic=True).with_smaller_micro_batch()
-    assert (schedule.micro_batch_size, schedule.accumulation) == smaller
+    trainer = TrainerConfig(tokens_per_step=1024 * size * accumulation, micro_batch_size=size)
+    chosen = {"trainer.micro_batch_size": "auto"}
+    config = dataclasses.replace(CONFIG, trainer=trainer, decided=chosen).with_smaller_micro_batch()
+    assert (config.micro_batch_size, config.accumulation) == smaller

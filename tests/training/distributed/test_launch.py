@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,20 +13,25 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from lightning import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from gpt.exchange import checkpoint
-from gpt.training.checkpoints import signals
-from gpt.training.checkpoints.resuming import on_devices
+from gpt.training.config.asked import Asked
 from gpt.training.config.loading import read, validate
-from gpt.training.config.schedule import Schedule
-from gpt.training.decide import begin, new_or_resumed
-from gpt.training.distributed.launch import Ranks, as_launched, ranks
+from gpt.training.distributed.launch import as_launched, as_one_of_many, connect, ranks
+from gpt.training.distributed.launchers import Ranks, meeting_point
+from gpt.training.resume import on_devices, settle_auto
+from gpt.training.run import signals
 from harness import (
     CONCERNS,
     ROOT,
+    begin_run,
     command,
+    differences,
+    fit,
+    needs,
     read_curves,
     refusal,
     tiny_arguments,
@@ -35,6 +42,14 @@ from harness import (
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_NODES": "2"}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+KUBERNETES = {"RANK": "1", "WORLD_SIZE": "3"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +72,15 @@ def variables(monkeypatch):
         (TORCHRUN, Ranks(3, 6, 1, 2)),
         (SRUN, Ranks(5, 6, 2, 3)),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"} | TORCHRUN, Ranks(3, 6, 1, 2)),  # torchrun in srun
+        (OPEN_MPI, Ranks(3, 6, 1, 2)),
+        (PMI, Ranks(3, 6, 1, 2)),
+        (KUBERNETES, Ranks(1, 3, 0, 1)),
+        (KUBERNETES | TORCHRUN, Ranks(3, 6, 1, 2)),
+        (SRUN | OPEN_MPI, Ranks(3, 6, 1, 2)),  # whose mpirun starts a helper on each machine with srun
+        (SRUN | PMI, Ranks(3, 6, 1, 2)),
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "6"}, Ranks(5, 6, 2, 3)),  # srun --mpi=pmi2
+        (SRUN | {"WORLD_SIZE": "6", "MASTER_ADDR": "a01"}, Ranks(5, 6, 2, 3)),  # exported in a job's script
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, Ranks()),
         ({}, Ranks()),
         ({"RANK": "0", "WORLD_SIZE": "1"}, Ranks()),
         ({"LOCAL_RANK": "1"}, Ranks()),
@@ -64,6 +88,7 @@ def variables(monkeypatch):
     ],
 )
 def test_ranks(variables, given, expected):
+    """Of each launcher's variables, also of one within another."""
     variables(given)
     assert ranks() == expected
     assert ranks().num_nodes == expected.world_size // expected.devices
@@ -74,21 +99,65 @@ def test_ranks(variables, given, expected):
     [
         ({"WORLD_SIZE": "2"}, "RANK= WORLD_SIZE=2"),
         (TORCHRUN | {"RANK": "6"}, "RANK=6 WORLD_SIZE=6"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2: not what torchrun or srun sets"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4: not what torchrun or srun sets, with as many"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2: not what torchrun, mpirun or srun sets"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4: not what torchrun, mpirun or srun sets, with as"),
+        (KUBERNETES | {"LOCAL_RANK": "1"}, "RANK=1 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=: not what"),
+        (KUBERNETES | {"RANK": "3"}, "RANK=3 WORLD_SIZE=3: not what"),
         (SRUN | {"SLURM_PROCID": "one"}, "SLURM_PROCID=one"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "OMPI_COMM_WORLD_LOCAL_SIZE=4: not what"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4 MPI_LOCALRANKID= MPI_LOCALNRANKS=: not what"),
     ],
 )
 def test_variables_that_do_not_fit(variables, given, shown):
     variables(given)
     assert shown in (line := refusal(ranks))
-    assert "unset WORLD_SIZE" in line or "unset SLURM_STEP_NUM_TASKS" in line
+    assert any(line.endswith(f"unset {name}") for name in given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (TORCHRUN | {"MASTER_ADDR": "a01", "MASTER_PORT": "29500"}, ("a01", "29500")),
+        (SRUN | {"SLURM_STEP_NODELIST": "a[01-04,07],b[1-3]", "SLURM_JOB_ID": "7"}, ("a01", "15007")),
+        (SRUN | {"SLURM_STEP_NODELIST": "a1,b1", "SLURM_JOB_ID": "10007", "SLURM_STEP_ID": "2"}, ("a1", "15009")),
+        (SRUN | {"SLURM_STEP_NODELIST": "a1,b1", "MASTER_ADDR": "b1", "MASTER_PORT": "29500"}, ("b1", "29500")),
+        (PMI | {"PMI_SIZE": "2", "PMI_RANK": "1"}, ("127.0.0.1", str(15_000 + os.getppid() % 10_000))),
+        (KUBERNETES | {"MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}, ("job-0", "23456")),
+    ],
+)
+def test_meeting_point(variables, given, expected):
+    variables(given)
+    assert meeting_point(ranks()) == expected
+
+
+def test_jobs_of_mpirun_meet_apart(variables):
+    """All ranks of one find the same port, and those of another find another."""
+    points = []
+    for rank, job in (("2", "1239744513"), ("3", "1239744513"), ("3", "1239023617")):
+        variables(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": rank, "MASTER_ADDR": "a01", "PMIX_NAMESPACE": job})
+        points.append(meeting_point(ranks()))
+    assert points[0] == points[1] != points[2]
+    assert all(15_000 <= int(port) < 25_000 for _, port in points)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (OPEN_MPI | {"PMIX_NAMESPACE": "7"}, "MASTER_ADDR= MASTER_PORT=: 6 processes on 3 machines do not know where"),
+        (PMI | {"MASTER_ADDR": "a01"}, "MASTER_ADDR=a01 MASTER_PORT=: 6 processes on 3 machines do not know where"),
+        (KUBERNETES, "MASTER_ADDR= MASTER_PORT=: 3 processes on 3 machines do not know where to meet"),
+    ],
+)
+def test_machines_that_cannot_know_where_to_meet(variables, given, shown):
+    variables(given)
+    assert (line := refusal(connect)).startswith(shown)
+    assert "mpirun -x MASTER_ADDR=HOST1 -x MASTER_PORT=29500" in line
 
 
 def test_configured_and_started_processes(variables):
     """What the user gives must agree with the launcher; what they leave out comes from it."""
     assert (as_launched(None, None), as_launched(5, None)) == ((1, 1), (5, 1))
-    assert refusal(as_launched, None, 2).startswith("trainer.num_nodes=2: start train.py with torchrun or srun on each")
+    assert refusal(as_launched, None, 2).startswith("trainer.num_nodes=2: start train.py with torchrun, mpirun or srun")
     variables(TORCHRUN)
     assert as_launched(None, None) == as_launched(2, 3) == (2, 3)
     for given in ((4, None), (None, 2)):
@@ -97,7 +166,7 @@ def test_configured_and_started_processes(variables):
 
 def test_several_devices_take_several_processes(corpus_folder, tmp_path):
     """From Python, without a launcher: one line, and nothing is written."""
-    line = refusal(begin, tiny_config(corpus_folder, "trainer.devices=2", f"run_dir={tmp_path / 'run'}"))
+    line = refusal(begin_run, tiny_config(corpus_folder, "trainer.devices=2", f"run_dir={tmp_path / 'run'}"))
     assert line.startswith("trainer.devices=2 takes 2 processes, and this is one: use python train.py, or start this")
     assert not (tmp_path / "run").exists()
 
@@ -114,9 +183,43 @@ def test_lightning_finds_no_slurm(corpus_folder, tmp_path, variables):
     """It takes over no signal with which to save files of its own and to requeue the job."""
     variables(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"})
     watcher = Watcher()
-    begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}")).fit([watcher])
+    fit(begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}")), [watcher])
     assert isinstance(watcher.handler.__self__, signals.StopSignals)
     assert type(watcher.environment) is LightningEnvironment
+
+
+# --- a process group that exists already ---
+
+
+@pytest.fixture
+def group():
+    """Make a process group of one, which stays the test's own."""
+
+    def make(backend: str) -> None:
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    yield make
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_group_is_joined_and_left(group):
+    """It is neither made again nor destroyed at the end."""
+    group("gloo")
+    before = torch.distributed.group.WORLD
+    with as_one_of_many():
+        connect()
+        assert torch.distributed.group.WORLD is before
+    assert torch.distributed.group.WORLD is before
+
+
+def test_a_process_group_that_does_not_fit(group, variables, monkeypatch):
+    """Other numbers than the variables', and nothing that sends what lies on the CPU."""
+    group("cuda:gloo")
+    variables(TORCHRUN)
+    assert refusal(connect).startswith("this is process 0 of 1 in its process group, and process 3 of 6 by its var")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
+    assert refusal(connect).startswith("the process group has cuda:gloo, and nothing for what lies on the CPU: make")
 
 
 # --- on other numbers of devices ---
@@ -125,42 +228,38 @@ def test_lightning_finds_no_slurm(corpus_folder, tmp_path, variables):
 def test_windows_stay_the_same(corpus_folder):
     """Any number of devices that divides the windows of a step has the same windows in each step."""
     config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 windows
-    schedule = Schedule(12, 4, 3)
     for devices, num_nodes, size, accumulation in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
-        changed, new = on_devices(config, schedule, devices, num_nodes)
-        assert (new.micro_batch_size, new.accumulation) == (size, accumulation)
-        assert new.micro_batch_size * new.accumulation * devices * num_nodes == 12
+        changed = on_devices(config, devices, num_nodes)
+        assert (changed.micro_batch_size, changed.accumulation) == (size, accumulation)
         assert changed.trainer.world_size == devices * num_nodes
         assert validate(dataclasses.asdict(changed)) == changed
-    assert on_devices(config, schedule, 1, 1) == (config, schedule)
-    assert "12 windows, which 5 devices cannot share evenly" in refusal(on_devices, config, schedule, 5, 1)
+    assert on_devices(config, 1, 1) == config
+    assert "12 windows, which 5 devices cannot share evenly" in refusal(on_devices, config, 5, 1)
 
 
 def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
     """A job queue may give `resume=auto` other devices each time."""
-    session = begin(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    given = dataclasses.replace(session.config, resume="auto", run_dir=str(session.run_dir))
+    session = begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    given = dataclasses.replace(session.config, resume="auto", run_dir=str(session.directory))
     for devices in (None, 2):
-        decided = new_or_resumed(
-            dataclasses.replace(given, trainer=dataclasses.replace(given.trainer, devices=devices))
-        )
-        assert (decided.resume, decided.trainer.devices) == (str(session.run_dir), devices)
+        asked = Asked(dataclasses.replace(given, trainer=dataclasses.replace(given.trainer, devices=devices)))
+        decided = settle_auto(asked).config
+        assert (decided.resume, decided.trainer.devices) == (str(session.directory), devices)
 
 
 # --- signals ---
 
 
-@pytest.mark.parametrize("starter", signals.STARTERS)
-def test_signals_of_a_launcher_count_once(monkeypatch, capfd, starter):
+def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
     """A Ctrl-C reaches a process twice, and once more stops at once only later; above rank 0 nothing is said."""
     stop = signals.StopSignals()
     stop.install()
     try:
-        monkeypatch.setenv(starter, "none")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.received == signal.SIGINT
-        monkeypatch.setattr(signals, "TOGETHER", 0.0)
+        monkeypatch.setattr(signals, "REPEATED_BY_TORCHRUN", 0.0)
         monkeypatch.setenv("RANK", "1")
         os.kill(os.getpid(), signal.SIGTERM)
         monkeypatch.setenv("RANK", "0")
@@ -187,8 +286,19 @@ def slurm(rank: int, count: int, port: str) -> dict[str, str]:
     return {name: str(value) for name, value in (numbers | names).items()}
 
 
+def operator(rank: int, count: int, port: str) -> dict[str, str]:
+    """The variables of a pod of Kubernetes' training operator."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+
+# What a test of mpirun may need: root's consent, and more processes than cores.
+MPI = {f"OMPI_{name}": "1" for name in ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")}
+MPI |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+PACKAGES = {"mpirun": "openmpi-bin", "mpiexec.hydra": "mpich"}
+
+
 class Group:
-    """Real processes of one training, started in one of three ways."""
+    """Real processes of one training, started in one of several ways."""
 
     def __init__(self, how: str, count: int, *arguments: str):
         script, port = command(*arguments), free_port()
@@ -196,12 +306,16 @@ class Group:
             commands = [[*script, f"trainer.devices={count}"]]
         elif how == "torchrun":
             commands = [[sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", *script[1:]]]
+        elif how in PACKAGES:
+            if shutil.which(how) is None:
+                pytest.skip(f"SKIPPED LOUDLY: there is no {how}: apt-get install {PACKAGES[how]}")
+            commands = [[how, "-n", str(count), *script]]
         else:
             commands = [script] * count
-        self.how, self.count = how, count
+        self.how, self.count, apart = how, count, {"srun": slurm, "kubernetes": operator}.get(how)
         self.processes = []
         for rank, words in enumerate(commands):
-            env = os.environ | (slurm(rank, count, port) if how == "srun" else {})
+            env = os.environ | MPI | (apart(rank, count, port) if apart else {})
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             self.processes.append(subprocess.Popen(words, cwd=ROOT, env=env, **streams))
 
@@ -232,6 +346,7 @@ DIED = "process 0 of this training has died or does not answer, and so all end"
         ("own", 2, 1, "process 1 of 2 died; all others were ended"),
         ("own", 2, 0, "process 0 of 2 died; all others were ended"),
         ("torchrun", 2, 1, ""),  # which prints its own report
+        ("mpirun", 2, 1, ""),  # as well
         ("srun", 2, 0, DIED),
     ],
 )
@@ -315,7 +430,7 @@ def test_processes_that_differ(settings, tmp_path, second, line):
     assert not run_dir.exists()
 
 
-EXACT = ["trainer.micro_batch_size=3", "horizon=200steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+EXACT = ["trainer.micro_batch_size=3", "horizon=300steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
 
 
 @pytest.fixture(scope="module")
@@ -327,19 +442,67 @@ def whole(settings, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["own", "torchrun"])
-def test_stops_and_continues(settings, tmp_path, whole, how):
-    """On SIGTERM to whatever started them, all ranks stop after the same step; the run continues to the same bits."""
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("own", signal.SIGTERM),
+        ("own", signal.SIGUSR1),
+        ("torchrun", signal.SIGTERM),
+        ("mpirun", signal.SIGUSR1),  # all that it passes on: on the others it kills
+        ("mpiexec.hydra", signal.SIGUSR1),
+    ],
+)
+def test_stops_and_continues(settings, tmp_path, whole, how, number):
+    """On a signal to whatever started them, all ranks stop after the same step; the run continues to the same bits."""
     run_dir = tmp_path / "run"
     group = Group(how, 2, *settings, *EXACT, f"run_dir={run_dir}")
     wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
-    group.processes[0].send_signal(signal.SIGTERM)
+    group.processes[0].send_signal(number)
     output = group.outputs()[0]
-    assert how == "torchrun" or group.processes[0].returncode == 143
+    assert how == "torchrun" or group.processes[0].returncode == 128 + number
     assert output.count("stopped at step ") == output.count("stopping after this step") == 1
-    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] < 200
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] < 300
     assert train_apart(f"resume={run_dir}").stderr == ""  # with two processes of its own
     assert read_curves(run_dir) == read_curves(whole)
+
+
+@pytest.mark.slow
+def test_pods_are_started_again(settings, tmp_path, whole):
+    """Two machines of one process each, numbered as by Kubernetes' operator; one dies, and the same command goes on."""
+    words = [*settings, *EXACT, f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    first = Group("kubernetes", 2, *words)
+    wait_for_file(tmp_path / "run/checkpoints/best.ckpt", 300)
+    first.processes[1].kill()
+    assert "process 1 of this training has died or does not answer, and so all end" in first.outputs()[0]
+    assert first.processes[0].returncode == 1
+    second = Group("kubernetes", 2, *words)
+    assert "continuing" in second.outputs()[0]
+    assert [process.returncode for process in second.processes] == [0, 0]
+    trainer = read(tmp_path / "run/config.yaml").trainer
+    assert (trainer.devices, trainer.num_nodes) == (1, 2)
+    assert read_curves(tmp_path / "run") == read_curves(whole)
+
+
+@pytest.mark.slow
+def test_ray_starts_a_killed_worker_again(settings, tmp_path, whole):
+    """The run goes on from its last checkpoint, in the process group that Ray has made, to the same bits."""
+    needs("ray")
+    words = [word for word in [*settings, *EXACT] if word != "data=text"]
+    words += [f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    ours = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"}
+    ours["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # or else Ray writes one into the home directory
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("on_ray.py")), str(tmp_path), *words],
+        env=os.environ | ours,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "killed").exists()
+    assert f"continuing {tmp_path / 'run'} at step 34" in done.stdout
+    assert differences(tmp_path / "run", whole) == []
 
 
 @pytest.mark.slow
@@ -392,4 +555,4 @@ def test_a_time_as_horizon_is_rank_0s(settings, tmp_path):
     assert done.stderr == ""
     payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
     assert payload["schedule"]["total_steps"] == payload["step"]
-    assert 3 <= payload["callbacks"]["Clock"]["seconds"] < 4
+    assert 3 <= payload["state"]["seconds"] < 4

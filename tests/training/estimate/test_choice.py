@@ -8,10 +8,13 @@ import pytest
 import yaml
 
 from gpt.model.transformer import ModelConfig
-from gpt.training import decide
+from gpt.training.begin import open_text
+from gpt.training.config.asked import Asked
 from gpt.training.config.law import FAMILY, PROBE, Law
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.estimate import choice
+from gpt.training.resolve import resolve
 from harness import refusal, refused, tiny_arguments, tiny_config, train
 
 TEXT = Law(1_000_003)
@@ -61,7 +64,7 @@ def test_mini_where_a_smaller_one_is_as_good():
     chosen = {}
     for speed in range(20_000, 80_000, 500):
         small, mini = (
-            choice.Member(Config(model=model), decide.Schedule(8, 8, 1), 1, tokens, TEXT)
+            choice.Member(Config(model=model), Schedule(), 1, tokens, TEXT)
             for model, tokens in ((FAMILY[0], speed), (MINI, 20_000))
         )
         better = 1 - small.reached(60)[0] / mini.reached(60)[0]
@@ -136,9 +139,12 @@ def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     monkeypatch.setattr(choice, "measure", measure)
     config = tiny_config(corpus_folder, "horizon=1s", "trainer.micro_batch_size=auto")
     limit = 16
-    assert [member.config.model.d_model for member in decide.prepared(config, "auto").members] == [16]
+    config.model = ModelConfig(config.model.context_length)
+    asked = Asked(config, model="auto")
+    config, text, _ = open_text(asked)
+    assert [member.config.model.d_model for member in resolve(asked, config, text)[2]] == [16]
     limit = 7
-    assert refusal(decide.prepared, config, "auto") == "out of memory"
+    assert refusal(resolve, asked, config, text) == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -170,4 +176,3 @@ def test_sweep_over_horizons(given, tmp_path):
         "-m", "model=auto", "horizon=1s,2s", f"hydra.sweep.dir={tmp_path}", f"run_dir={tmp_path}/${{horizon}}", *given
     )
     assert done.stdout.count("model=auto: ") >= 2
-    assert "best of 2 jobs" in done.stdout

@@ -11,24 +11,32 @@ from lightning import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gpt.training import decide
-from gpt.training.callbacks.base import Clock
-from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import UserCurves, open_loggers
-from gpt.training.session import Session
-from harness import StopAt, differences, needs, read_curves, read_events, read_table, refusal, tiny_config
+from gpt.training.run.run import Run
+from harness import (
+    StopAt,
+    begin_run,
+    differences,
+    fit,
+    needs,
+    read_curves,
+    read_events,
+    read_table,
+    refusal,
+    resume_run,
+    tiny_config,
+)
 
 
 class Logging(Callback):
     """Logs in all the ways of Lightning: at each step, at some, after validations, at the end, and past the module."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % module.schedule.accumulation == 0:
-            module.log("mine/step", float(trainer.global_step))
-            if trainer.global_step == 4:
-                module.log("mine/once", 4.0)
-            if trainer.global_step % 5 == 0:
-                trainer.logger.log_metrics({"mine/direct": trainer.global_step / 2}, step=trainer.global_step)
+        module.log("mine/step", float(trainer.global_step))
+        if trainer.global_step == 4:
+            module.log("mine/once", 4.0)
+        if trainer.global_step % 5 == 0:
+            trainer.logger.log_metrics({"mine/direct": trainer.global_step / 2}, step=trainer.global_step)
 
     def on_validation_end(self, trainer, module) -> None:
         module.log("mine/double", 2 * trainer.callback_metrics["val/loss"])
@@ -42,17 +50,17 @@ def users() -> list[Callback]:
 
 
 @pytest.fixture(scope="module")
-def whole(corpus_folder) -> Session:
+def whole(corpus_folder) -> Run:
     """A run of 13 steps of two micro-batches, with callbacks that log."""
     run_dir = f"run_dir={corpus_folder / 'run'}"
-    session = decide.begin(tiny_config(corpus_folder, "horizon=13steps", "data.prompts=[]", run_dir))
-    session.fit(users())
+    session = begin_run(tiny_config(corpus_folder, "horizon=13steps", "data.prompts=[]", run_dir))
+    fit(session, users())
     return session
 
 
-def again(session: Session, folder: Path, **changes) -> Session:
+def again(session: Run, folder: Path, **changes) -> Run:
     """Begin the same run in another folder, with changes to its configuration."""
-    return decide.begin(dataclasses.replace(session.config, run_dir=str(folder / "run"), **changes))
+    return begin_run(dataclasses.replace(session.config, run_dir=str(folder / "run"), **changes))
 
 
 # --- metrics.csv and TensorBoard ---
@@ -63,7 +71,7 @@ def test_what_callbacks_log(whole):
 
     It is all in TensorBoard, too.
     """
-    table = read_table(whole.run_dir)
+    table = read_table(whole.directory)
     assert table["mine/step"] == [(step, float(step)) for step in (3, 6, 9, 12, 13)]
     assert table["mine/once"] == [(step, 4.0) for step in (6, 9, 12, 13)]
     assert table["mine/direct"] == [(5, 2.5), (10, 5.0)]
@@ -74,19 +82,19 @@ def test_what_callbacks_log(whole):
     assert [[step for step, _ in points] for points in rates.values()] == [[0, 2, 5, 8, 11]] * len(rates)
     assert len(rates) == 3
     logged = {tag: points for tag, points in table.items() if tag.startswith(("mine/", "lr-"))}
-    shown = {tag: points for tag, points in read_curves(whole.run_dir).items() if tag.startswith(("mine/", "lr-"))}
+    shown = {tag: points for tag, points in read_curves(whole.directory).items() if tag.startswith(("mine/", "lr-"))}
     assert shown == {tag: [(step, pytest.approx(value)) for step, value in points] for tag, points in logged.items()}
 
 
 def test_resumed_run_has_the_same_table(whole, tmp_path, capfd):
     """Interrupted between two log points and killed later, a run ends with the files of an uninterrupted one."""
     session = again(whole, tmp_path)
-    session.fit([*users(), StopAt(5)])
-    assert "mine/once" not in read_table(session.run_dir)  # logged at step 4, to be written at 6
-    with (session.run_dir / "metrics.csv").open("a") as table:
+    fit(session, [*users(), StopAt(5)])
+    assert "mine/once" not in read_table(session.directory)  # logged at step 4, to be written at 6
+    with (session.directory / "metrics.csv").open("a") as table:
         table.write("6,train/loss,7.0\n")  # as if killed later
-    decide.resume(str(session.run_dir)).fit(users())
-    assert differences(session.run_dir, whole.run_dir) == []
+    fit(resume_run(str(session.directory)), users())
+    assert differences(session.directory, whole.directory) == []
 
 
 def test_hparams_tab(whole):
@@ -94,7 +102,7 @@ def test_hparams_tab(whole):
 
     It shows the first five, in the order of test_train.py::test_tensorboard_serves_the_run: sizes and rates.
     """
-    events = read_events(whole.run_dir)
+    events = read_events(whole.directory)
     start, experiment = (
         HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
         for name in ("session_start_info", "experiment")
@@ -107,26 +115,25 @@ def test_hparams_tab(whole):
     shown = ["model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "seed"]
     assert [info.name for info in infos[:5]] == shown
     assert [info.name.tag for info in experiment.experiment.metric_infos][:2] == ["val/loss", "val/bits_per_byte"]
-    assert len(list(whole.run_dir.glob("events.*"))) == 1
+    assert len(list(whole.directory.glob("events.*"))) == 1
 
 
 def test_no_loggers(whole, tmp_path):
     """With `logger=[]` there are no curves, and a callback that needs a logger says so in one line."""
     session = again(whole, tmp_path, logger=[], horizon="1steps")
-    session.fit()
-    names = {file.name for file in session.run_dir.iterdir()}
+    fit(session)
+    names = {file.name for file in session.directory.iterdir()}
     assert names == {".lock", "config.yaml", "checkpoints", "metrics.json", "samples.md"}
     (tmp_path / "other").mkdir()
-    line = refusal(again(whole, tmp_path / "other", logger=[], horizon="1steps").fit, [LearningRateMonitor()])
+    line = refusal(fit, again(whole, tmp_path / "other", logger=[], horizon="1steps"), [LearningRateMonitor()])
     assert "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger" in line
 
 
 def test_values_that_are_no_numbers():
     """A NaN that a callback logs stays out of checkpoints, which would be refused with it."""
-    curves = Curves(Path(), Clock())
-    values = UserCurves(curves)
-    values.on_train_start(SimpleNamespace(logged_metrics={"a": float("nan"), "b": 2.0}), None)  # type: ignore[arg-type]
-    assert values.state_dict() == {"b": 2.0}
+    values = UserCurves(None, logged := {})  # type: ignore[arg-type]
+    values.note(SimpleNamespace(logged_metrics={"a": float("nan"), "b": 2.0}))  # type: ignore[arg-type]
+    assert logged == {"b": 2.0}
 
 
 # --- which loggers ---
@@ -137,7 +144,7 @@ def test_loggers_that_cannot_be_started(whole, tmp_path, name, monkeypatch):
     """Whatever is missing, a package or a login, is said in one line, before a step is trained."""
     monkeypatch.setattr(f"gpt.training.metrics.loggers.{name}", lambda *given, **options: {}["wandb"])
     key = name.removesuffix("Logger").lower()
-    line = refusal(again(whole, tmp_path, logger=["csv", key]).fit)
+    line = refusal(fit, again(whole, tmp_path, logger=["csv", key]))
     assert line == f"logger={key}: cannot be started (it has no 'wandb'): check its login and address"
 
 
@@ -147,12 +154,12 @@ def test_wandb(whole, tmp_path, monkeypatch, capfd):
     wandb = needs("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     session = again(whole, tmp_path, logger=["wandb"])
-    session.fit([StopAt(5)])
+    fit(session, [StopAt(5)])
     assert wandb.run is None
-    name = (session.run_dir / "wandb_run.txt").read_text().strip()
-    decide.resume(str(session.run_dir)).fit(users())
-    assert (session.run_dir / "wandb_run.txt").read_text().strip() == name
-    records = list(session.run_dir.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    name = (session.directory / "wandb_run.txt").read_text().strip()
+    fit(resume_run(str(session.directory)), users())
+    assert (session.directory / "wandb_run.txt").read_text().strip() == name
+    records = list(session.directory.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
     assert len(records) == 2
     tags = (b"val/loss", b"train/loss", b"mine/step", b"trainer/global_step", b"matrix_lr")
     deadline = time.monotonic() + 30  # wandb's own process may write on for a moment
@@ -170,18 +177,18 @@ def test_mlflow(whole, tmp_path, monkeypatch, capfd):
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     session = again(whole, tmp_path, logger=["mlflow"])
-    session.fit([StopAt(5)])
-    resumed = decide.resume(str(session.run_dir))
-    resumed.fit(users())
-    name = (session.run_dir / "mlflow_run.txt").read_text().strip()
+    fit(session, [StopAt(5)])
+    resumed = resume_run(str(session.directory))
+    fit(resumed, users())
+    name = (session.directory / "mlflow_run.txt").read_text().strip()
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     run = client.get_run(name)
-    assert run.info.run_name == session.run_dir.name
+    assert run.info.run_name == session.directory.name
     assert run.info.status == "FINISHED"
     assert float(run.data.params["optim/lr"]) == session.config.optim.lr
     assert run.data.metrics["val/loss"] == pytest.approx(resumed.metrics["val_loss"])
     assert sorted({point.step for point in client.get_metric_history(name, "val/loss")}) == [3, 6, 9, 12, 13]
     assert "mine/step" in run.data.metrics
-    (session.run_dir / "mlflow_run.txt").write_text("0" * 32)
-    line = refusal(open_loggers, session.config, session.run_dir)
+    (session.directory / "mlflow_run.txt").write_text("0" * 32)
+    line = refusal(open_loggers, session.config, session.directory)
     assert re.search(r"logger=mlflow: cannot be started \(.*not found.*\): check its login", line)

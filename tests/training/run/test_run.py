@@ -134,14 +134,13 @@ def test_held_by_one_child_of_a_fork(run_dir):
     """Children of a process that holds, or has held, a run do not take its lock for theirs."""
     program = f"""
 import os
-from gpt.training.run.code import code
 from gpt.training.run.run import Run
 def child():
     if not (process := os.fork()):
         try:
             Run.open({str(run_dir)!r})
         except ValueError as error:
-            print(error)
+            print(error, flush=True)
         os._exit(0)
     os.waitpid(process, 0)
 run = Run.open({str(run_dir)!r})

@@ -8,10 +8,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-SWEEP = "MINI_GPT_SWEEP"  # a variable that names the folder for notes of the jobs of a sweep
-STARTERS = ("TORCHELASTIC_RUN_ID", SWEEP)  # variables of what starts several processes, and passes signals on
-TOGETHER = 1.0  # seconds within which a signal counts once there: a terminal may have sent it to all processes
-ONCE = 0.1  # the same for a process alone: `timeout` sends SIGTERM to its child and to the group that this is in
+# One request to stop may arrive twice; within this many seconds, a second signal is the first once more.
+REPEATED = 0.1  # `timeout` signals its child, and then the group that its child is in
+REPEATED_BY_TORCHRUN = 1.0  # Ctrl-C reaches all processes, and torchrun passes its own on to them
 
 # SIGHUP is what a lost connection sends, and the next three what queues send before they kill. Windows has SIGBREAK
 # instead, for Ctrl-Break and a console that is closed.
@@ -53,7 +52,7 @@ class StopSignals:
             self.received, self._at = number, now
         if os.environ.get("RANK", "0") != "0":  # rank 0 says so, and decides whether all stop at once
             return
-        if again and now - self._at < (TOGETHER if any(name in os.environ for name in STARTERS) else ONCE):
+        if again and now - self._at < (REPEATED_BY_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED):
             return
         if again:
             sys.exit(128 + number)

@@ -1,26 +1,23 @@
 """What a run shows of its model after each validation: samples, what every head attends to, and the embeddings."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import torch
-from lightning import Trainer
 
 from gpt.files import replacing, write_text
 from gpt.hardware.device import arithmetic
 from gpt.sampling.generation import Sampling
 from gpt.sampling.language_model import Continuation, LanguageModel
 from gpt.sampling.pictures import attention_picture
-from gpt.sampling.scoring import Score
 from gpt.text.analysis.overlap import find_copies
 from gpt.text.analysis.references import sample
 from gpt.text.pieces import kind, label
 from gpt.text.prepared import Corpora
-from gpt.training.callbacks.base import StepCallback
+from gpt.text.tokenizer import Tokenizer
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.run.run import SAMPLES
+from gpt.training.run.run import SAMPLES, Run
 
 SAMPLE_TOKENS = 80
 PICTURED_TOKENS = 32
@@ -30,7 +27,7 @@ MOST_TOKENS = 4096
 COUNTED = 1 << 20  # training tokens that tell which are frequent
 
 
-class Samples(StepCallback):
+class Samples:
     """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
 
     `val_samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
@@ -38,30 +35,28 @@ class Samples(StepCallback):
     for its projector the embeddings of the most frequent tokens, which take the place of the last ones.
     """
 
-    def __init__(self, run_dir: Path, curves: Curves):
-        self._run_dir, self._curves = run_dir, curves
-        self.latest: list[str] = []  # of the last validation, each with its prompt in brackets
+    def __init__(self, run: Run, curves: Curves):
+        self._run, self._curves = run, curves
 
-    def on_validated(self, trainer: Trainer, module: GPTModule, step: int, score: Score) -> None:
-        if not trainer.is_global_zero:
-            return
+    def write(self, module: GPTModule, step: int) -> None:
+        """Sample the model after a validation, into `run.samples`, each with its prompt in brackets."""
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
         prompts = module.config.data.prompts or []
         with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
-            streams = [continue_prompt(module, prompt, generator) for prompt in prompts]
+            streams = [continue_prompt(module, self._run.text.tokenizer, prompt, generator) for prompt in prompts]
         module.model.train()
         texts = [one.text for one in streams]
-        self.latest = [f"[{prompt}]{text}" if prompt else text for prompt, text in zip(prompts, texts, strict=True)]
-        parts = self.latest.copy()
+        parts = [f"[{prompt}]{text}" if prompt else text for prompt, text in zip(prompts, texts, strict=True)]
+        self._run.samples = parts.copy()
         if streams:
-            copied = longest_copy([one.tokens for one in streams], module.corpora)
+            copied = longest_copy([one.tokens for one in streams], self._run.text)
             self._curves.write({"val_samples/longest_copy": len(copied)}, step)
             if copied:
                 parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
         fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
         text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
-        with (self._run_dir / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
+        with (self._run.directory / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
         if (writer := self._curves.writer) is not None:
             writer.add_text("samples", text, step)
@@ -69,7 +64,7 @@ class Samples(StepCallback):
             self._write_embeddings(module)
 
     def _draw_attention(self, module: GPTModule) -> np.ndarray:
-        text = module.corpora.sources[0].validation
+        text = self._run.text.sources[0].validation
         ids = text[: min(PICTURED_TOKENS, module.config.model.context_length, len(text))].tolist()
         model = module.model.eval()
         with torch.compiler.set_stance("force_eager"):
@@ -78,9 +73,9 @@ class Samples(StepCallback):
         return attention_picture(maps.numpy())
 
     def _write_embeddings(self, module: GPTModule) -> None:
-        folder, tokenizer = self._run_dir / FOLDER, module.corpora.tokenizer
+        folder, tokenizer = self._run.directory / FOLDER, self._run.text.tokenizer
         folder.mkdir(exist_ok=True)
-        ids = frequent(module.corpora)
+        ids = frequent(self._run.text)
         with replacing(folder / "tokens.bytes") as file:
             weights = module.model.token_embedding.weight.detach().float().cpu()[ids]
             file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
@@ -90,12 +85,12 @@ class Samples(StepCallback):
         shape = f"tensor_shape: {len(ids)} tensor_shape: {module.config.model.d_model}"
         paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
         content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'
-        write_text(self._run_dir / CONFIG, content)  # last: TensorBoard looks for the others once it is there
+        write_text(self._run.directory / CONFIG, content)  # last: TensorBoard looks for the others once it is there
 
 
-def continue_prompt(module: GPTModule, prompt: str, generator: torch.Generator) -> Continuation:
+def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Continuation:
     """Continue a prompt by at most `SAMPLE_TOKENS` tokens."""
-    model = LanguageModel(module.model, module.corpora.tokenizer)
+    model = LanguageModel(module.model, tokenizer)
     ids = model.tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
         *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator)

@@ -1,1 +1,0 @@
-"""What happens beside the training step."""

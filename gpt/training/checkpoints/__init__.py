@@ -1,1 +1,0 @@
-"""When a run is saved, and how it continues."""

@@ -1,0 +1,154 @@
+"""Every value that says auto, or was left open, decided in this order:
+
+1. `for_machine`, before there is a text: devices and machines, precision, compilation.
+2. `resolve`, with the text: a prepared text's tokenizer, and the prompts.
+3. With model=auto, the model, and how much of the time it can use; or else the horizon, if that is auto.
+4. `for_model`, for each model that is considered: the micro-batch, and the rates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt.console import say
+from gpt.errors import UserError
+from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
+from gpt.hardware.memory import free_memory
+from gpt.model.memory import choose_micro_batch
+from gpt.model.transformer import GPTConfig, ModelConfig
+from gpt.text.analysis.prompts import prompts_from
+from gpt.text.corpus.config import ONE_WORD
+from gpt.text.prepared import Corpora
+from gpt.text.tokenizer import TokenizerConfig
+from gpt.training.config.advice import STEPS, suitable_steps
+from gpt.training.config.asked import Asked
+from gpt.training.config.horizon import parse_horizon
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+from gpt.training.distributed.launch import as_launched, ranks
+
+if TYPE_CHECKING:
+    from gpt.training.estimate.choice import Member
+
+AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
+
+
+def resolve(
+    asked: Asked, config: Config, text: Corpora, longest: float = 0.0
+) -> tuple[Config, Schedule, Sequence["Member"]]:
+    """Decide what is still open in `config`, which is for this machine; it notes what stood in `asked` before.
+
+    Returns the models that model=auto has weighed as well: enough of them to tell the best in `longest` seconds, too.
+    """
+    members: Sequence[Member] = ()
+    if config.data.name == "prepared":  # with a tokenizer of its own
+        config = replace(config, tokenizer=TokenizerConfig(text.tokenizer.name, text.tokenizer.vocab_size))
+    if config.data.prompts is None:
+        prompts = ONE_WORD.get(config.data.name) or prompts_from(text)
+        config = replace(config, data=replace(config.data, prompts=prompts))
+    if asked.model == "auto":
+        config, schedule, members = _with_best_model(config, text, longest)
+    else:
+        config = for_model(config, config.model)
+        if config.horizon == "auto":
+            config = _with_suitable_horizon(config, text)
+        schedule = Schedule.of(config, text.train_tokens)
+    return config.as_decided_from(asked.config).anywhere(), schedule, members
+
+
+# --- for this machine ---
+
+
+def for_machine(config: Config) -> Config:
+    """Decide devices, precision and compilation; `UserError` if this machine lacks what the configuration says."""
+    devices, num_nodes = as_launched(config.trainer.devices, config.trainer.num_nodes)
+    config = replace(config, trainer=replace(config.trainer, devices=devices, num_nodes=num_nodes))
+    config.require_whole_windows()
+    device = require_devices(config)
+    trainer = replace(
+        config.trainer,
+        device=device.type,
+        precision=choose_precision(config.trainer.precision, device),
+        compile=str(choose_compile(config.trainer.compile, device)).lower(),
+    )
+    return replace(config, trainer=trainer)
+
+
+def require_devices(config: Config) -> torch.device:
+    """The configured device; `UserError` if this machine lacks it or has too few of it."""
+    device, count = choose_device(config.trainer.device), config.trainer.devices or 1
+    there = device_count(device)
+    if there is not None and count > there:
+        raise UserError(f"trainer.devices={count} is more than this machine has: at most {there} of {device.type}")
+    if (count > 1 or config.trainer.strategy != "auto") and not torch.distributed.is_available():
+        raise UserError("this PyTorch was built without torch.distributed: use one device, and no trainer.strategy")
+    if device.type == "mps" and config.trainer.strategy != "auto":
+        raise UserError(f"trainer.strategy={config.trainer.strategy} is not for mps, a single device: leave it out")
+    return device
+
+
+def require_processes(config: Config) -> None:
+    """Raise `UserError` if a training would have fewer processes than its configuration says; a plan needs one."""
+    if config.trainer.world_size > ranks().world_size:
+        count = config.trainer.devices
+        raise UserError(
+            f"trainer.devices={count} takes {count} processes, and this is one: use python train.py, or start this "
+            f"program with torchrun --nproc-per-node={count}"
+        )
+
+
+# --- for the model ---
+
+
+def for_model(config: Config, model: ModelConfig) -> Config:
+    """The configuration with this model, and with its micro-batch and its rates where they were left open."""
+    trainer = config.trainer
+    if trainer.micro_batch_size == "auto":
+        size = choose_micro_batch(
+            GPTConfig(**asdict(model)),  # with GPT-2's vocabulary, whatever the text's: the least that fits
+            trainer.tokens_per_step // (model.context_length * trainer.world_size),
+            free_memory(torch.device(trainer.device)),
+            DTYPES[trainer.precision],
+            trainer.device,
+            checkpointing=trainer.activation_checkpointing,
+        )
+        trainer = replace(trainer, micro_batch_size=size)
+        # Noted already, since it may shrink when it is timed.
+        config = replace(config, decided=(config.decided or {}) | {"trainer.micro_batch_size": "auto"})
+    return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
+
+
+def _with_suitable_horizon(config: Config, text: Corpora) -> Config:
+    """Set the horizon to the steps that suit the text, but no more than this machine trains in `AUTO_SECONDS`."""
+    steps = suitable_steps(config, text)
+    config = replace(config, horizon=f"{steps}steps")
+    if steps > STEPS:
+        from gpt.training.estimate.timing import measure  # imports Lightning
+
+        _, seconds = measure(config, Schedule.of(config, text.train_tokens), text, at_most=1.0)
+        steps = max(STEPS, min(steps, int(AUTO_SECONDS / seconds)))
+    say(f"horizon={steps}steps suits this text and this machine")
+    return replace(config, horizon=f"{steps}steps")
+
+
+def _with_best_model(config: Config, text: Corpora, longest: float) -> tuple[Config, Schedule, Sequence["Member"]]:
+    """model=auto: the model that learns most of the text in the time that the horizon gives, or in a part of it."""
+    from gpt.training.estimate.choice import announcement, best, choose  # imports Lightning
+
+    def decided(member: ModelConfig) -> tuple[Config, Schedule]:
+        context = max(member.context_length, config.model.context_length)
+        model = replace(member, context_length=context, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias)
+        tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many windows
+        made = for_model(replace(config, trainer=replace(config.trainer, tokens_per_step=tokens)), model)
+        return made, Schedule.of(made, text.train_tokens)
+
+    seconds = parse_horizon(config.horizon).amount
+    members = choose(decided, text, seconds, longest)
+    say(announcement(members, seconds, text))
+    chosen = best(members, seconds)
+    bits, useful = chosen.reached(seconds)
+    horizon = config.horizon if useful == seconds else f"{useful}s"
+    schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits)
+    return replace(chosen.config, horizon=horizon), schedule, members
