@@ -302,8 +302,8 @@ def test_sweep_goes_on_after_processes_that_fail(settings, tmp_path):
     (tmp_path / "taken/file").touch()
     dirs = f"run_dir={tmp_path / 'taken'},{tmp_path / 'free'}"
     done = train_apart("-m", *settings, "trainer.devices=2", "horizon=1steps", dirs, code=2)
-    assert f"job 0 (run_dir={tmp_path / 'taken'}" in done.stderr.replace("'", "")
-    assert "is not empty" in done.stderr
+    assert done.stderr.startswith(f"train.py: run_dir={tmp_path / 'taken'} is not empty")
+    assert "train.py: job 0 (" in done.stderr and ": its processes have failed" in done.stderr
     assert (tmp_path / "free/checkpoints/last.ckpt").exists()
 
 
