@@ -70,7 +70,7 @@ def _fit_once(run: Run, callbacks: Sequence[Callback], signals: StopSignals) -> 
         module.load_state_dict(run.weights)
         run.weights = None  # nothing large stays referenced while training
     others = open_loggers(config, run.directory) if is_rank_0() else []
-    curves = Curves(run, clock, others)
+    curves = Curves(run, others)
     user_curves = UserCurves(curves, run.state.logged)
     loop = Loop(run, clock, curves, user_curves, signals, config_changed)
     try:

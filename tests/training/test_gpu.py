@@ -22,7 +22,6 @@ from gpt.training.begin import load_corpora
 from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.run.clock import Clock
 from gpt.training.run.run import Run
 from gpt.training.trainer import TrainBatches, make_batch
 from harness import ROOT, begin_run, differences, fit, resume_run, tiny_config
@@ -68,7 +67,7 @@ def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at
     backward = SimpleNamespace(backward=lambda loss, *_: loss.backward())
     monkeypatch.setattr(GPTModule, "trainer", SimpleNamespace(strategy=backward, global_rank=0))
     monkeypatch.setattr(GPTModule, "optimizers", lambda self: optimizer)
-    curves = Curves(run := Run(tmp_path, module.config, schedule), Clock(run.state, 0.0))
+    curves = Curves(run := Run(tmp_path, module.config, schedule))
     batch = [tuple(part.to("meta") for part in make_batch(module.config, corpora, 0))] * 2
     for _ in (1, 2):
         if at_once:

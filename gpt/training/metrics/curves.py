@@ -18,7 +18,6 @@ from gpt.hardware.memory import peak_memory_bytes
 from gpt.training.distributed.launch import is_rank_0, ranks
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.run.clock import Clock
 from gpt.training.run.run import EVENTS, SUFFIX, TABLE, Run
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
@@ -33,8 +32,8 @@ class Curves:
     TensorBoard shows the first two groups of tags open, so all others have names that sort behind `train` and `val`.
     """
 
-    def __init__(self, run: Run, clock: Clock, loggers: Sequence[Logger] = ()):
-        self._run, self._clock = run, clock
+    def __init__(self, run: Run, loggers: Sequence[Logger] = ()):
+        self._run = run
         self._loggers = loggers  # beside TensorBoard and metrics.csv, on rank 0
         self._table: IO[str] | None = None  # metrics.csv, on rank 0 while training
         self._losses, self._num_losses = torch.zeros(()), 0  # this rank's sum over the steps since the last point

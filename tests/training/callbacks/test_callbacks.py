@@ -124,7 +124,7 @@ def test_each_rank_gets_its_own_sum_back(tmp_path, monkeypatch, stored, world_si
         monkeypatch.setenv(name, str(number))
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda sums, mine: sums.__setitem__(rank, mine))
     run = Run(tmp_path, Config(logger=[]), state=TrainState(losses=stored, num_losses=2))
-    curves = Curves(run, Clock(run.state, 0.0))
+    curves = Curves(run)
     curves.open(0)
     curves.note()
     assert (run.state.losses[rank], run.state.num_losses) == (expected, 2)

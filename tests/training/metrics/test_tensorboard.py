@@ -25,7 +25,6 @@ from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.report import report
 from gpt.training.metrics.samples import frequent
 from gpt.training.metrics.tensorboard import layout
-from gpt.training.run.clock import Clock
 from gpt.training.run.run import Run
 from harness import StopAt, begin_run, differences, fit, read_events, read_table, resume_run, tiny_config
 
@@ -128,7 +127,7 @@ def test_references_are_passed_once(tmp_path, monkeypatch):
     run = Run(tmp_path, Config(), text=text, commits={"0": "none"})  # type: ignore[arg-type]
     run.state.seconds = 1.0
     model = SimpleNamespace(config=SimpleNamespace(num_parameters=1))
-    curves = Curves(run, Clock(run.state, 0.0))
+    curves = Curves(run)
     metrics = Metrics(run, curves)
     curves.open(0)
     for step, bits in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
