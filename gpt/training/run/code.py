@@ -1,5 +1,6 @@
 """Which code trains a run: its commit, and the versions on which every bit depends."""
 
+import functools
 import json
 import platform
 import subprocess
@@ -31,6 +32,7 @@ def installed_version() -> str:
     return f"{version('mini-gpt')}+{code_hash()}" if INSTALLED else ""
 
 
+@functools.cache
 def code() -> str:
     """The commit, or else what stands for it: the installed version, or the hash of gpt/."""
     return git_commit() or installed_version() or f"gpt/ of hash {code_hash()}"
