@@ -67,7 +67,7 @@ def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at
     backward = SimpleNamespace(backward=lambda loss, *_: loss.backward())
     monkeypatch.setattr(GPTModule, "trainer", SimpleNamespace(strategy=backward, global_rank=0))
     monkeypatch.setattr(GPTModule, "optimizers", lambda self: optimizer)
-    curves = Curves(run := Run(tmp_path, module.config, schedule))
+    curves = Curves(Run(tmp_path, module.config, schedule))
     batch = [tuple(part.to("meta") for part in make_batch(module.config, corpora, 0))] * 2
     for _ in (1, 2):
         if at_once:
