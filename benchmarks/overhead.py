@@ -58,7 +58,7 @@ class BareLoop(Callback):
         loop = skip_validation(trainer)
         hooks = [(loop.curves, "before_update"), (loop.curves, "add"), (loop.curves, "write_point")]
         hooks += [(loop.progress, "end_step"), (loop.clock, "end_step"), (loop.run, "save"), (loop.run, "save_best")]
-        hooks += [(module, "measure_gradients"), (module, "rate")]
+        hooks += [(module, "measure_gradients"), (module, "rate_factor")]
         for part, hook in hooks:
             setattr(part, hook, self.timed(type(part).__name__, getattr(part, hook)))
 

@@ -20,8 +20,8 @@ from gpt.training.config.advice import warnings
 from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import connect, on_all_ranks, ranks
-from gpt.training.resolve import for_machine, require_devices, require_processes, resolve
+from gpt.training.distributed.launch import connect, on_all_ranks, ranks, require_processes
+from gpt.training.resolve import for_machine, require_devices, resolve
 from gpt.training.run.run import Run, require_empty, text_name
 
 
@@ -33,7 +33,7 @@ def begin(asked: Asked) -> Run:
 def begin_in(run: Run | None, asked: Asked) -> Run:
     """Begin at the first step, in a new directory, or in that of a run that has no checkpoint yet."""
     config = asked.config
-    require_processes(config)
+    require_processes(config.trainer.devices, config.trainer.world_size)
     if run is None and config.run_dir:
         require_empty(Path(config.run_dir))
     config, text, weights = open_text(asked)
@@ -73,7 +73,7 @@ def open_text(asked: Asked) -> tuple[Config, Corpora, dict[str, torch.Tensor] | 
         model, tokenizer = open_model(config.init_from)
         config, weights = _with_shape_of(model.config, tokenizer, asked), model.state_dict()
     config = for_machine(config)
-    return config, load_corpora(config, tokenizer), weights
+    return config, load_text(config, tokenizer), weights
 
 
 def _with_shape_of(model: GPTConfig, tokenizer: Tokenizer, asked: Asked) -> Config:
@@ -89,7 +89,7 @@ def _with_shape_of(model: GPTConfig, tokenizer: Tokenizer, asked: Asked) -> Conf
     return validate(asdict(asked.config) | {"model": shape, "tokenizer": {"name": tokenizer.name} | of_bpe})
 
 
-def load_corpora(
+def load_text(
     config: Config, tokenizer: Tokenizer | None = None, quiet: bool = False, record: dict[str, Any] | None = None
 ) -> Corpora:
     """The prepared text of a configuration; `tokenizer` is that of a model to start from.
@@ -145,7 +145,7 @@ def _follow(run: Run, record: dict[str, Any] | None) -> Run:
     if record is None:  # it is complete
         return run
     require_devices(run.config)
-    run.text = load_corpora(run.config, given_tokenizer(record), quiet=True, record=record)
+    run.text = load_text(run.config, given_tokenizer(record), quiet=True, record=record)
     if {"corpus": run.text.key, "tokenizer": run.text.tokenizer.to_dict()} != record:
         raise UserError("the text is not the same as for process 0: copy it to this machine")
     if not (run.directory / "config.yaml").is_file():

@@ -27,7 +27,7 @@ from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import as_launched, ranks
+from gpt.training.distributed.launch import as_launched
 
 if TYPE_CHECKING:
     from gpt.training.estimate.choice import Member
@@ -87,16 +87,6 @@ def require_devices(config: Config) -> torch.device:
     if device.type == "mps" and config.trainer.strategy != "auto":
         raise UserError(f"trainer.strategy={config.trainer.strategy} is not for mps, a single device: leave it out")
     return device
-
-
-def require_processes(config: Config) -> None:
-    """Raise `UserError` if a training would have fewer processes than its configuration says; a plan needs one."""
-    if config.trainer.world_size > ranks().world_size:
-        count = config.trainer.devices
-        raise UserError(
-            f"trainer.devices={count} takes {count} processes, and this is one: use python train.py, or start this "
-            f"program with torchrun --nproc-per-node={count}"
-        )
 
 
 # --- for the model ---

@@ -9,14 +9,14 @@ from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import find_path
 from gpt.text.prepared import Corpora
-from gpt.training.begin import begin_in, for_all_ranks, given_tokenizer, load_corpora
+from gpt.training.begin import begin_in, for_all_ranks, given_tokenizer, load_text
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
 from gpt.training.config.loading import read, validate
 from gpt.training.config.schedule import MOST_STEPS, Schedule
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import as_launched, ranks
-from gpt.training.resolve import require_devices, require_processes
+from gpt.training.distributed.launch import as_launched, ranks, require_processes
+from gpt.training.resolve import require_devices
 from gpt.training.run.code import code, versions
 from gpt.training.run.run import Run
 
@@ -107,14 +107,14 @@ def _go_on(run: Run, asked: Asked, horizon: str) -> None:
         return
     config = on_devices(stored, *_devices(asked, stored))
     require_devices(config)
-    require_processes(config)
+    require_processes(config.trainer.devices, config.trainer.world_size)
     if config != stored:
         then, now, what = stored.trainer.world_size, config.trainer.world_size, "devices"
         if then == now:
             then, now, what = stored.trainer.num_nodes or 1, config.trainer.num_nodes or 1, "machines"
         say(f"continuing on {now} {what} instead of {then}: the same windows in each step, but not the same bits")
     moved = asked.config.data.path if "data.path" in asked.given else config.data.path
-    run.text = load_corpora(replace(config, data=replace(config.data, path=moved)), tokenizer, record=payload)
+    run.text = load_text(replace(config, data=replace(config.data, path=moved)), tokenizer, record=payload)
     _require_same_text(file, payload, run.text)
     if horizon not in ("", stored.horizon):
         config, schedule = extend(config, schedule, step, seconds, horizon, run.text.train_tokens)

@@ -19,44 +19,44 @@ NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up
 SAMPLE, SAMPLES = 1 << 14, 8  # tokens of a corpus to look at together, and in about how many places
 
 
-def warnings(config: Config, schedule: Schedule, corpora: Corpora) -> list[str]:
+def warnings(config: Config, schedule: Schedule, text: Corpora) -> list[str]:
     """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
-    checks = [_repeats(config, schedule, corpora)]
+    checks = [_repeats(config, schedule, text)]
     if not config.init_from:  # which brings its own vocabulary
-        checks.append(_cut_up(corpora) or _vocabulary(corpora))
-    checks.append(_validation(config, corpora))
+        checks.append(_cut_up(text) or _vocabulary(text))
+    checks.append(_validation(config, text))
     return [line for line in checks if line]
 
 
-def epochs(tokens: int, corpora: Corpora) -> dict[str, float]:
+def epochs(tokens: int, text: Corpora) -> dict[str, float]:
     """Return how often each corpus is seen in so many tokens of training."""
-    each = zip(corpora.names, corpora.sources, corpora.shares, strict=True)
+    each = zip(text.names, text.sources, text.shares, strict=True)
     return {name: tokens * share / MIXTURE_WINDOWS / len(source.train) for name, source, share in each}
 
 
-def suitable_steps(config: Config, corpora: Corpora) -> int:
+def suitable_steps(config: Config, text: Corpora) -> int:
     """Return the number of steps after which validation on a small text is about at its best."""
-    return max(STEPS, EPOCHS * corpora.train_tokens // config.trainer.tokens_per_step)
+    return max(STEPS, EPOCHS * text.train_tokens // config.trainer.tokens_per_step)
 
 
-def shorter_steps(config: Config, corpora: Corpora, best_step: int) -> int:
+def shorter_steps(config: Config, text: Corpora, best_step: int) -> int:
     """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
-    return min(best_step, suitable_steps(config, corpora))
+    return min(best_step, suitable_steps(config, text))
 
 
-def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:
+def _repeats(config: Config, schedule: Schedule, text: Corpora) -> str:
     if schedule.seconds:  # how many steps a time takes is not known yet
         return ""
     tokens = schedule.total_steps * config.trainer.tokens_per_step
-    each = epochs(tokens, corpora)
+    each = epochs(tokens, text)
     name, most = max(each.items(), key=lambda item: item[1])
     if most <= MOST_EPOCHS:
         return ""
-    suitable = suitable_steps(config, corpora)
+    suitable = suitable_steps(config, text)
     what, remedy = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
     if len(each) > 1:
         what = name
-        if tokens / corpora.train_tokens <= MOST_EPOCHS:
+        if tokens / text.train_tokens <= MOST_EPOCHS:
             remedy = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
     return (
         f"{schedule.total_steps:,} steps would read {what} {most:,.0f} times; beyond about {MOST_EPOCHS} a model only "
@@ -64,8 +64,8 @@ def _repeats(config: Config, schedule: Schedule, corpora: Corpora) -> str:
     )
 
 
-def _vocabulary(corpora: Corpora) -> str:
-    size, tokens, fitting = corpora.tokenizer.vocab_size, corpora.train_tokens, _suitable_size(corpora)
+def _vocabulary(text: Corpora) -> str:
+    size, tokens, fitting = text.tokenizer.vocab_size, text.train_tokens, _suitable_size(text)
     if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
         return ""
     return (
@@ -74,17 +74,17 @@ def _vocabulary(corpora: Corpora) -> str:
     )
 
 
-def _suitable_size(corpora: Corpora) -> int:
+def _suitable_size(text: Corpora) -> int:
     """The vocabulary that suits the size of the text."""
-    most = 6.5 * _bytes(corpora, "train") ** 0.5
+    most = 6.5 * _bytes(text, "train") ** 0.5
     return max(size for size in VOCABULARIES if size <= max(most, VOCABULARIES[0]))
 
 
-def _validation(config: Config, corpora: Corpora) -> str:
-    tokens = sum(len(source.validation) for source in corpora.sources)
+def _validation(config: Config, text: Corpora) -> str:
+    tokens = sum(len(source.validation) for source in text.sources)
     if tokens >= VALIDATION_TOKENS:
         return ""
-    size, training = (_bytes(corpora, split) for split in ("validation", "train"))
+    size, training = (_bytes(text, split) for split in ("validation", "train"))
     larger = 10 * config.data.validation_bytes < size + training
     return (
         f"the validation text has {tokens:,} tokens ({size:,} bytes), under {VALIDATION_TOKENS:,}: on another text "
@@ -93,23 +93,23 @@ def _validation(config: Config, corpora: Corpora) -> str:
     )
 
 
-def _cut_up(corpora: Corpora) -> str:
-    tokenizer = corpora.tokenizer
+def _cut_up(text: Corpora) -> str:
+    tokenizer = text.tokenizer
     if tokenizer.name != "gpt2":
         return ""
-    ids = np.concatenate([part for source in corpora.sources for part in _samples(source.at_hand)])
-    text = tokenizer.decode_bytes(ids[ids != tokenizer.end_of_text].tolist())
-    each = len(text) / len(ids)
-    if each > BYTES_PER_TOKEN or (np.frombuffer(text, np.uint8) > 127).mean() < NOT_ASCII:
+    ids = np.concatenate([part for source in text.sources for part in _samples(source.at_hand)])
+    encoded = tokenizer.decode_bytes(ids[ids != tokenizer.end_of_text].tolist())
+    each = len(encoded) / len(ids)
+    if each > BYTES_PER_TOKEN or (np.frombuffer(encoded, np.uint8) > 127).mean() < NOT_ASCII:
         return ""
     return (
         f"GPT-2's tokenizer cuts this text into {each:.1f} bytes a token, and English into 4: try "
-        f"tokenizer=bpe tokenizer.vocab_size={_suitable_size(corpora)}"
+        f"tokenizer=bpe tokenizer.vocab_size={_suitable_size(text)}"
     )
 
 
-def _bytes(corpora: Corpora, split: str) -> int:
-    return sum(source.manifest["splits"][split]["bytes"] for source in corpora.sources)
+def _bytes(text: Corpora, split: str) -> int:
+    return sum(source.manifest["splits"][split]["bytes"] for source in text.sources)
 
 
 def _samples(tokens: np.ndarray) -> list[np.ndarray]:

@@ -55,6 +55,15 @@ def as_launched(devices: int | None, num_nodes: int | None) -> tuple[int, int]:
     return here.devices, here.num_nodes
 
 
+def require_processes(devices: int | None, world_size: int) -> None:
+    """Raise `UserError` if a training would have fewer processes than its configuration says; a plan needs one."""
+    if world_size > ranks().world_size:
+        raise UserError(
+            f"trainer.devices={devices} takes {devices} processes, and this is one: use python train.py, or start this "
+            f"program with torchrun --nproc-per-node={devices}"
+        )
+
+
 def connect() -> None:
     """Make the process group of all ranks, if there are several, once they are there and found to be alike.
 

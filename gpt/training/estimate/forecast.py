@@ -43,8 +43,8 @@ def forecast(asked: Asked) -> dict[str, Any]:
     """Everything that plan=json prints, in bytes, seconds and counts."""
     if asked.config.run_dir:
         require_empty(Path(asked.config.run_dir))
-    config, corpora = open_text(asked)[:2]  # and not the weights to start from, which a run does not keep either
-    config, schedule, members = resolve(asked, config, corpora, longest=HORIZONS[-1])
+    config, text = open_text(asked)[:2]  # and not the weights to start from, which a run does not keep either
+    config, schedule, members = resolve(asked, config, text, longest=HORIZONS[-1])
     horizon = schedule.seconds
     from gpt.training.estimate.choice import expectations
     from gpt.training.estimate.timing import in_steps, seconds_validating  # imports what stays in memory while training
@@ -52,25 +52,25 @@ def forecast(asked: Asked) -> dict[str, Any]:
     device = torch.device(config.trainer.device)
     free = free_memory(device)
     say("timing a few steps and part of a validation")
-    config, schedule, seconds = in_steps(config, schedule, corpora)
+    config, schedule, seconds = in_steps(config, schedule, text)
     settings = config.trainer
     gc.collect()
-    validating = seconds_validating(config, schedule, corpora)
-    shape = GPTConfig(vocab_size=corpora.tokenizer.vocab_size, **asdict(config.model))
+    validating = seconds_validating(config, schedule, text)
+    shape = GPTConfig(vocab_size=text.tokenizer.vocab_size, **asdict(config.model))
     steps, N = schedule.total_steps, shape.num_parameters
     tokens = steps * settings.tokens_per_step
     return {
         "parameters": N,
-        "tokenizer": {"name": corpora.tokenizer.name, "vocab_size": shape.vocab_size},
+        "tokenizer": {"name": text.tokenizer.name, "vocab_size": shape.vocab_size},
         "trainer": {name: getattr(settings, name) for name in ("device", "precision", "compile", "tokens_per_step")}
         | {"devices": settings.world_size, "micro_batch_size": config.micro_batch_size},
         "text": {
-            "train_tokens": corpora.train_tokens,
-            "validation_bytes": sum(source.manifest["splits"]["validation"]["bytes"] for source in corpora.sources),
+            "train_tokens": text.train_tokens,
+            "validation_bytes": sum(source.manifest["splits"]["validation"]["bytes"] for source in text.sources),
         },
         "steps": steps,
         "tokens": tokens,
-        "epochs": epochs(tokens, corpora),
+        "epochs": epochs(tokens, text),
         "tokens_per_parameter": tokens / N,
         "seconds_per_step": seconds,
         "train_seconds": steps * seconds,
@@ -80,7 +80,7 @@ def forecast(asked: Asked) -> dict[str, Any]:
         "checkpoint_bytes": 4 * N + optimizer_bytes(shape, config),
         "free_memory": free,
         "peak_memory": peak_memory(device, shape, config),
-        "warnings": warnings(config, schedule, corpora),
+        "warnings": warnings(config, schedule, text),
     } | ({"expected": expectations(members, horizon, HORIZONS)} if members else {})
 
 

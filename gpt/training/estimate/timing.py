@@ -28,23 +28,21 @@ from gpt.training.optim import set_lr
 from gpt.training.trainer import make_batch
 
 
-def in_steps(
-    config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0
-) -> tuple[Config, Schedule, float]:
+def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, Schedule, float]:
     """What `measure` returns, and between them the schedule, in steps even where the horizon is a time."""
-    config, seconds = measure(config, schedule, corpora, at_most)
+    config, seconds = measure(config, schedule, text, at_most)
     if schedule.seconds:
-        schedule = Schedule.of(config, corpora.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
+        schedule = Schedule.of(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
     return config, schedule, seconds
 
 
-def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> tuple[Config, float]:
+def measure(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, float]:
     """Seconds per step, and the configuration with as small a micro-batch as memory requires, if it may choose it."""
     keep_freed_memory()  # as training does
     while True:
         try:
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                return config, seconds_per_step(config, schedule, corpora, at_most)
+                return config, seconds_per_step(config, schedule, text, at_most)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -52,11 +50,11 @@ def measure(config: Config, schedule: Schedule, corpora: Corpora, at_most: float
         config = config.with_smaller_micro_batch()
 
 
-def seconds_per_step(config: Config, schedule: Schedule, corpora: Corpora, at_most: float = 5.0) -> float:
+def seconds_per_step(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> float:
     """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100."""
     times: list[float] = []
     begin = time.perf_counter()
-    for _, seconds in throwaway_steps(config, replace(schedule, total_steps=1000), corpora):
+    for _, seconds in throwaway_steps(config, replace(schedule, total_steps=1000), text):
         times.append(seconds)
         if len(times) >= 3 and (time.perf_counter() - begin >= at_most or len(times) >= 100):
             break
@@ -64,12 +62,12 @@ def seconds_per_step(config: Config, schedule: Schedule, corpora: Corpora, at_mo
     return statistics.fmean(times[len(times) // 2 :])
 
 
-def throwaway_steps(config: Config, schedule: Schedule, corpora: Corpora) -> Iterator[tuple[GPTModule, float]]:
+def throwaway_steps(config: Config, schedule: Schedule, text: Corpora) -> Iterator[tuple[GPTModule, float]]:
     """Train a model without a run: yield it after each step, and the seconds that the step takes.
 
     Of the micro-batches of a step, two are done: the first makes the gradients, and all others add to them.
     """
-    module = throwaway_module(config, schedule, corpora)
+    module = throwaway_module(config, schedule, text)
     device = torch.device(config.trainer.device)
     module.to(device)
     optimizer = module.configure_optimizers()
@@ -78,7 +76,7 @@ def throwaway_steps(config: Config, schedule: Schedule, corpora: Corpora) -> Ite
         start = time.perf_counter()
         set_lr(optimizer, module.rate_factor(step))
         for i in range(done):
-            idx, targets = make_batch(config, corpora, (step * done + i) * config.micro_batch_size)
+            idx, targets = make_batch(config, text, (step * done + i) * config.micro_batch_size)
             module.loss(idx.to(device), targets.to(device)).backward()
         math.isfinite(module.measure_gradients())  # waits for the device, as a real step does
         computed = time.perf_counter()
@@ -89,18 +87,18 @@ def throwaway_steps(config: Config, schedule: Schedule, corpora: Corpora) -> Ite
         yield module, (computed - start) * config.accumulation / done + time.perf_counter() - computed
 
 
-def throwaway_module(config: Config, schedule: Schedule, corpora: Corpora) -> GPTModule:
+def throwaway_module(config: Config, schedule: Schedule, text: Corpora) -> GPTModule:
     """A model that belongs to no run."""
-    vocab_size = corpora.tokenizer.vocab_size
+    vocab_size = text.tokenizer.vocab_size
     return GPTModule(config, vocab_size, lambda step: schedule.rate_factor(step, 0.0, config.optim))
 
 
-def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> float:
+def seconds_validating(config: Config, schedule: Schedule, text: Corpora) -> float:
     """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
-    module = throwaway_module(config, schedule, corpora).to(config.trainer.device)
+    module = throwaway_module(config, schedule, text).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
     optimizer = module.configure_optimizers()
-    T, sources, prompts = config.model.context_length, corpora.sources, config.data.prompts or []
+    T, sources, prompts = config.model.context_length, text.sources, config.data.prompts or []
     size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
     batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
     generator = torch.Generator(module.device).manual_seed(config.seed)
@@ -108,8 +106,8 @@ def seconds_validating(config: Config, schedule: Schedule, corpora: Corpora) -> 
         _, scoring = (_timed(score, module.model, [batch], 1)[0] for batch in (batches[0], batches[-1]))
         sampling = 0.0
         if prompts:
-            sampling, sample = _timed(continue_prompt, module, corpora.tokenizer, prompts[0], generator)
-            sampling = len(prompts) * sampling + _timed(longest_copy, [sample.tokens], corpora)[0]
+            sampling, sample = _timed(continue_prompt, module, text.tokenizer, prompts[0], generator)
+            sampling = len(prompts) * sampling + _timed(longest_copy, [sample.tokens], text)[0]
     del optimizer
     windows = sum(len(source.validation) for source in sources) / T
     scoring *= windows / len(batches[-1][0]) / config.trainer.world_size

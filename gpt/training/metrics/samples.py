@@ -97,18 +97,18 @@ def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, genera
     return text
 
 
-def longest_copy(samples: list[list[int]], corpora: Corpora) -> str:
+def longest_copy(samples: list[list[int]], text: Corpora) -> str:
     """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
-    border = corpora.tokenizer.vocab_size  # a token that no corpus has
+    border = text.tokenizer.vocab_size  # a token that no corpus has
     ids = [token for sample in samples for token in (*sample, border)]
-    passages = find_copies(ids, corpora.sources)
+    passages = find_copies(ids, text.sources)
     start, end = max(passages, key=lambda passage: passage[1] - passage[0], default=(0, 0))
-    return corpora.tokenizer.decode(ids[start:end])
+    return text.tokenizer.decode(ids[start:end])
 
 
-def frequent(corpora: Corpora) -> list[int]:
+def frequent(text: Corpora) -> list[int]:
     """The ids of at most `MOST_TOKENS` tokens of the training text, most frequent first."""
-    V = corpora.tokenizer.vocab_size
-    texts = [sample(source.at_hand, COUNTED // len(corpora.sources)) for source in corpora.sources]
+    V = text.tokenizer.vocab_size
+    texts = [sample(source.at_hand, COUNTED // len(text.sources)) for source in text.sources]
     counts = np.bincount(np.concatenate([text.ravel() for text in texts]), minlength=V)
     return np.argsort(-counts, kind="stable")[:MOST_TOKENS].tolist()
