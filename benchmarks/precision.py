@@ -17,7 +17,7 @@ from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
 from gpt.text.batches import validation_batches
-from gpt.training.begin import load_corpora
+from gpt.training.begin import load_text
 from gpt.training.config.loading import read
 
 
@@ -25,7 +25,7 @@ from gpt.training.config.loading import read
 def score(run_dir: Path, precision: str) -> float:
     """Bits per byte of the validation text under the run's best model, packed as for sampling."""
     config = read(run_dir / "config.yaml")
-    corpora = load_corpora(config, quiet=True)
+    corpora = load_text(config, quiet=True)
     model, tokenizer = open_model(run_dir)
     assert tokenizer.sha256 == corpora.tokenizer.sha256
     pack_weights(model, precision, rows=2)

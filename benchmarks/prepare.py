@@ -25,7 +25,7 @@ from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
-from gpt.training.begin import load_corpora
+from gpt.training.begin import load_text
 
 ROUNDS = 3
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -119,7 +119,7 @@ def preparation(overrides: list[str]) -> Callable[[], dict]:
     def step() -> dict:
         before = peak_memory()
         start = time.perf_counter()
-        load_corpora(configure(*overrides), quiet=True)
+        load_text(configure(*overrides), quiet=True)
         return {"seconds": time.perf_counter() - start, "before": before, "peak": peak_memory()}
 
     return step

@@ -18,7 +18,7 @@ from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
 from gpt.text.prepared import Corpora
-from gpt.training.begin import load_corpora
+from gpt.training.begin import load_text
 from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
@@ -44,7 +44,7 @@ def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Schedule, Corpo
     """A module as it is made for CUDA, still on the CPU."""
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
     config.optim = config.optim.for_model(config.model)
-    corpora = load_corpora(config)
+    corpora = load_text(config)
     schedule = Schedule.of(config, corpora.train_tokens)
     return GPTModule(config, corpora.tokenizer.vocab_size, lambda step: 1.0), schedule, corpora
 

@@ -17,7 +17,7 @@ import gpt.training.run.clock
 import gpt.training.trainer
 from gpt.exchange import checkpoint
 from gpt.training import resolve
-from gpt.training.begin import load_corpora
+from gpt.training.begin import load_text
 from gpt.training.config.loading import read
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
@@ -87,7 +87,7 @@ def test_a_seed_for_the_order_of_windows(folder):
 
     def drawn(*changes: str) -> tuple[bytes, bytes]:
         config = hardware_decided(tiny_config(folder, "horizon=6steps", *changes))
-        corpora = load_corpora(config, quiet=True)
+        corpora = load_text(config, quiet=True)
         module = GPTModule(config, corpora.tokenizer.vocab_size, lambda step: 1.0)
         weights = module.model.position_embedding.weight.detach().numpy().tobytes()
         return weights, make_batch(config, corpora, 0)[0].numpy().tobytes()
@@ -111,7 +111,7 @@ def test_automatic_horizon_of_a_short_text(folder, tmp_path, monkeypatch):
 def test_probe_takes_a_few_steps(folder):
     """The probe times steps of a throwaway model, within its limit."""
     config = hardware_decided(tiny_config(folder))
-    corpora = load_corpora(config)
+    corpora = load_text(config)
     begin = time.monotonic()
     seconds = seconds_per_step(config, Schedule.of(config, corpora.train_tokens), corpora, at_most=0.2)
     assert 0.0 < seconds < time.monotonic() - begin
@@ -194,7 +194,7 @@ def test_too_short_a_text_names_the_key(folder, tmp_path):
     """The text says which context would do, and training which key sets it."""
     (tmp_path / "short.txt").write_text("To be, or not")
     config = tiny_config(folder, f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}")
-    line = refusal(load_corpora, config)
+    line = refusal(load_text, config)
     assert re.search(r"or set model\.context_length=\d+ trainer\.tokens_per_step=\d+ or less", line)
 
 

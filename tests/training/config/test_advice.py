@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt.sampling.scoring import Score
-from gpt.training.begin import load_corpora
+from gpt.training.begin import load_text
 from gpt.training.config.advice import warnings
 from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule
@@ -32,7 +32,7 @@ FREQUENCIES = [1 / (rank + 3) for rank in range(len(WORDS))]
 def told(config: Config) -> list[str]:
     """The lines for a configuration, each of which fits a wide terminal."""
     settings = dataclasses.replace(config.trainer, micro_batch_size=1)
-    corpora = load_corpora(config)
+    corpora = load_text(config)
     schedule = Schedule.of(dataclasses.replace(config, trainer=settings), corpora.train_tokens)
     lines = warnings(config, schedule, corpora)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
