@@ -189,7 +189,7 @@ def _numbered(blocks: Iterator[str], separator: str) -> Iterator[tuple[int, str]
                 break
             yield number, held[start : found.start()]
             number, start = number + 1, found.end()
-        rest = max(start, len(held) - len(separator) - 4) if block else len(held)
+        rest = max(start, len(held) - len(separator) - 5) if block else len(held)
         yield number, held[start:rest]
         held = held[rest:]
 

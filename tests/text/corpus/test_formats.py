@@ -239,6 +239,12 @@ def test_separator(folder, parts, separator, block):
     assert read(write(folder / "a.txt", text), block, separator=separator) == expected
 
 
+@pytest.mark.parametrize("block", range(1, 20))
+def test_separator_between_windows_lines(tmp_path, block):
+    """Wherever a block ends, the four characters of the ends of lines go with the separator."""
+    assert read(write(tmp_path / "a.txt", "ab\r\n<||>\r\ncd"), block, separator="<||>") == ["ab", "cd"]
+
+
 @EVERY_TEXT
 def test_separator_in_every_plain_text(tmp_path, suffix):
     """Packed or not, and not between JSON lines, whose texts may spell it."""
