@@ -17,6 +17,7 @@ from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
 from gpt.text.corpus.formats import markup_of, read_documents, reader_of
 from gpt.text.corpus.hashes import hash_files
+from gpt.text.corpus.plain import Document
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
 
@@ -35,24 +36,47 @@ class Piece(NamedTuple):
     ends: bool  # is the last of its document
 
 
+class Place(NamedTuple):
+    """A place in a corpus at which reading can begin: the number of a file, and the byte in it.
+
+    `begins` says whether a document begins there; `characters` is the length of the text before.
+    """
+
+    file: int
+    byte: int
+    begins: bool
+    characters: int
+
+
+START = Place(0, 0, True, 0)
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Files, and how to read documents from them; `version` names whatever else determines the documents."""
+    """Files, and how to read documents from them; `version` names whatever else determines the documents.
+
+    `read` takes a file and the byte to begin at, which is 0 but in files whose documents have a `start`.
+    """
 
     name: str
     files: tuple[Path | Remote, ...]
-    read: Callable[[Any], Iterable[Iterable[str]]]
+    read: Callable[[Any, int], Iterable[Document]]
     version: str = ""
 
-    def pieces(self, first: int = 0) -> Iterator[tuple[int, int, Piece]]:
-        """Yield (number of the file, number of the piece in it, piece) in order, from file number `first` on."""
-        for number, file in enumerate(self.files[first:], first):
-            count = 0
-            for blocks in self.read(file):
-                with_next = pairwise(chain(cut(blocks), [""]))  # pieces are never empty
-                for i, (text, after) in enumerate(with_next):
-                    yield number, count, Piece(text, begins=i == 0, ends=not after)
-                    count += 1
+    def pieces(self, first: Place = START) -> Iterator[tuple[int, int | None, Piece]]:
+        """Yield (number of the file, byte at which reading can begin with this piece, piece) in order.
+
+        The byte is None where reading cannot begin with the piece. The pieces from a place on are the same as those
+        that all of the text has there, since where `cut` cuts depends only on what follows.
+        """
+        for number, file in enumerate(self.files[first.file :], first.file):
+            is_first = number == first.file
+            begins = first.begins or not is_first
+            for blocks, byte in self.read(file, first.byte if is_first else 0):
+                for text, after in pairwise(chain(cut(blocks), [""])):  # pieces are never empty
+                    yield number, byte, Piece(text, begins, ends=not after)
+                    begins, byte = False, byte if byte is None else byte + len(text.encode())
+                begins = True
 
     def stamp(self) -> list[tuple]:
         """Return the size and modification time, or tag, of each file, to compare later."""
@@ -81,14 +105,14 @@ class Corpus:
 def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
     """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
     if data.name == "python_stdlib":
-        return Corpus("python_stdlib", python_docs.files(), lambda file: [python_docs.read_source(file)])
+        return Corpus("python_stdlib", python_docs.files(), lambda file, _: [Document(python_docs.read_source(file))])
     if data.name == "python_docs":
         modules = python_docs.files()
 
-        def read_docs(file: Path) -> Iterator[Iterable[str]]:
-            yield from ([text] for text in python_docs.read_docstrings(file))
+        def read_docs(file: Path, _: int) -> Iterator[Document]:
+            yield from (Document([text]) for text in python_docs.read_docstrings(file))
             if file == modules[-1]:
-                yield from ([text] for text in python_docs.builtin_docs())
+                yield from (Document([text]) for text in python_docs.builtin_docs())
 
         return Corpus("python_docs", modules, read_docs, sys.version)
     files = _files_of(data, cache, say)
@@ -107,7 +131,12 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
 def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...]) -> Corpus:
     """Return the corpus of these files."""
     version = "\n".join([data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reading.items())])
-    return Corpus(data.name, files, lambda file: read_documents(local(file), data), version)
+
+    def read(file: Path | Remote, start: int) -> Iterator[Document]:
+        documents = read_documents(local(file), data, start)
+        return (Document(blocks) for blocks, _ in documents) if isinstance(file, Remote) else documents
+
+    return Corpus(data.name, files, read, version)
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -35,13 +35,16 @@ def beginning_of(file: Path, encoding: str = "utf-8") -> bytes:
     return (first if encoding == "utf-8" else first.decode(encoding, "ignore").encode(errors="ignore")).lstrip(WHITE)
 
 
-def unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
-    """Yield a file's content, decompressed if its suffix says so, in blocks of at least `size`; the last is shorter."""
+def unpacked(file: Path, size: int, start: int = 0) -> Generator[bytes, None, None]:
+    """Yield a file's content, decompressed if its suffix says so, in blocks of at least `size`; the last is shorter.
+
+    `start` is the byte to begin at, of a file that is not compressed.
+    """
     held: list[bytes] = []
     length = offset = 0
     with explain(file):
         try:
-            with contextlib.closing(_content(file, size)) as blocks:
+            with contextlib.closing(_content(file, size, start)) as blocks:
                 for block in blocks:
                     held.append(block)
                     length += len(block)
@@ -60,11 +63,13 @@ def unpacked(file: Path, size: int) -> Generator[bytes, None, None]:
             yield b"".join(held)
 
 
-def _content(file: Path, size: int) -> Generator[bytes, None, None]:
+def _content(file: Path, size: int, start: int) -> Generator[bytes, None, None]:
     """Yield a file's content in blocks of any size."""
     suffix = file.suffix.lower()
     opener: Any = gzip.open if suffix == ".gz" else Path.open
     with opener(file, "rb") as stream:
+        if start:
+            stream.seek(start)
         if suffix in _UNPACKERS:
             yield from _members(stream, _UNPACKERS[suffix])
         else:

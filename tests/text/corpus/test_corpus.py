@@ -26,7 +26,7 @@ import gpt.text.corpus.corpus
 import gpt.text.corpus.hashes
 from gpt.files import CACHE_TAG
 from gpt.text.cache import read_json, write_json
-from gpt.text.corpus import formats
+from gpt.text.corpus import formats, unpack
 from gpt.text.corpus.config import NAMES, DataConfig
 from gpt.text.corpus.corpus import Corpus, Piece, open_corpus
 from gpt.text.pieces import cut
@@ -431,7 +431,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         case "a.txt.gz":
             file.write_bytes(gzip.compress(megabyte.encode(), 1) * MEGABYTES)
         case "a.txt.zst":
-            file.write_bytes(formats.zstd.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
+            file.write_bytes(unpack.zstd.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
         case _:
             file.write_bytes(megabyte.encode() * MEGABYTES)
     command = [sys.executable, "-c", PEAK, str(file)]
