@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
 from gpt.text.corpus.formats import markup_of, read_documents, reader_of
-from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.plain import Document
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
@@ -78,13 +77,20 @@ class Corpus:
                     begins, byte = False, byte if byte is None else byte + len(text.encode())
                 begins = True
 
+    def up_to(self, end: Place) -> "Corpus":
+        """Return the corpus without the files behind a place."""
+        return replace(self, files=self.files[: end.file + (end.byte > 0)])
+
     def stamp(self) -> list[tuple]:
         """Return the size and modification time, or tag, of each file, to compare later."""
-        return [(file.size, file.tag) if isinstance(file, Remote) else _stamp(file) for file in self.files]
+        return [_stamp(file) for file in self.files]
 
-    def sha256(self, cache: Path) -> str:
-        """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
-        return self.identity(hash_files(self.files, cache))
+    def require_unchanged(self, stamps: Sequence[tuple], files: slice = slice(None)) -> None:
+        """Raise `UserError` naming the first file, of all or of some, that is not as `stamp` found it."""
+        for file, then in zip(self.files[files], stamps[files], strict=True):
+            if _stamp(file) != then:
+                what = "is not as it was when the preparation of the text began"
+                raise UserError(f"{file}: {what}: put it back, or begin again")
 
     def identity(self, digests: Iterable[str]) -> str:
         """Return the hash of everything that determines the documents, given that of each file."""
@@ -139,7 +145,9 @@ def corpus_of(data: DataConfig, files: tuple[Path | Remote, ...]) -> Corpus:
     return Corpus(data.name, files, read, version)
 
 
-def _stamp(file: Path) -> tuple[int, int]:
+def _stamp(file: Path | Remote) -> tuple:
+    if isinstance(file, Remote):
+        return file.size, file.tag
     with explain(file):
         status = file.stat()
     return status.st_size, status.st_mtime_ns

@@ -3,13 +3,10 @@
 import contextlib
 import functools
 import hashlib
-import itertools
-import logging
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path, PurePosixPath
@@ -19,71 +16,14 @@ from urllib.parse import unquote
 import fsspec
 
 from gpt.console import progress_bar, say
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
+from gpt.errors import OutsideError, UserError
 from gpt.files import explain, publish
 from gpt.text.cache import UNWRITABLE, make_cache, one_at_a_time, read_json, write_json
+from gpt.text.store import QUIET, WAIT, explain_store, open_store, retried
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
-ATTEMPTS = 14  # at a listing or a block, with a pause after each that doubles up to 15 seconds: two minutes in all
-WAIT = 120  # seconds after which no attempt begins, where each of them takes long
-QUIET = 3  # seconds before a line says that a store does not answer
-PATIENCE = 30  # seconds without a byte
 ABANDONED = 3600  # seconds after which nobody fetches an unfinished file any more
-DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}  # scheme -> package
-OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
 _WEB = ("http://", "https://")
-_PASSING = (408, 425, 429)  # requests that a server refuses for now: too slow, too early, too many
-_LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
-
-
-@contextlib.contextmanager
-def explain_store(url: str) -> Iterator[None]:
-    """Turn what the library of a store raises into one line, unless the disk is full."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except ImportError as error:
-        driver = DRIVERS.get(url.partition("://")[0])
-        install = f": pip install {driver}" if driver else ""
-        raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
-    except Exception as error:  # each store has a library of its own
-        if is_disk_full(error):
-            raise
-        remedy = _remedy(error)
-        kind = UserError if remedy else OutsideError
-        what = f"{type(error).__name__}: {reason(error)}"
-        raise kind(f"{url}: cannot be used ({what}); {remedy or OFFLINE}") from None
-
-
-def _remedy(error: Exception) -> str:
-    """Return what to do about an error; nothing if it may pass by itself."""
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return "there is no such file: check the spelling"
-    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in type(error).__name__:
-        return f"{_LOGIN}, or check the spelling"
-    if re.search("range.* not satisfiable", str(error), re.IGNORECASE):
-        return "the file has become shorter: run the command again"
-    never = isinstance(error, ValueError | IsADirectoryError) or 400 <= (status or 0) < 500
-    return "check the spelling" if never and status not in _PASSING else ""
-
-
-def open_store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system behind a URL, and the path there. Credentials are those of the store's own tools."""
-    for driver in ("gcsfs", "s3fs"):
-        logging.getLogger(driver).setLevel(logging.CRITICAL)  # whatever is an error is raised as well
-    options: dict[str, Any] = {}
-    with explain_store(url):
-        if url.startswith("http"):
-            from aiohttp import ClientTimeout
-
-            timeout = ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
-            raw = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
-            options = {"client_kwargs": {"trust_env": True, "timeout": timeout, **raw}, "encoded": True}
-        elif url.startswith("hf:"):
-            options = {"block_size": 1}  # what it reads beyond each block that we ask for
-        return fsspec.core.url_to_fs(url, **options)
 
 
 @dataclass(frozen=True)
@@ -131,15 +71,14 @@ class Remote:
             make_cache(self.cache)
             with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
                 if not target.is_file():
-                    part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.blocks")
-                    self._download(part, blocks)
+                    part = target.with_name(f"{target.name}.part")
+                    self._download(part)
                     publish(part, target)
-                    blocks.unlink()
                 # `_make_room` knows by it what is in use; the time of the content stays, by which a change is noticed.
                 os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
-    def _download(self, part: Path, blocks: Path) -> None:
+    def _download(self, part: Path) -> None:
         """Append the rest of the file to what an earlier attempt left, and check the whole."""
         ask = functools.partial(retried, url=self.url, say=self.say)
         fs, path = open_store(self.url)
@@ -147,12 +86,12 @@ class Remote:
             size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: _described(fs, path))
             whole = b"" if size is not None else ask(lambda _: fs.cat_file(path))  # of a length that nobody tells
         self._make_room(part, len(whole) if size is None else size)
-        with part.open("a+b") as stream, blocks.open("a+b") as known, explain_store(self.url):
+        with part.open("a+b") as stream, explain_store(self.url):
             if size is None:
                 stream.truncate(0)
                 stream.write(whole)
             else:
-                _receive(fs, path, stream, known, size, ask)
+                _receive(fs, path, stream, size, ask)
             stream.seek(0)
             if self.sha256:
                 found, wanted = hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower()
@@ -256,56 +195,17 @@ def _tag(info: dict[str, Any]) -> str:
     return next((str(info[name]) for name in names if info.get(name)), "")
 
 
-def retried(ask: Callable[[int], Any], url: str, say: Callable[[str], None], wait: float = math.inf) -> Any:
-    """Return the answer to `ask(attempt)`; after an error that may pass, ask again, with ever longer pauses.
-
-    `wait` is the number of seconds after which to give up, if that is less than `WAIT`.
-    """
-    begin, silent = time.monotonic(), True
-    for attempt in itertools.count():
-        try:
-            return ask(attempt)
-        except (ImportError, MemoryError):
-            raise
-        except Exception as error:
-            waited = time.monotonic() - begin
-            if attempt + 1 >= ATTEMPTS or waited >= min(wait, WAIT) or _remedy(error):
-                raise
-            if silent and waited >= QUIET:
-                say(f"{url}: does not answer ({reason(error)}): waiting for it, for about two minutes at most")
-                silent = False
-        time.sleep(min(15, 2**attempt / 5))
-
-
-def _receive(
-    fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, known: BufferedRandom, size: int, ask: Callable
-) -> None:
-    """Append the rest of a file, in blocks; `known` gets a line for each, of its size and its hash."""
-    here = _kept(stream, known)
+def _receive(fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, size: int, ask: Callable) -> None:
+    """Append the rest of a file, but for the last block of an earlier attempt, which a power cut may have spoilt."""
+    here = max(0, stream.seek(0, os.SEEK_END) - BLOCK)
+    stream.truncate(here)
     with progress_bar(f"downloading {path.rpartition('/')[2]}", size, here, delay=1) as bar:
         while here < size:
             block = ask(functools.partial(_block, fs, path, here, size))
             here += stream.write(block)
             stream.flush()
-            known.write(f"{len(block)} {hashlib.sha256(block).hexdigest()}\n".encode())
-            known.flush()
+            os.fsync(stream.fileno())
             bar.update(len(block))
-
-
-def _kept(stream: BufferedRandom, known: BufferedRandom) -> int:
-    """Cut off what is not as it was received, such as zeros after a power cut; return the size of what is left."""
-    here = lines = known.seek(0)
-    stream.seek(0)
-    for line in known:
-        found = re.fullmatch(rb"(\d{1,9}) ([0-9a-f]{64})\n", line)
-        block = stream.read(int(found[1])) if found else b""
-        if not found or hashlib.sha256(block).hexdigest().encode() != found[2]:
-            break
-        here, lines = here + len(block), lines + len(line)
-    known.truncate(lines)
-    if stream.seek(0, os.SEEK_END) > here:
-        stream.truncate(here)
-    return here
 
 
 def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attempt: int) -> bytes:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+import gpt.text.prepare.prepare
 from gpt.console import progress_bar
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
-from gpt.text.prepare import encode, source
-from gpt.text.prepare.prepare import FORMAT, TooShortError
+from gpt.text.prepare import source
+from gpt.text.prepare.plan import FORMAT
+from gpt.text.prepare.prepare import TooShortError
+from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import survey
 from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -60,7 +63,7 @@ def test_bars(tmp_path, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    for module in (source, encode):
+    for module in (source, gpt.text.prepare.prepare):
         at_once = lambda *given, delay: progress_bar(*given)  # noqa: E731
         monkeypatch.setattr(module, "progress_bar", at_once)
     make(write_documents(tmp_path), tmp_path / "cache", TokenizerConfig("byte"))
@@ -103,7 +106,7 @@ def test_manifest(tmp_path):
         counts[name] = {"tokens": tokens, "bytes": size, "documents": len(documents), "sha256": digest}
         assert len(getattr(prepared, name)) == tokens == len(ids) / 2
     assert counts["train"]["documents"] + counts["validation"]["documents"] == 53
-    corpus = open_corpus(data, cache).sha256(cache)
+    corpus = Source(open_corpus(data, cache), 1, cache, print).sha256
     key = {"format": FORMAT, "corpus": corpus, "tokenizer": {"name": "byte"}, "validation_bytes": 1_000_000}
     assert prepared.manifest == {
         "key": key,

@@ -1,0 +1,186 @@
+"""Encoding one shard of a planned text: on several cores, in order, whole in the store or not at all."""
+
+import contextlib
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from gpt.errors import UserError
+from gpt.text.cache import delete, unsealed
+from gpt.text.corpus.corpus import Corpus, Piece
+from gpt.text.corpus.hashes import hash_files
+from gpt.text.prepare.plan import Plan
+from gpt.text.prepare.split import Split
+from gpt.text.prepared import SPLITS, width
+from gpt.text.shards import GROUP
+from gpt.text.store import Store
+from gpt.text.tokenizer import Tokenizer
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+TASK = 1 << 18  # characters, at least, that a thread encodes at once
+FILES = 16  # of a shard that gpt.prepare publishes, at most
+BLOCKS = 16  # in such a file, every sixteenth of the shard, so that groups of files are alike; 1 if there is one group
+LEAST = 1 << 10  # tokens in a block: a small shard has fewer blocks
+
+Task = list[tuple[Piece, bool]]  # pieces, each with whether it is for validation
+Encoded = dict[str, tuple[np.ndarray, int, int]]  # of each split, the ids, bytes and documents
+
+
+def encode_shard(
+    plan: Plan,
+    number: int,
+    corpus: Corpus,
+    stamps: list[tuple],
+    store: Store,
+    scratch: Path,
+    pieces: Iterable[Piece] | None = None,
+    files: int = 1,
+    threads: int = CORES,
+    read: Callable[[int], object] = lambda size: None,
+) -> dict:
+    """Put the tokens of a shard into a store, in so many files for training at most, and last a record, and return it.
+
+    `stamps` are those that the files of the corpus must have, and `scratch` is a folder for unfinished files; `pieces`
+    are those of the shard if memory has them. The bytes of text are reported to `read` as they are encoded. Made twice,
+    a shard is the same.
+    """
+    first, *following = plan.places[number : number + 2]
+    end = following[0].file + (following[0].byte > 0) if following else len(corpus.files)
+    corpus.require_unchanged(stamps, slice(first.file, end))
+    delete(scratch)
+    scratch.mkdir(parents=True)
+    tasks = _tasks(pieces or _pieces(plan, number, corpus), plan.split, first.characters)
+    splits = _write(scratch, _in_order(tasks, plan.tokenizer, threads), plan.tokenizer, read)
+    corpus.require_unchanged(stamps, slice(first.file, end))
+    blocks = BLOCKS if len(plan.places) * files > GROUP else 1
+    listed: dict[str, list] = {name: [] for name in SPLITS}
+    for name, most in (("train", files), ("validation", 1)):
+        dealt = _deal(scratch / f"{name}.bin", splits[name], most, blocks, width(plan.tokenizer))
+        for i, (file, tokens, sha256) in enumerate(dealt):
+            listed[name].append([f"{name}-{number:06}-{i:02}.bin", tokens, sha256])
+            store.move(file, listed[name][-1][0])
+    known = plan.text.get("hashes")  # of files that begin in one shard and end in another
+    begun = [i for i in range(first.file + (first.byte > 0), end) if known is not None and str(i) not in known]
+    hashes = dict(zip(map(str, begun), hash_files([corpus.files[i] for i in begun], scratch.parent), strict=True))
+    record = {"plan": plan.digest, "hashes": hashes, "splits": splits, "files": listed}
+    store.write_json(name_of(number), record)
+    delete(scratch)
+    return record
+
+
+def name_of(number: int) -> str:
+    """Return the name of a shard's record in the store."""
+    return f"part-{number:06}.json"
+
+
+def record_of(store: Store, plan: Plan, number: int) -> dict | None:
+    """Return what a store says of a shard; None if it is not there, or the record is damaged."""
+    try:
+        record = unsealed((store.read(name_of(number)) or b"").decode(), name_of(number))
+    except ValueError:
+        return None
+    if record["plan"] != plan.digest:
+        raise UserError(f"{store.url}: shard {number} is of another plan: name an empty folder")
+    return record
+
+
+def records_of(store: Store, plan: Plan) -> list[dict | None]:
+    """Return the record of each shard; None, and none is left, of a shard that the store does not have whole."""
+    with ThreadPoolExecutor(16) as threads:
+        records = list(threads.map(lambda number: record_of(store, plan, number), range(len(plan.places))))
+    sizes, each = store.sizes(), width(plan.tokenizer).itemsize
+    for number, record in enumerate(records):
+        files = [file for name in SPLITS for file in record["files"][name]] if record else []
+        if any(sizes.get(name) != tokens * each for name, tokens, _ in files):
+            store.delete(name_of(number))
+            records[number] = None
+    return records
+
+
+def _pieces(plan: Plan, number: int, corpus: Corpus) -> Iterator[Piece]:
+    """Yield the pieces of a shard."""
+    first, *following = plan.places[number : number + 2]
+    if following:
+        corpus = corpus.up_to(following[0])
+    for file, byte, piece in corpus.pieces(first):
+        if following and (file, byte) == following[0][:2]:
+            return
+        yield piece
+
+
+def _tasks(pieces: Iterable[Piece], split: Split, characters: int) -> Iterator[Task]:
+    """Yield portions of work for a thread; `characters` come before the pieces."""
+    task: Task = []
+    size = 0
+    for piece in pieces:
+        task += split.sides(piece, characters)
+        characters += len(piece.text)
+        size += len(piece.text)
+        if size >= TASK:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def _in_order(tasks: Iterable[Task], tokenizer: Tokenizer, threads: int) -> Iterator[Encoded]:
+    """Encode tasks on several cores and yield the results in order, holding only a few at a time."""
+    running: deque[Future] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for task in tasks:
+            running.append(pool.submit(_encode, task, tokenizer))
+            if len(running) > 2 * threads:
+                yield running.popleft().result()
+        for future in running:
+            yield future.result()
+
+
+def _encode(task: Task, tokenizer: Tokenizer) -> Encoded:
+    """Encode a task's pieces for each split, with end-of-text before each document."""
+    dtype = width(tokenizer)
+    end_of_text = np.array([tokenizer.end_of_text], dtype)
+    result = {}
+    for name in SPLITS:
+        pieces = [piece for piece, validates in task if validates == (name == "validation")]
+        ids = [end_of_text[:0]]
+        for piece in pieces:
+            if piece.begins:
+                ids.append(end_of_text)
+            ids.append(tokenizer.encode_piece(piece.text).astype(dtype))
+        size = sum(len(piece.text.encode("utf-8")) for piece in pieces)
+        result[name] = np.concatenate(ids), size, sum(piece.begins for piece in pieces)
+    return result
+
+
+def _write(folder: Path, parts: Iterable[Encoded], tokenizer: Tokenizer, read: Callable[[int], object]) -> dict:
+    """Write a token file for each split and return their counts and hashes."""
+    counts = {name: {"tokens": 0, "bytes": 0, "documents": 0} for name in SPLITS}
+    digests = {name: hashlib.sha256() for name in SPLITS}
+    with contextlib.ExitStack() as stack:
+        streams = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in SPLITS}
+        for part in parts:
+            for name, (ids, size, documents) in part.items():
+                streams[name].write(ids.data)
+                digests[name].update(ids.data)
+                for kind, count in (("tokens", len(ids)), ("bytes", size), ("documents", documents)):
+                    counts[name][kind] += count
+                read(size)
+    return {name: {**counts[name], "sha256": digests[name].hexdigest()} for name in SPLITS}
+
+
+def _deal(file: Path, counts: dict, most: int, blocks: int, dtype: np.dtype) -> Iterator[tuple[Path, int, str]]:
+    """Deal the blocks of a token file to `most` files at most: yield each with its number of tokens and its hash."""
+    count = min(most * blocks, -(-counts["tokens"] // LEAST))
+    if most == 1 and count:
+        yield file, counts["tokens"], counts["sha256"]
+    elif count:
+        parts = np.array_split(np.memmap(file, dtype, mode="r"), count)
+        for i in range(min(most, count)):
+            tokens, target = np.concatenate(parts[i::most]), file.with_name(f"{i:02}.bin")
+            target.write_bytes(tokens.data)
+            yield target, len(tokens), hashlib.sha256(tokens.data).hexdigest()
