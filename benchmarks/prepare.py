@@ -171,9 +171,9 @@ def opening(folder: Path) -> dict[str, float]:
     sparse(ten, 5 * 10**9)
     sparse(billion, 128 * 10**9 + 1)
     start = time.perf_counter()
-    prepared.open_prepared(ten)
+    prepared.open_folder(ten)
     opened = time.perf_counter() - start
-    train = prepared.open_prepared(billion).train
+    train = prepared.open_folder(billion).train
     start = time.perf_counter()
     idx, _ = training_batch([train], (prepared.MIXTURE_WINDOWS,), 1, 0, 8, 128)
     first = time.perf_counter() - start

@@ -109,10 +109,10 @@ def open_folder(folder: Path) -> PreparedText:
 
 def read_manifest(store: Store) -> tuple[dict, Tokenizer]:
     """Return the manifest and the tokenizer of a store; `UserError` if they are not such as this project writes."""
+    manifest, tokens = store.read_json("manifest.json"), store.read("tokenizer.json")
+    if manifest is None or tokens is None:
+        raise UserError(f"{store.url}: holds no prepared text; python -m gpt.prepare --to {store.url} makes it")
     try:
-        manifest, tokens = store.read_json("manifest.json"), store.read("tokenizer.json")
-        if manifest is None or tokens is None:
-            raise UserError(f"{store.url}: holds no prepared text; python -m gpt.prepare --to {store.url} makes it")
         _require_shape(manifest)
         tokenizer = Tokenizer.from_dict(json.loads(tokens))
         if manifest["tokenizer"] != tokenizer.sha256:

@@ -14,7 +14,7 @@ from gpt.prepare import main
 from gpt.text.cache import read_json, write_json
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
-from gpt.text.prepared import open_prepared
+from gpt.text.prepared import open_folder
 from gpt.text.tokenizer import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "Checkpoints are verified by their checksums": ["test_faults.py::test_damaged_checkpoint"],
         "Text that `train.py` has prepared is verified": [
             "test_prepared.py::test_damage_is_named",
-            "test_prepared.py::test_tokens_are_hashed_unless_the_folder_is_large",
+            "test_prepared.py::test_a_small_text_is_hashed_whenever_it_is_opened",
         ],
         "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
         "Each file of a store": [
@@ -138,7 +138,7 @@ def test_names_in_a_manifest_are_not_followed(tmp_path):
     manifest["files"] = manifest["splits"]["train"]["files"] = ["/etc/passwd", "../text.txt"]
     manifest["splits"]["train"]["name"] = "../../text"
     write_json(file, manifest)
-    assert open_prepared(file.parent).train.tolist() == prepared.train.tolist()
+    assert open_folder(file.parent).at_hand.tolist() == prepared.at_hand.tolist()
     main(["--to", str(store), "--text", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--cache", str(cache)])
 
     def opened() -> list[int]:

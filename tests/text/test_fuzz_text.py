@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gpt.text.corpus.hashes
-import gpt.text.prepare.encode
+import gpt.text.prepare.shard
+import gpt.text.prepare.source
 import gpt.text.prepare.split
 from gpt.errors import UserError
 from gpt.text.corpus.config import DataConfig
@@ -72,8 +73,8 @@ class Bench:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         for module, name, value in [
             (gpt.text.prepare.split, "SAMPLE_BYTES", 2003),  # the text is read a second time to encode it
-            (gpt.text.prepare.encode, "TASK", 199),
-            (gpt.text.prepare.encode, "PROGRESS_BYTES", 1511),
+            (gpt.text.prepare.shard, "TASK", 199),
+            (gpt.text.prepare.source, "SHARD_BYTES", 1511),
             (gpt.text.corpus.hashes, "REMEMBERED", 11),
             (gpt.text.corpus.hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),
             (os, "fsync", lambda descriptor: None),
@@ -136,7 +137,7 @@ class Bench:
             return False
         assert found.key == true.key
         for mine, theirs in zip(found.sources, true.sources, strict=True):
-            assert mine.train[:].tolist() == theirs.train[:].tolist()
+            assert mine.at_hand.tolist() == theirs.at_hand.tolist()
             assert mine.validation[:].tolist() == theirs.validation[:].tolist()
             assert mine.manifest == theirs.manifest
             assert mine.tokenizer.encode("the café ") == theirs.tokenizer.encode("the café ")

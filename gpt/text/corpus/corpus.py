@@ -16,6 +16,7 @@ from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
 from gpt.text.corpus.formats import markup_of, read_documents, reader_of
+from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.plain import Document
 from gpt.text.corpus.remote import Remote, find, local
 from gpt.text.pieces import cut
@@ -91,6 +92,10 @@ class Corpus:
             if _stamp(file) != then:
                 what = "is not as it was when the preparation of the text began"
                 raise UserError(f"{file}: {what}: put it back, or begin again")
+
+    def sha256(self, cache: Path) -> str:
+        """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
+        return self.identity(hash_files(self.files, cache))
 
     def identity(self, digests: Iterable[str]) -> str:
         """Return the hash of everything that determines the documents, given that of each file."""

@@ -198,7 +198,8 @@ def _tag(info: dict[str, Any]) -> str:
 def _receive(fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, size: int, ask: Callable) -> None:
     """Append the rest of a file, but for the last block of an earlier attempt, which a power cut may have spoilt."""
     here = max(0, stream.seek(0, os.SEEK_END) - BLOCK)
-    stream.truncate(here)
+    if here < stream.tell():
+        stream.truncate(here)
     with progress_bar(f"downloading {path.rpartition('/')[2]}", size, here, delay=1) as bar:
         while here < size:
             block = ask(functools.partial(_block, fs, path, here, size))

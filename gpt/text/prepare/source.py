@@ -7,7 +7,6 @@ from pathlib import Path
 
 from gpt.console import progress_bar
 from gpt.text.corpus.corpus import START, Corpus, Piece, Place, Say
-from gpt.text.corpus.hashes import hash_files
 from gpt.text.prepare.split import Survey, survey
 from gpt.text.tokenizer import END_OF_TEXT
 
@@ -29,7 +28,7 @@ class Source:
     @cached_property
     def sha256(self) -> str:
         """The hash of everything that determines the documents."""
-        return self.corpus.identity(hash_files(self.corpus.files, self.cache))
+        return self.corpus.sha256(self.cache)
 
     @cached_property
     def survey(self) -> Survey:

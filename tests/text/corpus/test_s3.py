@@ -45,7 +45,7 @@ def check_equal(cache: Path, there: list[str], here: list[str], documents: int) 
         data = DataConfig("text", paths)
         [source] = prepare(data, TokenizerConfig("bpe", 300), 7, folder, [].append).sources
         sha256 = open_corpus(data, folder, [].append).sha256(folder)
-        found.append((texts_of(data, folder), sha256, source.manifest["splits"], bytes(source.train[:])))
+        found.append((texts_of(data, folder), sha256, source.manifest["splits"], bytes(source.at_hand)))
     assert found[0] == found[1]
     assert len(found[0][0]) == documents
 

@@ -19,7 +19,6 @@ from gpt.text.pieces import cut
 from gpt.text.prepare import source
 from gpt.text.prepare.plan import FORMAT
 from gpt.text.prepare.prepare import TooShortError
-from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import survey
 from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -38,6 +37,7 @@ from workshop import (
     make,
     obvious,
     write_documents,
+    write_files,
     write_text,
 )
 
@@ -106,7 +106,7 @@ def test_manifest(tmp_path):
         counts[name] = {"tokens": tokens, "bytes": size, "documents": len(documents), "sha256": digest}
         assert len(getattr(prepared, name)) == tokens == len(ids) / 2
     assert counts["train"]["documents"] + counts["validation"]["documents"] == 53
-    corpus = Source(open_corpus(data, cache), 1, cache, print).sha256
+    corpus = open_corpus(data, cache).sha256(cache)
     key = {"format": FORMAT, "corpus": corpus, "tokenizer": {"name": "byte"}, "validation_bytes": 1_000_000}
     assert prepared.manifest == {
         "key": key,
@@ -121,19 +121,20 @@ def test_manifest(tmp_path):
     assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
 
 
+@pytest.mark.parametrize("write", [write_documents, write_files])
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
-def test_portions_do_not_matter(tmp_path, documents):
-    """Read once or twice, in tasks of a character or of all, journaled always or never: the very same files."""
-    data = write_documents(tmp_path, documents)
+def test_portions_do_not_matter(tmp_path, documents, write):
+    """Read once or twice, in tasks of a character or of all, in one shard or of a piece each: the very same files."""
+    data = write(tmp_path / "text", documents)
     results = []
     for i, changes in enumerate(
         [
             {},
             {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9},
-            {"gpt.text.prepare.encode.TASK": 1},
-            {"gpt.text.prepare.encode.TASK": 10**9},
-            {"gpt.text.prepare.encode.PROGRESS_BYTES": 101},
-            {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9},
+            {"gpt.text.prepare.shard.TASK": 1},
+            {"gpt.text.prepare.shard.TASK": 10**9},
+            {"gpt.text.prepare.source.SHARD_BYTES": 1},
+            {"gpt.text.prepare.source.SHARD_BYTES": 10**9},
         ]
     ):
         with constants(SMALL | changes):
