@@ -7,7 +7,6 @@ any order, on any machine, and as often as one likes.
 import argparse
 import contextlib
 import multiprocessing
-import os
 import re
 import signal
 import threading
@@ -156,13 +155,13 @@ def processes(plan: Plan) -> Iterator[Executor | None]:
 
 def _end_with_parent() -> None:
     """Have this process end silently when its parent ends, and on Ctrl-C."""
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        signal.raise_signal(signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
 

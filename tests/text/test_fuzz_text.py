@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gpt.text.corpus.hashes
+import gpt.text.hashes
 import gpt.text.prepare.shard
 import gpt.text.prepare.source
 import gpt.text.prepare.split
@@ -75,8 +75,8 @@ class Bench:
             (gpt.text.prepare.split, "SAMPLE_BYTES", 2003),  # the text is read a second time to encode it
             (gpt.text.prepare.shard, "TASK", 199),
             (gpt.text.prepare.source, "SHARD_BYTES", 1511),
-            (gpt.text.corpus.hashes, "REMEMBERED", 11),
-            (gpt.text.corpus.hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),
+            (gpt.text.hashes, "REMEMBERED", 11),
+            (gpt.text.hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),
             (os, "fsync", lambda descriptor: None),
         ]:
             patch.setattr(module, name, value)

@@ -16,9 +16,9 @@ from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig, is_url
 from gpt.text.corpus.files import each_once, find_text_files
 from gpt.text.corpus.formats import markup_of, read_documents, reader_of
-from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.plain import Document
 from gpt.text.corpus.remote import Remote, find, local
+from gpt.text.hashes import hash_files
 from gpt.text.pieces import cut
 
 TINY_SHAKESPEARE: dict[str, Any] = {

@@ -12,8 +12,8 @@ from gpt.files import mark_as_cache
 from gpt.text.cache import sealed
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import START, Corpus, Piece, Place, Say, corpus_of, open_corpus
-from gpt.text.corpus.hashes import hash_files
 from gpt.text.corpus.remote import Remote
+from gpt.text.hashes import hash_files
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import Split
 from gpt.text.store import Store

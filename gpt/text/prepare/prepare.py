@@ -16,8 +16,8 @@ from gpt.files import explain, publish, write_text
 from gpt.text.cache import UNWRITABLE, delete, make_cache, working_folder
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say, open_corpus
-from gpt.text.corpus.mixture import configs_of, names_of, shares_of
 from gpt.text.prepare.join import counts_of, join_here, tidy
+from gpt.text.prepare.mixture import configs_of, names_of, shares_of
 from gpt.text.prepare.plan import FORMAT, Plan, how_of, key_of, plan_here, read_plan
 from gpt.text.prepare.shard import encode_shard, records_of
 from gpt.text.prepare.source import Source

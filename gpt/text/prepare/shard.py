@@ -13,7 +13,7 @@ import numpy as np
 from gpt.errors import UserError
 from gpt.text.cache import delete, unsealed
 from gpt.text.corpus.corpus import Corpus, Piece
-from gpt.text.corpus.hashes import hash_files
+from gpt.text.hashes import hash_files
 from gpt.text.prepare.plan import Plan
 from gpt.text.prepare.split import Split
 from gpt.text.prepared import SPLITS, width

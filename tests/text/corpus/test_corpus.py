@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpt.text.corpus.corpus
-import gpt.text.corpus.hashes
 import gpt.text.corpus.plain
+import gpt.text.hashes
 from gpt.files import CACHE_TAG
 from gpt.text.cache import read_json, write_json
 from gpt.text.corpus import formats, unpack
@@ -254,8 +254,8 @@ def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
 def clock(monkeypatch) -> SimpleNamespace:
     """The time as the hash memory sees it, `ahead` of the real one, over files of which eleven bytes are much."""
     clock = SimpleNamespace(ahead=0, time=lambda: time.time() + clock.ahead)
-    monkeypatch.setattr(gpt.text.corpus.hashes, "time", clock)
-    monkeypatch.setattr(gpt.text.corpus.hashes, "REMEMBERED", 11)
+    monkeypatch.setattr(gpt.text.hashes, "time", clock)
+    monkeypatch.setattr(gpt.text.hashes, "REMEMBERED", 11)
     return clock
 
 
