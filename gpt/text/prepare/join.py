@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gpt.errors import OutsideError, UserError
 from gpt.files import replacing
+from gpt.text.cache import delete
 from gpt.text.corpus.corpus import Say
 from gpt.text.prepare.plan import Plan, key_of
 from gpt.text.prepare.shard import FILES, name_of, records_of
@@ -29,7 +30,7 @@ def tidy(folder: Path) -> None:
     kept = {"manifest.json", "tokenizer.json", *(f"{name}.bin" for name in SPLITS)}
     for file in folder.iterdir():
         if file.name not in kept:
-            file.unlink() if file.is_file() else file.rmdir()
+            delete(file) if file.is_dir() else file.unlink()
 
 
 def join_apart(store: Store, plan: Plan, say: Say) -> None:

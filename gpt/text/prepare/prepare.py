@@ -122,6 +122,8 @@ def _make(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
             scratch = working / "unfinished"
             encode_shard(plan, number, source.corpus, source.stamps, store, scratch, pieces, read=bar.update)
     found = [record for record in records_of(store, plan) if record]
+    if len(found) < len(plan.places):
+        raise UserError(f"{working}: somebody else has changed what is in it: run the command again")
     counts = counts_of(found)
     _require_enough(counts["train"]["tokens"], counts["validation"]["tokens"], context_length)
     splits = join_here(working, plan, found, key, name)

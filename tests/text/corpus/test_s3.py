@@ -35,7 +35,7 @@ def here(s3, tmp_path, fill) -> Path:
 
 def texts_of(data: DataConfig, cache: Path) -> list[str]:
     corpus = open_corpus(data, cache, [].append)
-    return ["".join(blocks) for file in corpus.files for blocks in corpus.read(file)]
+    return ["".join(blocks) for file in corpus.files for blocks, _ in corpus.read(file, 0)]
 
 
 def check_equal(cache: Path, there: list[str], here: list[str], documents: int) -> None:

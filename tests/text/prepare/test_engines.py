@@ -135,7 +135,7 @@ def large(tmp_path_factory) -> Path:
 def test_the_command_ends_with_its_processes(tmp_path, large, ends):
     """Whichever signal ends it, in two seconds no process of it is left; repeated, it makes the rest and the same."""
     store, cache = tmp_path / "store", tmp_path / "cache"
-    command = [sys.executable, "-m", "gpt.prepare", "--tokenizer", "byte", "--shard-bytes", "10000000"]
+    command = [sys.executable, "-m", "gpt.prepare", "--shard-bytes", "10000000"]
     command += ["--text", str(large), "--to", str(store), "--cache", str(cache)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -153,7 +153,7 @@ def test_the_command_ends_with_its_processes(tmp_path, large, ends):
     made = {file.name: file.stat().st_mtime_ns for file in store.glob("part-*.json")}
     assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 0
     assert {name: (store / name).stat().st_mtime_ns for name in made} == made
-    prepare(str(large), tmp_path / "other", tokenizer="byte", shard_bytes=10_000_000, cache=cache)
+    prepare(str(large), tmp_path / "other", shard_bytes=10_000_000, cache=cache)
     assert content(tmp_path / "other") == content(store)
 
 
