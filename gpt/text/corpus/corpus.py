@@ -14,10 +14,10 @@ from gpt.errors import UserError
 from gpt.files import explain
 from gpt.text.corpus import python_docs
 from gpt.text.corpus.config import DataConfig, is_url
-from gpt.text.corpus.files import each_once, find_text_files
+from gpt.text.corpus.files import each_once, find_remote_files, find_text_files
 from gpt.text.corpus.formats import markup_of, read_documents, reader_of
 from gpt.text.corpus.plain import Document
-from gpt.text.corpus.remote import Remote, find, local
+from gpt.text.corpus.remote import Remote, local
 from gpt.text.hashes import hash_files
 from gpt.text.pieces import cut
 
@@ -166,6 +166,8 @@ def _files_of(data: DataConfig, cache: Path, say: Say) -> tuple[Path | Remote, .
         return (Remote(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, say),)
     files: list[Path | Remote] = []
     for path in data.paths:
-        files += find(path, cache, data.cache_bytes, say) if is_url(path) else find_text_files(path, cache, say)
+        files += (
+            find_remote_files(path, cache, data.cache_bytes, say) if is_url(path) else find_text_files(path, cache, say)
+        )
     here = set(each_once(file for file in files if isinstance(file, Path)))
     return tuple(dict.fromkeys(file for file in files if file in here or isinstance(file, Remote)))

@@ -16,14 +16,14 @@ from urllib.parse import unquote
 import fsspec
 
 from gpt.console import progress_bar, say
-from gpt.errors import OutsideError, UserError
+from gpt.errors import UserError
 from gpt.files import explain, publish
-from gpt.text.cache import UNWRITABLE, make_cache, one_at_a_time, read_json, write_json
-from gpt.text.store import QUIET, WAIT, explain_store, open_store, retried
+from gpt.text.cache import UNWRITABLE, make_cache, one_at_a_time
+from gpt.text.store import explain_store, open_store, retried
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
 ABANDONED = 3600  # seconds after which nobody fetches an unfinished file any more
-_WEB = ("http://", "https://")
+WEB = ("http://", "https://")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Remote:
         ask = functools.partial(retried, url=self.url, say=self.say)
         fs, path = open_store(self.url)
         with explain_store(self.url):
-            size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: _described(fs, path))
+            size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: described(fs, path))
             whole = b"" if size is not None else ask(lambda _: fs.cat_file(path))  # of a length that nobody tells
         self._make_room(part, len(whole) if size is None else size)
         with part.open("a+b") as stream, explain_store(self.url):
@@ -97,7 +97,7 @@ class Remote:
                 found, wanted = hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower()
                 what, remedy = f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256="
             else:
-                found, wanted = repr(ask(lambda _: _described(fs, path))), repr((size, tag))
+                found, wanted = repr(ask(lambda _: described(fs, path))), repr((size, tag))
                 what, remedy = f"size and tag are {found}, and were {wanted}", ""
             if found != wanted:
                 stream.truncate(0)
@@ -130,66 +130,22 @@ def local(file: Path | Remote) -> Path:
     return file.local() if isinstance(file, Remote) else file
 
 
-def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> tuple[Remote, ...]:
-    """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
-
-    Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
-    """
-    note = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
-    try:
-        fs, path = open_store(url)
-        with explain_store(url):
-            listed = retried(lambda _: _listed(fs, path), url, say, QUIET if note.is_file() else WAIT)
-    except OutsideError as error:
-        try:
-            listed = read_json(note)["files"]
-        except (OSError, ValueError):
-            raise error from None
-        say(f"{error}; taking its files as they were the last time")
-    else:
-        if not listed:
-            raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
-        with explain(note.parent, *UNWRITABLE):
-            make_cache(cache)
-            note.parent.mkdir(exist_ok=True)
-            write_json(note, {"files": listed})
-    return tuple(Remote(name, size, tag, cache, room, say=say) for name, size, tag in listed)
-
-
-def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
-    """Return the URL, the size and the tag of each file, in the order that local files have."""
-    top, *pattern = re.split(r"[*?\[]", path)
-    if not pattern or path.startswith(_WEB):  # a query has a question mark
-        info = _info(fs, path)
-        if info["type"] == "file":
-            return [(fs.unstrip_protocol(path), info["size"], _tag(info))]
-        found = sorted(fs.find(path, detail=True).items(), key=lambda file: file[0].split("/"))
-    else:
-        fs.invalidate_cache()
-        top, found = top.rpartition("/")[0], sorted(fs.glob(path, detail=True).items())
-    return [
-        (fs.unstrip_protocol(name), info["size"], _tag(info))
-        for name, info in found
-        if info["type"] == "file" and info["size"] != 0 and "/." not in name.removeprefix(top.rstrip("/"))
-    ]
-
-
-def _described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
+def described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
     """Return the size and the tag that a file has now."""
-    info = _info(fs, path)
-    return info["size"], _tag(info)
+    info = info_of(fs, path)
+    return info["size"], tag_of(info)
 
 
-def _info(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+def info_of(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
     """Return what a store says of a file now."""
     fs.invalidate_cache()
     try:
         return fs.info(path)
     except FileNotFoundError as error:  # whatever the reason is, if the store is a web server
-        raise (path.startswith(_WEB) and error.__cause__) or error from None
+        raise (path.startswith(WEB) and error.__cause__) or error from None
 
 
-def _tag(info: dict[str, Any]) -> str:
+def tag_of(info: dict[str, Any]) -> str:
     """Return what tells the versions of a file apart, by the first of the names that stores have for it."""
     names = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")
     return next((str(info[name]) for name in names if info.get(name)), "")

@@ -24,7 +24,8 @@ import gpt.text.store
 from gpt.errors import OutsideError, UserError
 from gpt.files import is_output
 from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.remote import Remote, find
+from gpt.text.corpus.files import find_remote_files
+from gpt.text.corpus.remote import Remote
 from gpt.text.store import OFFLINE
 from harness import ROOT, refusal
 
@@ -123,7 +124,7 @@ def test_without_a_hash(tmp_path, server, way):
     copies = []
     for tag in "xxy":
         server.tag = tag
-        [file] = find(url, tmp_path, 10**7, pytest.fail)
+        [file] = find_remote_files(url, tmp_path, 10**7, pytest.fail)
         assert (file.url, file.name, file.suffixes, file.tag) == (url, "file.txt", [".txt"], f'"{tag}"')
         assert file.size == (len(CONTENT) if way == "whole" else None)
         copies.append(file.local())
@@ -220,16 +221,16 @@ def test_wrong_hash(tmp_path, server, downloads):
 )
 def test_changed_since_it_was_listed(tmp_path, server, way, more, message):
     """Its tag, or its size: refused in one line, and the next command takes it as it is now."""
-    [file] = find(server.url(way), tmp_path, 10**7)
+    [file] = find_remote_files(server.url(way), tmp_path, 10**7)
     assert message in refusal(replace(file, size=file.size + more).local)
-    [file] = find(server.url("whole"), tmp_path, 10**7)
+    [file] = find_remote_files(server.url("whole"), tmp_path, 10**7)
     assert file.local().read_bytes() == CONTENT
 
 
 def test_busy_server(tmp_path, server):
     """It answers 503 a few times when asked for the size, and again in the midst of the file."""
     server.fails = [503] * 3
-    [file] = find(server.url("whole"), tmp_path, 10**7)
+    [file] = find_remote_files(server.url("whole"), tmp_path, 10**7)
     server.fails = [503] * 2
     assert file.local().read_bytes() == CONTENT
 
@@ -250,7 +251,7 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, remedy):
         fetch(server, way, tmp_path)
     assert isinstance(caught.value, OutsideError) == (way == "503")
     server.asked.clear()
-    for ask in (partial(fetch, server, way, tmp_path), partial(find, server.url(way), tmp_path, 10**7)):
+    for ask in (partial(fetch, server, way, tmp_path), partial(find_remote_files, server.url(way), tmp_path, 10**7)):
         assert re.fullmatch(message + re.escape(remedy), refusal(ask))
         assert is_empty(downloads)
     assert len(server.asked) == (6 if way == "503" else 2)
@@ -279,10 +280,10 @@ def test_away_for_a_while(tmp_path, server, monkeypatch):
     assert len(said) == 2 and sum(pauses) < 2
     for way in ("400", "401", "403", "404", "410", "451"):
         server.asked.clear()
-        refusal(find, server.url(way), tmp_path, 10**7)
+        refusal(find_remote_files, server.url(way), tmp_path, 10**7)
         assert len(server.asked) <= 1
     server.fails = [429]
-    assert find(server.url("whole"), tmp_path, 10**7)
+    assert find_remote_files(server.url("whole"), tmp_path, 10**7)
 
 
 def test_no_progress(tmp_path, server, monkeypatch):
@@ -308,19 +309,19 @@ def test_down_after_a_first_listing(tmp_path, server, monkeypatch):
     """The files are those of the last time, if there are copies; but a file that has gone is refused."""
     monkeypatch.setattr(gpt.text.store, "ATTEMPTS", 2)
     url, said = server.url("whole"), []
-    [file] = find(url, tmp_path, 10**7)
+    [file] = find_remote_files(url, tmp_path, 10**7)
     copy = file.local()
     server.fails = [404] * 2
-    assert "there is no such file" in refusal(find, url, tmp_path, 10**7)
+    assert "there is no such file" in refusal(find_remote_files, url, tmp_path, 10**7)
     server.stop()
-    [again] = find(url, tmp_path, 10**7, said.append)
+    [again] = find_remote_files(url, tmp_path, 10**7, said.append)
     assert again.local() == copy
     assert len(said) == 1 and said[0].endswith(f"{OFFLINE}; taking its files as they were the last time")
     copy.unlink()
     assert refusal(again.local).startswith(f"{url}: cannot be used (ClientConnectorError: ")
     [listing] = (tmp_path / "downloads").glob(".*.json")
     listing.write_text("{}")
-    assert refusal(find, url, tmp_path, 10**7).startswith(f"{url}: cannot be used (ClientConnectorError: ")
+    assert refusal(find_remote_files, url, tmp_path, 10**7).startswith(f"{url}: cannot be used (ClientConnectorError: ")
 
 
 @pytest.mark.parametrize("value", ["", SHA256[:-1], SHA256[:-1] + "g", SHA256 + "\n"])
@@ -477,5 +478,5 @@ def test_without_the_library(tmp_path, monkeypatch, scheme, library):
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(_registry, scheme, raising=False)
     url = f"{scheme}://datasets/me/set"
-    line = refusal(find, url, tmp_path, 10**7)
+    line = refusal(find_remote_files, url, tmp_path, 10**7)
     assert line.startswith(f"{url}: needs a driver that is not installed: pip install {library} (")
