@@ -23,7 +23,7 @@ from gpt.text.cache import CACHE, working_folder
 from gpt.text.corpus.config import DataConfig, add_reading, as_options, is_url, read_with
 from gpt.text.prepare.join import join_apart
 from gpt.text.prepare.plan import READ, Plan, plan_apart, read_plan
-from gpt.text.prepare.shard import CORES, FILES, encode_shard, record_of, records_of
+from gpt.text.prepare.shard import CORES, encode_apart, record_of, records_of
 from gpt.text.prepare.source import SHARD_BYTES
 from gpt.text.prepared import SPLITS
 from gpt.text.store import Store
@@ -86,8 +86,7 @@ def encode(
     with working_folder(cache / f"shard-{plan.digest[:16]}-{number:06}", say) as scratch:
         record = record_of(store, plan, number)
         if record is None:  # nobody else has made it, also while this one waited
-            corpus = plan.corpus_at(cache, cache_bytes, say)
-            record = encode_shard(plan, number, corpus, plan.stamps, store, scratch, files=FILES, threads=threads)
+            record = encode_apart(plan, number, cache, cache_bytes, store, scratch, threads)
     return sum(record["splits"][name]["bytes"] for name in SPLITS)
 
 

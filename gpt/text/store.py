@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,15 +75,6 @@ class Store:
     def write_json(self, name: str, content: dict) -> None:
         """Put a small file into the folder that notices damage."""
         self.write(name, sealed(content).encode())
-
-    def move(self, file: Path, name: str) -> None:
-        """Put a file of this machine into the folder, in place of an older one."""
-        if self.folder is None:
-            self.write(name, file.read_bytes())
-            file.unlink()
-        else:
-            with self._replacing(name) as temporary:
-                shutil.move(file, temporary)
 
     def delete(self, name: str) -> None:
         """Delete a file of the folder."""

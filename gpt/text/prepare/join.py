@@ -1,36 +1,34 @@
-"""From the shards of a text to what can be opened: a manifest, and for a text of this machine one file a split."""
+"""From the shards of a text to what can be opened: a manifest."""
 
 import hashlib
 import json
 from pathlib import Path
 
 from gpt.errors import OutsideError, UserError
-from gpt.files import replacing
-from gpt.text.cache import delete
 from gpt.text.corpus.corpus import Say
 from gpt.text.prepare.plan import Plan, key_of
 from gpt.text.prepare.shard import FILES, name_of, records_of
-from gpt.text.prepared import SPLITS
+from gpt.text.prepared import SPLITS, width
 from gpt.text.shards import GROUP
 from gpt.text.store import Store
 
 
-def join_here(folder: Path, plan: Plan, records: list[dict], key: dict, corpus: str) -> dict:
-    """Write the token file of each split and the manifest, and then delete the shards; return the manifest's counts."""
+def join_here(folder: Path, plan: Plan, records: list[dict], key: dict, corpus: str) -> None:
+    """Write the manifest of a text whose shards stand one after the other; `UserError` if one of them is damaged."""
     splits = counts_of(records)
     for name in SPLITS:
-        files = [file for record in records for file in record["files"][name]]
-        splits[name]["sha256"] = _concatenate(folder, files, folder / f"{name}.bin")
+        file, whole = folder / f"{name}.bin", hashlib.sha256()
+        with file.open("rb") as stream:
+            for record in records:
+                shard, left = hashlib.sha256(), record["splits"][name]["tokens"] * width(plan.tokenizer).itemsize
+                while block := stream.read(min(left, 1 << 22)):
+                    shard.update(block)
+                    whole.update(block)
+                    left -= len(block)
+                if shard.hexdigest() != record["splits"][name]["sha256"]:
+                    raise UserError(f"{file}: was damaged while the text was prepared: run the command again")
+        splits[name]["sha256"] = whole.hexdigest()
     _write_manifest(Store(folder), plan, key, corpus, splits)
-    return splits
-
-
-def tidy(folder: Path) -> None:
-    """Delete what a finished text does not need."""
-    kept = {"manifest.json", "tokenizer.json", *(f"{name}.bin" for name in SPLITS)}
-    for file in folder.iterdir():
-        if file.name not in kept:
-            delete(file) if file.is_dir() else file.unlink()
 
 
 def join_apart(store: Store, plan: Plan, say: Say) -> None:
@@ -71,22 +69,6 @@ def counts_of(records: list[dict]) -> dict:
 def _write_manifest(store: Store, plan: Plan, key: dict, corpus: str, splits: dict, **more: list) -> None:
     manifest = {"key": key, "corpus": corpus, "tokenizer": plan.tokenizer.sha256, "splits": splits, **more}
     store.write_json("manifest.json", manifest)
-
-
-def _concatenate(folder: Path, files: list, target: Path) -> str:
-    """Make one file of several and return its hash; `UserError` if one of them is damaged."""
-    whole = hashlib.sha256()
-    with replacing(target) as temporary, temporary.open("wb") as stream:
-        for name, _, sha256 in files:
-            own = hashlib.sha256()
-            with (folder / name).open("rb") as part:
-                while block := part.read(1 << 22):
-                    own.update(block)
-                    whole.update(block)
-                    stream.write(block)
-            if own.hexdigest() != sha256:
-                raise UserError(f"{folder / name}: was damaged while it was prepared: run the command again")
-    return whole.hexdigest()
 
 
 def _content(store: Store, number: int, file: list) -> bytes:

@@ -16,10 +16,10 @@ from gpt.files import explain, publish, write_text
 from gpt.text.cache import UNWRITABLE, delete, make_cache, working_folder
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say, open_corpus
-from gpt.text.prepare.join import counts_of, join_here, tidy
+from gpt.text.prepare.join import counts_of, join_here
 from gpt.text.prepare.mixture import configs_of, names_of, shares_of
 from gpt.text.prepare.plan import FORMAT, Plan, how_of, key_of, plan_here, read_plan
-from gpt.text.prepare.shard import encode_shard, records_of
+from gpt.text.prepare.shard import encode_here, name_of, record_of
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import SAMPLE_BYTES
 from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_folder, open_prepared
@@ -27,6 +27,7 @@ from gpt.text.store import Store
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, train_bpe
 
 LAYOUT = 2  # raise it when a folder holds the same tokens in another way
+FINISHED = ("manifest.json", "tokenizer.json", *(f"{name}.bin" for name in SPLITS))
 
 
 class TooShortError(UserError):
@@ -97,7 +98,9 @@ def _prepare_one(
             if not folder.exists():  # another process may have made it while we waited
                 if not (working / "manifest.json").exists():  # which is written last
                     _make(working, source, key, tokenizer, context_length)
-                tidy(working)
+                for file in working.iterdir():
+                    if file.name not in FINISHED:
+                        file.unlink()
                 publish(working, folder)
     found = open_folder(folder)
     _require_enough(len(found.train), len(found.validation), context_length)
@@ -113,24 +116,26 @@ def _make(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
         plan, pieces = plan_here(source, how)
         del source.survey
         plan.write(store)
-    records = records_of(store, plan)
-    done = sum(record["splits"][split]["bytes"] for record in records if record for split in SPLITS)
+    records: list[dict] = []
+    while len(records) < len(plan.places) and (record := record_of(store, plan, len(records))):
+        records.append(record)
+    counts = counts_of(records)
+    done = sum(counts[split]["bytes"] for split in SPLITS)
     if done:
         source.say(f"resuming the preparation of {name} at {done / plan.bytes:.0%}")
     with progress_bar(f"tokenizing {name}", plan.bytes, done, delay=1) as bar:
-        for number in (number for number, record in enumerate(records) if record is None):
-            scratch = working / "unfinished"
-            encode_shard(plan, number, source.corpus, source.stamps, store, scratch, pieces, read=bar.update)
-    found = [record for record in records_of(store, plan) if record]
-    if len(found) < len(plan.places):
-        raise UserError(f"{working}: somebody else has changed what is in it: run the command again")
-    counts = counts_of(found)
+        for number in range(len(records), len(plan.places)):
+            before = {split: counts[split]["tokens"] for split in SPLITS}
+            made = encode_here(plan, number, source.corpus, source.stamps, working, before, pieces, read=bar.update)
+            records.append({"plan": plan.digest, "splits": made})
+            store.write_json(name_of(number), records[-1])
+            counts = counts_of(records)
     _require_enough(counts["train"]["tokens"], counts["validation"]["tokens"], context_length)
-    splits = join_here(working, plan, found, key, name)
-    tokens = sum(splits[split]["tokens"] for split in SPLITS)
+    join_here(working, plan, records, key, name)
+    tokens = sum(counts[split]["tokens"] for split in SPLITS)
     source.say(
         f"prepared {plan.bytes:,} bytes as {tokens:,} tokens ({plan.bytes / tokens:.2f} bytes per token, vocabulary "
-        f"{plan.tokenizer.vocab_size:,}); {splits['validation']['bytes']:,} bytes are for validation"
+        f"{plan.tokenizer.vocab_size:,}); {counts['validation']['bytes']:,} bytes are for validation"
     )
 
 

@@ -1,4 +1,4 @@
-"""Encoding one shard of a planned text: on several cores, in order, whole in the store or not at all."""
+"""Encoding one shard of a planned text: on several cores, in order, and recorded once it is safe."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt.console import say
 from gpt.errors import UserError
 from gpt.text.cache import delete, unsealed
 from gpt.text.corpus.corpus import Corpus, Piece
@@ -31,43 +32,66 @@ Task = list[tuple[Piece, bool]]  # pieces, each with whether it is for validatio
 Encoded = dict[str, tuple[np.ndarray, int, int]]  # of each split, the ids, bytes and documents
 
 
-def encode_shard(
+def encode_here(
     plan: Plan,
     number: int,
     corpus: Corpus,
     stamps: list[tuple],
-    store: Store,
-    scratch: Path,
+    folder: Path,
+    before: dict[str, int],
     pieces: Iterable[Piece] | None = None,
-    files: int = 1,
     threads: int = CORES,
     read: Callable[[int], object] = lambda size: None,
 ) -> dict:
-    """Put the tokens of a shard into a store, in so many files for training at most, and last a record, and return it.
+    """Append the tokens of a shard to a file for each split; return their counts and hashes.
 
-    `stamps` are those that the files of the corpus must have, and `scratch` is a folder for unfinished files; `pieces`
-    are those of the shard if memory has them. The bytes of text are reported to `read` as they are encoded. Made twice,
-    a shard is the same.
+    What comes after the first `before` tokens of a file is cut off. `stamps` are those that the files of the corpus
+    must have; `pieces` are those of the shard if memory has them; the bytes of text are reported to `read`.
     """
     first, *following = plan.places[number : number + 2]
-    end = following[0].file + (following[0].byte > 0) if following else len(corpus.files)
-    corpus.require_unchanged(stamps, slice(first.file, end))
+    files = slice(first.file, following[0].file + (following[0].byte > 0) if following else None)
+    corpus.require_unchanged(stamps, files)
+    tasks = _tasks(pieces or _pieces(plan, number, corpus), plan.split, first.characters)
+    splits = {name: {"tokens": 0, "bytes": 0, "documents": 0} for name in SPLITS}
+    digests = {name: hashlib.sha256() for name in SPLITS}
+    with contextlib.ExitStack() as stack:
+        streams = {name: stack.enter_context((folder / f"{name}.bin").open("a+b")) for name in SPLITS}
+        for name, stream in streams.items():
+            stream.truncate(before[name] * width(plan.tokenizer).itemsize)  # fills up one too short, as its hash shows
+        for encoded in _in_order(tasks, plan.tokenizer, threads):
+            for name, (ids, size, documents) in encoded.items():
+                streams[name].write(ids.data)
+                digests[name].update(ids.data)
+                for kind, count in (("tokens", len(ids)), ("bytes", size), ("documents", documents)):
+                    splits[name][kind] += count
+                read(size)
+        for stream in streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+    corpus.require_unchanged(stamps, files)
+    return {name: {**splits[name], "sha256": digests[name].hexdigest()} for name in SPLITS}
+
+
+def encode_apart(plan: Plan, number: int, cache: Path, room: int, store: Store, scratch: Path, threads: int) -> dict:
+    """Put the tokens of a shard into a store, dealt to files, and last a record of them, which is returned.
+
+    `scratch` is a folder for unfinished files. Made twice, a shard is the same.
+    """
     delete(scratch)
     scratch.mkdir(parents=True)
-    tasks = _tasks(pieces or _pieces(plan, number, corpus), plan.split, first.characters)
-    splits = _write(scratch, _in_order(tasks, plan.tokenizer, threads), plan.tokenizer, read)
-    corpus.require_unchanged(stamps, slice(first.file, end))
-    blocks = BLOCKS if len(plan.places) * files > GROUP else 1
-    listed: dict[str, list] = {name: [] for name in SPLITS}
-    for name, most in (("train", files), ("validation", 1)):
-        dealt = _deal(scratch / f"{name}.bin", splits[name], most, blocks, width(plan.tokenizer))
-        for i, (file, tokens, sha256) in enumerate(dealt):
-            listed[name].append([f"{name}-{number:06}-{i:02}.bin", tokens, sha256])
-            store.move(file, listed[name][-1][0])
-    known = plan.text.get("hashes")  # of files that begin in one shard and end in another
-    begun = [i for i in range(first.file + (first.byte > 0), end) if known is not None and str(i) not in known]
-    hashes = dict(zip(map(str, begun), hash_files([corpus.files[i] for i in begun], scratch.parent), strict=True))
-    record = {"plan": plan.digest, "hashes": hashes, "splits": splits, "files": listed}
+    corpus = plan.corpus_at(cache, room, say)
+    splits = encode_here(plan, number, corpus, plan.stamps, scratch, dict.fromkeys(SPLITS, 0), None, threads)
+    files: dict[str, list] = {name: [] for name in SPLITS}
+    for name, most in (("train", FILES), ("validation", 1)):
+        for i, tokens in enumerate(_deal(scratch / f"{name}.bin", splits[name]["tokens"], most, plan)):
+            file = f"{name}-{number:06}-{i:02}.bin"
+            store.write(file, tokens.tobytes())
+            files[name].append([file, len(tokens), hashlib.sha256(tokens.data).hexdigest()])
+    first, *following = plan.places[number : number + 2]
+    end = following[0].file + (following[0].byte > 0) if following else len(corpus.files)
+    begun = [i for i in range(first.file + (first.byte > 0), end) if str(i) not in plan.text["hashes"]]
+    hashes = dict(zip(map(str, begun), hash_files([corpus.files[i] for i in begun], cache), strict=True))
+    record = {"plan": plan.digest, "hashes": hashes, "splits": splits, "files": files}
     store.write_json(name_of(number), record)
     delete(scratch)
     return record
@@ -157,30 +181,11 @@ def _encode(task: Task, tokenizer: Tokenizer) -> Encoded:
     return result
 
 
-def _write(folder: Path, parts: Iterable[Encoded], tokenizer: Tokenizer, read: Callable[[int], object]) -> dict:
-    """Write a token file for each split and return their counts and hashes."""
-    counts = {name: {"tokens": 0, "bytes": 0, "documents": 0} for name in SPLITS}
-    digests = {name: hashlib.sha256() for name in SPLITS}
-    with contextlib.ExitStack() as stack:
-        streams = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in SPLITS}
-        for part in parts:
-            for name, (ids, size, documents) in part.items():
-                streams[name].write(ids.data)
-                digests[name].update(ids.data)
-                for kind, count in (("tokens", len(ids)), ("bytes", size), ("documents", documents)):
-                    counts[name][kind] += count
-                read(size)
-    return {name: {**counts[name], "sha256": digests[name].hexdigest()} for name in SPLITS}
-
-
-def _deal(file: Path, counts: dict, most: int, blocks: int, dtype: np.dtype) -> Iterator[tuple[Path, int, str]]:
-    """Deal the blocks of a token file to `most` files at most: yield each with its number of tokens and its hash."""
-    count = min(most * blocks, -(-counts["tokens"] // LEAST))
-    if most == 1 and count:
-        yield file, counts["tokens"], counts["sha256"]
-    elif count:
-        parts = np.array_split(np.memmap(file, dtype, mode="r"), count)
+def _deal(file: Path, length: int, most: int, plan: Plan) -> Iterator[np.ndarray]:
+    """Deal the tokens of a file in blocks to `most` parts at most, and yield these."""
+    blocks = BLOCKS if len(plan.places) * FILES > GROUP else 1
+    count = min(most * blocks, -(-length // LEAST))
+    if count:
+        parts = np.array_split(np.memmap(file, width(plan.tokenizer), mode="r"), count)
         for i in range(min(most, count)):
-            tokens, target = np.concatenate(parts[i::most]), file.with_name(f"{i:02}.bin")
-            target.write_bytes(tokens.data)
-            yield target, len(tokens), hashlib.sha256(tokens.data).hexdigest()
+            yield np.concatenate(parts[i::most])
