@@ -21,7 +21,7 @@ from gpt.errors import UserError, reason
 from gpt.files import home_path
 from gpt.text.cache import CACHE, working_folder
 from gpt.text.corpus.config import DataConfig, add_reading, as_options, is_url, read_with
-from gpt.text.prepare.join import join_apart
+from gpt.text.prepare.join import join_shards
 from gpt.text.prepare.plan import READ, Plan, plan_apart, read_plan
 from gpt.text.prepare.shard import CORES, encode_apart, record_of, records_of
 from gpt.text.prepare.source import SHARD_BYTES
@@ -93,7 +93,7 @@ def encode(
 def join(to: str | Path) -> None:
     """Publish a text of which all shards are made; `UserError` names those that are not."""
     store = Store(to)
-    join_apart(store, _plan_of(store), say)
+    join_shards(store, _plan_of(store), say)
 
 
 def encode_all(

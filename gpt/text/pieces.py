@@ -27,6 +27,11 @@ def well_formed(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def size_of(text: str) -> int:
+    """Return the bytes that a text takes in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def decoded(
     blocks: Iterable[bytes],
     place: str,

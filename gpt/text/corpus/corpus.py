@@ -19,7 +19,7 @@ from gpt.text.corpus.formats import markup_of, read_documents, reader_of
 from gpt.text.corpus.plain import Document
 from gpt.text.corpus.remote import Remote, local
 from gpt.text.hashes import hash_files
-from gpt.text.pieces import cut
+from gpt.text.pieces import cut, size_of
 
 TINY_SHAKESPEARE: dict[str, Any] = {
     "path": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -75,7 +75,7 @@ class Corpus:
             for blocks, byte in self.read(file, first.byte if is_first else 0):
                 for text, after in pairwise(chain(cut(blocks), [""])):  # pieces are never empty
                     yield number, byte, Piece(text, begins, ends=not after)
-                    begins, byte = False, byte if byte is None else byte + len(text.encode())
+                    begins, byte = False, byte if byte is None else byte + size_of(text)
                 begins = True
 
     def up_to(self, end: Place) -> "Corpus":

@@ -12,7 +12,7 @@ from gpt.console import quote
 from gpt.errors import UserError
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.unpack import PACKED, WHITE, unpacked
-from gpt.text.pieces import decoded, well_formed
+from gpt.text.pieces import decoded, size_of, well_formed
 
 BLOCK = 1 << 20  # bytes to read at once
 # How files begin that are never read, what they are, and what makes text of them.
@@ -63,11 +63,11 @@ def _parts(blocks: Iterator[str], separator: str, start: int) -> Iterator[tuple[
             if found.end() > len(held) - 2 and block:  # the next block may begin with the end of this line
                 break
             yield begin, held[done : found.start()]
-            start += len(held[done : found.end()].encode())
+            start += size_of(held[done : found.end()])
             begin, done = start, found.end()
         rest = max(done, len(held) - len(separator) - 5) if block else len(held)
         yield begin, held[done:rest]
-        start += len(held[done:rest].encode())
+        start += size_of(held[done:rest])
         held = held[rest:]
 
 

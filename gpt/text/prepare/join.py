@@ -8,30 +8,12 @@ from gpt.errors import OutsideError, UserError
 from gpt.text.corpus.corpus import Say
 from gpt.text.prepare.plan import Plan, key_of
 from gpt.text.prepare.shard import FILES, name_of, records_of
-from gpt.text.prepared import SPLITS, width
+from gpt.text.prepared import SPLITS
 from gpt.text.shards import GROUP
 from gpt.text.store import Store
 
 
-def join_here(folder: Path, plan: Plan, records: list[dict], key: dict, corpus: str) -> None:
-    """Write the manifest of a text whose shards stand one after the other; `UserError` if one of them is damaged."""
-    splits = counts_of(records)
-    for name in SPLITS:
-        file, whole = folder / f"{name}.bin", hashlib.sha256()
-        with file.open("rb") as stream:
-            for record in records:
-                shard, left = hashlib.sha256(), record["splits"][name]["tokens"] * width(plan.tokenizer).itemsize
-                while block := stream.read(min(left, 1 << 22)):
-                    shard.update(block)
-                    whole.update(block)
-                    left -= len(block)
-                if shard.hexdigest() != record["splits"][name]["sha256"]:
-                    raise UserError(f"{file}: was damaged while the text was prepared: run the command again")
-        splits[name]["sha256"] = whole.hexdigest()
-    _write_manifest(Store(folder), plan, key, corpus, splits)
-
-
-def join_apart(store: Store, plan: Plan, say: Say) -> None:
+def join_shards(store: Store, plan: Plan, say: Say) -> None:
     """Publish the manifest, after checking that the store has every shard; `UserError` names those it lacks."""
     records = records_of(store, plan)
     if missing := [number for number, record in enumerate(records) if record is None]:
@@ -41,7 +23,11 @@ def join_apart(store: Store, plan: Plan, say: Say) -> None:
             "--part 1/1 for all that is missing"
         )
     found = [record for record in records if record]
-    splits, hashes = counts_of(found), dict(plan.text["hashes"])
+    splits: dict[str, dict] = {
+        name: {kind: sum(record["splits"][name][kind] for record in found) for kind in ("tokens", "bytes", "documents")}
+        for name in SPLITS
+    }
+    hashes = dict(plan.text["hashes"])
     train = [file for record in found for file in record["files"]["train"]]
     listed = [(number, file) for number, record in enumerate(found) for file in record["files"]["validation"]]
     validation = b"".join(_content(store, number, file) for number, file in listed)
@@ -55,20 +41,10 @@ def join_apart(store: Store, plan: Plan, say: Say) -> None:
     if len(found) * FILES > GROUP:  # then the order of windows follows from the shards
         key["shards"] = splits["train"]["sha256"]
     store.write("validation.bin", validation)
-    _write_manifest(store, plan, key, corpus.name, splits, shards=train)
+    manifest = {"key": key, "corpus": corpus.name, "tokenizer": plan.tokenizer.sha256, "splits": splits}
+    store.write_json("manifest.json", manifest | {"shards": train})
     tokens = splits["train"]["tokens"]
     say(f"published {tokens:,} tokens in {len(found):,} shards: data=prepared data.path={store.url}")
-
-
-def counts_of(records: list[dict]) -> dict:
-    """Return the tokens, bytes and documents of each split."""
-    kinds = ("tokens", "bytes", "documents")
-    return {name: {kind: sum(record["splits"][name][kind] for record in records) for kind in kinds} for name in SPLITS}
-
-
-def _write_manifest(store: Store, plan: Plan, key: dict, corpus: str, splits: dict, **more: list) -> None:
-    manifest = {"key": key, "corpus": corpus, "tokenizer": plan.tokenizer.sha256, "splits": splits, **more}
-    store.write_json("manifest.json", manifest)
 
 
 def _content(store: Store, number: int, file: list) -> bytes:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpt.console import progress_bar, say
 from gpt.errors import UserError
@@ -16,17 +17,17 @@ from gpt.files import explain, publish, write_text
 from gpt.text.cache import UNWRITABLE, delete, make_cache, working_folder
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say, open_corpus
-from gpt.text.prepare.join import counts_of, join_here
 from gpt.text.prepare.mixture import configs_of, names_of, shares_of
 from gpt.text.prepare.plan import FORMAT, Plan, how_of, key_of, plan_here, read_plan
-from gpt.text.prepare.shard import encode_here, name_of, record_of
+from gpt.text.prepare.shard import encode_here, nothing
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import SAMPLE_BYTES
-from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_folder, open_prepared
+from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_folder, open_prepared, width
 from gpt.text.store import Store
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, train_bpe
 
 LAYOUT = 2  # raise it when a folder holds the same tokens in another way
+PROGRESS = "progress.json"  # how many shards are safe, and what they come to
 FINISHED = ("manifest.json", "tokenizer.json", *(f"{name}.bin" for name in SPLITS))
 
 
@@ -110,41 +111,47 @@ def _prepare_one(
 def _make(working: Path, source: Source, key: dict, how: TokenizerConfig | Tokenizer, context_length: int) -> None:
     """Make a prepared text in a folder, or go on with what an earlier process left there."""
     store, name, pieces = Store(working), source.corpus.name, None
-    plan = _plan_left(store)
+    plan = left = None
+    with contextlib.suppress(UserError):  # damaged, or of another version
+        plan, left = read_plan(store), store.read_json(PROGRESS)
     if plan is None:
         delete(working)
         plan, pieces = plan_here(source, how)
         del source.survey
         plan.write(store)
-    records: list[dict] = []
-    while len(records) < len(plan.places) and (record := record_of(store, plan, len(records))):
-        records.append(record)
-    counts = counts_of(records)
-    done = sum(counts[split]["bytes"] for split in SPLITS)
+    shards, splits, digests = _left(working, left, plan)
+    done = sum(splits[split]["bytes"] for split in SPLITS)
     if done:
         source.say(f"resuming the preparation of {name} at {done / plan.bytes:.0%}")
     with progress_bar(f"tokenizing {name}", plan.bytes, done, delay=1) as bar:
-        for number in range(len(records), len(plan.places)):
-            before = {split: counts[split]["tokens"] for split in SPLITS}
-            made = encode_here(plan, number, source.corpus, source.stamps, working, before, pieces, read=bar.update)
-            records.append({"plan": plan.digest, "splits": made})
-            store.write_json(name_of(number), records[-1])
-            counts = counts_of(records)
-    _require_enough(counts["train"]["tokens"], counts["validation"]["tokens"], context_length)
-    join_here(working, plan, records, key, name)
-    tokens = sum(counts[split]["tokens"] for split in SPLITS)
+        for number in range(shards, len(plan.places)):
+            how_far = (splits, digests, pieces)
+            splits = encode_here(plan, number, source.corpus, source.stamps, working, *how_far, read=bar.update)
+            store.write_json(PROGRESS, {"plan": plan.digest, "shards": number + 1, "splits": splits})
+    _require_enough(splits["train"]["tokens"], splits["validation"]["tokens"], context_length)
+    manifest = {"key": key, "corpus": name, "tokenizer": plan.tokenizer.sha256, "splits": splits}
+    store.write_json("manifest.json", manifest)
+    tokens = sum(splits[split]["tokens"] for split in SPLITS)
     source.say(
         f"prepared {plan.bytes:,} bytes as {tokens:,} tokens ({plan.bytes / tokens:.2f} bytes per token, vocabulary "
-        f"{plan.tokenizer.vocab_size:,}); {counts['validation']['bytes']:,} bytes are for validation"
+        f"{plan.tokenizer.vocab_size:,}); {splits['validation']['bytes']:,} bytes are for validation"
     )
 
 
-def _plan_left(store: Store) -> Plan | None:
-    """Return the plan that an interrupted process left, unless it is damaged or of another version."""
-    try:
-        return read_plan(store)
-    except UserError:
-        return None
+def _left(working: Path, left: dict | None, plan: Plan) -> tuple[int, dict[str, dict], dict[str, Any]]:
+    """Return how many shards an earlier process has encoded, and their counts and digests; `UserError` if damaged."""
+    splits, digests = nothing()
+    if left is None or left["plan"] != plan.digest:
+        return 0, splits, digests
+    for name in SPLITS:
+        file, size = working / f"{name}.bin", left["splits"][name]["tokens"] * width(plan.tokenizer).itemsize
+        with explain(file), file.open("rb") as stream:
+            while block := stream.read(min(size, 1 << 22)):
+                digests[name].update(block)
+                size -= len(block)
+        if digests[name].hexdigest() != left["splits"][name]["sha256"]:
+            raise UserError(f"{file}: was damaged while the preparation was interrupted: run the command again")
+    return left["shards"], left["splits"], digests
 
 
 def _require_enough(train_tokens: int, validation_tokens: int, context_length: int) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from gpt.errors import UserError
 from gpt.text.cache import delete, unsealed
 from gpt.text.corpus.corpus import Corpus, Piece
 from gpt.text.hashes import hash_files
+from gpt.text.pieces import size_of
 from gpt.text.prepare.plan import Plan
 from gpt.text.prepare.split import Split
 from gpt.text.prepared import SPLITS, width
@@ -38,26 +40,27 @@ def encode_here(
     corpus: Corpus,
     stamps: list[tuple],
     folder: Path,
-    before: dict[str, int],
+    splits: dict[str, dict],
+    digests: dict[str, Any],
     pieces: Iterable[Piece] | None = None,
     threads: int = CORES,
     read: Callable[[int], object] = lambda size: None,
 ) -> dict:
-    """Append the tokens of a shard to a file for each split; return their counts and hashes.
+    """Append the tokens of a shard to a file for each split, and return the counts and hashes of these files then.
 
-    What comes after the first `before` tokens of a file is cut off. `stamps` are those that the files of the corpus
-    must have; `pieces` are those of the shard if memory has them; the bytes of text are reported to `read`.
+    `splits` and `digests` are those of what precedes; what comes behind that in a file is cut off. `stamps` are those
+    that the files of the corpus must have; `pieces` are those of the shard if memory has them; the bytes of text are
+    reported to `read`.
     """
     first, *following = plan.places[number : number + 2]
     files = slice(first.file, following[0].file + (following[0].byte > 0) if following else None)
     corpus.require_unchanged(stamps, files)
     tasks = _tasks(pieces or _pieces(plan, number, corpus), plan.split, first.characters)
-    splits = {name: {"tokens": 0, "bytes": 0, "documents": 0} for name in SPLITS}
-    digests = {name: hashlib.sha256() for name in SPLITS}
+    splits = {name: dict(counts) for name, counts in splits.items()}
     with contextlib.ExitStack() as stack:
         streams = {name: stack.enter_context((folder / f"{name}.bin").open("a+b")) for name in SPLITS}
         for name, stream in streams.items():
-            stream.truncate(before[name] * width(plan.tokenizer).itemsize)  # fills up one too short, as its hash shows
+            stream.truncate(splits[name]["tokens"] * width(plan.tokenizer).itemsize)
         for encoded in _in_order(tasks, plan.tokenizer, threads):
             for name, (ids, size, documents) in encoded.items():
                 streams[name].write(ids.data)
@@ -72,6 +75,12 @@ def encode_here(
     return {name: {**splits[name], "sha256": digests[name].hexdigest()} for name in SPLITS}
 
 
+def nothing() -> tuple[dict[str, dict], dict[str, Any]]:
+    """Return the counts of both splits before anything is encoded, and their digests."""
+    empty: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0, "sha256": ""} for name in SPLITS}
+    return empty, {name: hashlib.sha256() for name in SPLITS}
+
+
 def encode_apart(plan: Plan, number: int, cache: Path, room: int, store: Store, scratch: Path, threads: int) -> dict:
     """Put the tokens of a shard into a store, dealt to files, and last a record of them, which is returned.
 
@@ -80,7 +89,7 @@ def encode_apart(plan: Plan, number: int, cache: Path, room: int, store: Store, 
     delete(scratch)
     scratch.mkdir(parents=True)
     corpus = plan.corpus_at(cache, room, say)
-    splits = encode_here(plan, number, corpus, plan.stamps, scratch, dict.fromkeys(SPLITS, 0), None, threads)
+    splits = encode_here(plan, number, corpus, plan.stamps, scratch, *nothing(), None, threads)
     files: dict[str, list] = {name: [] for name in SPLITS}
     for name, most in (("train", FILES), ("validation", 1)):
         for i, tokens in enumerate(_deal(scratch / f"{name}.bin", splits[name]["tokens"], most, plan)):
@@ -176,7 +185,7 @@ def _encode(task: Task, tokenizer: Tokenizer) -> Encoded:
             if piece.begins:
                 ids.append(end_of_text)
             ids.append(tokenizer.encode_piece(piece.text).astype(dtype))
-        size = sum(len(piece.text.encode("utf-8")) for piece in pieces)
+        size = sum(size_of(piece.text) for piece in pieces)
         result[name] = np.concatenate(ids), size, sum(piece.begins for piece in pieces)
     return result
 
