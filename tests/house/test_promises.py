@@ -91,16 +91,13 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "A run writes only files of its own": ["test_run.py::test_links_out_of_a_run"],
         "What a command prints has no": ["test_errors.py::test_no_escape_codes_on_a_terminal"],
         "Checkpoints are verified by their checksums": ["test_faults.py::test_damaged_checkpoint"],
-        "Text that `train.py` has prepared is verified": [
+        "Each file of prepared text": [
             "test_prepared.py::test_damage_is_named",
             "test_prepared.py::test_a_small_text_is_hashed_whenever_it_is_opened",
-        ],
-        "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
-        "Each file of a store": [
             "test_checks.py::test_a_file_is_hashed_once_and_when_it_changes",
             "test_checks.py::test_a_copy_is_hashed_when_it_changes",
         ],
-        "A store's manifest is refused unless": [
+        "A manifest is refused unless": [
             "test_promises.py::test_names_in_a_manifest_are_not_followed",
             "test_checks.py::test_the_shape_of_a_manifest",
             "test_checks.py::test_ids_are_in_the_vocabulary",

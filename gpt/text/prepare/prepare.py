@@ -116,6 +116,7 @@ def _make(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
         plan, left = read_plan(store), store.read_json(PROGRESS)
     if plan is None:
         delete(working)
+        left = None
         plan, pieces = plan_here(source, how)
         del source.survey
         plan.write(store)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpt.errors import OutsideError, UserError
+from gpt.text.cache import write_json
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepared import SPLITS
 from gpt.text.store import Store
@@ -163,6 +164,20 @@ def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, numb
     assert code == -signal.SIGKILL
     code, said = workshop.run(many, cache)
     assert code == 0, said
+    assert content(folder_of(cache)) == undisturbed
+
+
+def test_what_an_earlier_version_left(tmp_path, many, undisturbed):
+    """Without a plan it does not count."""
+    cache = tmp_path / "cache"
+    with constants(SMALL):
+        make(many, cache)
+        folder = folder_of(cache)
+        folder = folder.rename(folder.with_name(f".preparing-{folder.name}"))
+        (folder / "manifest.json").unlink()
+        (folder / "train.bin").write_bytes(b"half")
+        write_json(folder / "progress.json", {"split": {}, "bytes": 7, "place": [0, 1, 2], "splits": {}})
+        make(many, cache)
     assert content(folder_of(cache)) == undisturbed
 
 
