@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield path
         return
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
     temporary.unlink(missing_ok=True)
     try:
         yield temporary

@@ -5,7 +5,6 @@ import io
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import BinaryIO
 
 from gpt.console import Parser, command_line, say
@@ -14,8 +13,8 @@ from gpt.exchange.loading import open_tokenizer
 from gpt.files import explain, home_path
 from gpt.text.cache import CACHE
 from gpt.text.pieces import cut, decoded, label, visible, well_formed, without_mark
-from gpt.text.prepared import open_prepared, verify, verify_store
-from gpt.text.shards import Store
+from gpt.text.prepared import token_files, verify
+from gpt.text.store import Store
 from gpt.text.tokenizer import Tokenizer
 
 EXCERPT = 1000  # tokens to show of a longer text
@@ -93,15 +92,10 @@ def verify_corpora(folders: list[str]) -> None:
     for folder in folders:
         if "://" not in folder and not os.path.isfile(f"{folder}/manifest.json"):  # rather than advise to delete it
             raise UserError(f"{folder}: not a prepared corpus, which has a manifest.json: name a folder of {CACHE}")
-        if "://" in folder or any(Path(folder).glob("train-*.bin")):
-            manifest, tokenizer = verify_store(Store(folder))
-            files = f" in {len(manifest['shards']) + 1:,} files"
-        else:
-            prepared = open_prepared(Path(folder))
-            manifest, tokenizer, files = prepared.manifest, prepared.tokenizer, ""
-            verify(Path(folder), manifest)
+        manifest, tokenizer = verify(Store(folder))
+        files = f"{len(token_files(manifest)):,} files"
         tokens = sum(split["tokens"] for split in manifest["splits"].values())
-        say(f"{folder}: {tokens:,} tokens{files}, vocabulary {tokenizer.vocab_size:,}, every hash matches")
+        say(f"{folder}: {tokens:,} tokens in {files}, vocabulary {tokenizer.vocab_size:,}, every hash matches")
 
 
 if __name__ == "__main__":

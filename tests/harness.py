@@ -12,12 +12,14 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
@@ -28,6 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import gpt.training.fit
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
+from gpt.text.shards import Shards
 from gpt.training.begin import begin
 from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
@@ -67,6 +70,17 @@ def write_corpus(folder: Path) -> Path:
     file = folder / "corpus.txt"
     file.write_text(" ".join(chooser.choice(words) for _ in range(700)), encoding="utf-8")
     return file
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory] = []
+
+
+def on_disk(tokens: np.ndarray) -> Shards:
+    """Tokens as train.py prepares them: in one file."""
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    file = Path(_FOLDERS[-1].name) / "train.bin"
+    tokens.tofile(file)
+    return Shards([file], [len(tokens)], tokens.dtype)
 
 
 def needs(module: str) -> Any:

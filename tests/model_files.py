@@ -78,8 +78,10 @@ def write_prepared(
     for name, ids in (("train", train), ("validation", validation)):
         content = np.array(ids, "uint16" if tokenizer.vocab_size <= 65_536 else "uint32").tobytes()
         (folder / f"{name}.bin").write_bytes(content)
-        splits[name] = {"tokens": len(ids), "sha256": hashlib.sha256(content).hexdigest()}
-    write_json(folder / "manifest.json", {"tokenizer": tokenizer.sha256, "splits": splits} | changes)
+        digest = hashlib.sha256(content).hexdigest()
+        splits[name] = {"tokens": len(ids), "bytes": len(ids), "documents": 1, "sha256": digest}
+    manifest = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
+    write_json(folder / "manifest.json", manifest | changes)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 

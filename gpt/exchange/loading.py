@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gpt.errors import UserError
 from gpt.exchange import huggingface
 from gpt.files import TRAIN
-from gpt.text.prepared import open_prepared
+from gpt.text.prepared import read_manifest
+from gpt.text.store import Store
 from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 if TYPE_CHECKING:
@@ -113,5 +114,5 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
     if huggingface.is_directory(path):
         return huggingface.load_tokenizer(path)[0]
     if (path / "manifest.json").is_file():
-        return open_prepared(path).tokenizer
+        return read_manifest(Store(path))[1]
     return open_model(path)[1]

@@ -19,7 +19,7 @@ from gpt.text.shards import Circle, Shards
 
 
 def training_batch(
-    corpora: Sequence[np.ndarray | Shards],
+    corpora: Sequence[Shards],
     shares: Sequence[int],
     seed: int,
     first: int,
@@ -62,11 +62,8 @@ def windows_given(count: int, shares: Sequence[int], seed: int) -> list[int]:
     return [blocks * share + int((source == i).sum()) for i, share in enumerate(shares)]
 
 
-def _windows(tokens: np.ndarray | Shards, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
+def _windows(tokens: Shards, seed: int, numbers: np.ndarray, context_length: int) -> np.ndarray:
     """Return the windows of one corpus with these numbers: (B, T + 1) token ids."""
-    if isinstance(tokens, np.ndarray):
-        epoch, place = np.divmod(numbers, np.uint64(len(tokens) // context_length))
-        return _of_circle(tokens, seed, epoch, place, context_length)
     order = permute(np.arange(len(tokens.groups)), len(tokens.groups), np.uint64(seed))  # of the groups in each epoch
     counts = tokens.sizes[order] // np.uint64(context_length)  # of windows in each
     early = counts // np.uint64(2) if len(order) > 1 else np.zeros_like(counts)  # those in the turn of the one before

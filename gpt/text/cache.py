@@ -17,7 +17,7 @@ if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside th
 else:
     CACHE = PACKAGE.parent / "data" / "cache"
 UNWRITABLE = "written", "fix that or name another folder with data.cache=, and run the command again"
-JOURNAL = "progress.json"  # what is decided and done; without it, nothing in a working folder counts
+PLAN = "plan.json"  # what is decided; without it, nothing in a working folder counts
 
 
 def make_cache(cache: Path) -> None:
@@ -92,5 +92,5 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
 def delete(working: Path) -> None:
     """Delete a working folder so that a kill in the midst of it leaves nothing that looks usable."""
     with contextlib.suppress(OSError):
-        (working / JOURNAL).unlink(missing_ok=True)
+        (working / PLAN).unlink(missing_ok=True)
         shutil.rmtree(working)

@@ -27,25 +27,35 @@ def well_formed(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def size_of(text: str) -> int:
+    """Return the bytes that a text takes in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def decoded(
-    blocks: Iterable[bytes], place: str, errors: str = "strict", remedy: str = "", encoding: str = "utf-8"
+    blocks: Iterable[bytes],
+    place: str,
+    errors: str = "strict",
+    remedy: str = "",
+    encoding: str = "utf-8",
+    start: int = 0,
 ) -> Iterator[str]:
     """Decode blocks of any size, yielding one for each; `UserError` names the first byte that is not of the encoding.
 
-    `remedy` is what to do besides converting the text.
+    `remedy` is what to do besides converting the text; `start` is the byte at which the blocks begin.
     """
-    decoder, offset = codecs.getincrementaldecoder(encoding)(errors), 0
+    decoder, offset = codecs.getincrementaldecoder(encoding)(errors), start
     for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
         pending = len(decoder.getstate()[0])  # the first bytes of a character
         try:
             yield decoder.decode(block, last)
         except UnicodeDecodeError as error:
-            start = error.start + offset - pending
-            where = f"byte 0x{error.object[error.start]:02x} at offset {start}"
+            at = error.start + offset - pending
+            where = f"byte 0x{error.object[error.start]:02x} at offset {at}"
             if encoding != "utf-8":
                 what = f"not {encoding} ({where})"
                 raise UserError(f"{place}: {what}; set another data.encoding=, or data.errors=replace") from None
-            guess = "utf-16" if start == 0 and error.object.startswith(_UTF16) else "windows-1252"
+            guess = "utf-16" if at == 0 and error.object.startswith(_UTF16) else "windows-1252"
             convert = f"convert it first, for example with iconv -f {guess} -t utf-8"
             raise UserError(f"{place}: not UTF-8 ({where}); {convert}{remedy}") from None
         offset += len(block)

@@ -1,45 +1,47 @@
-"""Tokens on disk: a file for each split, memory-mapped, and a manifest."""
+"""Prepared text: the tokens of both splits in a store, each file checked when it is opened, and a manifest."""
 
 import contextlib
-import hashlib
 import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from gpt.errors import OutsideError, UserError, reason
-from gpt.files import explain
 from gpt.text.cache import read_json
-from gpt.text.shards import GROUP, MEND, Shards, Store, check
+from gpt.text.corpus.remote import Remote
+from gpt.text.shards import GROUP, Shards, check
+from gpt.text.store import Store
 from gpt.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
 MIXTURE_WINDOWS = 1000  # a mixture deals out windows in blocks of this many, of which each corpus has a whole number
-VERIFY_BYTES = 1 << 28  # folders up to this size are hashed whenever they are opened: it takes a fraction of a second
+VERIFY_BYTES = 1 << 28  # text up to this size is hashed whenever it is opened: it takes a fraction of a second
 DECODED_TOKENS = 1 << 16  # to decode at once
-_TOKEN_FILE = r"train-[0-9]+(-[0-9]+)?\.bin|validation\.bin"  # in a store
+_TOKEN_FILE = r"train(-[0-9]+(-[0-9]+)?)?\.bin|validation\.bin"
+_COUNTS = ("tokens", "bytes", "documents")
 
 
 @dataclass(frozen=True)
 class PreparedText:
     """A prepared corpus: the token ids of both splits, with end-of-text before each document.
 
-    `manifest` holds the key that the folder was made for, the hashes, and the counts of tokens, bytes and documents.
+    `manifest` holds the key that the text was prepared for, the hashes, and the counts of tokens, bytes and documents.
     """
 
-    train: np.ndarray | Shards  # (tokens,), of `width`, on disk
-    validation: np.ndarray
+    train: Shards
+    validation: np.ndarray  # (tokens,), of `width`, on disk
     tokenizer: Tokenizer
     manifest: dict
 
-    @property
+    @cached_property
     def at_hand(self) -> np.ndarray:
-        """The training tokens, or those of the first shard: enough for a look at the text."""
-        return self.train[0] if isinstance(self.train, Shards) else self.train
+        """The training tokens in the first file, which are all if train.py has prepared them: (tokens,), on disk."""
+        return self.train[0]
 
     def validation_bytes(self) -> Iterator[bytes]:
         """Yield the validation text in blocks of bounded size, without end-of-text."""
@@ -81,46 +83,32 @@ def width(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
 
 
-def open_prepared(folder: Path) -> PreparedText:
-    """Open a prepared corpus, after checking its manifest and sizes, and its hashes unless it is large.
-
-    Raises `UserError` naming what is wrong and the remedy.
-    """
-    try:
-        manifest = read_json(folder / "manifest.json")
-        tokenizer = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
-        if manifest["tokenizer"] != tokenizer.sha256:
-            raise ValueError("the tokenizer is not the one in the manifest")
-        arrays = {}
-        for split in SPLITS:
-            file, expected = folder / f"{split}.bin", manifest["splits"][split]["tokens"]
-            arrays[split] = np.asarray(np.memmap(file, width(tokenizer), mode="r"))
-            if len(arrays[split]) != expected:
-                raise ValueError(f"{file.name} has {len(arrays[split]):,} tokens where the manifest says {expected:,}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: is damaged ({error}); {_remedy(folder)}") from None
-    if sum(tokens.nbytes for tokens in arrays.values()) <= VERIFY_BYTES:
-        verify(folder, manifest)
-    return PreparedText(arrays["train"], arrays["validation"], tokenizer, manifest)
-
-
-def read_prepared(store: Store, cache: Path, room: int) -> PreparedText:
-    """Open what `gpt.prepare` has published; shards come into the cache, which may take `room` bytes, as they are used.
+def open_prepared(store: Store, cache: Path, room: int) -> PreparedText:
+    """Open a prepared text. Files from elsewhere come into the cache, which may take `room` bytes, as they are used.
 
     Raises `UserError` naming what is wrong and the remedy.
     """
     manifest, tokenizer = read_manifest(store)
-    *listed, last = _token_files(manifest)
-    lengths, each = [tokens for _, tokens, _ in listed], width(tokenizer).itemsize
-    needed = 3 * GROUP * max(lengths, default=0) * each
-    if not store.is_local and room < min(needed, sum(lengths) * each):
+    *train, last = token_files(manifest)
+    lengths, each = [tokens for _, tokens, _ in train], width(tokenizer).itemsize
+    needed = 3 * GROUP * max(lengths) * each
+    if not store.folder and room < min(needed, sum(lengths) * each):
         raise UserError(f"data.cache_bytes={room:,} does not hold {3 * GROUP} files of this text: {needed:,} do")
-    validation = _shards(store, [last], tokenizer, cache, room)[0]
-    return PreparedText(_shards(store, listed, tokenizer, cache, room), validation, tokenizer, manifest)
+    known = None if sum(lengths, last[1]) * each <= VERIFY_BYTES else cache
+    validation = _open(store, [last], tokenizer, cache, room, known)[0]
+    found = PreparedText(_open(store, train, tokenizer, cache, room, known), validation, tokenizer, manifest)
+    if store.folder:
+        found.at_hand  # noqa: B018 - so that damage is known before anything else begins
+    return found
+
+
+def open_folder(folder: Path) -> PreparedText:
+    """Open what train.py has prepared."""
+    return open_prepared(Store(folder, f"delete {folder} and it will be made anew"), folder.parent, 0)
 
 
 def read_manifest(store: Store) -> tuple[dict, Tokenizer]:
-    """Return the manifest and the tokenizer of a store; `UserError` if they are not such as `gpt.prepare` writes."""
+    """Return the manifest and the tokenizer of a store; `UserError` if they are not such as this project writes."""
     manifest, tokens = store.read_json("manifest.json"), store.read("tokenizer.json")
     if manifest is None or tokens is None:
         raise UserError(f"{store.url}: holds no prepared text; python -m gpt.prepare --to {store.url} makes it")
@@ -130,51 +118,66 @@ def read_manifest(store: Store) -> tuple[dict, Tokenizer]:
         if manifest["tokenizer"] != tokenizer.sha256:
             raise ValueError("the tokenizer is not the one in the manifest")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OutsideError(f"{store.url}: is damaged ({reason(error)}); {MEND}") from None
+        raise OutsideError(f"{store.url}: is damaged ({reason(error)}); {store.mend}") from None
     return manifest, tokenizer
 
 
 def _require_shape(manifest: dict) -> None:
-    """Raise `ValueError`, `KeyError` or `TypeError` unless names, hashes and counts are as `gpt.prepare` writes."""
+    """Raise `ValueError`, `KeyError` or `TypeError` unless names, hashes and counts are as this project writes them."""
     if not isinstance(manifest["key"]["tokenizer"], dict):
         raise ValueError("its key names no tokenizer")
-    kinds = ("tokens", "bytes", "documents")
-    counts = {(split, kind): manifest["splits"][split][kind] for split in SPLITS for kind in kinds}
-    for name, tokens, sha256 in _token_files(manifest):
+    counts = {(split, kind): manifest["splits"][split][kind] for split in SPLITS for kind in _COUNTS}
+    files = token_files(manifest)
+    for name, tokens, sha256 in files:
         if not (re.fullmatch(_TOKEN_FILE, name) and re.fullmatch("[0-9a-f]{64}", sha256)):
             raise ValueError(f"{name!r}, of hash {sha256!r}, is not the name of a token file and its hash")
         counts[name, "tokens"] = tokens
     for (where, kind), count in counts.items():
         if type(count) is not int or not 0 < count < 1 << 48:
             raise ValueError(f"{where} has {count!r} {kind}")
-    if sum(tokens for _, tokens, _ in manifest["shards"]) != counts["train", "tokens"]:
+    if sum(tokens for _, tokens, _ in files[:-1]) != counts["train", "tokens"]:
         raise ValueError("the tokens of its shards do not add up")
 
 
-def _token_files(manifest: dict) -> list[tuple[str, int, str]]:
-    """Return name, tokens and hash of each file of a store, that for validation last."""
-    held = manifest["splits"]["validation"]
-    return [*manifest["shards"], ("validation.bin", held["tokens"], held["sha256"])]
+def token_files(manifest: dict) -> list[tuple[str, int, str]]:
+    """Return name, tokens and hash of each file of a prepared text, that for validation last.
+
+    train.py makes one file for training, and lists none.
+    """
+    whole = {split: (f"{split}.bin", held["tokens"], held["sha256"]) for split, held in manifest["splits"].items()}
+    return [*manifest.get("shards", [whole["train"]]), whole["validation"]]
 
 
-def _shards(
-    store: Store, listed: Sequence[tuple[str, int, str]], tokenizer: Tokenizer, cache: Path, room: int
+def _open(
+    store: Store,
+    listed: Sequence[tuple[str, int, str]],
+    tokenizer: Tokenizer,
+    cache: Path,
+    room: int,
+    known: Path | None = None,
 ) -> Shards:
-    each = width(tokenizer).itemsize
-    files = [store.file(name, tokens * each, sha256, cache, room) for name, tokens, sha256 in listed]
+    """Open files of a store; `known` is the cache that remembers which are intact, if they are not to be read again."""
+    dtype = width(tokenizer)
 
-    def checked(shard: int, file: Path, tokens: np.ndarray) -> None:
-        check(file, tokens, listed[shard][2], tokenizer.vocab_size, cache)
+    def file(name: str, tokens: int, sha256: str) -> Path | Remote:
+        if store.folder:
+            return store.folder / name
+        return Remote(f"{store.url}/{name}", tokens * dtype.itemsize, "", cache, room, sha256)
 
-    return Shards(files, [tokens for _, tokens, _ in listed], width(tokenizer), checked)
+    def require_intact(shard: int, file: Path) -> None:
+        check(file, listed[shard][2], dtype, tokenizer.vocab_size, known)
+
+    lengths = [tokens for _, tokens, _ in listed]
+    mend = store.mend if store.folder else "delete it, and run the command again"
+    return Shards([file(*one) for one in listed], lengths, dtype, require_intact, mend)
 
 
-def verify_store(store: Store) -> tuple[dict, Tokenizer]:
+def verify(store: Store) -> tuple[dict, Tokenizer]:
     """Hash every token file of a store, fetched one at a time; raise `UserError` naming the first that is damaged."""
     manifest, tokenizer = read_manifest(store)
-    with tempfile.TemporaryDirectory() as cache:  # an empty one, so that no file counts as known
-        for file in _token_files(manifest):
-            _shards(store, [file], tokenizer, Path(cache), file[1] * width(tokenizer).itemsize)[0]
+    with tempfile.TemporaryDirectory() as cache:
+        for file in token_files(manifest):
+            _open(store, [file], tokenizer, Path(cache), file[1] * width(tokenizer).itemsize)[0]
     return manifest, tokenizer
 
 
@@ -192,18 +195,4 @@ def find_prepared(record: dict, tokenizer: Tokenizer, cache: Path) -> list[Prepa
             manifest = read_json(file.with_name("manifest.json"))
             if manifest.get("tokenizer") == tokenizer.sha256:
                 prepared[json.dumps(manifest.get("key"))] = file.parent
-    return [open_prepared(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
-
-
-def verify(folder: Path, manifest: dict) -> None:
-    """Hash the token files of a prepared corpus; raise `UserError` naming the first damaged one."""
-    for split in SPLITS:
-        file = folder / f"{split}.bin"
-        with explain(file), file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256")
-        if digest.hexdigest() != manifest["splits"][split]["sha256"]:
-            raise UserError(f"{file}: damaged (its hash is not the one in the manifest); {_remedy(folder)}")
-
-
-def _remedy(folder: Path) -> str:
-    return f"delete {folder} and it will be made anew"
+    return [open_folder(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []

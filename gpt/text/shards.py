@@ -1,4 +1,4 @@
-"""Prepared text in shards, on a disk or behind a URL: fetched in groups, the next one while this one is used."""
+"""Training tokens in files, on a disk or behind a URL: fetched in groups, the next one while this one is used."""
 
 import contextlib
 import errno
@@ -6,104 +6,41 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import numpy as np
 
-from gpt.console import say
 from gpt.errors import OutsideError, UserError
-from gpt.files import mark_as_cache, replacing, sync_parents
-from gpt.text.cache import make_cache, sealed, unsealed
-from gpt.text.corpus.remote import WAIT, Remote, explain_store, local, open_store, retried
+from gpt.text.cache import make_cache
+from gpt.text.corpus.remote import Remote, local
 
-MEND = "prepare it again, in an empty folder"
 GROUP = 160  # files, at most, whose windows are shuffled together: as many as ten shards have
 OPEN_FILES = 4096  # at once, at most: of two groups, and all others
 
 
-class Store:
-    """A folder of prepared text: a local one, or behind a URL. Files come into it whole or not at all."""
-
-    def __init__(self, url: str):
-        self.url = url.rstrip("/")
-        self._fs, self._path = open_store(self.url)
-        self.is_local = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
-
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if there is none."""
-
-        def content(_: int) -> bytes | None:
-            try:
-                return self._fs.cat_file(f"{self._path}/{name}")
-            except FileNotFoundError:
-                return None
-
-        return self._ask(content, name)
-
-    def read_json(self, name: str) -> dict | None:
-        """Return what `write_json` wrote; `UserError` if it is damaged."""
-        content = self.read(name)
-        try:
-            return None if content is None else unsealed(content.decode("utf-8"), name)
-        except ValueError as error:
-            raise OutsideError(f"{self.url}: is damaged ({error}); {MEND}") from None
-
-    def write(self, name: str, content: bytes) -> None:
-        """Put a file into the folder, in place of an older one."""
-        with explain_store(f"{self.url}/{name}"):
-            if self.is_local:
-                folder = Path(self._path)
-                if not folder.is_dir():
-                    folder.mkdir(parents=True, exist_ok=True)
-                    sync_parents(folder)
-                mark_as_cache(folder)
-                with replacing(folder / name) as temporary:
-                    temporary.write_bytes(content)
-            else:
-                self._ask(lambda _: self._fs.pipe_file(f"{self._path}/{name}", content), name)
-
-    def write_json(self, name: str, content: dict) -> None:
-        """Put a small file into the folder that notices damage."""
-        self.write(name, sealed(content).encode())
-
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each file in the folder."""
-        self._fs.invalidate_cache()
-        found = self._ask(lambda _: self._fs.find(self._path, detail=True))
-        return {name.rsplit("/", 1)[-1]: info["size"] for name, info in found.items()}
-
-    def _ask(self, ask: Callable[[int], Any], name: str = "") -> Any:
-        """Return an answer of the file system; wait for one that is away, unless it is this machine's own."""
-        url = f"{self.url}/{name}".rstrip("/")
-        with explain_store(url):
-            return retried(ask, url, say, 0 if self.is_local else WAIT)
-
-    def file(self, name: str, size: int, sha256: str, cache: Path, room: int) -> Path | Remote:
-        """Return a file of the folder, which `local` makes one to open."""
-        if self.is_local:
-            return Path(self._path) / name
-        return Remote(f"{self.url}/{name}", size, "", cache, room, sha256)
-
-
-def check(file: Path, tokens: np.ndarray, sha256: str, vocab_size: int, cache: Path) -> None:
+def check(file: Path, sha256: str, dtype: np.dtype, vocab_size: int, cache: Path | None) -> None:
     """Raise `ValueError` unless a file's tokens have this hash and are in the vocabulary.
 
-    The cache remembers, by an empty file, that they are; the file is read again if its size or time has changed.
+    The cache, if there is one, remembers by an empty file that they are; the file is read again if its size or time has
+    changed.
     """
-    status = file.stat()
+    status, digest, highest = file.stat(), hashlib.sha256(), 0
     stamp = sha256, vocab_size, str(file.resolve()), status.st_size, status.st_ino, status.st_mtime_ns
-    known = cache / "checked" / hashlib.sha256(repr(stamp).encode()).hexdigest()
-    if known.exists():
+    known = cache and cache / "checked" / hashlib.sha256(repr(stamp).encode()).hexdigest()
+    if known and known.exists():
         return
-    if hashlib.sha256(tokens.data).hexdigest() != sha256:
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+            highest = max(highest, int(np.frombuffer(block, dtype).max()))
+    if digest.hexdigest() != sha256:
         raise ValueError("its SHA-256 is not the one in the manifest")
-    if (highest := tokens.max()) >= vocab_size:
+    if highest >= vocab_size:
         raise ValueError(f"it has the id {highest:,}, and the vocabulary {vocab_size:,} entries")
-    with contextlib.suppress(OSError):  # the next process checks it again
-        make_cache(cache)
-        known.parent.mkdir(exist_ok=True)
-        known.touch()
+    if cache and known:
+        with contextlib.suppress(OSError):  # the next process checks it again
+            make_cache(cache)
+            known.parent.mkdir(exist_ok=True)
+            known.touch()
 
 
 class Circle:
@@ -127,9 +64,10 @@ class Circle:
 
 
 class Shards:
-    """The training tokens of a corpus in several files, of which three groups at a time are needed on this machine.
+    """The tokens of a text in one file or many, of which three groups at a time are needed on this machine.
 
-    Of n groups, each has every n-th file, and so resembles the whole text.
+    Of n groups, each has every n-th file, and so resembles the whole text. A file is checked when it is first opened,
+    by its size and by `check`; `mend` is what to do about damage.
     """
 
     def __init__(
@@ -137,7 +75,8 @@ class Shards:
         files: Sequence[Path | Remote],
         lengths: Sequence[int],
         dtype: np.dtype,
-        check: Callable[[int, Path, np.ndarray], None] = lambda shard, file, tokens: None,
+        check: Callable[[int, Path], None] = lambda shard, file: None,
+        mend: str = "",
     ):
         number = -(-len(files) // GROUP)
         self.groups = [range(first, len(files), number) for first in range(number)]
@@ -146,7 +85,9 @@ class Shards:
         self._files = files
         self._dtype = dtype
         self._check = check
-        self._open: dict[int, Circle] = {}
+        self._mend = mend
+        self._checked: set[int] = set()
+        self._open: dict[int, np.ndarray | Circle] = {}
         _allow_open_files()
 
     def __len__(self) -> int:
@@ -164,20 +105,23 @@ class Shards:
             found = np.asarray(np.memmap(file, self._dtype, mode="r"))
             if len(found) != self.lengths[shard]:
                 raise ValueError(f"it has {len(found):,} tokens where the manifest says {self.lengths[shard]:,}")
-            self._check(shard, file, found)
+            if shard not in self._checked:
+                self._check(shard, file)
+                self._checked.add(shard)
         except (OSError, ValueError) as error:
-            remedy = "delete it" if isinstance(self._files[shard], Remote) else "put an intact copy in its place"
-            if isinstance(error, OSError) and error.errno == errno.EMFILE:
-                remedy = f"allow {OPEN_FILES} with ulimit -n"
-            raise OutsideError(f"{file}: cannot be read ({error}); {remedy}, and run the command again") from None
+            too_many = isinstance(error, OSError) and error.errno == errno.EMFILE
+            remedy = f"allow {OPEN_FILES} with ulimit -n, and run the command again" if too_many else self._mend
+            raise OutsideError(f"{file}: cannot be read ({error}); {remedy}") from None
         return found
 
-    def circle(self, group: int, following: int) -> Circle:
-        """Return the shards of a group as one text, and begin to fetch the group that follows."""
+    def circle(self, group: int, following: int) -> np.ndarray | Circle:
+        """Return the files of a group as one text, and begin to fetch the group that follows."""
         if group not in self._open:
-            circle = Circle([self[shard] for shard in self.groups[group]])
+            parts = [self[shard] for shard in self.groups[group]]
+            circle = Circle(parts) if len(parts) > 1 else parts[0]
             self._open = dict([*self._open.items()][-1:]) | {group: circle}
-            threading.Thread(target=self._fetch, args=(following,), daemon=True).start()
+            if following != group:
+                threading.Thread(target=self._fetch, args=(following,), daemon=True).start()
         return self._open[group]
 
     def _fetch(self, group: int) -> None:

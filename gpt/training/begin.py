@@ -12,7 +12,7 @@ from gpt.errors import UserError
 from gpt.exchange.loading import open_model
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.text.cache import CACHE
-from gpt.text.corpus.mixture import names_of, shares_of
+from gpt.text.prepare.mixture import names_of, shares_of
 from gpt.text.prepare.prepare import TooShortError, prepare
 from gpt.text.prepared import Corpora, find_prepared
 from gpt.text.tokenizer import Tokenizer

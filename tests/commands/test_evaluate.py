@@ -19,6 +19,7 @@ from gpt.sampling import scoring
 from gpt.sampling.scoring import score, sum_of
 from gpt.text.batches import validation_batches
 from gpt.text.corpus.corpus import DataConfig
+from gpt.text.corpus.plain import Document
 from gpt.text.prepare.prepare import prepare
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
 from harness import TINY, train, write_corpus
@@ -155,7 +156,7 @@ def test_ids_of_any_width(vocab_size):
     """Ids are stored in as many bytes as the vocabulary needs, and a text of one byte is long enough."""
     tokenizer = byte_tokenizer()
     tokenizer.vocab_size, tokenizer.end_of_text = vocab_size, vocab_size - 1
-    corpus = evaluate.Corpus("text", (Path("a"),), lambda file: [["x"], [], ["", "yz"]])
+    corpus = evaluate.Corpus("text", (Path("a"),), lambda file, start: map(Document, [["x"], [], ["", "yz"]]))
     text = evaluate.encode(corpus, tokenizer)
     assert text.tokens.tolist() == [vocab_size - 1, ord("x"), vocab_size - 1, ord("y"), ord("z")]
     assert (text.tokens.dtype, text.documents, text.bytes) == ("uint16" if vocab_size == 257 else "uint32", 2, 3)

@@ -142,7 +142,7 @@ def test_ends_quietly_with_its_reader():
 
 # --- prepared tokens ---
 
-IN_ORDER = "134 tokens, vocabulary 257, every hash matches"
+IN_ORDER = "134 tokens in 2 files, vocabulary 257, every hash matches"
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def flip(folder: Path) -> str:
     content = bytearray((folder / "validation.bin").read_bytes())
     content[len(content) // 2] ^= 1
     (folder / "validation.bin").write_bytes(content)
-    return f"{folder}/validation.bin: damaged"
+    return f"{folder}/validation.bin: cannot be read (its SHA-256"
 
 
 @pytest.mark.parametrize("hashed_when_opened", [prepared.VERIFY_BYTES, 0])

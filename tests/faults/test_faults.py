@@ -164,7 +164,7 @@ def test_corrupt_tokens(settings, tmp_path):
     file = next(cache.glob("*/train.bin"))
     flip_a_bit(file)
     line = refused(*arguments)
-    assert line.startswith(f"train.py: {file}: damaged")
+    assert line.startswith(f"train.py: {file}: cannot be read (its SHA-256")
     assert f"delete {file.parent}" in line
     assert not (tmp_path / "run").exists()
 

@@ -14,7 +14,7 @@ from gpt.prepare import main
 from gpt.text.cache import read_json, write_json
 from gpt.text.corpus.corpus import DataConfig
 from gpt.text.prepare.prepare import prepare
-from gpt.text.prepared import open_prepared
+from gpt.text.prepared import open_folder
 from gpt.text.tokenizer import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,16 +91,13 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "A run writes only files of its own": ["test_run.py::test_links_out_of_a_run"],
         "What a command prints has no": ["test_errors.py::test_no_escape_codes_on_a_terminal"],
         "Checkpoints are verified by their checksums": ["test_faults.py::test_damaged_checkpoint"],
-        "Text that `train.py` has prepared is verified": [
+        "Each file of prepared text": [
             "test_prepared.py::test_damage_is_named",
-            "test_prepared.py::test_tokens_are_hashed_unless_the_folder_is_large",
-        ],
-        "Paths inside cache manifests are ignored.": ["test_promises.py::test_names_in_a_manifest_are_not_followed"],
-        "Each file of a store": [
+            "test_prepared.py::test_a_small_text_is_hashed_whenever_it_is_opened",
             "test_checks.py::test_a_file_is_hashed_once_and_when_it_changes",
             "test_checks.py::test_a_copy_is_hashed_when_it_changes",
         ],
-        "A store's manifest is refused unless": [
+        "A manifest is refused unless": [
             "test_promises.py::test_names_in_a_manifest_are_not_followed",
             "test_checks.py::test_the_shape_of_a_manifest",
             "test_checks.py::test_ids_are_in_the_vocabulary",
@@ -138,7 +135,7 @@ def test_names_in_a_manifest_are_not_followed(tmp_path):
     manifest["files"] = manifest["splits"]["train"]["files"] = ["/etc/passwd", "../text.txt"]
     manifest["splits"]["train"]["name"] = "../../text"
     write_json(file, manifest)
-    assert open_prepared(file.parent).train.tolist() == prepared.train.tolist()
+    assert open_folder(file.parent).at_hand.tolist() == prepared.at_hand.tolist()
     main(["--to", str(store), "--text", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--cache", str(cache)])
 
     def opened() -> list[int]:

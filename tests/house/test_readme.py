@@ -25,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import generate
+import gpt.training.config.command  # noqa: F401 - which gives Hydra the defaults
 from gpt.files import flatten
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon

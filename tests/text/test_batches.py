@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt.text.batches import mixture_place, permute, training_batch, validation_batches, windows_given
 from gpt.text.prepared import MIXTURE_WINDOWS as BLOCK
 from gpt.text.shards import GROUP, Shards
-from harness import ROOT
+from harness import ROOT, on_disk
 
 IGNORE = -7  # any id that no token has
 T = 7
@@ -32,7 +32,7 @@ KEYS = st.integers(0, 2**64 - 1).map(np.uint64)
 
 def corpus_batch(tokens: np.ndarray, *arguments: int) -> tuple[Tensor, Tensor]:
     """A batch of one corpus."""
-    return training_batch([tokens], (BLOCK,), *arguments)
+    return training_batch([on_disk(tokens)], (BLOCK,), *arguments)
 
 
 def windows(first: int, count: int, seed: int = 5, tokens: np.ndarray | None = None) -> list[list[int]]:
@@ -184,7 +184,7 @@ MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand window
 
 def mixed(first: int, count: int, seed: int = 5) -> list[list[int]]:
     """The inputs of windows of a mixture, whose tokens say from which corpus they are."""
-    idx, _ = training_batch(CORPORA, MIXTURE, seed, first, count, T)
+    idx, _ = training_batch([on_disk(tokens) for tokens in CORPORA], MIXTURE, seed, first, count, T)
     return idx.tolist()
 
 
@@ -217,7 +217,7 @@ def test_mixture_by_epochs():
 def test_mixture_targets_are_the_next_tokens():
     """Each target is the token after its input, in the same corpus, also where its circle closes."""
     after = {int(a): int(b) for tokens in CORPORA for a, b in zip(tokens, np.roll(tokens, -1), strict=True)}
-    idx, targets = training_batch(CORPORA, MIXTURE, 5, 0, 3 * BLOCK, T)
+    idx, targets = training_batch([on_disk(tokens) for tokens in CORPORA], MIXTURE, 5, 0, 3 * BLOCK, T)
     assert idx.dtype == targets.dtype == torch.int64
     assert idx.is_contiguous() and targets.is_contiguous()
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]

@@ -11,7 +11,7 @@ import pytest
 
 import gpt.text.prepared
 from gpt.text.cache import read_json
-from gpt.text.prepared import SPLITS, Corpora, open_prepared, width
+from gpt.text.prepared import SPLITS, Corpora, open_folder, width
 from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
 from model_files import write_prepared
@@ -41,9 +41,9 @@ def test_width_of_the_ids(tmp_path, tokens, dtype):
     assert tokenizer.vocab_size == tokens
     assert width(tokenizer) == np.dtype(dtype)
     assert np.iinfo(dtype).max >= tokenizer.end_of_text
-    prepared = open_prepared(write_folder(tmp_path / "folder", tokenizer=tokenizer))
-    assert prepared.train[:].dtype == np.dtype(dtype)
-    assert prepared.train[:].tolist() == IDS["train"].tolist()
+    prepared = open_folder(write_folder(tmp_path / "folder", tokenizer=tokenizer))
+    assert prepared.at_hand.dtype == np.dtype(dtype)
+    assert prepared.at_hand.tolist() == IDS["train"].tolist()
 
 
 # --- opening ---
@@ -51,11 +51,11 @@ def test_width_of_the_ids(tmp_path, tokens, dtype):
 
 def test_open(tmp_path):
     """The ids of both splits as arrays that cannot be changed."""
-    prepared = open_prepared(write_folder(tmp_path / "folder"))
-    for name, ids in IDS.items():
-        assert np.array_equal(getattr(prepared, name), ids)
+    prepared = open_folder(write_folder(tmp_path / "folder"))
+    for found, ids in zip((prepared.at_hand, prepared.validation), IDS.values(), strict=True):
+        assert np.array_equal(found, ids)
         with pytest.raises(ValueError, match="read-only"):
-            getattr(prepared, name)[5:11] = 7
+            found[5:11] = 7
     assert prepared.tokenizer.to_dict() == byte_tokenizer().to_dict()
     assert prepared.manifest == read_json(tmp_path / "folder/manifest.json")
 
@@ -63,7 +63,7 @@ def test_open(tmp_path):
 def test_key_of_a_mixture(tmp_path):
     """Of one corpus it is that of its folder; of several all their keys, the shares and the tokenizer."""
     keys = [{"corpus": name, "tokenizer": {"name": "byte"}} for name in "ab"]
-    sources = [open_prepared(write_folder(tmp_path / key["corpus"], key=key)) for key in keys]
+    sources = [open_folder(write_folder(tmp_path / key["corpus"], key=key)) for key in keys]
     assert Corpora((sources[0],), ("a",), (1000,)).key == keys[0]
     mixture = Corpora(tuple(sources), ("a", "b"), (701, 299))
     assert mixture.key == {"mix": keys, "shares": [701, 299], "tokenizer": {"name": "byte"}}
@@ -98,25 +98,34 @@ def edit_unsealed(folder: Path) -> None:
     (folder / "manifest.json").write_text(text.replace('"tokens": 103', '"tokens": 203'))
 
 
-SEAL = r"the content of manifest\.json does not match its seal"
-GONE = r"\[Errno 2\] No such file or directory: '[^']+/{}'"
+SEAL = r"is damaged \(the content of manifest\.json does not match its seal\)"
+NOTHING = r"holds no prepared text; python -m gpt\.prepare --to \S+ makes it"
 DAMAGE = {
-    "truncated": (truncate, r"train\.bin has 101 tokens where the manifest says 103"),
-    "half a token": (lambda folder: os.truncate(folder / "train.bin", 101), r"[^\n]+ not a multiple of [^\n]+"),
-    "empty file": (lambda folder: os.truncate(folder / "train.bin", 0), r"[^\n]+ empty file"),
-    "no file": (lambda folder: (folder / "train.bin").unlink(), GONE.format("train.bin")),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), GONE.format("manifest.json")),
-    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 101), r"[^\n]+: line \d[^\n]+"),
+    "truncated": (truncate, r"cannot be read \(it has 101 tokens where the manifest says 103\)"),
+    "half a token": (
+        lambda folder: os.truncate(folder / "train.bin", 101),
+        r"cannot be read \(.* not a multiple of .*\)",
+    ),
+    "empty file": (lambda folder: os.truncate(folder / "train.bin", 0), r"cannot be read \(.* empty file\)"),
+    "no file": (lambda folder: (folder / "train.bin").unlink(), r"cannot be read \(\[Errno 2\] No such file .*\)"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), NOTHING),
+    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 101), r"is damaged \(.*: line \d.*\)"),
     "manifest of another kind": (lambda folder: (folder / "manifest.json").write_text("[7]"), SEAL),
     "changed manifest": (edit_unsealed, SEAL),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), GONE.format("tokenizer.json")),
-    "half a tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 101), r"[^\n]+: line \d[^\n]+"),
-    "changed tokenizer": (lambda folder: edit_tokenizer(folder, pattern="."), r"the tokenizer's pattern=[^\n]+"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), NOTHING),
+    "half a tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 101), r"is damaged \(.*: line \d.*\)"),
+    "changed tokenizer": (
+        lambda folder: edit_tokenizer(folder, pattern="."),
+        r"is damaged \(the tokenizer's pattern=.*\)",
+    ),
     "foreign tokenizer": (
         lambda folder: edit_tokenizer(folder, **gpt2_tokenizer().to_dict()),
-        "the tokenizer is not the one in the manifest",
+        r"is damaged \(the tokenizer is not the one in the manifest\)",
     ),
-    "a file in its place": (lambda folder: [shutil.rmtree(folder), folder.write_text("")], r"\[Errno 20\] [^\n]+"),
+    "a file in its place": (
+        lambda folder: [shutil.rmtree(folder), folder.write_text("")],
+        r"cannot be read \(Not a directory\); fix that, or move the file away",
+    ),
 }
 
 
@@ -125,25 +134,30 @@ def test_damage_is_named(tmp_path, damage):
     """One line says what is wrong and what to delete."""
     inflict, reason = DAMAGE[damage]
     folder = write_folder(tmp_path / "folder")
-    open_prepared(folder)
+    open_folder(folder)
     inflict(folder)
-    said = refusal(open_prepared, folder)
-    assert re.fullmatch(rf"{folder}: is damaged \({reason}\); delete {folder} and it will be made anew", said), said
+    said = refusal(open_folder, folder)
+    remedy = "" if "; " in reason else f"; delete {folder} and it will be made anew"
+    assert re.fullmatch(rf"{folder}[^:]*: {reason}{remedy}", said), said
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_tokens_are_hashed_unless_the_folder_is_large(tmp_path, monkeypatch, split):
-    """A flipped bit is named; above the limit only sizes are compared, so that a corpus of gigabytes opens at once."""
+def test_a_small_text_is_hashed_whenever_it_is_opened(tmp_path, monkeypatch, split):
+    """A flipped bit is named; above the limit a file is hashed once, and when its size or its time has changed."""
     folder = write_folder(tmp_path / "folder")
-    flip(folder / f"{split}.bin")
-    size = 2 * (103 + 31)
-    monkeypatch.setattr(gpt.text.prepared, "VERIFY_BYTES", size)
-    reason = "damaged (its hash is not the one in the manifest); delete"
-    assert refusal(open_prepared, folder).startswith(f"{folder}/{split}.bin: {reason} {folder} and")
+    file, size = folder / f"{split}.bin", 2 * (103 + 31)
     monkeypatch.setattr(gpt.text.prepared, "VERIFY_BYTES", size - 1)
-    assert len(open_prepared(folder).validation) == 31
-    truncate(folder)
-    assert "train.bin has 101 tokens where" in refusal(open_prepared, folder)
+    open_folder(folder)
+    status = file.stat()
+    flip(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert len(open_folder(folder).validation) == 31
+    monkeypatch.setattr(gpt.text.prepared, "VERIFY_BYTES", size)
+    reason = "cannot be read (its SHA-256 is not the one in the manifest)"
+    assert refusal(open_folder, folder) == f"{file}: {reason}; delete {folder} and it will be made anew"
+    monkeypatch.setattr(gpt.text.prepared, "VERIFY_BYTES", 0)
+    os.utime(file)
+    assert reason in refusal(open_folder, folder)
 
 
 # --- the validation text ---
@@ -156,7 +170,7 @@ def test_validation_bytes(monkeypatch, tmp_path, block):
     ids = [end, *"naïve €".encode(), end, end, *"😀\n".encode()]
     monkeypatch.setitem(IDS, "validation", np.array(ids))
     monkeypatch.setattr(gpt.text.prepared, "DECODED_TOKENS", block)
-    blocks = list(open_prepared(write_folder(tmp_path / "folder")).validation_bytes())
+    blocks = list(open_folder(write_folder(tmp_path / "folder")).validation_bytes())
     assert b"".join(blocks) == "naïve €😀\n".encode()
     assert max(map(len, blocks)) <= block
     assert len(blocks) == -(-len(ids) // block)

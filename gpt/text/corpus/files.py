@@ -1,16 +1,23 @@
-"""The files that a path names: one file, those in a folder, or the matches of a glob."""
+"""The files that a path or a URL names: one file, those in a folder, or the matches of a glob."""
 
 import functools
 import glob
+import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import fsspec
+
 from gpt.console import say
-from gpt.errors import UserError
-from gpt.files import home_path, is_output
+from gpt.errors import OutsideError, UserError
+from gpt.files import explain, home_path, is_output
+from gpt.text.cache import UNWRITABLE, make_cache, read_json, write_json
 from gpt.text.corpus.formats import looks_like_text
+from gpt.text.corpus.remote import WEB, Remote, info_of, tag_of
+from gpt.text.store import QUIET, WAIT, explain_store, open_store, retried
 
 
 def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) -> tuple[Path, ...]:
@@ -52,6 +59,32 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
     return found
 
 
+def find_remote_files(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> tuple[Remote, ...]:
+    """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
+
+    Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
+    """
+    note = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+    try:
+        fs, path = open_store(url)
+        with explain_store(url):
+            listed = retried(lambda _: _listed(fs, path), url, say, QUIET if note.is_file() else WAIT)
+    except OutsideError as error:
+        try:
+            listed = read_json(note)["files"]
+        except (OSError, ValueError):
+            raise error from None
+        say(f"{error}; taking its files as they were the last time")
+    else:
+        if not listed:
+            raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
+        with explain(note.parent, *UNWRITABLE):
+            make_cache(cache)
+            note.parent.mkdir(exist_ok=True)
+            write_json(note, {"files": listed})
+    return tuple(Remote(name, size, tag, cache, room, say=say) for name, size, tag in listed)
+
+
 def each_once(files: Iterable[Path]) -> tuple[Path, ...]:
     """Return files in their order, each once however many links lead to it."""
     first: dict[Path, Path] = {}
@@ -89,3 +122,21 @@ def _matches(pattern: Path, top: Path, is_open: Callable[[Path], bool]) -> list[
 def _some(files: list[Path], top: Path) -> str:
     names = [str(file.relative_to(top)) for file in files[:3]]
     return ", ".join([*names, "..."] if len(files) > 3 else names)
+
+
+def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
+    """Return the URL, the size and the tag of each file, in the order that local files have."""
+    top, *pattern = re.split(r"[*?\[]", path)
+    if not pattern or path.startswith(WEB):  # a query has a question mark
+        info = info_of(fs, path)
+        if info["type"] == "file":
+            return [(fs.unstrip_protocol(path), info["size"], tag_of(info))]
+        found = sorted(fs.find(path, detail=True).items(), key=lambda file: file[0].split("/"))
+    else:
+        fs.invalidate_cache()
+        top, found = top.rpartition("/")[0], sorted(fs.glob(path, detail=True).items())
+    return [
+        (fs.unstrip_protocol(name), info["size"], tag_of(info))
+        for name, info in found
+        if info["type"] == "file" and info["size"] != 0 and "/." not in name.removeprefix(top.rstrip("/"))
+    ]

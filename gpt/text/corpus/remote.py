@@ -3,13 +3,10 @@
 import contextlib
 import functools
 import hashlib
-import itertools
-import logging
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path, PurePosixPath
@@ -19,71 +16,14 @@ from urllib.parse import unquote
 import fsspec
 
 from gpt.console import progress_bar, say
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
+from gpt.errors import UserError
 from gpt.files import explain, publish
-from gpt.text.cache import UNWRITABLE, make_cache, one_at_a_time, read_json, write_json
+from gpt.text.cache import UNWRITABLE, make_cache, one_at_a_time
+from gpt.text.store import explain_store, open_store, retried
 
 BLOCK = 1 << 23  # bytes to ask for at once; after each attempt that failed, a quarter of that
-ATTEMPTS = 14  # at a listing or a block, with a pause after each that doubles up to 15 seconds: two minutes in all
-WAIT = 120  # seconds after which no attempt begins, where each of them takes long
-QUIET = 3  # seconds before a line says that a store does not answer
-PATIENCE = 30  # seconds without a byte
 ABANDONED = 3600  # seconds after which nobody fetches an unfinished file any more
-DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}  # scheme -> package
-OFFLINE = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
-_WEB = ("http://", "https://")
-_PASSING = (408, 425, 429)  # requests that a server refuses for now: too slow, too early, too many
-_LOGIN = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
-
-
-@contextlib.contextmanager
-def explain_store(url: str) -> Iterator[None]:
-    """Turn what the library of a store raises into one line, unless the disk is full."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except ImportError as error:
-        driver = DRIVERS.get(url.partition("://")[0])
-        install = f": pip install {driver}" if driver else ""
-        raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
-    except Exception as error:  # each store has a library of its own
-        if is_disk_full(error):
-            raise
-        remedy = _remedy(error)
-        kind = UserError if remedy else OutsideError
-        what = f"{type(error).__name__}: {reason(error)}"
-        raise kind(f"{url}: cannot be used ({what}); {remedy or OFFLINE}") from None
-
-
-def _remedy(error: Exception) -> str:
-    """Return what to do about an error; nothing if it may pass by itself."""
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return "there is no such file: check the spelling"
-    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in type(error).__name__:
-        return f"{_LOGIN}, or check the spelling"
-    if re.search("range.* not satisfiable", str(error), re.IGNORECASE):
-        return "the file has become shorter: run the command again"
-    never = isinstance(error, ValueError | IsADirectoryError) or 400 <= (status or 0) < 500
-    return "check the spelling" if never and status not in _PASSING else ""
-
-
-def open_store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system behind a URL, and the path there. Credentials are those of the store's own tools."""
-    for driver in ("gcsfs", "s3fs"):
-        logging.getLogger(driver).setLevel(logging.CRITICAL)  # whatever is an error is raised as well
-    options: dict[str, Any] = {}
-    with explain_store(url):
-        if url.startswith("http"):
-            from aiohttp import ClientTimeout
-
-            timeout = ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
-            raw = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
-            options = {"client_kwargs": {"trust_env": True, "timeout": timeout, **raw}, "encoded": True}
-        elif url.startswith("hf:"):
-            options = {"block_size": 1}  # what it reads beyond each block that we ask for
-        return fsspec.core.url_to_fs(url, **options)
+WEB = ("http://", "https://")
 
 
 @dataclass(frozen=True)
@@ -131,34 +71,33 @@ class Remote:
             make_cache(self.cache)
             with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
                 if not target.is_file():
-                    part, blocks = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.blocks")
-                    self._download(part, blocks)
+                    part = target.with_name(f"{target.name}.part")
+                    self._download(part)
                     publish(part, target)
-                    blocks.unlink()
                 # `_make_room` knows by it what is in use; the time of the content stays, by which a change is noticed.
                 os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
-    def _download(self, part: Path, blocks: Path) -> None:
+    def _download(self, part: Path) -> None:
         """Append the rest of the file to what an earlier attempt left, and check the whole."""
         ask = functools.partial(retried, url=self.url, say=self.say)
         fs, path = open_store(self.url)
         with explain_store(self.url):
-            size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: _described(fs, path))
+            size, tag = (self.size, self.tag) if self.size is not None else ask(lambda _: described(fs, path))
             whole = b"" if size is not None else ask(lambda _: fs.cat_file(path))  # of a length that nobody tells
         self._make_room(part, len(whole) if size is None else size)
-        with part.open("a+b") as stream, blocks.open("a+b") as known, explain_store(self.url):
+        with part.open("a+b") as stream, explain_store(self.url):
             if size is None:
                 stream.truncate(0)
                 stream.write(whole)
             else:
-                _receive(fs, path, stream, known, size, ask)
+                _receive(fs, path, stream, size, ask)
             stream.seek(0)
             if self.sha256:
                 found, wanted = hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower()
                 what, remedy = f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256="
             else:
-                found, wanted = repr(ask(lambda _: _described(fs, path))), repr((size, tag))
+                found, wanted = repr(ask(lambda _: described(fs, path))), repr((size, tag))
                 what, remedy = f"size and tag are {found}, and were {wanted}", ""
             if found != wanted:
                 stream.truncate(0)
@@ -191,121 +130,39 @@ def local(file: Path | Remote) -> Path:
     return file.local() if isinstance(file, Remote) else file
 
 
-def find(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> tuple[Remote, ...]:
-    """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
-
-    Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
-    """
-    note = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
-    try:
-        fs, path = open_store(url)
-        with explain_store(url):
-            listed = retried(lambda _: _listed(fs, path), url, say, QUIET if note.is_file() else WAIT)
-    except OutsideError as error:
-        try:
-            listed = read_json(note)["files"]
-        except (OSError, ValueError):
-            raise error from None
-        say(f"{error}; taking its files as they were the last time")
-    else:
-        if not listed:
-            raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
-        with explain(note.parent, *UNWRITABLE):
-            make_cache(cache)
-            note.parent.mkdir(exist_ok=True)
-            write_json(note, {"files": listed})
-    return tuple(Remote(name, size, tag, cache, room, say=say) for name, size, tag in listed)
-
-
-def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
-    """Return the URL, the size and the tag of each file, in the order that local files have."""
-    top, *pattern = re.split(r"[*?\[]", path)
-    if not pattern or path.startswith(_WEB):  # a query has a question mark
-        info = _info(fs, path)
-        if info["type"] == "file":
-            return [(fs.unstrip_protocol(path), info["size"], _tag(info))]
-        found = sorted(fs.find(path, detail=True).items(), key=lambda file: file[0].split("/"))
-    else:
-        fs.invalidate_cache()
-        top, found = top.rpartition("/")[0], sorted(fs.glob(path, detail=True).items())
-    return [
-        (fs.unstrip_protocol(name), info["size"], _tag(info))
-        for name, info in found
-        if info["type"] == "file" and info["size"] != 0 and "/." not in name.removeprefix(top.rstrip("/"))
-    ]
-
-
-def _described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
+def described(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
     """Return the size and the tag that a file has now."""
-    info = _info(fs, path)
-    return info["size"], _tag(info)
+    info = info_of(fs, path)
+    return info["size"], tag_of(info)
 
 
-def _info(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+def info_of(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
     """Return what a store says of a file now."""
     fs.invalidate_cache()
     try:
         return fs.info(path)
     except FileNotFoundError as error:  # whatever the reason is, if the store is a web server
-        raise (path.startswith(_WEB) and error.__cause__) or error from None
+        raise (path.startswith(WEB) and error.__cause__) or error from None
 
 
-def _tag(info: dict[str, Any]) -> str:
+def tag_of(info: dict[str, Any]) -> str:
     """Return what tells the versions of a file apart, by the first of the names that stores have for it."""
     names = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")
     return next((str(info[name]) for name in names if info.get(name)), "")
 
 
-def retried(ask: Callable[[int], Any], url: str, say: Callable[[str], None], wait: float = math.inf) -> Any:
-    """Return the answer to `ask(attempt)`; after an error that may pass, ask again, with ever longer pauses.
-
-    `wait` is the number of seconds after which to give up, if that is less than `WAIT`.
-    """
-    begin, silent = time.monotonic(), True
-    for attempt in itertools.count():
-        try:
-            return ask(attempt)
-        except (ImportError, MemoryError):
-            raise
-        except Exception as error:
-            waited = time.monotonic() - begin
-            if attempt + 1 >= ATTEMPTS or waited >= min(wait, WAIT) or _remedy(error):
-                raise
-            if silent and waited >= QUIET:
-                say(f"{url}: does not answer ({reason(error)}): waiting for it, for about two minutes at most")
-                silent = False
-        time.sleep(min(15, 2**attempt / 5))
-
-
-def _receive(
-    fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, known: BufferedRandom, size: int, ask: Callable
-) -> None:
-    """Append the rest of a file, in blocks; `known` gets a line for each, of its size and its hash."""
-    here = _kept(stream, known)
+def _receive(fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, size: int, ask: Callable) -> None:
+    """Append the rest of a file, but for the last block of an earlier attempt, which a power cut may have spoilt."""
+    here = max(0, stream.seek(0, os.SEEK_END) - BLOCK)
+    if here < stream.tell():
+        stream.truncate(here)
     with progress_bar(f"downloading {path.rpartition('/')[2]}", size, here, delay=1) as bar:
         while here < size:
             block = ask(functools.partial(_block, fs, path, here, size))
             here += stream.write(block)
             stream.flush()
-            known.write(f"{len(block)} {hashlib.sha256(block).hexdigest()}\n".encode())
-            known.flush()
+            os.fsync(stream.fileno())
             bar.update(len(block))
-
-
-def _kept(stream: BufferedRandom, known: BufferedRandom) -> int:
-    """Cut off what is not as it was received, such as zeros after a power cut; return the size of what is left."""
-    here = lines = known.seek(0)
-    stream.seek(0)
-    for line in known:
-        found = re.fullmatch(rb"(\d{1,9}) ([0-9a-f]{64})\n", line)
-        block = stream.read(int(found[1])) if found else b""
-        if not found or hashlib.sha256(block).hexdigest().encode() != found[2]:
-            break
-        here, lines = here + len(block), lines + len(line)
-    known.truncate(lines)
-    if stream.seek(0, os.SEEK_END) > here:
-        stream.truncate(here)
-    return here
 
 
 def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attempt: int) -> bytes:

@@ -8,25 +8,27 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from gpt.console import say
+from gpt.console import progress_bar, say
 from gpt.errors import UserError
 from gpt.files import explain, publish, write_text
-from gpt.text.cache import JOURNAL, UNWRITABLE, delete, make_cache, read_json, working_folder, write_json
+from gpt.text.cache import UNWRITABLE, delete, make_cache, working_folder
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import Say, open_corpus
-from gpt.text.corpus.mixture import configs_of, names_of, shares_of
-from gpt.text.prepare.encode import encode
+from gpt.text.prepare.mixture import configs_of, names_of, shares_of
+from gpt.text.prepare.plan import FORMAT, Plan, how_of, key_of, plan_here, read_plan
+from gpt.text.prepare.shard import encode_here, nothing
 from gpt.text.prepare.source import Source
 from gpt.text.prepare.split import SAMPLE_BYTES
-from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_prepared, read_prepared
-from gpt.text.shards import Store
-from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
+from gpt.text.prepared import MIXTURE_WINDOWS, SPLITS, Corpora, PreparedText, open_folder, open_prepared, width
+from gpt.text.store import Store
+from gpt.text.tokenizer import Tokenizer, TokenizerConfig, train_bpe
 
-FORMAT = 3  # raise it when the same text gives other tokens: no run continues on them
 LAYOUT = 2  # raise it when a folder holds the same tokens in another way
+PROGRESS = "progress.json"  # how many shards are safe, and what they come to
+FINISHED = ("manifest.json", "tokenizer.json", *(f"{name}.bin" for name in SPLITS))
 
 
 class TooShortError(UserError):
@@ -48,7 +50,7 @@ def prepare(
     """
     shares = shares_of(data)
     if data.name == "prepared":
-        found = read_prepared(Store(data.paths[0]), cache, data.cache_bytes)
+        found = open_prepared(Store(data.paths[0]), cache, data.cache_bytes)
         if isinstance(tokenizer, Tokenizer) and tokenizer.sha256 != found.tokenizer.sha256:
             raise UserError(f"data.path={data.paths[0]!r} was prepared with another tokenizer than the model's")
         _require_enough(len(found.train), len(found.validation), context_length)
@@ -88,7 +90,7 @@ def _prepare_one(
     source: Source, tokenizer: TokenizerConfig | Tokenizer, context_length: int, cache: Path
 ) -> PreparedText:
     """Return one corpus as token ids, from the cache or after adding it there."""
-    key = key_of(source.sha256, tokenizer, source.validation_bytes)
+    key = key_of(source.sha256, how_of(tokenizer), source.validation_bytes)
     folder = cache / f"{source.corpus.name}-{tokenizer.name}-{_digest(key | {'layout': LAYOUT})}"
     if folder.exists():
         source.say(f"{source.corpus.name} is already prepared, in {folder}")
@@ -96,61 +98,61 @@ def _prepare_one(
         with explain(cache, *UNWRITABLE), working_folder(folder, source.say) as working:
             if not folder.exists():  # another process may have made it while we waited
                 if not (working / "manifest.json").exists():  # which is written last
-                    _fill(working, source, key, tokenizer, context_length)
-                (working / JOURNAL).unlink(missing_ok=True)
+                    _make(working, source, key, tokenizer, context_length)
+                for file in working.iterdir():
+                    if file.name not in FINISHED:
+                        file.unlink()
                 publish(working, folder)
-    found = open_prepared(folder)
+    found = open_folder(folder)
     _require_enough(len(found.train), len(found.validation), context_length)
     return found
 
 
-def key_of(corpus: str, tokenizer: TokenizerConfig | Tokenizer, validation_bytes: int) -> dict:
-    """Return everything that determines the tokens; `corpus` is the hash of all documents."""
-    how = {"given": tokenizer.sha256} if isinstance(tokenizer, Tokenizer) else {"name": tokenizer.name}
-    if isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
-        how["vocab_size"] = str(tokenizer.vocab_size)
-    return {"format": FORMAT, "corpus": corpus, "tokenizer": how, "validation_bytes": validation_bytes}
-
-
-def _fill(working: Path, source: Source, key: dict, how: TokenizerConfig | Tokenizer, context_length: int) -> None:
-    """Decide on split and tokenizer, encode, and write the manifest; or continue where an earlier process stopped."""
-    sample = None
-    try:
-        journal = read_json(working / JOURNAL)
-        tokenizer = Tokenizer.from_dict(json.loads((working / "tokenizer.json").read_text(encoding="utf-8")))
-        for unfinished in working.glob(".*.json.*"):  # by a process that was killed in `write_text`
-            unfinished.unlink()
-    except (FileNotFoundError, ValueError):  # nothing was decided yet, or what was is damaged
+def _make(working: Path, source: Source, key: dict, how: TokenizerConfig | Tokenizer, context_length: int) -> None:
+    """Make a prepared text in a folder, or go on with what an earlier process left there."""
+    store, name, pieces = Store(working), source.corpus.name, None
+    plan = left = None
+    with contextlib.suppress(UserError):  # damaged, or of another version
+        plan, left = read_plan(store), store.read_json(PROGRESS)
+    if plan is None:
         delete(working)
-        working.mkdir()
-        found = source.survey
-        tokenizer = how if isinstance(how, Tokenizer) else make_tokenizer(how, source)
-        write_text(working / "tokenizer.json", json.dumps(tokenizer.to_dict()))
-        journal = {"split": asdict(found.split), "bytes": found.bytes, "place": (0, 0, 0)}
-        write_json(working / JOURNAL, journal)
-        if found.stride == 1:
-            sample = [piece for piece, _ in found.sample]
-        del found, source.survey
-    splits, size = encode(working, source, journal, tokenizer, sample), journal["bytes"]
-    source.require_unchanged()
-    tokens = sum(splits[name]["tokens"] for name in SPLITS)
+        left = None
+        plan, pieces = plan_here(source, how)
+        del source.survey
+        plan.write(store)
+    shards, splits, digests = _left(working, left, plan)
+    done = sum(splits[split]["bytes"] for split in SPLITS)
+    if done:
+        source.say(f"resuming the preparation of {name} at {done / plan.bytes:.0%}")
+    with progress_bar(f"tokenizing {name}", plan.bytes, done, delay=1) as bar:
+        for number in range(shards, len(plan.places)):
+            how_far = (splits, digests, pieces)
+            splits = encode_here(plan, number, source.corpus, source.stamps, working, *how_far, read=bar.update)
+            store.write_json(PROGRESS, {"plan": plan.digest, "shards": number + 1, "splits": splits})
     _require_enough(splits["train"]["tokens"], splits["validation"]["tokens"], context_length)
-    manifest = {"key": key, "corpus": source.corpus.name, "tokenizer": tokenizer.sha256, "splits": splits}
-    write_json(working / "manifest.json", manifest)
+    manifest = {"key": key, "corpus": name, "tokenizer": plan.tokenizer.sha256, "splits": splits}
+    store.write_json("manifest.json", manifest)
+    tokens = sum(splits[split]["tokens"] for split in SPLITS)
     source.say(
-        f"prepared {size:,} bytes as {tokens:,} tokens ({size / tokens:.2f} bytes per token, vocabulary "
-        f"{tokenizer.vocab_size:,}); {splits['validation']['bytes']:,} bytes are for validation"
+        f"prepared {plan.bytes:,} bytes as {tokens:,} tokens ({plan.bytes / tokens:.2f} bytes per token, vocabulary "
+        f"{plan.tokenizer.vocab_size:,}); {splits['validation']['bytes']:,} bytes are for validation"
     )
 
 
-def make_tokenizer(config: TokenizerConfig, source: Source) -> Tokenizer:
-    """Return the tokenizer of a configuration, trained on a corpus if need be."""
-    if config.name != "bpe":
-        return gpt2_tokenizer() if config.name == "gpt2" else byte_tokenizer()
-    found = source.survey
-    if found.stride > 1:
-        source.say(f"training the byte-pair encoding on an even sample, one in {found.stride} pieces of the text")
-    return train_bpe(found.training_sample(), config.vocab_size)
+def _left(working: Path, left: dict | None, plan: Plan) -> tuple[int, dict[str, dict], dict[str, Any]]:
+    """Return how many shards an earlier process has encoded, and their counts and digests; `UserError` if damaged."""
+    splits, digests = nothing()
+    if left is None or left["plan"] != plan.digest:
+        return 0, splits, digests
+    for name in SPLITS:
+        file, size = working / f"{name}.bin", left["splits"][name]["tokens"] * width(plan.tokenizer).itemsize
+        with explain(file), file.open("rb") as stream:
+            while block := stream.read(min(size, 1 << 22)):
+                digests[name].update(block)
+                size -= len(block)
+        if digests[name].hexdigest() != left["splits"][name]["sha256"]:
+            raise UserError(f"{file}: was damaged while the preparation was interrupted: run the command again")
+    return left["shards"], left["splits"], digests
 
 
 def _require_enough(train_tokens: int, validation_tokens: int, context_length: int) -> None:

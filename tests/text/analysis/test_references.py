@@ -13,6 +13,7 @@ from gpt.text.analysis import references as module
 from gpt.text.analysis.references import LEAST_BYTES, MOST_BYTES, references, sample
 from gpt.text.prepared import PreparedText
 from gpt.text.tokenizer import Tokenizer
+from harness import on_disk
 
 WORDS = [b"alpha ", b"beta ", b"gamma\n", "naïve ".encode(), b"zeta, "]
 TEXT = b"".join(random.Random(7).choices(WORDS, k=20_011))
@@ -23,7 +24,7 @@ def prepared(train: Sequence[int], validation: Sequence[int]) -> PreparedText:
     """A corpus of bytes in memory; 256 is end-of-text."""
     texts = [np.array(list(ids), dtype=np.uint16) for ids in (train, validation)]
     size = int((texts[1] < 256).sum())
-    return PreparedText(*texts, BYTES, {"splits": {"validation": {"bytes": size}}})  # type: ignore[arg-type]
+    return PreparedText(on_disk(texts[0]), texts[1], BYTES, {"splits": {"validation": {"bytes": size}}})
 
 
 def test_by_hand():
@@ -59,10 +60,10 @@ def test_mixtures():
 def test_long_texts(monkeypatch):
     """A text that is longer than what is counted gives rows from its beginning to its end; blocks change nothing."""
     ids = np.arange(50_021) % 251
-    rows = sample(ids, 3 * module.ROW)  # type: ignore[arg-type]
+    rows = sample(ids, 3 * module.ROW)
     assert rows.shape == (3, module.ROW) and rows[0, 0] == 0 and rows[-1, -1] == ids[-1]
     assert (np.diff(rows) % 251 == 1).all()
-    assert np.array_equal(sample(ids, len(ids)), ids[None])  # type: ignore[arg-type]
+    assert np.array_equal(sample(ids, len(ids)), ids[None])
     corpus = prepared(TEXT[:9_973], TEXT[:7_919])
     whole = references([corpus])
     monkeypatch.setattr(module, "AT_ONCE", 101)

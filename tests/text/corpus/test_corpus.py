@@ -23,12 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpt.text.corpus.corpus
-import gpt.text.corpus.hashes
+import gpt.text.corpus.plain
+import gpt.text.hashes
 from gpt.files import CACHE_TAG
 from gpt.text.cache import read_json, write_json
-from gpt.text.corpus import formats
+from gpt.text.corpus import formats, unpack
 from gpt.text.corpus.config import NAMES, DataConfig
-from gpt.text.corpus.corpus import Corpus, Piece, open_corpus
+from gpt.text.corpus.corpus import Corpus, Piece, Place, open_corpus
+from gpt.text.corpus.plain import Document
 from gpt.text.pieces import cut
 from harness import ROOT, refusal
 
@@ -118,7 +120,7 @@ def test_language_c(tmp_path, fill):
         "from gpt.text.corpus.corpus import *\n"
         "with command_line('x'):\n"
         "    corpus = open_corpus(DataConfig('text', sys.argv[1]), Path(sys.argv[2]))\n"
-        "    texts = [*map(str().join, (blocks for file in corpus.files for blocks in corpus.read(file)))]\n"
+        "    texts = [*map(str().join, (blocks for file in corpus.files for blocks, _ in corpus.read(file, 0)))]\n"
         "    print(corpus.sha256(Path(sys.argv[2])), ascii(texts))\n"
         "    from gpt.text.corpus.files import *; find_text_files(sys.argv[1] + '/\\xe9', Path())"
     )
@@ -252,8 +254,8 @@ def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
 def clock(monkeypatch) -> SimpleNamespace:
     """The time as the hash memory sees it, `ahead` of the real one, over files of which eleven bytes are much."""
     clock = SimpleNamespace(ahead=0, time=lambda: time.time() + clock.ahead)
-    monkeypatch.setattr(gpt.text.corpus.hashes, "time", clock)
-    monkeypatch.setattr(gpt.text.corpus.hashes, "REMEMBERED", 11)
+    monkeypatch.setattr(gpt.text.hashes, "time", clock)
+    monkeypatch.setattr(gpt.text.hashes, "REMEMBERED", 11)
     return clock
 
 
@@ -347,15 +349,12 @@ def test_memory_that_cannot_be_written(tmp_path, clock, large):
 # --- pieces ---
 
 
-def whole(pieces: list[tuple[int, int, Piece]]) -> list[tuple[int, str]]:
-    """The documents that pieces make, each with the number of its file, after a check of their numbers and flags."""
+def whole(pieces: list[tuple[int, int | None, Piece]]) -> list[tuple[int, str]]:
+    """The documents that pieces make, each with the number of its file, after a check of their order and flags."""
     documents: list[tuple[int, str]] = []
-    numbers: dict[int, int] = {}
     open_document = False
-    for number, count, piece in pieces:
-        assert count == numbers.get(number, 0)
-        assert number >= max(numbers, default=0)
-        numbers[number] = count + 1
+    for number, _, piece in pieces:
+        assert not documents or number >= documents[-1][0]
         assert piece.begins != open_document
         documents.append((number, piece.text) if piece.begins else (number, documents.pop()[1] + piece.text))
         assert documents[-1][0] == number
@@ -373,8 +372,9 @@ WORDS = st.text(st.sampled_from("ab é\n"), max_size=31)
 def test_pieces_are_the_documents(files):
     """Whatever the documents and their blocks, and from whichever file on."""
 
-    def open_file(file: Path) -> Iterator[Iterator[str]]:
-        return (iter(blocks) for blocks in files[int(file.name)])
+    def open_file(file: Path, start: int) -> Iterator[Document]:
+        assert start == 0
+        return (Document(iter(blocks)) for blocks in files[int(file.name)])
 
     paths = tuple(Path(str(number)) for number in range(len(files)))
     corpus = Corpus("examples", paths, open_file)
@@ -386,7 +386,49 @@ def test_pieces_are_the_documents(files):
         assert whole(pieces) == documents
         assert all(len(piece.text) <= 20 for _, _, piece in pieces)
         for start in range(len(files) + 1):
-            assert list(corpus.pieces(start)) == [piece for piece in pieces if piece[0] >= start]
+            place = Place(start, 0, True, 0)
+            assert list(corpus.pieces(place)) == [piece for piece in pieces if piece[0] >= start]
+            assert list(corpus.up_to(place).pieces()) == [piece for piece in pieces if piece[0] < start]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(st.sampled_from("ab é😀\r\n|"), min_size=1, max_size=53), min_size=1, max_size=3),
+    st.sampled_from([None, "|", "\r\n", "a"]),
+    st.booleans(),
+    st.sampled_from([3, 7, 1 << 20]),
+)
+def test_pieces_from_any_place(folder, texts, separator, marked, block):
+    """Read from any piece of plain text on, with or without separators: the very pieces that all of the text has."""
+    for old in folder.iterdir():
+        old.unlink()
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_bytes(("\ufeff" * marked + text).encode())
+    data = DataConfig("text", [str(folder / f"{i}.txt") for i in range(len(texts))], separator=separator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.text.corpus.corpus, "cut", functools.partial(cut, size=5))
+        patch.setattr(gpt.text.corpus.plain, "BLOCK", block)
+        corpus = open_corpus(data, NOWHERE, lambda line: None)
+        pieces = list(corpus.pieces())
+        for i, (file, byte, piece) in enumerate(pieces):
+            assert byte is not None
+            assert list(corpus.pieces(Place(file, byte, piece.begins, 0))) == pieces[i:]
+
+
+def test_where_reading_cannot_begin(tmp_path, fill):
+    """Within a compressed file, JSON lines, and text of another encoding or with replacements."""
+    fill(tmp_path, a__txt="a b " * 9, b__jsonl='{"text": "a"}')
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"a b " * 9))
+    for how, places in (({}, 1), ({"errors": "replace"}, 0), ({"encoding": "latin-1"}, 0)):
+        corpus = open_corpus(DataConfig("text", str(tmp_path), **how), NOWHERE, lambda line: None)
+        assert sum(byte is not None for _, byte, _ in corpus.pieces()) == places
+
+
+def test_error_behind_a_place(tmp_path):
+    """The byte is that of the file, wherever reading has begun."""
+    (tmp_path / "a.txt").write_bytes(b"a" * 1000 + b"\xff")
+    corpus = open_corpus(DataConfig("text", str(tmp_path / "a.txt")), NOWHERE)
+    assert "(byte 0xff at offset 1000)" in refusal(lambda: list(corpus.pieces(Place(0, 7, False, 7))))
 
 
 # --- memory ---
@@ -431,7 +473,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         case "a.txt.gz":
             file.write_bytes(gzip.compress(megabyte.encode(), 1) * MEGABYTES)
         case "a.txt.zst":
-            file.write_bytes(formats.zstd.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
+            file.write_bytes(unpack.zstd.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
         case _:
             file.write_bytes(megabyte.encode() * MEGABYTES)
     command = [sys.executable, "-c", PEAK, str(file)]

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gpt.text.corpus.formats
+import gpt.text.corpus.plain
 import harness
 from gpt.errors import UserError
 from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.formats import PACKED, kind_of, looks_like_text, markup_of, read_documents, zstd
+from gpt.text.corpus.formats import kind_of, looks_like_text, markup_of, read_documents
+from gpt.text.corpus.unpack import PACKED, zstd
 
 LINES = '{"text": "first", "more": 1}\n\n{"text": "a\\nsecond", "other": "x"}\r\n{"text": ""}\n  \n{"text": "😀"}'
 DOCUMENTS = ["first", "a\nsecond", "", "😀"]
@@ -49,8 +50,8 @@ def read(file: Path, block: int | None = None, **more) -> list[str]:
     """The documents of a file, read in blocks of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
-            patch.setattr(gpt.text.corpus.formats, "BLOCK", block)
-        return ["".join(blocks) for blocks in read_documents(file, DataConfig(**more))]
+            patch.setattr(gpt.text.corpus.plain, "BLOCK", block)
+        return ["".join(blocks) for blocks, _ in read_documents(file, DataConfig(**more))]
 
 
 def refusal(file: Path, block: int | None = None, **more) -> str:
@@ -237,6 +238,12 @@ def test_separator(folder, parts, separator, block):
     text = "".join(parts)
     expected = re.split(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?", text)
     assert read(write(folder / "a.txt", text), block, separator=separator) == expected
+
+
+@pytest.mark.parametrize("block", range(1, 20))
+def test_separator_between_windows_lines(tmp_path, block):
+    """Wherever a block ends, the four characters of the ends of lines go with the separator."""
+    assert read(write(tmp_path / "a.txt", "ab\r\n<||>\r\ncd"), block, separator="<||>") == ["ab", "cd"]
 
 
 @EVERY_TEXT

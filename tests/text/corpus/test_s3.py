@@ -35,7 +35,7 @@ def here(s3, tmp_path, fill) -> Path:
 
 def texts_of(data: DataConfig, cache: Path) -> list[str]:
     corpus = open_corpus(data, cache, [].append)
-    return ["".join(blocks) for file in corpus.files for blocks in corpus.read(file)]
+    return ["".join(blocks) for file in corpus.files for blocks, _ in corpus.read(file, 0)]
 
 
 def check_equal(cache: Path, there: list[str], here: list[str], documents: int) -> None:
@@ -45,7 +45,7 @@ def check_equal(cache: Path, there: list[str], here: list[str], documents: int) 
         data = DataConfig("text", paths)
         [source] = prepare(data, TokenizerConfig("bpe", 300), 7, folder, [].append).sources
         sha256 = open_corpus(data, folder, [].append).sha256(folder)
-        found.append((texts_of(data, folder), sha256, source.manifest["splits"], bytes(source.train[:])))
+        found.append((texts_of(data, folder), sha256, source.manifest["splits"], bytes(source.at_hand)))
     assert found[0] == found[1]
     assert len(found[0][0]) == documents
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-import gpt.text.prepare.encode
-import gpt.text.prepare.prepare
 from gpt.errors import OutsideError, UserError
 from gpt.text.cache import write_json
 from gpt.text.corpus.config import DataConfig
 from gpt.text.prepared import SPLITS
+from gpt.text.store import Store
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer
 from harness import refusal
 from workshop import (
@@ -51,7 +50,7 @@ ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), Ou
 
 @pytest.mark.parametrize("error", ENDS, ids=repr)
 def test_going_on(tmp_path, many, undisturbed, error):
-    """What is safe on disk is not encoded again, and that is said; the rest is, each piece once."""
+    """A shard that is safe on disk is not encoded again, and that is said; the rest is, each piece once."""
     cache, said = tmp_path / "cache", list[str]()
     with constants(SMALL):
         with watching() as everything:
@@ -60,10 +59,10 @@ def test_going_on(tmp_path, many, undisturbed, error):
             make(many, cache)
         working = folder_of(cache)
         assert working.name.startswith(".preparing-text-byte-")
-        progress = json.loads((working / "progress.json").read_text())
+        splits = json.loads((working / "progress.json").read_text())["splits"]
+        done = sum(splits[name]["bytes"] for name in SPLITS)
         with watching() as rest:
             make(many, cache, say=said.append)
-    done = sum(progress["splits"][name]["bytes"] for name in SPLITS)
     size = sum(len(piece.encode()) for piece in everything)
     assert 1511 <= done < size
     assert said[0] == f"resuming the preparation of text at {done / size:.0%}"
@@ -73,40 +72,35 @@ def test_going_on(tmp_path, many, undisturbed, error):
     assert content(folder_of(cache)) == undisturbed
 
 
-def test_journal_names_only_what_is_safe(tmp_path, many, monkeypatch):
-    """Also where the machine ends and not only the process: all that a journal counts was synced before."""
+def test_what_is_counted_is_safe(tmp_path, many, monkeypatch):
+    """Also where the machine ends and not only the process: all tokens that are counted were synced before."""
     synced: dict[int, int] = {}
     safe: list[bool] = []
-    fsync = os.fsync
+    fsync, write_json = os.fsync, Store.write_json
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
         synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def watched_write(path: Path, stored: dict) -> None:
-        if "splits" in stored:
-            for name in SPLITS:
-                size = sum(synced.get(file.stat().st_ino, 0) for file in path.parent.glob(f"{name}.bin"))
-                safe.append(size >= 2 * stored["splits"][name]["tokens"])
-        write_json(path, stored)
+    def watched_write(store: Store, name: str, stored: dict) -> None:
+        for split in SPLITS if "splits" in stored else ():
+            safe.append(synced[(store.folder / f"{split}.bin").stat().st_ino] == 2 * stored["splits"][split]["tokens"])
+        write_json(store, name, stored)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(gpt.text.prepare.encode, "write_json", watched_write)
-    monkeypatch.setattr(gpt.text.prepare.prepare, "write_json", watched_write)
+    monkeypatch.setattr(Store, "write_json", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
-    assert safe == [True] * 8  # all journals but the first, of nothing, and the manifest
+    assert len(safe) >= 6 and all(safe)  # of two shards and the manifest
 
 
 def test_interrupted_and_small(tmp_path, many, undisturbed):
     """A text that fits into the sample is encoded from memory the first time, and read again after an interruption."""
     cache = tmp_path / "cache"
     with constants(LARGE):
-        for journaled in (False, True):
-            with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
-                make(many, cache)
-            progress = json.loads((folder_of(cache) / "progress.json").read_text())
-            assert ("splits" in progress) == journaled
+        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+            make(many, cache)
+        assert (folder_of(cache) / "plan.json").exists()
         make(many, cache)
     assert content(folder_of(cache)) == undisturbed
 
@@ -134,7 +128,7 @@ def test_ended_at_every_step(tmp_path, workshop, many, undisturbed, third, ends,
 def test_killed_again_and_again(tmp_path, workshop, many, undisturbed):
     """At any moment, until it is done: each goes on from where the last one came, and the result is the same."""
     cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
-    values = SMALL | {"gpt.text.prepare.encode.PROGRESS_BYTES": 101}
+    values = SMALL | {"gpt.text.prepare.source.SHARD_BYTES": 101}
     for attempt in itertools.count(1):
         number = workshop.start(many, cache, values)
         time.sleep(chooser.random() * 0.01 * attempt)
@@ -173,10 +167,24 @@ def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, numb
     assert content(folder_of(cache)) == undisturbed
 
 
+def test_what_an_earlier_version_left(tmp_path, many, undisturbed):
+    """Without a plan it does not count."""
+    cache = tmp_path / "cache"
+    with constants(SMALL):
+        make(many, cache)
+        folder = folder_of(cache)
+        folder = folder.rename(folder.with_name(f".preparing-{folder.name}"))
+        (folder / "manifest.json").unlink()
+        (folder / "train.bin").write_bytes(b"half")
+        write_json(folder / "progress.json", {"split": {}, "bytes": 7, "place": [0, 1, 2], "splits": {}})
+        make(many, cache)
+    assert content(folder_of(cache)) == undisturbed
+
+
 # --- text that changes ---
 
 
-CHANGED = "text: its files changed while they were read: run the command again"
+CHANGED = "is not as it was when the preparation of the text began: put it back, or begin again"
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
@@ -192,11 +200,11 @@ def test_text_that_changes(tmp_path, change, when):
         else:
             file.write_text(DOCUMENTS[41].swapcase() + "!" * (change == "longer"), encoding="utf-8")
 
-    with constants(SMALL | {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9}):
+    with constants(SMALL | {"gpt.text.prepare.source.SHARD_BYTES": 10**9}):
         with watching(when == "encoded", happen):
             said = refusal(make, data, cache, say=lambda line: happen() if when == "read" else None)
         gone = f"{file}: cannot be read (No such file or directory)"
-        assert said.startswith(gone if change == "gone" else CHANGED)
+        assert said.startswith(gone if change == "gone" else f"{file}: {CHANGED}")
         assert entries(cache) == []
         prepared = make(data, cache)
         assert lists(prepared) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
@@ -227,9 +235,9 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
 # --- several processes at once ---
 
 
-def two_at_once(workshop, data: DataConfig, cache: Path, touches: int = 5) -> tuple[int, int]:
+def two_at_once(workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("progress.json", 5)) -> tuple[int, int]:
     """The numbers of two processes: one that is stopped while it prepares, and one that says it waits for it."""
-    first = workshop.start(data, cache, at=("progress.json", touches, signal.SIGSTOP))
+    first = workshop.start(data, cache, at=(*at, signal.SIGSTOP))
     assert workshop.wait(first) is None
     second = workshop.start(data, cache)
     workshop.wait_until_said(second, "waiting")
@@ -262,16 +270,16 @@ def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
     assert content(folder_of(cache)) == undisturbed
 
 
-@pytest.mark.parametrize("touches", [1, 12])
-def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, touches):
+@pytest.mark.parametrize(("at", "next_says"), [(("plan.json", 1), "reading"), (("progress.json", 7), "resuming")])
+def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, at, next_says):
     """The one that waits goes on with what the other has left, be it nothing or a part."""
     cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache, touches)
+    first, second = two_at_once(workshop, many, cache, at)
     os.kill(first, signal.SIGKILL)
     assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
     waiting, then, *_ = workshop.said(second).splitlines()
     assert waiting == f"process {first} is preparing this text: waiting for it"
-    assert then.split()[0] == ("reading" if touches == 1 else "resuming")
+    assert then.split()[0] == next_says
     assert content(folder_of(cache)) == undisturbed
 
 
@@ -352,7 +360,7 @@ def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, call, number,
     assert content(folder_of(cache)) == undisturbed
 
 
-@pytest.mark.parametrize("name", ["progress.json", "tokenizer.json", "train.bin"])
+@pytest.mark.parametrize("name", ["plan.json", "tokenizer.json", "progress.json", "train.bin"])
 @pytest.mark.parametrize("damage", ["gone", "emptied", "garbage", "another", "flipped"])
 def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
     """What an interrupted preparation left is not trusted: it is made anew, at the latest by the next command."""
@@ -369,8 +377,6 @@ def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
         try:
             make(many, cache)
         except UserError as caught:
-            assert re.search("was damaged while the preparation was interrupted|; delete .* and it will", str(caught))
-            for left in entries(cache):
-                shutil.rmtree(left)
+            assert re.search("was damaged while the preparation was interrupted|cannot be read", str(caught))
             make(many, cache)
     assert content(folder_of(cache)) == undisturbed

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gpt.text.corpus.python_docs
 import gpt.text.prepare.prepare
 from gpt.text.corpus.config import DataConfig
-from gpt.text.corpus.mixture import names_of, shares_of
+from gpt.text.prepare.mixture import names_of, shares_of
 from gpt.text.prepare.prepare import prepare
 from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer, TokenizerConfig, train_bpe

@@ -18,8 +18,8 @@ from gpt.console import command_line
 from gpt.errors import OutsideError
 from gpt.prepare import main
 from gpt.text.corpus.config import DataConfig
-from gpt.text.prepare.parts import PIECES
 from gpt.text.prepare.prepare import prepare
+from gpt.text.prepare.shard import FILES
 from gpt.text.prepared import PreparedText
 from gpt.text.shards import GROUP
 from gpt.text.tokenizer import TokenizerConfig, gpt2_tokenizer
@@ -28,7 +28,7 @@ from workshop import DOCUMENTS, ROOT, content, write_documents, write_files
 
 BPE = ["--tokenizer", "bpe", "--vocab-size", "307", "--shard-bytes", "300"]
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["gpt.prepare", "gpt.text.prepare.parts"])
+START.set_forkserver_preload(["gpt.prepare"])
 
 
 def plan(store: Path | str, text: str, cache: Path, *more: str) -> None:
@@ -78,7 +78,7 @@ def test_any_parts_make_the_same(request, tmp_path, text, parts):
 @pytest.mark.parametrize(("text", "shard_bytes"), [("files", "300"), ("files", "2000"), ("long_texts", "1")])
 def test_equals_one_machine(request, tmp_path, monkeypatch, text, shard_bytes):
     """Shards hold what train.py makes of the text, those of more than one group in blocks; the corpus is the same."""
-    monkeypatch.setattr("gpt.text.prepare.parts.LEAST", 8)
+    monkeypatch.setattr("gpt.text.prepare.shard.LEAST", 8)
     text = request.getfixturevalue(text)
     make(tmp_path / "store", text, tmp_path / "cache", *BPE[:-1], shard_bytes)
     there = prepared(tmp_path / "store", tmp_path / "cache")
@@ -90,7 +90,7 @@ def test_equals_one_machine(request, tmp_path, monkeypatch, text, shard_bytes):
     for shard in files:
         found = np.concatenate([np.fromfile(file, there.validation.dtype) for file in shard])
         count = min(256 if many else 16, -(-len(found) // 8))
-        blocks = np.array_split(here.train[start : start + len(found)], count)
+        blocks = np.array_split(here.at_hand[start : start + len(found)], count)
         assert len(shard) == min(16, len(blocks))
         assert found.tolist() == np.concatenate([block for n in range(16) for block in blocks[n::16]]).tolist()
         start += len(found)
@@ -138,7 +138,7 @@ def test_what_is_published(files, tmp_path, capsys):
 
 def test_of_a_large_text_the_plan_reads_some(files, tmp_path, monkeypatch):
     """Files at even distances; of all of it, about as much is for validation as would be otherwise."""
-    monkeypatch.setattr("gpt.text.prepare.parts.READ", 4000)
+    monkeypatch.setattr("gpt.text.prepare.plan.READ", 4000)
     for i in range(20):
         write_documents(tmp_path / f"text/{i:02}", [f"{i} {document}" for document in DOCUMENTS])
     make(tmp_path / "store", str(tmp_path / "text"), tmp_path / "cache")
@@ -174,9 +174,9 @@ def test_mistakes(files, tmp_path):
     assert "holds no prepared text; python -m gpt.prepare" in refusal(prepared, store, cache)
     record = json.loads((store / "part-000001.json").read_text())
     os.utime(copy / "000.txt", (1, 1))
-    assert "000.txt: this file or one of the next is not as it was planned" in refused("--part", "1/1")
-    (store / "part-000001.json").write_text(json.dumps(record | {"plan": "other"}))
-    assert "is damaged (the content of part-000001.json does not match its seal)" in refused("--join")
+    assert "000.txt: is not as it was when the preparation of the text began" in refused("--part", "1/1")
+    (store / "part-000001.json").write_text(json.dumps(record | {"plan": "other"}))  # without its seal
+    assert "lacks 2 of 18 shards (0, 1): run" in refused("--join")
     (store / "tokenizer.json").unlink()
     assert "holds no plan" in refused("--join")
 
@@ -188,7 +188,7 @@ def test_parts_of_another_plan_or_version(files, tmp_path, monkeypatch):
     shutil.copy(tmp_path / "300/part-000003.json", tmp_path / "400")
     line = refusal(run, tmp_path / "400", tmp_path / "cache", "--join")
     assert line == f"{tmp_path}/400: shard 3 is of another plan: name an empty folder"
-    monkeypatch.setattr("gpt.text.prepare.parts.FORMAT", 99)
+    monkeypatch.setattr("gpt.text.prepare.plan.FORMAT", 99)
     line = refusal(run, tmp_path / "300", tmp_path / "cache", "--part", "1/1")
     assert line == f"{tmp_path}/300: was planned by another version of this program: plan it again, elsewhere"
 
@@ -202,15 +202,14 @@ def test_damage_in_the_store(files, tmp_path):
     assert "lacks 1 of" in refusal(run, store, cache, "--join")
     with pytest.raises(OutsideError, match=r"train-000002-00.bin: cannot be read"):
         prepared(store, cache).train[2]
-    (store / "part-000002.json").unlink()
+    assert not (store / "part-000002.json").exists()
     run(store, cache, "--part", "1/1")
     run(store, cache, "--join")
     assert content(store) == whole
     damaged = next(store.glob("validation-*"))
     damaged.write_bytes(bytes(damaged.stat().st_size))
     line = refusal(run, store, cache, "--join")
-    record = re.fullmatch(rf"{damaged}: is damaged .*; delete (part-\d+\.json), and run --part 1/1 again", line)
-    (store / record[1]).unlink()
+    assert re.fullmatch(rf"{damaged}: is damaged .*: run --part 1/1, which makes its shard again, and .*", line)
     run(store, cache, "--part", "1/1")
     run(store, cache, "--join")
     assert content(store) == whole
@@ -268,7 +267,7 @@ def test_on_paper(files, tmp_path):
     assert len(rows) == 3
     for row, tokens, shard_bytes in zip(rows, (1e10, 1e12, 1.5e13), (1 << 28, 1 << 28, 4e9), strict=True):
         found = [float(cell.split()[0].replace(",", "")) for cell in row]
-        number = 4.5 * tokens / shard_bytes * PIECES
+        number = 4.5 * tokens / shard_bytes * FILES
         seconds = 4.5 * tokens / 1000 / 2.3e6  # 308 MB take two cores 67 s
         groups = 3 * GROUP * 2 * tokens / number
         unit = {"s": 1, "min": 60, "h": 3600}[row[5].split()[1]]

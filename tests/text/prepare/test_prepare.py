@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import gpt.text.prepare.prepare
 from gpt.console import progress_bar
 from gpt.text.corpus.config import DataConfig
 from gpt.text.corpus.corpus import open_corpus
 from gpt.text.pieces import cut
-from gpt.text.prepare import encode, source
-from gpt.text.prepare.prepare import FORMAT, TooShortError
+from gpt.text.prepare import source
+from gpt.text.prepare.plan import FORMAT
+from gpt.text.prepare.prepare import TooShortError
 from gpt.text.prepare.split import survey
 from gpt.text.prepared import SPLITS
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -35,6 +37,7 @@ from workshop import (
     make,
     obvious,
     write_documents,
+    write_files,
     write_text,
 )
 
@@ -60,7 +63,7 @@ def test_bars(tmp_path, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    for module in (source, encode):
+    for module in (source, gpt.text.prepare.prepare):
         at_once = lambda *given, delay: progress_bar(*given)  # noqa: E731
         monkeypatch.setattr(module, "progress_bar", at_once)
     make(write_documents(tmp_path), tmp_path / "cache", TokenizerConfig("byte"))
@@ -118,19 +121,20 @@ def test_manifest(tmp_path):
     assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
 
 
+@pytest.mark.parametrize("write", [write_documents, write_files])
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
-def test_portions_do_not_matter(tmp_path, documents):
-    """Read once or twice, in tasks of a character or of all, journaled always or never: the very same files."""
-    data = write_documents(tmp_path, documents)
+def test_portions_do_not_matter(tmp_path, documents, write):
+    """Read once or twice, in tasks of a character or of all, in one shard or of a piece each: the very same files."""
+    data = write(tmp_path / "text", documents)
     results = []
     for i, changes in enumerate(
         [
             {},
             {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9},
-            {"gpt.text.prepare.encode.TASK": 1},
-            {"gpt.text.prepare.encode.TASK": 10**9},
-            {"gpt.text.prepare.encode.PROGRESS_BYTES": 101},
-            {"gpt.text.prepare.encode.PROGRESS_BYTES": 10**9},
+            {"gpt.text.prepare.shard.TASK": 1},
+            {"gpt.text.prepare.shard.TASK": 10**9},
+            {"gpt.text.prepare.source.SHARD_BYTES": 1},
+            {"gpt.text.prepare.source.SHARD_BYTES": 10**9},
         ]
     ):
         with constants(SMALL | changes):

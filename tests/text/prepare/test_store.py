@@ -19,7 +19,7 @@ KILLS = int(os.environ.get("GPT_KILLS", "2"))
 @pytest.mark.slow
 def test_training_from_a_store(s3, tmp_path, monkeypatch):
     """Prepared into the store and trained from it, in little room: the very losses of the same files on a disk."""
-    monkeypatch.setattr("gpt.text.prepare.parts.LEAST", 64)
+    monkeypatch.setattr("gpt.text.prepare.shard.LEAST", 64)
     write_files(tmp_path / "text", [document * 20 for document in DOCUMENTS])
     how = ["--tokenizer", "byte", "--shard-bytes", "300", "--text", str(tmp_path / "text")]
     for to in ("s3://texts/made", str(tmp_path / "made")):
@@ -43,7 +43,7 @@ def test_training_from_a_store(s3, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_kills_while_training_from_a_store(s3, tmp_path, monkeypatch):
     """Killed at any moment and resumed, also while shards are fetched: the bits of a run that was not."""
-    monkeypatch.setattr("gpt.text.prepare.parts.LEAST", 64)
+    monkeypatch.setattr("gpt.text.prepare.shard.LEAST", 64)
     text = write_files(tmp_path / "text", [document * 20 for document in DOCUMENTS])
     how = ["--tokenizer", "byte", "--shard-bytes", "300", "--text", str(text.path)]
     main(["--to", "s3://texts/made", "--cache", str(tmp_path / "cache"), *how])

@@ -33,14 +33,15 @@ CONTEXT = 13
 BYTE = TokenizerConfig("byte")
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
-# Of a small text many pieces and tasks, read a second time to encode it, and a journal that is written often.
+# Of a small text many pieces, tasks and shards, read a second time to encode it.
 SMALL = {
     "gpt.text.corpus.corpus.cut": 31,
     "gpt.text.prepare.split.SAMPLE_BYTES": 10_007,
-    "gpt.text.prepare.encode.TASK": 199,
-    "gpt.text.prepare.encode.PROGRESS_BYTES": 1511,
+    "gpt.text.prepare.shard.TASK": 199,
+    "gpt.text.prepare.source.SHARD_BYTES": 1511,
 }
-LARGE = SMALL | {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9}  # all of it is kept from the first reading
+# All of it is kept from the first reading, and is one shard.
+LARGE = SMALL | {"gpt.text.prepare.split.SAMPLE_BYTES": 10**9, "gpt.text.prepare.source.SHARD_BYTES": 10**9}
 
 
 def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
@@ -101,7 +102,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def lists(prepared: PreparedText) -> tuple[list[int], list[int]]:
     """The ids of both parts."""
-    return prepared.train[:].tolist(), prepared.validation[:].tolist()
+    return prepared.at_hand.tolist(), prepared.validation[:].tolist()
 
 
 def halves(data: DataConfig) -> tuple[list[str], list[str]]:

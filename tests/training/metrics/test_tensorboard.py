@@ -240,6 +240,6 @@ def test_embeddings(run):
 def test_frequent_tokens(run):
     """Most frequent first, equally frequent ones by id."""
     corpora = run[0].text
-    ids = corpora.sources[0].train[: len(corpora.sources[0].train)]
+    ids = corpora.sources[0].at_hand
     counts = np.bincount(ids, minlength=257)
     assert frequent(corpora) == sorted(range(257), key=lambda i: (-counts[i], i))

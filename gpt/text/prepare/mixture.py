@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt.errors import UserError
 from gpt.text.corpus.config import ONE_WORD, DataConfig
-from gpt.text.corpus.formats import PACKED
+from gpt.text.corpus.unpack import PACKED
 from gpt.text.prepared import MIXTURE_WINDOWS
 
 
