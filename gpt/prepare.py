@@ -115,7 +115,10 @@ def encode_all(
     if executor is None:
         calls = ((number, partial(encode, place, number, *arguments, CORES)) for number in wanted)
     else:
-        futures = {executor.submit(encode, place, number, *arguments): number for number in wanted}
+        try:
+            futures = {executor.submit(encode, place, number, *arguments): number for number in wanted}
+        except BrokenExecutor as error:
+            raise UserError(f"{store.url}: nothing was encoded ({error}): give another executor") from None
         calls = ((futures[future], future.result) for future in as_completed(futures))
     with progress_bar(f"encoding {len(wanted)} shards", plan.bytes * len(wanted) // len(plan.places), delay=1) as bar:
         for number, call in calls:

@@ -51,7 +51,10 @@ class Store:
 
         def content() -> bytes | None:
             try:
-                return (self.folder / name).read_bytes() if self.folder else self._fs.cat_file(f"{self._path}/{name}")
+                if self.folder:
+                    return (self.folder / name).read_bytes()
+                self._fs.invalidate_cache()  # of an earlier listing, which may lack the file
+                return self._fs.cat_file(f"{self._path}/{name}")
             except FileNotFoundError:
                 return None
 

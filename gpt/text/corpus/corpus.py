@@ -86,12 +86,12 @@ class Corpus:
         """Return the size and modification time, or tag, of each file, to compare later."""
         return [_stamp(file) for file in self.files]
 
-    def require_unchanged(self, stamps: Sequence[tuple], files: slice = slice(None)) -> None:
-        """Raise `UserError` naming the first file, of all or of some, that is not as `stamp` found it."""
-        for file, then in zip(self.files[files], stamps[files], strict=True):
-            if _stamp(file) != then:
+    def require_unchanged(self, stamps: Sequence[tuple], files: Iterable[int]) -> None:
+        """Raise `UserError` naming the first of these files that is not as `stamp` found it."""
+        for number in files:
+            if _stamp(self.files[number]) != stamps[number]:
                 what = "is not as it was when the preparation of the text began"
-                raise UserError(f"{file}: {what}: put it back, or begin again")
+                raise UserError(f"{self.files[number]}: {what}: put it back, or begin again")
 
     def sha256(self, cache: Path) -> str:
         """Return the hash of everything that determines the documents; `cache` remembers that of large files."""

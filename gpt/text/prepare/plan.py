@@ -53,6 +53,11 @@ class Plan:
         store.write("tokenizer.json", json.dumps(self.tokenizer.to_dict()).encode())
         store.write_json("plan.json", self.content)
 
+    def files_of(self, number: int, corpus: Corpus) -> range:
+        """Return the numbers of the files that a shard has text of."""
+        first, *following = self.places[number : number + 2]
+        return range(first.file, following[0].file + (following[0].byte > 0) if following else len(corpus.files))
+
     def corpus_at(self, cache: Path, room: int, say: Say) -> Corpus:
         """Return the text that the plan names; remote files come into the cache, which may take `room` bytes."""
         files = tuple(

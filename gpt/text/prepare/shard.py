@@ -52,10 +52,9 @@ def encode_here(
     that the files of the corpus must have; `pieces` are those of the shard if memory has them; the bytes of text are
     reported to `read`.
     """
-    first, *following = plan.places[number : number + 2]
-    files = slice(first.file, following[0].file + (following[0].byte > 0) if following else None)
+    files = plan.files_of(number, corpus)
     corpus.require_unchanged(stamps, files)
-    tasks = _tasks(pieces or _pieces(plan, number, corpus), plan.split, first.characters)
+    tasks = _tasks(pieces or _pieces(plan, number, corpus), plan.split, plan.places[number].characters)
     splits = {name: dict(counts) for name, counts in splits.items()}
     with contextlib.ExitStack() as stack:
         streams = {name: stack.enter_context((folder / f"{name}.bin").open("a+b")) for name in SPLITS}
@@ -96,10 +95,8 @@ def encode_apart(plan: Plan, number: int, cache: Path, room: int, store: Store, 
             file = f"{name}-{number:06}-{i:02}.bin"
             store.write(file, tokens.tobytes())
             files[name].append([file, len(tokens), hashlib.sha256(tokens.data).hexdigest()])
-    first, *following = plan.places[number : number + 2]
-    end = following[0].file + (following[0].byte > 0) if following else len(corpus.files)
-    begun = [i for i in range(first.file + (first.byte > 0), end) if str(i) not in plan.text["hashes"]]
-    hashes = dict(zip(map(str, begun), hash_files([corpus.files[i] for i in begun], cache), strict=True))
+    own = [i for i in plan.files_of(number, corpus) if str(i) not in plan.text["hashes"]]  # which no other shard has
+    hashes = dict(zip(map(str, own), hash_files([corpus.files[i] for i in own], cache), strict=True))
     record = {"plan": plan.digest, "hashes": hashes, "splits": splits, "files": files}
     store.write_json(name_of(number), record)
     delete(scratch)
@@ -113,8 +110,9 @@ def name_of(number: int) -> str:
 
 def record_of(store: Store, plan: Plan, number: int) -> dict | None:
     """Return what a store says of a shard; None if it is not there, or the record is damaged."""
+    content = store.read(name_of(number)) or b""
     try:
-        record = unsealed((store.read(name_of(number)) or b"").decode(), name_of(number))
+        record = unsealed(content.decode(), name_of(number))
     except ValueError:
         return None
     if record["plan"] != plan.digest:

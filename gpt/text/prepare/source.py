@@ -44,7 +44,7 @@ class Source:
         for mark, times in self.marks.most_common(1):
             learnt = f"{mark} stands {times:,} time{'s' * (times > 1)} in the text, and is learnt as these letters"
             self.say(f"{learnt}: data.separator='{mark}' parts the documents of plain text there")
-        self.corpus.require_unchanged(self.stamps)
+        self.corpus.require_unchanged(self.stamps, range(count))
         return found
 
     def _noted(self) -> Iterator[Piece]:

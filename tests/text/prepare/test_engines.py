@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -51,6 +51,25 @@ def test_every_executor_makes_the_same(tmp_path, text, undisturbed, engine):
         for _ in range(2):
             prepare(text, tmp_path / "store", executor=executor, cache=tmp_path / "cache", **HOW)
             assert content(tmp_path / "store") == undisturbed
+
+
+@pytest.mark.slow
+def test_into_a_store(s3, tmp_path, text, undisturbed):
+    """The very files, by processes that all reach an S3 server."""
+    with ENGINES["processes"]() as executor:
+        prepare(text, "s3://texts/made", executor=executor, cache=tmp_path / "cache", **HOW)
+    made = {Path(name).name: s3.cat_file(name) for name in s3.find("texts/made")}
+    assert made == {name: bytes for name, bytes in undisturbed.items() if name != "CACHEDIR.TAG"}
+
+
+def test_an_executor_that_is_broken(tmp_path, text):
+    """One line, and what is planned stays."""
+    with ProcessPoolExecutor(1, SPAWN) as executor:
+        with pytest.raises(BrokenExecutor):
+            executor.submit(os.kill, executor.submit(os.getpid).result(), signal.SIGKILL).result()
+        with pytest.raises(UserError, match=r"store: nothing was encoded .*: give another executor"):
+            prepare(text, tmp_path / "store", executor=executor, cache=tmp_path / "cache", **HOW)
+    assert (tmp_path / "store/plan.json").exists()
 
 
 def test_a_queue_of_ones_own(tmp_path, text, undisturbed):
