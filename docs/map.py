@@ -1,6 +1,7 @@
 """Print a map of the code, from the first line of each file's docstring: python docs/map.py [FOLDER]"""
 
 import ast
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,5 +30,6 @@ def lines(folder: Path, depth: int = 0) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:] or ["gpt"]:
-        print("\n".join(lines(ROOT / folder)))
+    with contextlib.suppress(BrokenPipeError):  # of | head
+        for folder in sys.argv[1:] or ["gpt"]:
+            print("\n".join(lines(ROOT / folder)), flush=True)

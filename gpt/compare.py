@@ -248,7 +248,11 @@ def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], equal: dict[s
                 f"({row['seeds_explain']:.4f})"
             )
     if words := [f"{key}={shorten(value)}" for key, value in usual.items()]:
-        print(textwrap.fill(f"where a run says nothing else: {'  '.join(words)}", WIDTH, break_on_hyphens=False))
+        print(
+            textwrap.fill(
+                f"settings of all runs that do not name another: {'  '.join(words)}", WIDTH, break_on_hyphens=False
+            )
+        )
 
 
 def shorten(value: Any) -> str:

@@ -150,9 +150,9 @@ def processes(plan: Plan) -> Iterator[Executor | None]:
     try:
         yield pool
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
             child.kill()
+        pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:

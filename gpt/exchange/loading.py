@@ -32,11 +32,8 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
     for themselves. What does not exist is taken as the name of a run below `runs`, or else as OWNER/NAME, or gpt2 and
     its larger sizes, on the Hugging Face hub, from which the model is downloaded.
     """
-    if path is None:
-        found = {file.parent.parent for name in _PREFERRED for file in runs.glob(f"*/{name}")}
-        if not found:
-            raise UserError(f"no run below {runs}/ has a checkpoint: train one first with {TRAIN}")
-        path = max(found, key=_saved)
+    if path is None and (path := _newest(runs)) is None:
+        raise UserError(f"no run below {runs}/ has a checkpoint: train one first with {TRAIN}")
     named = find_path(path, runs)
     path = named if os.path.exists(named) else _from_hub(str(path), runs)
     if huggingface.is_directory(path) or path.is_file():
@@ -46,6 +43,12 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
         if (file := run / name).is_file():
             return file
     raise UserError(f"{path}: a folder without {BEST} or {LAST}; give a run directory")
+
+
+def _newest(runs: Path) -> Path | None:
+    """Return the run below `runs` that was saved last; None if none has a checkpoint."""
+    found = {file.parent.parent for name in _PREFERRED for file in runs.glob(f"*/{name}")}
+    return max(found, key=_saved, default=None)
 
 
 def _saved(run: Path) -> float:
@@ -65,14 +68,21 @@ def find_run(path: str | Path) -> Path:
         path = path.resolve().parent
     if not (path / "config.yaml").is_file():
         why = "it has no config.yaml" if path.exists() else "it does not exist"
-        raise UserError(f"{path}: not a run directory ({why}); give one of those below runs/")
+        newest = _newest(Path("runs"))
+        which = f"; the newest, {newest}, is also called last" if newest else ""
+        raise UserError(f"{path}: not a run directory ({why}); give one of those below runs/{which}")
     return path
 
 
 def find_path(name: str | Path, runs: Path = Path("runs")) -> Path:
-    """Return the path of this name, or else that of the run of this name below `runs`, if either exists."""
+    """Return the path of this name, or else that of the run of this name below `runs`, if either exists.
+
+    If neither does, `last` is the run that was saved last.
+    """
     name = os.path.expanduser(name)
     found = [path for path in (name, runs / name) if os.path.exists(path)]  # Path.exists fails for a name too long
+    if not found and str(name) == "last":
+        found = [newest] if (newest := _newest(runs)) else []
     return Path(found[0] if found else name)
 
 

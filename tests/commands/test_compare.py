@@ -82,7 +82,7 @@ def test_table(runs, capsys):
         "          data.path=text/xxxxxxxxxxxxx...xxxxxxxxxxxxxxx.txt",
         "       -       -       -  new: no validation yet",
         "          seed=2",
-        "where a run says nothing else: seed=1  optim.lr=0.006",
+        "settings of all runs that do not name another: seed=1  optim.lr=0.006",
     ]
     compare.main(["slow", "fast"])
     assert capsys.readouterr().out.splitlines() == [

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import huggingface
 from gpt.exchange.checkpoint import save
-from gpt.exchange.loading import find_checkpoint, open_model, open_tokenizer
+from gpt.exchange.loading import find_checkpoint, find_run, open_model, open_tokenizer
 from gpt.model.transformer import GPT
 from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from harness import ROOT, refusal
@@ -76,6 +76,21 @@ def test_find_the_newest_run(tmp_path):
     last.touch()
     os.utime(last, (1_000_000_000 - 3,) * 2)
     assert find_checkpoint(runs=tmp_path) == newest / "checkpoints/best.ckpt"
+
+
+def test_the_word_last(tmp_path, monkeypatch):
+    """Of generate.py as of `resume`: the run that was saved last, unless something is called so."""
+    monkeypatch.chdir(tmp_path)
+    assert refusal(find_run, "last") == "last: not a run directory (it does not exist); give one of those below runs/"
+    make_run(Path("runs"), "a", "best", age=13)
+    newest = make_run(Path("runs"), "b", "last", age=5)
+    (newest / "config.yaml").touch()
+    assert find_checkpoint("last") == newest / "checkpoints/last.ckpt"
+    assert find_run("last") == newest
+    line = "lst: not a run directory (it does not exist); give one of those below runs/; "
+    assert refusal(find_run, "lst") == f"{line}the newest, {newest}, is also called last"
+    own = make_run(Path("runs"), "last", "best", age=99)
+    assert find_checkpoint("last") == own / "checkpoints/best.ckpt"
 
 
 def test_find_nothing(tmp_path):

@@ -81,7 +81,7 @@ def adapted(command: str) -> str:
     command = re.sub(r"^pip install (--no-compile )?-e \S+ && ", "", command).replace(" ...", "")
     for name, meaning in MEANING.items():
         command = command.replace(name, meaning)
-    trains = command.startswith("python train.py") and "resume=runs" not in command and "--cfg" not in command
+    trains = command.startswith("python train.py") and not re.search(r"resume=(runs|last)|--cfg", command)
     own_shape = "init_from=" in command or "model=auto" in command
     short = " ".join(word for word in SHORT.split() if not (own_shape and word.startswith("model.")))
     if "model=auto" in command:

@@ -135,7 +135,7 @@ def _make(working: Path, source: Source, key: dict, how: TokenizerConfig | Token
     tokens = sum(splits[split]["tokens"] for split in SPLITS)
     source.say(
         f"prepared {plan.bytes:,} bytes as {tokens:,} tokens ({plan.bytes / tokens:.2f} bytes per token, vocabulary "
-        f"{plan.tokenizer.vocab_size:,}); {splits['validation']['bytes']:,} bytes are for validation"
+        f"{plan.tokenizer.vocab_size:,}), of which {splits['validation']['bytes']:,} bytes are for validation"
     )
 
 

@@ -80,7 +80,7 @@ class Config:
     patience: int = 0  # stop after this many validations in a row without a better one; 0 never does
     logger: list[str] = field(default_factory=lambda: ["tensorboard", "csv"])  # any of LOGGERS
     run_dir: str | None = None  # where to write; by default runs/<date>_<time>_<data>-<model>
-    resume: str | None = None  # a run directory to continue, or auto: the one in run_dir, or begin it there
+    resume: str | None = None  # a run directory to continue, last (the newest), or auto (run_dir, begun if need be)
     rerun: str | None = None  # a run directory whose configuration to start from
     init_from: str | None = None  # a run, a checkpoint, a Hugging Face GPT-2 folder or a name on the hub
     decided: dict | None = field(default_factory=dict)  # keys that the program chose, with what stood there before

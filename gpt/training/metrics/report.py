@@ -16,6 +16,7 @@ from gpt.training.distributed.launch import is_rank_0
 from gpt.training.run.run import Run
 
 MOST_SAMPLES = 3
+LONG_COPY = 60  # characters, about ten words: shorter passages recur in any text
 
 
 def report(run: Run) -> None:
@@ -35,7 +36,8 @@ def report(run: Run) -> None:
     longer = f"{2 * run.schedule.seconds:g}s" if run.schedule.seconds else f"{2 * run.metrics['steps']}steps"
     if run.metrics["steps"] < run.schedule.total_steps:
         longer = ""
-    for line in closing_lines(run.metrics, run.samples, prompt, shorter, longer, run.directory, run.in_python):
+    figures = run.metrics | {"longest_copy": run.longest_copy}
+    for line in closing_lines(figures, run.samples, prompt, shorter, longer, run.directory, run.in_python):
         say(line)
 
 
@@ -62,6 +64,12 @@ def closing_lines(
         yield f"\nsamples after step {figures['steps']}, more in samples.md:"
         for sample in samples[-MOST_SAMPLES:]:
             yield from _item(sample, shutil.get_terminal_size().columns)
+    if _memorises(figures):
+        copied = figures.get("longest_copy", 0)
+        losses = f"{figures['train_loss']:.2f} nats per token on it, {figures['val_loss']:.2f} on other text"
+        copied = figures.get("longest_copy", 0)
+        copy = f", and a copied passage of {copied} characters" if copied > LONG_COPY else ""
+        yield f"\nthe model learns its training text by heart: {losses}{copy}; docs/reading.md says what helps"
     yield ""
     for what, command in _next(figures, prompt, shorter, longer, run_dir, in_python):
         yield f"{what + ':':13} {command}"
@@ -82,7 +90,7 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "validation", f"{figures['val_bits_per_byte']:.4f}", "bits per byte"
     if expected := figures.get("expected_bits_per_byte"):
         off = 100 * (figures["val_bits_per_byte"] / expected - 1)
-        came = f"by model=auto; what came is {abs(off):.1f}% {'more' if off > 0 else 'less'}"
+        came = f"by model=auto; the result is {abs(off):.1f}% {'worse' if off > 0 else 'better'}"
         yield "  expected", f"{expected:.4f}", came
     for name, part in figures.get("mix", {}).items():
         yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"bits per byte, after {part['epochs']:.2f} epochs"
@@ -112,7 +120,7 @@ def _next(
         sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
         sample += quote(prompt)
         yield "sample it", sample
-        yield "see why", f"{sample} --insight page.html"
+        yield "see why", "the same with --insight page.html"
     yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
     turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
     if turned or _memorises(figures):  # it may have turned unseen, between too few validations

@@ -50,6 +50,7 @@ class Samples:
         self._run.samples = parts.copy()
         if streams:
             copied = longest_copy([one.tokens for one in streams], self._run.text)
+            self._run.longest_copy = len(copied)
             self._curves.write({"val_samples/longest_copy": len(copied)}, step)
             if copied:
                 parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")

@@ -56,6 +56,7 @@ class Run:
     state: TrainState = field(default_factory=TrainState)
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last validation: see docs/runs.md for each key
     samples: list[str] = field(default_factory=list)  # of the last validation
+    longest_copy: int = 0  # characters of the longest passage in them that stands in the training text
     file: Path | None = None
     payload: dict[str, Any] | None = None
     commits: dict[str, str] = field(default_factory=dict)  # the code that made its steps, from each of these on

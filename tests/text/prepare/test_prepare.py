@@ -89,7 +89,7 @@ def test_bytes_by_hand(tmp_path):
     assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
     assert said == [
         "reading text (1 file)",
-        "prepared 11 bytes as 13 tokens (0.85 bytes per token, vocabulary 257); 2 bytes are for validation",
+        "prepared 11 bytes as 13 tokens (0.85 bytes per token, vocabulary 257), of which 2 bytes are for validation",
     ]
 
 

@@ -99,7 +99,7 @@ def test_chooses_trains_and_reports(given, tmp_path):
     figures = json.loads((tmp_path / "run/metrics.json").read_text())
     assert f"{figures['expected_bits_per_byte']:.2f}" == line[3]
     assert re.search(
-        rf"expected +{figures['expected_bits_per_byte']:.4f}  by model=auto; what came is [\d.]+%", done.stdout
+        rf"expected +{figures['expected_bits_per_byte']:.4f}  by model=auto; the result is [\d.]+%", done.stdout
     )
     assert figures["train_seconds"] < 4
     rerun = ["model=auto", "horizon=2s", "trainer.tokens_per_step=1024", f"rerun={tmp_path / 'run'}"]

@@ -59,7 +59,7 @@ samples after step 1100, more in samples.md:
 
 the run:      runs/a b
 sample it:    python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s'
-see why:      python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s' --insight page.html
+see why:      the same with --insight page.html
 its curves:   tensorboard --logdir runs
 run shorter:  python train.py 'rerun=runs/a b' horizon=500steps"""
     )
@@ -74,6 +74,19 @@ def test_what_is_not_known_is_left_out():
     assert "best validation  2.8100  nats per token, at step 1100, the last" in lines
     assert lines[6:8] == ["", "the run:      runs/a"]
     assert "sample it:    python generate.py --checkpoint runs/a --prompt ''" in lines
+
+
+@pytest.mark.parametrize(("copied", "passage"), [(0, ""), (59, ""), (256, ", and a copied passage of 256 characters")])
+def test_memorising_in_words(copied, passage):
+    """Both losses, the longest copied passage if it is long, and where to read what helps; else nothing."""
+    figures = FIGURES | {"train_loss": 0.1, "longest_copy": copied}
+    line = (
+        f"the model learns its training text by heart: 0.10 nats per token on it, {FIGURES['val_loss']:.2f} on other "
+    )
+    line += f"text{passage}; docs/reading.md says what helps"
+    said = "\n".join(closing_lines(figures, [], "x", 500, "", Path("runs/a")))
+    assert f"\n\n{line}\n\n" in said
+    assert "by heart" not in "\n".join(closing_lines(FIGURES, [], "x", 500, "", Path("runs/a")))
 
 
 @pytest.mark.parametrize(
