@@ -30,7 +30,7 @@ def train(asked: Asked) -> float | None:
         fit(run, callbacks)
     if run.stopped_by:
         sys.exit(128 + run.stopped_by)
-    report(run)
+    report(run, brief=bool(asked.job))
     return run.metrics["val_bits_per_byte"]
 
 
@@ -40,6 +40,7 @@ def job(composed: DictConfig) -> float | None:
     with in_one_line():
         asked = ask(composed)
         if asked.plan:
+            load_callbacks(asked.callbacks)
             print_plan(asked)
             return None
         if asked.processes > 1:

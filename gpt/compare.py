@@ -2,9 +2,11 @@
 
 Runs that differ in nothing but their seeds make one group, with its mean and its scatter. A difference between groups
 is beyond their seeds if Student's t says so at 95%; each group has few runs, so their scatter is that of all together.
+Losses on different text do not compare, so each text has its own table.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import math
@@ -23,14 +25,23 @@ import numpy as np
 
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError, reason
-from gpt.files import TRAIN, flatten, home_path, read_text, read_yaml
+from gpt.files import TRAIN, HeldError, flatten, hold, home_path, read_text, read_yaml
 
 RUNS = Path("runs")
+LINES = "9999-references"  # a folder in RUNS which is no run: what a training draws for TensorBoard
 LOSS, SPEED = "val/bits_per_byte", "work/tokens_per_second"
 SEEDS = {"seed", "data.seed"}
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # t for 1, 2, ... degrees of freedom
 FIGURES = ("val_loss", "val_bits_per_byte", "best_val_loss", "steps", "train_seconds", "tokens_per_second")
-NOT_LEARNT = {"run_dir", "resume", "rerun", "logger", "data.cache", "data.prompts"}  # keys with no effect on the model
+NOT_LEARNT = {
+    "run_dir",
+    "resume",
+    "rerun",
+    "logger",
+    "data.cache",
+    "data.cache_bytes",
+    "data.prompts",
+}  # keys with no effect on the model
 COLUMNS = {  # of the table: the heading, and how to write the figure
     "best": ("best", ".4f"), "scatter": ("+-", ".4f"), "runs": ("runs", ".0f"),
     "at_equal_tokens": ("tokens", ".4f"), "at_equal_seconds": ("time", ".4f"),
@@ -48,6 +59,22 @@ class Run:
     tokens_per_step: int
     figures: dict[str, float]  # metrics.json; empty before the first validation
     code: str = ""  # its commit, and whether it was changed
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The settings that say what it is trained and validated on."""
+        return {k: v for k, v in self.config.items() if k.startswith("data.") and k not in NOT_LEARNT | SEEDS}
+
+    @property
+    def trains(self) -> bool:
+        """Whether a process is training it just now."""
+        if (file := self.folder / ".lock").exists():
+            with contextlib.suppress(OSError):
+                try:
+                    hold(file).release()
+                except HeldError:
+                    return True
+        return False
 
     @cached_property
     def curve(self) -> np.ndarray:
@@ -79,17 +106,31 @@ class Run:
 def main(arguments: list[str] | None = None) -> None:
     """Print the runs, best first, for people or as JSON."""
     args = parse_arguments(arguments)
-    runs = [read_run(path if path.exists() else RUNS / path) for path in args.runs] or list(all_runs())
-    ends = [run.curve[:2, -1] for run in runs if run.figures] if args.runs else []
+    named = [path for path in args.runs if path.name != LINES]  # as runs/* has it
+    runs = [read_run(path if path.exists() else RUNS / path) for path in named] or list(all_runs())
+    by_text: dict[str, list[Run]] = {}
+    for run in runs:
+        by_text.setdefault(json.dumps(run.text, default=str), []).append(run)
+    texts, _ = differences([of_text[0] for of_text in by_text.values()], most=len(by_text))
+    tables = []
+    for keys, of_text in zip(texts, by_text.values(), strict=True):
+        text = {key: of_text[0].text[key] for key in keys if of_text[0].text.get(key) is not None}
+        tables.append({"text": text} | table_of(of_text, is_named=bool(named)))
+    if args.json:
+        print(json.dumps(tables, indent=2, default=str))
+    else:
+        print_tables(tables)
+
+
+def table_of(runs: list[Run], is_named: bool) -> dict[str, Any]:
+    """What is shown of runs on one text; where they are named, also after equal tokens and equal time."""
+    ends = [run.curve[:2, -1] for run in runs if run.figures] if is_named else []
     equal = dict(zip(("tokens", "seconds"), np.min(ends, axis=0).tolist(), strict=True)) if ends else {}
     groups = grouped(runs)
-    shown, usual = differences([group[0] for group in groups], most=len(groups) if args.runs else len(groups) // 2)
+    shown, usual = differences([group[0] for group in groups], most=len(groups) if is_named else len(groups) // 2)
     rows = [row_of(group, equal, keys) for group, keys in zip(groups, shown, strict=True)]
     judge(rows)
-    if args.json:
-        print(json.dumps({"runs": rows, "usual": usual, "equal": equal}, indent=2, default=str))
-    else:
-        print_table(rows, usual, equal)
+    return {"runs": rows, "usual": usual, "equal": equal}
 
 
 def grouped(runs: list[Run]) -> list[list[Run]]:
@@ -115,6 +156,7 @@ def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[s
     first, several = group[0], len(group) > 1
     row: dict[str, Any] = {"run": first.folder.name if first.folder.parent == RUNS else str(first.folder)}
     row |= {"best": mean([run.best for run in group if run.figures]), "runs": len(group)}
+    row["training"] = sum(run.trains for run in group)
     row["scatter"] = statistics.stdev(run.best for run in group) if several else None
     for i, (what, end) in enumerate(equal.items()):
         row[f"at_equal_{what}"] = mean([run.bits_at(i, end) for run in group])
@@ -130,14 +172,13 @@ def mean(values: list[float | None]) -> float | None:
 
 
 def judge(rows: list[dict[str, Any]]) -> None:
-    """Add to each row how much worse than the first it is, and how much of that the seeds explain; both on one text."""
+    """Add to each row how much worse than the first it is, and how much of that the seeds explain."""
     if not (freedom := sum(row["runs"] - 1 for row in rows)):
         return
     variance = sum((row["scatter"] or 0.0) ** 2 * (row["runs"] - 1) for row in rows) / freedom
     t, first = STUDENT[min(freedom, len(STUDENT)) - 1], rows[0]
     for row in rows[1:]:
-        other_text = any(key.startswith("data.") and key not in SEEDS for key in [*first["differs"], *row["differs"]])
-        if row["best"] is not None and not other_text:
+        if row["best"] is not None:
             row["worse_by"] = row["best"] - first["best"]
             row["seeds_explain"] = t * math.sqrt(variance * (1 / first["runs"] + 1 / row["runs"]))
 
@@ -218,25 +259,40 @@ def differences(runs: list[Run], most: int) -> tuple[list[list[str]], dict[str, 
     return shown, {key: json.loads(value) for key, value in usual.items()}
 
 
-def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], equal: dict[str, float]) -> None:
-    """Print a line for each run, and below it what differs from the others, or from what is usual."""
-    title = "validation in bits per byte, best first"
-    if equal:
-        title += f"; tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"
-    if texts := sorted({key for row in rows for key in row["differs"] if key.startswith("data.")}):
-        title += f"; runs on different text do not compare ({', '.join(texts)})"
+def print_tables(tables: list[dict[str, Any]]) -> None:
+    """Print a table for each text, and what its headings and signs mean."""
+    rows = [row for table in tables for row in table["runs"]]
+    title = "validation in bits per byte, best first; -: not reached, or the scatter of a single run"
     codes = {row["code"] for row in rows if row["code"]}
     if len(codes) == 1:
         title += f"; code {codes.pop()}"
     print(textwrap.fill(title, WIDTH))
+    for table in tables:
+        print_table(**table, codes=codes)
+
+
+def print_table(
+    text: dict[str, Any],
+    runs: list[dict[str, Any]],
+    usual: dict[str, Any],
+    equal: dict[str, float],
+    codes: set[str],
+) -> None:
+    """Print a line for each run on a text, and below it what differs from the others, or from what is usual."""
+    rows, heading = runs, ["  ".join(f"{key}={shorten(value)}" for key, value in text.items())] if text else []
+    if equal:
+        heading += [f"tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"]
+    if heading:
+        print(("\n" if text else "") + textwrap.fill("; ".join(heading), WIDTH, break_on_hyphens=False))
     columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
     if all(row["runs"] == 1 for row in rows):
         columns = {key: column for key, column in columns.items() if key not in ("runs", "scatter")}
     print("".join(f"{head:>8}" for head, _ in columns.values()) + "  run")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], form) for key, (_, form) in columns.items()]
-        note = "" if row["steps"] else ": no validation yet"
-        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{note}")
+        notes = [f"{row['training']} of them still training" if row["runs"] > 1 else "still training"]
+        notes = notes * (row["training"] > 0) + ["no validation yet"] * (not row["steps"])
+        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{': ' * bool(notes)}{', '.join(notes)}")
         words = [f"{key}={shorten(value)}" for key, value in row["differs"].items()]
         words += [f"code={row['code']}"] if row["code"] and codes else []
         for line in textwrap.wrap("  ".join(words), WIDTH - 10, break_on_hyphens=False):

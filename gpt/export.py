@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpt.console import Parser, command_line, quote
 from gpt.errors import UserError
-from gpt.exchange import gguf, huggingface
+from gpt.exchange import card, gguf, huggingface
 from gpt.exchange.loading import find_checkpoint, open_model
 from gpt.files import home_path, publish, sync
 from gpt.text.corpus.python_docs import builtin_docs
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
+        card.write(model, path, args.to.name, folder)
         compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{path}: written to {args.to}/ ({', '.join(files)}: {sum(files.values()):,} bytes)")
     print(f"compared: {'; '.join(compared)}; on Python's documentation and every token of the vocabulary")
     print(f"load it:  AutoModelForCausalLM.from_pretrained({str(args.to)!r})")
+    print(f"share it: hf upload {quote(args.to.name)} {quote(str(args.to))}, once README.md there names a licence")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

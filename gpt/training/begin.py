@@ -16,13 +16,15 @@ from gpt.text.prepare.mixture import names_of, shares_of
 from gpt.text.prepare.prepare import TooShortError, prepare
 from gpt.text.prepared import Corpora, find_prepared
 from gpt.text.tokenizer import Tokenizer
-from gpt.training.config.advice import warnings
+from gpt.training.config.advice import fit_of_tokenizer, warnings
 from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import connect, on_all_ranks, ranks, require_processes
 from gpt.training.resolve import for_machine, require_devices, resolve
 from gpt.training.run.run import Run, require_empty, text_name
+
+MOST_VARIES = 80  # characters of a run's name that say how it differs in a sweep
 
 
 def begin(asked: Asked) -> Run:
@@ -43,6 +45,8 @@ def begin_in(run: Run | None, asked: Asked) -> Run:
         from gpt.training.estimate import timing  # imports Lightning
 
         _, in_steps, _ = timing.in_steps(config, schedule, text, at_most=1.0)
+    if weights is not None:
+        say(fit_of_tokenizer(text))
     for line in warnings(config, in_steps, text):
         warn(line)
     run = run or Run.create(config.run_dir, _name(asked), config)
@@ -51,13 +55,13 @@ def begin_in(run: Run | None, asked: Asked) -> Run:
 
 
 def _name(asked: Asked) -> str:
-    """What a run is called: the name of its text, and that of its model, or else its shape."""
+    """What a run is called: the name of its text, that of its model, or else its shape, and what varies in a sweep."""
     model, shape = asked.model, asked.config.model
     if asked.config.init_from:
         model = "tuned"
     elif not model:
         model = "mini" if shape == ModelConfig() else f"{shape.num_layers}x{shape.d_model}"
-    return f"{text_name(asked.config.data)}-{model}"
+    return f"{text_name(asked.config.data)}-{model}{'_' * bool(asked.job)}{asked.job[:MOST_VARIES]}"
 
 
 # --- the weights and the text ---

@@ -88,6 +88,8 @@ class Loop(Callback):
                 run.keep(step)
         self.clock.start()
         self.progress.open(step, self._expected_steps(step))
+        if run.config.init_from and not step:
+            self._look_before(trainer, module)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: GPTModule, optimizer) -> None:  # type: ignore[override]
         self._is_whole = False
@@ -119,17 +121,30 @@ class Loop(Callback):
                 self._validate(trainer, module, step)
         trainer.should_stop = bool(self.stopped_by or self.stopped_at or step == schedule.total_steps)
 
-        if logs:
-            self.user_curves.write_latest(trainer, step)
+        self.user_curves.note(trainer, module, step)
+        if logs or self._validated == step:
+            self.user_curves.write()
         self._save_if_due(trainer, module, step, late)
         self.progress.end_step(step, self._expected_steps(step))
         self._is_whole, self.step = True, step
+
+    def _look_before(self, trainer: Trainer, module: GPTModule) -> None:
+        """Show what weights that were trained before make of the text, which counts as no validation of the run."""
+        with self.clock.paused():
+            score = sum_of([score_on_all_ranks(trainer, module, source) for source in self.run.text.sources])
+            self.curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, 0)
+            if is_rank_0():
+                self.samples.write(module, 0)
+            self.progress.report(0, self._expected_steps(0), score)
 
     def _validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
         """Score the whole validation text, on every rank, with all that hangs on the score."""
         module.require_finite_weights()
         run, state, steps = self.run, self.run.state, self._expected_steps(step)
         with self.clock.paused():
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                callback.on_validation_start(trainer, module)
+                callback.on_validation_epoch_start(trainer, module)
             by_corpus = [score_on_all_ranks(trainer, module, source) for source in run.text.sources]
             score = sum_of(by_corpus)
             if not math.isfinite(score.nats_per_token):
@@ -199,7 +214,7 @@ class Loop(Callback):
     def on_save_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
         run, state = self.run, self.run.state
         self.curves.note()
-        self.user_curves.note(trainer)
+        self.user_curves.settle()
         if module.loss_scale is not None:
             state.loss_scale, state.skipped_steps = module.loss_scale.state_dict(), module.loss_scale.skipped_steps
         checkpoint |= {

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from gpt import compare
+from gpt.files import hold
+from gpt.training.run.run import REFERENCES as LINES
 from harness import begin_run, fit, refusal, tiny_config, write_corpus
 
 # Bits per byte at steps of 100 tokens, the seconds that 2 steps take, and settings.
@@ -21,6 +23,7 @@ def write_run(folder: Path, points: list, seconds: float, config: dict, **figure
     """A run directory with what is compared: 2 nats per token are 1 bit per byte."""
     folder.mkdir(parents=True)
     config = {"trainer": {"tokens_per_step": 100}, "run_dir": str(folder)} | config
+    config["data"] = {"name": "docs"} | config.get("data", {})
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     if points:
         step, bits = points[-1]
@@ -45,7 +48,7 @@ def runs(tmp_path, monkeypatch) -> Path:
 def output(capsys, *arguments: str | Path):
     """What the command prints with --json."""
     compare.main([*map(str, arguments), "--json"])
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)[0]
 
 
 def test_equal_tokens_and_seconds(runs, capsys):
@@ -66,28 +69,42 @@ def test_equal_tokens_and_seconds(runs, capsys):
 def test_table(runs, capsys):
     """On 80 columns; a key is shown where most of the runs have another value, which stands below."""
     long = "text/" + "x" * 60 + ".txt"
-    write_run(runs / "other", [(2, 3.75)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"path": long}})
-    write_run(runs / "book", [(2, 3.6)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"path": "\x1b[31m"}})
+    write_run(
+        runs / "other", [(2, 3.75)], 2.0, {"seed": 1, "optim": {"lr": 0.006}, "data": {"name": "text", "path": long}}
+    )
+    write_run(
+        runs / "book",
+        [(2, 3.6)],
+        2.0,
+        {"seed": 1, "optim": {"lr": 0.006}, "data": {"name": "text", "path": "\x1b[31m"}},
+    )
     compare.main([])
     assert capsys.readouterr().out.splitlines() == [
-        "validation in bits per byte, best first; runs on different text do not compare",
-        "(data.path)",
+        "validation in bits per byte, best first; -: not reached, or the scatter of a",
+        "single run",
+        "",
+        "data.name=text  data.path=\\u001b[31m",
+        "    best   steps seconds  run",
+        "  3.6000       2     2.0  book",
+        "",
+        "data.name=docs",
         "    best   steps seconds  run",
         "  2.0000       6    12.0  slow",
         "          optim.lr=0.003",
         "  3.5000       4     2.0  fast",
-        "  3.6000       2     2.0  book",
-        "          data.path=\\u001b[31m",
-        "  3.7500       2     2.0  other",
-        "          data.path=text/xxxxxxxxxxxxx...xxxxxxxxxxxxxxx.txt",
         "       -       -       -  new: no validation yet",
         "          seed=2",
         "settings of all runs that do not name another: seed=1  optim.lr=0.006",
+        "",
+        "data.name=text  data.path=text/xxxxxxxxxxxxx...xxxxxxxxxxxxxxx.txt",
+        "    best   steps seconds  run",
+        "  3.7500       2     2.0  other",
     ]
     compare.main(["slow", "fast"])
     assert capsys.readouterr().out.splitlines() == [
-        "validation in bits per byte, best first; tokens: after 400; time: after 2.0 s of",
-        "training",
+        "validation in bits per byte, best first; -: not reached, or the scatter of a",
+        "single run",
+        "tokens: after 400; time: after 2.0 s of training",
         "    best  tokens    time   steps seconds  run",
         "  2.0000  3.0000       -       6    12.0  slow",
         "          optim.lr=0.003",
@@ -117,7 +134,7 @@ def test_seeds(tmp_path, runs, capsys):
     assert [row["best"] for row in found] == pytest.approx([2.0, 2.2, 2.3])
     assert [row["scatter"] for row in found] == pytest.approx([0.1] * 3)
     compare.main([*best, *near])
-    assert capsys.readouterr().out.splitlines()[3:] == [
+    assert capsys.readouterr().out.splitlines()[4:] == [
         "  2.0000  0.1000       3  2.0000  2.0000       6    12.0  best-0",
         "          optim.lr=0.3",
         "  2.2000  0.1000       3  2.2000  2.2000       6    12.0  near-0",
@@ -131,6 +148,22 @@ def test_seeds(tmp_path, runs, capsys):
     for seed, steps in enumerate((4, 6)):  # one was stopped early, so it is none of the group
         write_run(runs / f"short-{seed}", [(steps, 3.0)], 4.0, {"seed": seed, "horizon": "6steps"})
     assert [row["runs"] for row in output(capsys, "short-0", "short-1")["runs"]] == [1, 1]
+
+
+def test_a_run_that_trains(runs, capsys):
+    """It is marked, by the lock that its process holds."""
+    lock = hold(runs / "slow/.lock")
+    compare.main([])
+    lock.release()
+    assert "slow: still training" in capsys.readouterr().out
+    compare.main([])
+    assert "training" not in capsys.readouterr().out
+
+
+def test_all_of_a_folder(runs, capsys):
+    """As the shell makes it of runs/*, with the lines of references."""
+    (runs / LINES).mkdir()
+    assert len(output(capsys, *sorted(runs.iterdir()))["runs"]) == 3
 
 
 def test_curves_of_a_real_run(tmp_path):

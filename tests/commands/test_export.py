@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 
 import harness
@@ -105,13 +106,43 @@ def test_pipeline(exported):
 
 def test_files(exported):
     """The usual files, which everybody may read who may read the others, and none of them a program."""
-    names = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
     files = sorted((exported / "out").iterdir())
     assert [file.name for file in files] == names.split()
     assert len({file.stat().st_mode for file in files}) == 1
     config = json.loads((exported / "out/config.json").read_text())
     assert (config["n_ctx"], config["n_positions"], config["eos_token_id"]) == (97, 97, BPE.end_of_text)
     assert sorted(path.name for path in exported.iterdir()) == ["out", "run"]
+
+
+def test_card(exported, tmp_path, capsys):
+    """What the hub reads of it, with the figures of the run; and how to upload it."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(exported / "out/README.md")
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.tags) == (
+        "transformers",
+        "text-generation",
+        ["gpt2"],
+    )
+    assert card.data.eval_results is None and card.data.license is None
+    assert "A GPT-2 of " in card.text and "Trained on" not in card.text  # the run has no figures
+    record = {"data": {"name": "text", "path": "/home/me/novel.txt"}}
+    write_run(tmp_path / "run")
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(record))
+    figures = {"steps": 4000, "epochs": 4.4, "val_loss": 3.0, "best_val_loss": 2.4, "val_bits_per_byte": 2.0}
+    (tmp_path / "run/metrics.json").write_text(json.dumps(figures))
+    run("--checkpoint", tmp_path / "run", "--to", tmp_path / "my novel")
+    card = ModelCard.load(tmp_path / "my novel/README.md")
+    [result] = card.data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == (
+        "novel.txt, held out",
+        "bits_per_byte",
+        1.6,
+    )
+    assert "Trained on novel.txt for 4,000 steps (4.40 epochs); on a part" in card.text
+    assert "/home/me" not in (tmp_path / "my novel/README.md").read_text()
+    assert f"share it: hf upload 'my novel' '{tmp_path}/my novel', once" in capsys.readouterr().out
 
 
 def test_without_transformers(trained, monkeypatch):

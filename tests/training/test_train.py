@@ -16,10 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
 from gpt.sampling.pictures import CELL, GAP
+from gpt.training.config.loading import read
+from gpt.training.run.run import REFERENCES, text_name
 from harness import CONCERNS, ROOT, Done, read_curves, read_events, refused, tiny_arguments, train
 
 SCALARS = {
-    *(f"train/{name}" for name in ("loss", "lr", "matrix_lr", "grad_norm")),
+    *("train/loss", "train/lr", "train/matrix_lr", "weights/grad_norm"),
     *("val/loss", "val/bits_per_byte", "val_samples/longest_copy"),
     *("work/tokens_per_second", "work/peak_memory_gib", "weights/update_ratio/layer_1", "weights/update_ratio/layer_2"),
 }
@@ -55,7 +57,9 @@ def test_what_is_printed(run):
     scored = f"validation       {metrics['val_bits_per_byte']:.4f}  bits per byte"
     assert f"\n{scored}\n  unigram        {bits:.4f}  " in done.stdout
     assert f"\nthe run:      {run_dir}\n" in done.stdout
-    assert f"its curves:   tensorboard --logdir {run_dir.parent}\n" in done.stdout
+    assert (
+        f"its curves:   tensorboard --logdir {run_dir.parent}, and http://localhost:6006/?smoothing=0\n" in done.stdout
+    )
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)  # a log, in which no terminal acts
 
 
@@ -143,7 +147,8 @@ def test_tensorboard_serves_the_run(run):
         assert get("custom_scalars/layout")["category"][0]["title"] == "Loss"
         references = json.loads((run[0] / "metrics.json").read_text())["references"]
         for name, reference in references.items():
-            line = urllib.parse.quote(f"run/.references/{name} {reference['bits_per_byte']:.4f}")
+            name = f"{text_name(read(run[0] / 'config.yaml').data)} {name} {reference['bits_per_byte']:.4f}"
+            line = urllib.parse.quote(f"run/{REFERENCES}/{name}")
             points = get(f"scalars/scalars?run={line}&tag=val/bits_per_byte")
             assert [step for _, step, _ in points] == [0, 40]
         settings = get("hparams/experiment?request=%7B%7D")["hparamInfos"]
@@ -254,6 +259,7 @@ def refuse(tmp_path):
         ("optim.lr=-1", "optim.lr=-1.0 is out of range"),
         ("data.path=x.txt", "data.path='x.txt' names no text file"),
         ("model=nope", "model=nope is not known: choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini"),
+        (f"data={ROOT / 'README.md'}", f"; for a text of your own say data.path={ROOT / 'README.md'}"),
         ("foo", "'foo' is not key=value"),
         ("init_from=/nowhere", "/nowhere: there is no such checkpoint or run directory"),
         ("resume=/nowhere", "/nowhere: not a run directory"),

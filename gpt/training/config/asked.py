@@ -25,6 +25,7 @@ class Asked:
     model: str = ""  # the name of a file in configs/model, which may be auto; rerun if another run brings the model
     callbacks: tuple[str, ...] = ()  # the user's, as module:name
     plan: str = ""  # true or json, if nothing is to be trained
+    job: str = ""  # what varies between the jobs of a sweep, as of this one
     in_python: bool = False  # whether to suggest calls, as to who has called `gpt.train`, and not commands
 
     def __post_init__(self) -> None:

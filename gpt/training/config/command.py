@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -56,7 +58,8 @@ def _checked(composed: DictConfig) -> Asked:
         raise UserError(f"plan={plan} describes one new run, in one process: leave out -m, resume and torchrun")
     model = "rerun" if composed.get("rerun") else chosen.runtime.choices.get("model", "")  # not of a saved composition
     config = validate(composed_values(composed, list(given)))
-    return Asked(config, given, model, tuple(callbacks_of(composed)), "" if plan == "false" else plan)
+    job = chosen.job.override_dirname if chosen.mode == RunMode.MULTIRUN else ""
+    return Asked(config, given, model, tuple(callbacks_of(composed)), "" if plan == "false" else plan, job)
 
 
 class JobFailed(BaseException):
@@ -94,6 +97,7 @@ def compose_and_run(job: Callable[[], Any]) -> None:
                     f"{ranks().world_size} processes were started, and a sweep is one: use python train.py -m, with "
                     "trainer.devices for several devices"
                 )
+            sys.argv[1:] = [*sys.argv[1:], naming_jobs(sys.argv[1:])]
             if not any("hydra/sweeper=" in word for word in sys.argv):
                 check_jobs()
         job()
@@ -105,6 +109,13 @@ def compose_and_run(job: Callable[[], Any]) -> None:
         raise UserError(describe(error)) from None
     if failure is not None:
         raise failure
+
+
+def naming_jobs(words: list[str]) -> str:
+    """An override that has Hydra name the jobs of a sweep, as `override_dirname`, by those keys alone that vary."""
+    overrides = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("-")])
+    fixed = [one.get_key_element() for one in overrides if not one.is_sweep_override()]
+    return f"hydra.job.config.override_dirname.exclude_keys={json.dumps(fixed)}"
 
 
 def check_jobs() -> None:

@@ -79,7 +79,13 @@ def describe(error: Exception) -> str:
         return f"{override!r} {what}{remedy}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        own = {"data": "; for a text of your own say data.path=FILE", "tokenizer": "; byte comes closest to characters"}
+        if group.startswith("data/"):  # a path
+            group, _, name = str(error.missing_cfg_file).partition("/")
+        file = quote(name) if os.path.exists(name) else "FILE"
+        own = {
+            "data": f"; for a text of your own say data.path={file}",
+            "tokenizer": "; byte comes closest to characters",
+        }
         return f"{group}={name} is not known: choose from {', '.join(error.options)}{own.get(group, '')}"
     if str(error).startswith("Config group override must be"):
         return "a group takes the name of one of its files, such as model=mini"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpt.console import duration
+from gpt.console import duration, say
 from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
@@ -90,6 +90,7 @@ def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> 
         config = replace(config, trainer=replace(config.trainer, precision="fp32"))
     config, each = measure(config, schedule, text, at_most=1.0)
     steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
+    say(f"model=auto: learning the text with a small model for about {duration(steps * each)}, then timing larger ones")
     with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
         for module, _ in throwaway_steps(config, replace(schedule, total_steps=steps), text):
             model = module.model

@@ -18,7 +18,7 @@ from gpt.hardware.memory import peak_memory_bytes
 from gpt.training.distributed.launch import is_rank_0, ranks
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.run.run import EVENTS, SUFFIX, TABLE, Run
+from gpt.training.run.run import EVENTS, REFERENCES, SUFFIX, TABLE, Run, text_name
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
     from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +95,7 @@ class Curves:
             raise module.broken_gradient(self._mark[0], step, last, "nothing was saved after it")
         self._mark = (step, run.state.seconds)
         self.tokens_per_second = steps * settings.tokens_per_step / seconds
-        scalars = {"train/loss": loss, "train/grad_norm": float(module.grad_norm)}
+        scalars = {"train/loss": loss, "weights/grad_norm": float(module.grad_norm)}
         rules = OPTIMIZERS[run.config.optim.name]
         for group in trainer.optimizers[0].param_groups:  # train/lr, and train/matrix_lr where that is another
             scalars[f"train/{rules[group['role']].settings['lr']}"] = group["lr"]
@@ -123,15 +123,15 @@ class Curves:
         return {f"weights/update_ratio/layer_{i}": ratio for i, ratio in enumerate(ratios, start=1)}
 
     def draw_references(self, bits: dict[str, float], steps: int) -> None:
-        """Show references in TensorBoard as named lines beside val/bits_per_byte, which the runs in runs/ share."""
+        """Show the best two references of a text as lines beside val/bits_per_byte, which the runs in runs/ share."""
         if self.writer is not None:
             from gpt.training.metrics.tensorboard import draw_line
 
             place = self._run.directory if self._run.config.run_dir else self._run.directory.parent
-            lines = place / ".references"  # hidden, so that runs/* are runs
+            text = text_name(self._run.config.data)
             with contextlib.suppress(OSError):  # as where runs/ is somebody else's: a run does without these lines
-                for name, value in bits.items():
-                    draw_line(lines / f"{name} {value:.4f}", "val/bits_per_byte", value, steps)
+                for name, value in sorted(bits.items(), key=lambda item: item[1])[:2]:
+                    draw_line(place / REFERENCES / f"{text} {name} {value:.4f}", "val/bits_per_byte", value, steps)
 
     def write(self, scalars: dict[str, float], step: int, everywhere: bool = True) -> None:
         """Add a point to each of the named curves, `everywhere` or in our files alone; do nothing on ranks above 0."""

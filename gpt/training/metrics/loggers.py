@@ -13,6 +13,7 @@ from gpt.errors import UserError, reason
 from gpt.files import read_text, write_text
 from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import Curves
+from gpt.training.module import GPTModule
 
 PROJECT = "mini-gpt"  # as wandb and mlflow list its runs
 
@@ -54,15 +55,19 @@ class UserCurves(Logger):
     """Has Lightning write into our curves: what callbacks log with `module.log` or `trainer.logger.log_metrics`.
 
     Lightning passes the values of `module.log` on after the checkpoint of their step is saved, so that a resumed run
-    would lack them. `write_latest` writes them before that, at each log point, the latest of each tag.
+    would lack them, and again at later steps. So `write` writes them before that, each at the step of its `module.log`.
     """
 
     name, version = "curves", ""
 
-    def __init__(self, curves: Curves, logged: dict[str, float]):
+    def __init__(self, curves: Curves, waiting: dict[str, list]):
         super().__init__()
         self._curves = curves
-        self._logged = logged  # the latest value of each tag of `module.log`
+        # The latest step and value of each tag of `module.log` since it was written; earlier versions had no steps.
+        self._waiting = waiting
+        for tag in [tag for tag, value in waiting.items() if not isinstance(value, list)]:
+            del waiting[tag]
+        self._known: set[str] = set()  # tags of `module.log`
         self._steps: dict[str, int] = {}  # of the last point of each curve
 
     @property
@@ -76,7 +81,7 @@ class UserCurves(Logger):
         step = step or 0
         if "epoch" in metrics:
             step += 1
-            metrics = {tag: value for tag, value in metrics.items() if tag != "epoch" and tag not in self._logged}
+            metrics = {tag: value for tag, value in metrics.items() if tag != "epoch" and tag not in self._known}
         # `LearningRateMonitor` logs the first step twice.
         new = {tag: float(value) for tag, value in metrics.items() if self._steps.get(tag) != step}
         self._steps |= dict.fromkeys(new, step)
@@ -85,12 +90,25 @@ class UserCurves(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: a run's configuration is logged already."""
 
-    def note(self, trainer: Trainer) -> None:
-        """Take over the latest values of `module.log`, but no NaN, which a checkpoint would be refused for."""
-        values = {tag: float(value) for tag, value in trainer.logged_metrics.items()}
-        self._logged |= {tag: value for tag, value in values.items() if not math.isnan(value)}
+    def note(self, trainer: Trainer, module: GPTModule, step: int) -> None:
+        """Take over what was logged in a step."""
+        for name in module.logged:
+            for tag in (name, f"{name}_step"):  # as Lightning calls it where there is a mean over the epoch as well
+                if (value := trainer.logged_metrics.get(tag)) is not None:
+                    self._waiting[tag] = [step, value]
+                    self._known.add(tag)
+        module.logged.clear()
 
-    def write_latest(self, trainer: Trainer, step: int) -> None:
-        """Write a point of each tag."""
-        self.note(trainer)
-        self._curves.write(self._logged, step, everywhere=False)
+    def settle(self) -> None:
+        """Have plain numbers wait, as a checkpoint takes them, and no NaN, which one would be refused for."""
+        for tag, (step, value) in list(self._waiting.items()):
+            self._waiting[tag] = [step, float(value)]
+            if math.isnan(float(value)):
+                del self._waiting[tag]
+
+    def write(self) -> None:
+        """Write a point of each tag that waits."""
+        self.settle()
+        for tag, (step, value) in self._waiting.items():
+            self._curves.write({tag: value}, step, everywhere=False)
+        self._waiting.clear()

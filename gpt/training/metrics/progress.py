@@ -1,7 +1,11 @@
 """What a run shows while it trains: two lines for each validation, and below them a bar on a terminal."""
 
+import contextlib
+import json
+import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from gpt.console import bars, duration, in_notebook, say
@@ -23,16 +27,19 @@ class Progress:
 
     def __init__(self, run: Run, curves: Curves):
         self._run, self._curves = run, curves
-        self._score: Score | None = None  # of the last validation
+        self._validation: tuple[float, float] | None = None  # the last: nats per token, and bits per byte
         self._line: Any = None  # the bar
         self._told = False  # how long the run will take, where no line shows it all the time
 
     def open(self, step: int, steps: int) -> None:
         """Show the bar, on a terminal or in a notebook."""
         self._begin = step, self._run.state.seconds
-        if is_rank_0() and (sys.stderr.isatty() or in_notebook()):
-            # The time left follows the speed of about the last hundred updates, so it is calm.
-            calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01}
+        if step:
+            self._validation = _validated(self._run.directory, step)
+        if is_rank_0() and (_has_width() or in_notebook()):
+            # The time left follows the speed of about the last hundred updates, so it is calm; and the line appears
+            # only after the first update, when there is one to tell.
+            calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01, "delay": 1e-9}
             facts = "  ".join(self._facts())
             self._line = bars()(total=steps, initial=step, **calm, bar_format=LINE, postfix=facts, leave=False)
 
@@ -41,7 +48,7 @@ class Progress:
         if self._line is not None:
             if self._run.schedule.due(step, self._run.config.trainer.log_every):
                 self._line.set_postfix_str("  ".join(self._facts()), refresh=False)
-                self._line.total = steps
+            self._line.total = steps
             self._line.update()
         elif not self._told and (measured := self._run.state.seconds - self._begin[1]) > MEASURED:
             self._told = True
@@ -51,22 +58,39 @@ class Progress:
 
     def report(self, step: int, steps: int, score: Score) -> None:
         """Print the lines of a validation."""
-        self._score = score
+        self._validation = score.nats_per_token, score.bits_per_byte
         if is_rank_0():
             facts = f"step {step}/{steps}  {'  '.join(self._facts())}"
             width = shutil.get_terminal_size().columns - 4
             say(facts + "".join(f"\n    {one_line(text, width)}" for text in self._run.samples[-1:]), sys.stdout)
 
     def _facts(self) -> list[str]:
-        trained, score, speed = self._run.state.loss, self._score, self._curves.tokens_per_second
-        losses = f"train {_short(trained):>5} val {_short(score.nats_per_token if score else None):>5}"
-        bits = f"{_short(score.bits_per_byte if score else None):>5} bits/byte"
+        trained, speed = self._run.state.loss, self._curves.tokens_per_second
+        loss, bits_per_byte = self._validation or (None, None)
+        losses = f"train {_short(trained):>5} val {_short(loss):>5}"
+        bits = f"{_short(bits_per_byte):>5} bits/byte"
         return [losses, bits, f"{bars().format_sizeof(speed) if speed else '-':>5} tok/s"]
 
     def close(self) -> None:
         """Clear the bar."""
         if self._line is not None:
             self._line.close()
+
+
+def _has_width() -> bool:
+    """Whether stderr is a terminal, and not one of no columns, as under some programs."""
+    with contextlib.suppress(OSError):
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    return sys.stderr.isatty()
+
+
+def _validated(run: Path, step: int) -> tuple[float, float] | None:
+    """What the last validation of a run that goes on after `step` has found; None where its file does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        figures = json.loads((run / "metrics.json").read_bytes())
+        if figures["steps"] <= step:  # or a kill came before the checkpoint
+            return float(figures["val_loss"]), float(figures["val_bits_per_byte"])
+    return None
 
 
 def _short(value: float | None) -> str:

@@ -16,11 +16,12 @@ from gpt.training.distributed.launch import is_rank_0
 from gpt.training.run.run import Run
 
 MOST_SAMPLES = 3
+UNSMOOTHED = "http://localhost:6006/?smoothing=0"  # or else TensorBoard shows a final loss that is too high
 LONG_COPY = 60  # characters, about ten words: shorter passages recur in any text
 
 
-def report(run: Run) -> None:
-    """Print the final figures of a run, samples, and what to try next."""
+def report(run: Run, brief: bool = False) -> None:
+    """Print the final figures of a run, samples, and what to try next; or, of a job of a sweep, a `brief` line."""
     if not is_rank_0():
         return
     if run.complete:
@@ -28,6 +29,10 @@ def report(run: Run) -> None:
         return
     if not run.metrics:
         say(f"nothing to report before the first validation, at step {run.schedule.validate_every}")
+        return
+    if brief:
+        bits, steps, seconds = (run.metrics[key] for key in ("val_bits_per_byte", "steps", "train_seconds"))
+        say(f"{run.directory}: {bits:.4f} bits per byte after {steps} steps in {duration(seconds)}")
         return
     if run.stopped_by:
         say("as of the last validation:")
@@ -65,7 +70,6 @@ def closing_lines(
         for sample in samples[-MOST_SAMPLES:]:
             yield from _item(sample, shutil.get_terminal_size().columns)
     if _memorises(figures):
-        copied = figures.get("longest_copy", 0)
         losses = f"{figures['train_loss']:.2f} nats per token on it, {figures['val_loss']:.2f} on other text"
         copied = figures.get("longest_copy", 0)
         copy = f", and a copied passage of {copied} characters" if copied > LONG_COPY else ""
@@ -121,7 +125,7 @@ def _next(
         sample += quote(prompt)
         yield "sample it", sample
         yield "see why", "the same with --insight page.html"
-    yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}"
+    yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}, and {UNSMOOTHED}"
     turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
     if turned or _memorises(figures):  # it may have turned unseen, between too few validations
         steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))

@@ -21,7 +21,8 @@ FIRST = ("model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "se
 
 def opening(config: Config) -> list[Summary]:
     """The summaries that belong at step 0."""
-    settings = {key: str(v) if isinstance(v, list) else v for key, v in config.settings().items()}
+    # As text, or else 128 channels would be shown as 128.00.
+    settings = {key: str(v) if type(v) in (list, int) else v for key, v in config.settings().items()}
     compared = dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))  # beside them in the HPARAMS tab
     experiment, *session = hparams(settings, compared)
     plugin = experiment.value[0].metadata.plugin_data
@@ -49,10 +50,13 @@ def named_after(last: Path | None) -> Iterator[None]:
 def draw_line(folder: Path, tag: str, value: float, steps: int) -> None:
     """Add a flat line to the chart of a tag, which TensorBoard names by its folder, as if it were a run.
 
-    Of several files in a folder, the last by name counts: that of the longest run.
+    Of several files in a folder, TensorBoard shows the one that it reads last, so a shorter line adds none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"events.out.tfevents.{steps:013}").open("wb") as stream:
+    name = f"events.out.tfevents.{steps:013}"
+    if any(file.name >= name for file in folder.glob("events.*")):
+        return
+    with (folder / name).open("wb") as stream:
         for step in (0, steps):
             event = Event(wall_time=time.time(), step=step, summary=scalar(tag, value))
             RecordWriter(stream).write(event.SerializeToString())

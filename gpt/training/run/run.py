@@ -33,6 +33,7 @@ from gpt.training.run.code import code
 from gpt.training.run.state import TrainState
 
 TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
+REFERENCES = "9999-references"  # their lines for TensorBoard, which so sorts them behind runs named by a date
 SUFFIX = ".run"  # of the names of our event files, by which they are told from those of other programs
 EVENTS = f"events.out.tfevents.*{SUFFIX}"
 # What may differ between config.yaml and the newest checkpoint, where a kill came between the two files.
@@ -285,7 +286,7 @@ def text_name(data: DataConfig) -> str:
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^\w.+-]+", "_", name, flags=re.ASCII)
+    return re.sub(r"[^\w.+=-]+", "_", name, flags=re.ASCII)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ class TrainState:
     lowest: float = math.inf
     near: int = 0
     high: int = 0
-    logged: dict[str, float] = field(default_factory=dict)  # the latest values of what users' callbacks log
+    logged: dict[str, list] = field(default_factory=dict)  # what users' callbacks have logged since: step and value
     sizes: dict[str, int] = field(default_factory=dict)  # of the files that grow, in bytes
     loss_scale: dict[str, Any] = field(default_factory=dict)  # of fp16
     skipped_steps: int = 0  # by fp16

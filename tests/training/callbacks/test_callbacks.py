@@ -34,10 +34,14 @@ class Recorder(Callback):
         self.losses: list[float] = []
         self.validations: list[int] = []
         self.metrics: list[float] = []
+        self.begun: list[int] = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
         self.steps.append(trainer.global_step)
         self.losses.append(float(outputs["loss"]))
+
+    def on_validation_start(self, trainer, module) -> None:
+        self.begun.append(trainer.global_step)
 
     def on_validation_end(self, trainer, module) -> None:
         self.validations.append(trainer.global_step)
@@ -72,7 +76,7 @@ def test_a_batch_is_a_step(trained):
 def test_validations_are_heard(trained):
     """Callbacks hear of each after its step, with the loss in `trainer.callback_metrics`; the clock stands still."""
     session, recorder = trained
-    assert recorder.validations == [3, 6, 9, 12]
+    assert recorder.begun == recorder.validations == [3, 6, 9, 12]
     assert recorder.metrics == pytest.approx([loss for _, loss in read_curves(session.directory)["val/loss"]])
     assert session.metrics["val_loss"] == pytest.approx(recorder.metrics[-1])
     assert session.state.seconds < recorder.seconds - 4 * 0.2

@@ -1,12 +1,14 @@
 """What a person sees while a run trains, on terminals of any width, and what a log keeps."""
 
 import io
+import json
 import os
 import pty
 import re
 import subprocess
 import sys
 import termios
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,8 +87,43 @@ def test_what_the_bar_says(tmp_path, monkeypatch, loss, facts):
     monkeypatch.setattr(sys, "stderr", Terminal())
     shown = progress(tmp_path, loss=loss)
     shown.open(0, 4000)
+    time.sleep(0.6)
+    shown.end_step(1, 4000)
+    assert re.match(r"\r1/4000  0%  [\d:]+ left, ", sys.stderr.getvalue())  # its first line already has a time
     assert facts in sys.stderr.getvalue()
     shown.close()
+
+
+@pytest.mark.parametrize(("steps", "facts"), [(500, "val 2.917  1.521 bits/byte"), (501, "val     -      - bits/byte")])
+def test_a_run_that_goes_on(tmp_path, monkeypatch, steps, facts):
+    """The last validation before is known at once, but none that comes after the checkpoint, as a kill may leave."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    figures = {"steps": steps, "val_loss": 2.91684, "val_bits_per_byte": 1.52063}
+    (tmp_path / "metrics.json").write_text(json.dumps(figures))
+    shown = progress(tmp_path, loss=2.5)
+    shown.open(500, 4000)
+    time.sleep(0.6)
+    shown.end_step(501, 4000)
+    assert facts in sys.stderr.getvalue()
+    shown.close()
+
+
+@pytest.mark.parametrize("columns", [0, 80])
+def test_a_terminal_of_no_width(tmp_path, monkeypatch, capsys, columns):
+    """No line can be shown there, and so how long the run takes is said, as in a log."""
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (23, columns))
+    with os.fdopen(end, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        shown = progress(tmp_path)
+        shown.open(0, 4000)
+        shown._run.state.seconds = 10.0
+        shown.end_step(100, 4000)
+        shown.close()
+    os.close(terminal)
+    expected = "" if columns else "about 6m30s to go at this machine's speed, besides validations\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_a_line_above_the_bar(monkeypatch):
@@ -105,7 +142,9 @@ def test_an_error_clears_the_bar(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     shown = progress(tmp_path)
     shown.open(0, 7)
-    assert "0/7" in sys.stderr.getvalue()
+    time.sleep(0.6)
+    shown.end_step(1, 7)
+    assert "1/7" in sys.stderr.getvalue()
     shown.close()
     assert re.search(r"\r +\r$", sys.stderr.getvalue())
 

@@ -93,7 +93,8 @@ def test_a_mistake_comes_first(place):
     line = refused(*TINY, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", "callbacks=of_mine:fails")
     assert "callbacks: of_mine:fails cannot be imported and made (RuntimeError: no luck)" in line
     assert not (place / "run").exists()
-    assert "callbacks: '7' is not of the form module:name, as in " in refused("callbacks=7")
+    for words in (["callbacks=7"], ["callbacks=7", "plan=true"]):
+        assert "callbacks: '7' is not of the form module:name, as in " in refused(*words)
 
 
 @pytest.mark.slow

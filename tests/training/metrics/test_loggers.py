@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -67,13 +68,14 @@ def again(session: Run, folder: Path, **changes) -> Run:
 
 
 def test_what_callbacks_log(whole):
-    """`module.log` counts steps as our curves do, at log points; what goes past the module is taken as it is.
+    """`module.log` counts steps as our curves do: of each tag the latest value up to a log point or a validation, at
+    the step where it was logged. What goes past the module is taken as it is.
 
     It is all in TensorBoard, too.
     """
     table = read_table(whole.directory)
     assert table["mine/step"] == [(step, float(step)) for step in (3, 6, 9, 12, 13)]
-    assert table["mine/once"] == [(step, 4.0) for step in (6, 9, 12, 13)]
+    assert table["mine/once"] == [(4, 4.0)]
     assert table["mine/direct"] == [(5, 2.5), (10, 5.0)]
     assert table["mine/end"] == [(13, 7.0)]
     losses = dict(table["val/loss"])  # at 3, 6, 9, 12 and 13
@@ -131,9 +133,11 @@ def test_no_loggers(whole, tmp_path):
 
 def test_values_that_are_no_numbers():
     """A NaN that a callback logs stays out of checkpoints, which would be refused with it."""
-    values = UserCurves(None, logged := {})  # type: ignore[arg-type]
-    values.note(SimpleNamespace(logged_metrics={"a": float("nan"), "b": 2.0}))  # type: ignore[arg-type]
-    assert logged == {"b": 2.0}
+    values = UserCurves(None, waiting := {"of an earlier version": 1.0})  # type: ignore[arg-type]
+    trainer = SimpleNamespace(logged_metrics={"a": torch.tensor(float("nan")), "b_step": torch.tensor(2.0)})
+    values.note(trainer, SimpleNamespace(logged={"a", "b"}), 3)  # type: ignore[arg-type]
+    values.settle()
+    assert waiting == {"b_step": [3, 2.0]}
 
 
 # --- which loggers ---

@@ -60,7 +60,7 @@ samples after step 1100, more in samples.md:
 the run:      runs/a b
 sample it:    python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s'
 see why:      the same with --insight page.html
-its curves:   tensorboard --logdir runs
+its curves:   tensorboard --logdir runs, and http://localhost:6006/?smoothing=0
 run shorter:  python train.py 'rerun=runs/a b' horizon=500steps"""
     )
 

@@ -25,7 +25,7 @@ from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.report import report
 from gpt.training.metrics.samples import frequent
 from gpt.training.metrics.tensorboard import layout
-from gpt.training.run.run import Run
+from gpt.training.run.run import REFERENCES, Run, text_name
 from harness import StopAt, begin_run, differences, fit, read_events, read_table, resume_run, tiny_config
 
 EXPERIMENT = ["horizon=43steps", "trainer.validate_every=7", "trainer.precision=fp32", "model.d_model=36"]
@@ -161,7 +161,7 @@ def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The lines that TensorBoard shows of the references in a folder: name to points."""
     return {
         line.name: [(event.step, event.value) for event in read_events(line).Scalars("val/bits_per_byte")]
-        for line in (folder / ".references").iterdir()
+        for line in (folder / REFERENCES).iterdir()
     }
 
 
@@ -177,21 +177,39 @@ def test_a_clock_that_was_set_back(corpus_folder, tmp_path, monkeypatch):
 
 
 def test_lines(run, corpus_folder, tmp_path, monkeypatch):
-    """Each reference is one line, named with its figure, which runs in runs/ share; the longest run draws it last."""
+    """The best two references are a line each, named by text and figure, which runs in runs/ share.
+
+    The longest run has drawn it last, so that none is cut off in a page that is open.
+    """
     references = {name: float(np.float32(one["bits_per_byte"])) for name, one in run[0].metrics["references"].items()}
-    expected = lambda steps: {f"{name} {y:.4f}": [(0, y), (steps, y)] for name, y in references.items()}  # noqa: E731
+    expected = lambda steps: {f"{text} {name} {y:.4f}": [(0, y), (steps, y)] for name, y in references.items()}  # noqa: E731
+    text = text_name(run[0].config.data)
     assert lines(run[0].directory) == expected(43)
     monkeypatch.chdir(tmp_path)
     for steps in (2, 5, 3):
         fit(begin_run(tiny_config(corpus_folder, f"horizon={steps}steps", "data.prompts=[]"), "tiny"))
     assert lines(tmp_path / "runs") == expected(5)
-    assert list(tmp_path.rglob(".references")) == [tmp_path / "runs/.references"]
+    drawn = [list(line.iterdir()) for line in (tmp_path / "runs" / REFERENCES).iterdir()]
+    assert [len(files) for files in drawn] == [2, 2]  # of 2 steps and of 5
+    assert sorted((tmp_path / "runs").iterdir())[-1].name == REFERENCES
+
+
+def test_the_best_two_lines(tmp_path):
+    """Of all references of a text."""
+    curves = Curves(Run(tmp_path, Config(run_dir=str(tmp_path))))
+    curves.open(0)
+    curves.draw_references({"unigram": 3.2, "bigram": 2.15, "gzip -9": 2.4, "xz -9e": 2.1}, 5)
+    curves.close()
+    assert {line.name for line in (tmp_path / REFERENCES).iterdir()} == {
+        "python_docs xz -9e 2.1000",
+        "python_docs bigram 2.1500",
+    }
 
 
 def test_lines_that_cannot_be_drawn(corpus_folder, tmp_path):
     """A run does without them."""
     session = begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    (tmp_path / "run/.references").write_text("a file")
+    (tmp_path / "run" / REFERENCES).write_text("a file")
     fit(session)
     assert list(session.metrics["references"]) == ["unigram", "bigram"]
 
