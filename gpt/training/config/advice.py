@@ -12,7 +12,7 @@ TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is
 MEMORISED = 2.0  # a text is learnt by heart if its validation loss is so many times the training loss
 UNPASSED = 1.25  # the same, where validation has not passed the simplest reference
 MOST_EPOCHS = 15  # after which validation ends higher than after 10, by 9% on 300 KB
-DROPOUT, DROPPED_EPOCHS = 0.2, 50  # with so much of it, a text can be seen so often
+DROPOUT = 0.2  # from which on a text can be seen twice as often
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
 VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
@@ -52,13 +52,11 @@ def _repeats(config: Config, schedule: Schedule, text: Corpora) -> str:
     tokens = schedule.total_steps * config.trainer.tokens_per_step
     each = epochs(tokens, text)
     name, most = max(each.items(), key=lambda item: item[1])
-    limit = MOST_EPOCHS if config.model.dropout < DROPOUT else DROPPED_EPOCHS
+    limit = MOST_EPOCHS if config.model.dropout < DROPOUT else 2 * MOST_EPOCHS
     suitable = suitable_steps(config, text)
     if most <= limit or (len(each) == 1 and schedule.total_steps <= suitable):
         return ""
     what, remedy = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
-    if most <= DROPPED_EPOCHS:
-        remedy += f", or model.dropout={DROPOUT}"
     if len(each) > 1:
         what = name
         if tokens / text.train_tokens <= limit:

@@ -90,15 +90,13 @@ def test_megabyte(tmp_path):
 
 
 def test_dropout(tmp_path):
-    """It is an alternative where it has been found to help, and then nothing more is said."""
+    """With enough of it a text may be seen twice as often."""
     config = settings(tmp_path, words(60_000), "horizon=25epochs")
     [line] = told(config)
-    assert re.search(
-        r"read the text 25 times; beyond about 15 .*: try horizon=[\d,]+steps, or model.dropout=0.2$", line
-    )
+    assert "read the text 25 times; beyond about 15 " in line
     assert told(changed(config, "model.dropout=0.2")) == []
-    [more] = told(changed(config, "model.dropout=0.2", "horizon=60epochs"))
-    assert "read the text 60 times; beyond about 50 " in more and "dropout" not in more
+    [line] = told(changed(config, "model.dropout=0.2", "horizon=40epochs"))
+    assert "read the text 40 times; beyond about 30 " in line
 
 
 @pytest.mark.slow
