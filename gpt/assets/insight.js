@@ -6,7 +6,9 @@ const BITS = 12, ROWS = 8, LATER = 2;  // the most surprise in the colours; toke
 const PICTURE = Math.min(64, seen);  // rows of a head's picture, and its columns
 const $ = (id) => document.getElementById(id);
 const text = (i) => data.vocabulary[data.tokens[i]];
-const state = { token: data.given, mode: "surprise", layer: depth - 1, head: 0 };
+const HINT = 1 / 5;  // of the weight that goes to one kind of place, from which on a head has a hint
+const state = { token: data.given, mode: "surprise", place: (depth - 1) * heads };  // head state.place % heads of its layer
+const chosenLayer = () => Math.floor(state.place / heads), chosenHead = () => state.place % heads;
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -28,20 +30,23 @@ async function unpack(layer) {  // see `_packed` in gpt/sampling/insight.py
   layers[layer] = new Float32Array(bits.buffer);
 }
 
-function vector(kind, head, token) {  // of the chosen layer; kind: 0 query, 1 key, 2 the first numbers of the value
-  const size = kind === 2 ? data.numbers : width, start = kind * heads * seen * width + (head * seen + token) * size;
-  return layers[state.layer].subarray(start, start + size);
+const QUERY = 0, KEY = 1, VALUE = 2, ADDED = 3, BEFORE = 4;  // from VALUE on the first numbers; BEFORE has no heads
+
+function vector(kind, layer, head, token) {
+  const size = kind < VALUE ? width : data.numbers, sizes = [width, width, data.numbers, data.numbers];
+  const start = sizes.slice(0, kind).reduce((sum, one) => sum + one, 0) * heads * seen + (head * seen + token) * size;
+  return layers[layer].subarray(start, start + size);
 }
 
-function score(query, head, token) {
-  const key = vector(1, head, token);
+function score(query, layer, head, token) {
+  const key = vector(KEY, layer, head, token);
   let sum = 0;
   for (let d = 0; d < width; d++) sum += query[d] * key[d];
   return sum / Math.sqrt(width);
 }
 
-function attentionWeights(head, token) {
-  const query = vector(0, head, token), scores = range(token + 1).map((i) => score(query, head, i));
+function attentionWeights(layer, head, token) {
+  const query = vector(QUERY, layer, head, token), scores = range(token + 1).map((i) => score(query, layer, head, i));
   const most = Math.max(...scores), powers = scores.map((one) => Math.exp(one - most));
   const sum = powers.reduce((a, b) => a + b, 0);
   return powers.map((power) => power / sum);
@@ -61,11 +66,11 @@ const spans = range(count).map((i) => {
 });
 
 function show(i) {  // colours and words for a token that the mouse is over, or for the chosen one
-  if (!layers[state.layer]) return;
+  if (!layers[chosenLayer()]) return;
   const bits = data.expected[i].bits;
   const surprise = bits === null ? "the first token: nothing was expected" : `probability ${percent(2 ** -bits)}, surprise ${bits.toFixed(2)} bits`;
   $("chosen").textContent = `token ${i + 1} of ${count}: \u201c${text(i)}\u201d, ${surprise}`;
-  const weights = state.mode === "attention" ? attentionWeights(state.head, i - 1) : null;  // nothing comes before the first token
+  const weights = state.mode === "attention" ? attentionWeights(chosenLayer(), chosenHead(), i - 1) : null;  // nothing comes before the first token
   const most = weights && (i ? Math.max(...weights) : 1);
   $("legend-low").textContent = weights ? "0%" : "0 bits";
   $("legend-high").textContent = weights ? percent(most) : `${BITS} bits`;
@@ -94,13 +99,13 @@ function numbers(name, values, most = Math.max(...values.map(Math.abs)), digits 
 }
 
 function showExpected() {
-  const { likeliest } = data.expected[state.token], drawn = likeliest.some((one) => one.length > 2);
+  const { likeliest, rank } = data.expected[state.token], drawn = likeliest.some((one) => one.length > 2);
   $("expected-how").textContent = likeliest.length === 0 ? "Nothing comes before the first token."
     : drawn ? "The likeliest tokens, and what temperature and filters left of their probability. The token that was drawn is bold."
     : "The likeliest tokens in this place. The one in the text is bold.";
-  const titles = likeliest.length ? ["", "model", "", ...(drawn ? ["drawn from", ""] : [])] : [];
-  $("expected").replaceChildren(table(row(...titles.map((title) => label(title, "col"))), ...likeliest.map(([id, p, left]) => {
-    const own = id === data.tokens[state.token] ? "own" : "", cells = [cell(data.vocabulary[id], left === 0 ? "cut" : own)];
+  const titles = likeliest.length ? ["rank", "", "model", "", ...(drawn ? ["drawn from", ""] : [])] : [];
+  $("expected").replaceChildren(table(row(...titles.map((title) => label(title, "col"))), ...likeliest.map(([id, p, left], i) => {
+    const own = id === data.tokens[state.token] ? "own" : "", cells = [cell(own ? rank : i + 1, "number"), cell(data.vocabulary[id], left === 0 ? "cut" : own)];
     return row(...cells, cell(percent(p), "number"), bar(p), ...(drawn ? [cell(left === 0 ? "cut" : percent(left), "number"), bar(left)] : []));
   })));
 }
@@ -114,66 +119,88 @@ function showLayers() {
 }
 
 function showSteps() {  // the words are those of docs/attention.md
-  const { layer, head } = state, token = state.token - 1;  // the position that predicted the chosen token
+  const layer = chosenLayer(), head = chosenHead(), token = state.token - 1;  // the position that predicted the chosen token
   if (token < 0) {
     $("head-how").textContent = "Nothing comes before the first token.";
     return $("steps").replaceChildren();
   }
-  const weights = attentionWeights(head, token), attended = [...weights.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, ROWS);
+  const weights = attentionWeights(layer, head, token), attended = [...weights.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, ROWS);
   const shown = [...new Set([...attended, token])].sort((a, b) => a - b), share = shown.reduce((sum, i) => sum + weights[i], 0);
   const all = [...shown, ...range(Math.min(LATER, seen - token - 1), token + 1)];
-  const scores = all.map((i) => score(vector(0, head, token), head, i)), most = Math.max(...scores.map(Math.abs));
-  const context = range(data.numbers).map((d) => weights.reduce((sum, weight, i) => sum + weight * vector(2, head, i)[d], 0));
+  const scores = all.map((i) => score(vector(QUERY, layer, head, token), layer, head, i)), most = Math.max(...scores.map(Math.abs));
+  const context = range(data.numbers).map((d) => weights.reduce((sum, weight, i) => sum + weight * vector(VALUE, layer, head, i)[d], 0));
+  const added = Array.from(vector(ADDED, layer, head, token)), before = Array.from(vector(BEFORE, layer, 0, token));
+  const together = before.map((_, d) => range(heads).reduce((sum, h) => sum + vector(ADDED, layer, h, token)[d], data.biases[layer][d]));
   const vectors = (kind, tokens) => {
-    const first = tokens.map((i) => Array.from(vector(kind, head, i).subarray(0, data.numbers)));
+    const first = tokens.map((i) => Array.from(vector(kind, layer, head, i).subarray(0, data.numbers)));
     const largest = Math.max(...first.flat().map(Math.abs));
     return table(...tokens.map((i, r) => numbers(`${i + 1} ${text(i)}`, first[r], largest)));
   };
   const title = (textContent) => element("h3", { textContent }), how = (textContent) => element("p", { className: "how", textContent });
-  $("head-how").textContent = `How head ${head + 1} of layer ${layer + 1} looked back from \u201c${text(token)}\u201d to predict \u201c${text(token + 1)}\u201d: the tokens that it attended to most, with ${percent(share)} of the weight`
+  $("head-how").textContent = `How head ${head + 1} of layer ${layer + 1} looked back from \u201c${text(token)}\u201d to predict \u201c${text(token + 1)}\u201d: the tokens that it attended to most, together ${percent(share)} of the weight`
     + `${width > data.numbers ? `, and the first ${data.numbers} of ${width} numbers of each vector` : ""}.`;
   $("steps").replaceChildren(
-    title("1. Query: what this token looks for"), vectors(0, [token]),
-    title("2. Keys: what each token offers to be found by"), vectors(1, all),
+    title("1. Query: what this token looks for"), vectors(QUERY, [token]),
+    title("2. Keys: what each token offers to be found by"), vectors(KEY, all),
     title("3. Attention scores, causal mask, attention weights"),
     how(`A score is the query times a key, divided by the square root of ${width}. The mask sets the scores of later tokens to minus infinity; softmax turns each score into a weight, and all weights sum to one.`),
     table(row(label(""), ...all.map((i) => label(`${i + 1} ${text(i)}`, "col"))),
       numbers("scores", scores, most),
       numbers("masked", all.map((i, r) => (i > token ? -Infinity : scores[r])), most),
       numbers("weights", all.map((i) => weights[i] ?? 0), 1, 4)),
-    title("4. Values: what each token passes on"), vectors(2, shown),
+    title("4. Values: what each token passes on"), vectors(VALUE, shown),
     title("5. Context vector: the average of all values with these weights"), table(numbers("context", context)),
+    title("6. Output projection: what the head adds to the residual stream"),
+    how(`The output projection turns each context vector into ${data.channels} numbers, which are added to the residual stream. All heads and a bias make what the layer\u2019s attention adds.`),
+    table(numbers("this head", added), numbers("all heads", together), numbers("before", before), numbers("after", before.map((one, d) => one + together[d]))),
   );
 }
 
-const pictures = range(heads).map(() => element("canvas", { width: PICTURE, height: PICTURE }));
+const pictures = range(depth * heads).map(() => element("canvas", { width: PICTURE, height: PICTURE }));
+const hints = pictures.map(() => element("span"));
+$("heads-how").textContent = "A row for each layer. In a head\u2019s picture each row is a token that looks, each column one that it looks at; darker is more. "
+  + "A hint names the place that gets the most weight, on average over the rows from the third on, if that is more than a fifth: the token before, the first token, the token itself, or earlier ones that are the same.";
 
-function drawHeads() {  // a row for each token that attends, or for some of a long text, darker for more attention
+function hintOf(sums) {  // of weights that each kind of place gets, on average
+  const [name, most] = Object.entries(sums).reduce((a, b) => (b[1] > a[1] ? b : a));
+  return most > HINT ? `${name} ${percent(most)}` : "";
+}
+
+function drawHeads(layer) {  // a row for each token that attends, or for some of a long text, darker for more attention
   const places = range(PICTURE + 1).map((i) => Math.floor((i * seen) / PICTURE));
   const blue = getComputedStyle(document.documentElement).getPropertyValue("--cool").split(",").map(Number);
-  pictures.forEach((canvas, head) => {
+  const looking = places.slice(1).map((end) => end - 1), counted = looking.filter((token) => token > 1).length;
+  pictures.slice(layer * heads, (layer + 1) * heads).forEach((canvas, head) => {
     const context = canvas.getContext("2d"), image = context.createImageData(PICTURE, PICTURE);
+    const sums = { before: 0, first: 0, itself: 0, same: 0 };
     range(PICTURE).forEach((r) => {
-      const weights = attentionWeights(head, places[r + 1] - 1);
+      const token = looking[r], weights = attentionWeights(layer, head, token);
+      if (token > 1) {
+        sums.before += weights[token - 1] / counted;
+        sums.first += weights[0] / counted;
+        sums.itself += weights[token] / counted;
+        weights.forEach((weight, i) => { if (i < token && data.tokens[i] === data.tokens[token]) sums.same += weight / counted; });
+      }
       range(PICTURE).forEach((c) => {
         const most = Math.max(0, ...weights.slice(places[c], places[c + 1]));
         image.data.set([...blue, 255 * Math.sqrt(most)], 4 * (r * PICTURE + c));  // so that small weights show
       });
     });
     context.putImageData(image, 0, 0);
+    hints[layer * heads + head].textContent = hintOf(sums);
   });
 }
 
 // --- choosing ---
 
-function radios(group, key, values, name) {
+function radios(group, key, values, name, across = 1) {  // so many stand beside each other, if there are rows
   const buttons = values.map((value, i) => {
     const button = element("button", { type: "button" }, ...name(value));
     button.setAttribute("role", "radio");
     button.addEventListener("click", () => choose({ [key]: value }));
     button.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (!step) return;
+      const step = { ArrowRight: 1, ArrowDown: across, ArrowLeft: -1, ArrowUp: -across, Home: -i, End: values.length - 1 - i }[event.key];
+      if (step === undefined) return;
       event.preventDefault();
       const next = (i + step + values.length) % values.length;
       choose({ [key]: values[next] });
@@ -190,11 +217,14 @@ function radios(group, key, values, name) {
 
 const checks = [
   radios($("mode-buttons"), "mode", ["surprise", "attention"], (mode) => [mode === "surprise" ? mode : "attention that predicted the chosen token"]),
-  radios($("layer-buttons"), "layer", range(depth), (i) => [i + 1]),
-  radios($("head-buttons"), "head", range(heads), (i) => [pictures[i], i + 1]),
+  radios($("heads"), "place", range(depth * heads), (i) => [pictures[i], hints[i]], heads),
 ];
-
-let drawn;  // the layer whose heads the pictures show
+$("heads").style.gridTemplateColumns = `repeat(${heads + 1}, max-content)`;
+[...$("heads").children].forEach((button, i) => {
+  button.setAttribute("aria-label", `layer ${Math.floor(i / heads) + 1}, head ${(i % heads) + 1}`);
+  if (i % heads === 0) button.before(element("span", { textContent: `layer ${i / heads + 1}` }));
+});
+$("heads").prepend(element("span"), ...range(heads).map((i) => element("span", { textContent: `head ${i + 1}` })));
 
 async function choose(change) {
   spans[state.token].setAttribute("aria-selected", false);
@@ -209,12 +239,18 @@ async function choose(change) {
     const span = spans[state.token], box = $("text");
     if (span.offsetTop < box.scrollTop || span.offsetTop > box.scrollTop + box.clientHeight - 32) box.scrollTop = span.offsetTop - 64;
   }
-  if (!layers[state.layer]) await unpack(state.layer);
-  if (!layers[state.layer]) return;  // another one was chosen meanwhile, which will be shown
+  if (!layers[chosenLayer()]) await unpack(chosenLayer());
+  if (!layers[chosenLayer()]) return;  // another one was chosen meanwhile, which will be shown
   show(state.token);
-  if (drawn !== state.layer) drawHeads();
-  drawn = state.layer;
   showSteps();
+}
+
+async function drawAll() {  // layer by layer, so that the page answers meanwhile
+  for (const layer of range(depth)) {
+    if (!layers[layer]) await unpack(layer);
+    drawHeads(layer);
+    await new Promise((resume) => setTimeout(resume));
+  }
 }
 
 $("text").addEventListener("keydown", (event) => {
@@ -225,4 +261,4 @@ $("text").addEventListener("keydown", (event) => {
 });
 $("omitted").textContent = data.omitted ? `${data.omitted} more tokens were written after the text had outgrown the model\u2019s context; they are not shown.` : "";
 $("facts").textContent = Object.entries(data.facts).map(([key, value]) => `${key.replaceAll("_", "-")} ${value}`).join(" \u00b7 ");
-choose({ token: state.token });
+choose({ token: state.token }).then(drawAll);

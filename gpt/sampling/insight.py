@@ -1,8 +1,9 @@
 """The insight page: one HTML file that shows why a model continued a text as it did.
 
-It holds what the model expected at each token, what each layer would have said, and the queries, keys and values of
-every head, from which the page computes the attention that somebody looks at: that of the position that predicted the
-chosen token, which is the one before it. The page itself is gpt/assets/insight.*.
+It holds what the model expected at each token, what each layer would have said, the queries, keys and values of every
+head, from which the page computes the attention that somebody looks at, and what each head adds to the residual stream.
+All is that of the position that predicted the chosen token, which is the one before it. The page itself is
+gpt/assets/insight.*.
 
 Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_model.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gpt.files import ASSETS, home_path, write_text
+from gpt.model.attention import MultiHeadAttention
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
 from gpt.text.pieces import label
@@ -59,9 +61,11 @@ def insight_page(
     ids = (prompt + new)[: context + 1]  # of the last one the model has seen nothing: it is only written
     given = len(prompt)
     x = model.eval()._embed(model.token_embedding(torch.tensor([ids[:-1]], device=model.token_embedding.weight.device)))
-    states, layers = [x[0]], []  # the residual stream (T, C) before and after each block; its packed projections
+    states, layers, biases = [x[0]], [], []  # the residual stream (T, C) before and after each block; its heads
     for block in model.blocks:
-        layers.append(_packed(*block.attention._project(block.norm1(x))))  # type: ignore[operator, union-attr]
+        heads, bias = _heads(block.attention, block.norm1(x))  # type: ignore[arg-type, operator]
+        layers.append(_packed(*heads, x[0, :, :NUMBERS]))
+        biases.append([round(number, 4) for number in bias.tolist()])
         x = block(x)
         states.append(x[0])
     data: dict[str, Any] = {
@@ -70,6 +74,8 @@ def insight_page(
         "omitted": given + len(new) - len(ids),
         "heads": model.config.num_heads,
         "width": width,
+        "channels": model.config.d_model,
+        "biases": biases,
         "numbers": min(NUMBERS, width),
         "facts": facts,
         "expected": list(_expected(model, states[-1], ids, given, sampling)),
@@ -88,13 +94,27 @@ def insight_page(
     return page.replace("<!-- data -->", "".join(scripts))
 
 
-def _packed(queries: Tensor, keys: Tensor, values: Tensor) -> str:
-    """What the page computes attention from: queries and keys (1, H, T, D), and the first numbers of each value.
+def _heads(attention: MultiHeadAttention, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Queries and keys (1, H, T, D), and the first numbers of values and of what each head adds to the residual stream.
+
+    The bias of the output projection, which is returned last, belongs to no head.
+    """
+    queries, keys, values = attention._project(x)
+    contexts = attention._attend(queries, keys, values, None)[0]  # (H, T, D)
+    H, _, D = contexts.shape
+    # By what it does, since its weights may be packed: the bias, and below it the transposed weights.
+    known = attention.out_proj(torch.cat([x.new_zeros(1, H * D), torch.eye(H * D, device=x.device)])).float()
+    bias, weights = known[0, :NUMBERS], (known[1:] - known[0])[:, :NUMBERS].view(H, D, -1)
+    return [queries, keys, values[..., :NUMBERS], contexts.float() @ weights], bias
+
+
+def _packed(*parts: Tensor) -> str:
+    """What the page computes a layer's attention from, and what came of it.
 
     They are in bf16, which loses nothing if the model computes in it, and else leaves three digits. All low bytes come
     before the high ones, whose few signs and exponents a Huffman code then stores in a third of the room.
     """
-    numbers = torch.cat([queries.flatten(), keys.flatten(), values[..., :NUMBERS].flatten()]).bfloat16().cpu()
+    numbers = torch.cat([part.flatten().bfloat16() for part in parts]).cpu()
     halves = numbers.view(torch.uint8).view(-1, 2).T.numpy().tobytes()
     deflate = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)  # nothing repeats: searching for it costs time and bytes
     return base64.b64encode(deflate.compress(halves) + deflate.flush()).decode("ascii")
@@ -107,11 +127,11 @@ def _logits(model: GPT, state: Tensor) -> Iterator[Tensor]:
 
 
 def _expected(model: GPT, state: Tensor, ids: list[int], given: int, sampling: Sampling) -> Iterator[dict]:
-    """For each token after the first: its surprise in bits, its probability, and the likeliest tokens in its place.
+    """For each token after the first: its surprise in bits, its rank, and the likeliest tokens in its place.
 
     Each of those has its probability and, in the continuation, the one that temperature and filters left it.
     """
-    yield {"bits": None, "likeliest": []}  # nothing comes before the first token
+    yield {"bits": None, "rank": 0, "likeliest": []}  # nothing comes before the first token
     for place, (logits, token) in enumerate(zip(_logits(model, state), ids[1:], strict=True), start=1):
         logprobs = logits.log_softmax(-1)
         likeliest: list[int] = logprobs.topk(min(ALTERNATIVES, len(logprobs))).indices.tolist()
@@ -121,7 +141,8 @@ def _expected(model: GPT, state: Tensor, ids: list[int], given: int, sampling: S
             previous = torch.tensor([ids[:place]], device=logits.device)
             left = filter_logits(logits[None], previous, sampling)[0].softmax(-1)
             row = [[*one, round(float(left[one[0]]), 5)] for one in row]
-        yield {"bits": round(-float(logprobs[token]) / math.log(2), 3), "likeliest": row}
+        rank = int((logprobs > logprobs[token]).sum()) + 1
+        yield {"bits": round(-float(logprobs[token]) / math.log(2), 3), "rank": rank, "likeliest": row}
 
 
 def _guesses(model: GPT, state: Tensor) -> Iterator[list]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt.errors import UserError, require_range
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import DAMAGED, Sampling, align, generate
+from gpt.text.pieces import label
 from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from gpt.sampling.insight import Page
 
-PICTURE = 160  # pixels that the picture of a head has at least
+PICTURE = 320  # pixels that the picture of a head has at least
 
 
 @dataclass(frozen=True)
@@ -195,13 +196,12 @@ class LanguageModel:
     @torch.inference_mode()
     def attention(self, text: str) -> "Image":
         """Draw what all heads attend to in a text of at least one token: a row of heads for each layer."""
-        from PIL.Image import fromarray
-
-        from gpt.sampling.pictures import CELL, attention_picture
+        from gpt.sampling.pictures import attention_picture
 
         ids = self.tokenizer.encode(text)[-self.model.config.context_length :] or [self.tokenizer.end_of_text]
         maps = self.model.eval().attention_maps(torch.tensor([ids], device=self.device))[0].float().cpu().numpy()
-        return fromarray(attention_picture(maps, max(CELL, PICTURE // len(ids))))
+        tokens = [label(self.tokenizer.decode_bytes([i])) for i in ids]
+        return attention_picture(maps, tokens, f"{len(ids)} tokens of a text", max(4, min(24, PICTURE // len(ids))))
 
     @property
     def device(self) -> torch.device:

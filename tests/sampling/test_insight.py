@@ -15,6 +15,7 @@ import torch
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, filter_logits, generate
 from gpt.sampling.insight import NUMBERS, insight_page
+from gpt.sampling.packed import pack_weights
 from gpt.text.tokenizer import byte_tokenizer
 from harness import needs
 
@@ -54,23 +55,26 @@ def data_of(page: str) -> dict:
 
 
 def projections(page: str, layer: int, heads: int, T: int, width: int) -> list[torch.Tensor]:
-    """The queries and keys, (H, T, D) each, and the first numbers of the values, (H, T, NUMBERS), that a page holds."""
+    """What a page holds: queries and keys, (H, T, D) each, and the first numbers of values, of what each head adds, and
+    of the residual stream before: (H, T, NUMBERS) twice, and (1, T, NUMBERS).
+    """
     (found,) = re.findall(rf'id="layer{layer}">(.*?)</script>', page)
     halves = np.frombuffer(zlib.decompress(base64.b64decode(found)), np.uint8).reshape(2, -1)
     numbers = torch.from_numpy(((halves[1].astype(np.uint32) << 24) | (halves[0].astype(np.uint32) << 16)).view("f4"))
-    sizes = (width, width, min(NUMBERS, width))
-    parts = numbers.split([heads * T * size for size in sizes])
-    return [part.view(heads, T, -1) for part in parts]
+    first = min(NUMBERS, width)
+    parts = numbers.split([heads * T * size for size in (width, width, first, first)] + [T * first])
+    return [part.view(-1, T, size) for part, size in zip(parts, (width, width, first, first, first), strict=True)]
 
 
 def test_expectations(model, ids, page):
     """Surprise, probabilities and what the filters left are those of the model."""
     data, logits = data_of(page), model(torch.tensor([ids]))[0]
     assert [data[key] for key in ("tokens", "given", "heads", "width", "numbers")] == [ids, len(PROMPT), H, D, NUMBERS]
-    assert data["expected"][0] == {"bits": None, "likeliest": []}
+    assert data["expected"][0] == {"bits": None, "rank": 0, "likeliest": []}
     for i in range(1, len(ids)):
         p = logits[i - 1].softmax(-1)
         shown = data["expected"][i]
+        assert shown["rank"] == p.argsort(descending=True).tolist().index(ids[i]) + 1
         assert shown["bits"] == pytest.approx(-math.log2(p[ids[i]]), abs=1e-3)
         tokens = [one[0] for one in shown["likeliest"]]
         assert len(tokens) == 8 and ids[i] in tokens and tokens[:7] == p.topk(7).indices.tolist()
@@ -99,9 +103,28 @@ def test_attention(model, ids, page):
     maps = model.attention_maps(torch.tensor([ids]))[0]
     T = len(ids)
     for layer in range(L):
-        queries, keys, _ = projections(page, layer, H, T, D)
+        queries, keys, *_ = projections(page, layer, H, T, D)
         scores = (queries @ keys.transpose(1, 2) / math.sqrt(D)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
         torch.testing.assert_close(scores.softmax(-1), maps[layer], atol=5e-2, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_what_heads_add(ids, precision):
+    """The parts of all heads and the bias are what the layer's attention adds to the residual stream."""
+    torch.manual_seed(5)
+    model = GPT(GPTConfig(vocab_size=257, context_length=29, d_model=H * 8, num_layers=L, num_heads=H)).eval()
+    x = model._embed(model.token_embedding(torch.tensor([ids[:-1]])))
+    expected = []
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.out_proj.bias)
+        expected.append((x[0], block.attention(block.norm1(x))[0]))
+        x = block(x)
+    page = page_of(model if precision == "fp32" else pack_weights(model, precision), ids, 3)
+    for layer, (before, added) in enumerate(expected):
+        *_, parts, stored = projections(page, layer, H, len(ids) - 1, 8)
+        together = parts.sum(0) + torch.tensor(data_of(page)["biases"][layer])
+        torch.testing.assert_close(together, added[:, :NUMBERS], atol=0.05, rtol=0.02)
+        torch.testing.assert_close(stored[0], before[:, :NUMBERS], atol=0.05, rtol=0.02)
 
 
 def test_bf16_is_stored_exactly(ids):
@@ -112,7 +135,7 @@ def test_bf16_is_stored_exactly(ids):
     page, ids = page_of(model, ids, 3), ids[:-1]
     x = model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
     expected = model.blocks[0].attention._project(model.blocks[0].norm1(x)[None])
-    for stored, vectors in zip(projections(page, 0, H, len(ids), D), expected, strict=True):
+    for stored, vectors in zip(projections(page, 0, H, len(ids), D)[:3], expected, strict=True):
         assert vectors.dtype == torch.bfloat16
         assert stored.equal(vectors[0, ..., : stored.shape[-1]].float())
 
@@ -191,18 +214,31 @@ def test_in_a_browser(model, ids, page, browser, tmp_path: Path, width, scheme):
     assert tab.locator("#layers tr").count() == L + 1
 
     tab.get_by_role("radio", name="attention").click()
-    tab.locator("#layer-buttons button").nth(0).click()
+    tab.get_by_role("radio", name="layer 1, head 1").click()
     tab.get_by_text("How head 1 of layer 1 looked back from").wait_for()  # it was unpacked
-    tab.locator("#layer-buttons button").nth(0).press("ArrowRight")
-    tab.locator("#head-buttons button").nth(0).click()
-    tab.keyboard.press("ArrowRight")
+    for key, head in (
+        ("End", "3 of layer 2"),
+        ("Home", "1 of layer 1"),
+        ("ArrowDown", "1 of layer 2"),
+        ("ArrowRight", "2"),
+    ):
+        tab.keyboard.press(key)
+        tab.get_by_text(f"How head {head}").wait_for()
     shades = tab.eval_on_selector_all(
-        "#head-buttons canvas",
+        "#heads canvas",
         "all => all.map(one => [...one.getContext('2d').getImageData(0, 0, one.width, one.height).data])",
     )
-    for head, shown in zip(model.attention_maps(torch.tensor([ids[:-1]]))[0, 1], shades, strict=True):
+    maps = model.attention_maps(torch.tensor([ids[:-1]]))[0]
+    for head, shown in zip(maps.flatten(0, 1), shades, strict=True):
         opacity = torch.tensor(shown).view(*head.shape, 4)[..., 3]
         torch.testing.assert_close(opacity.float(), 255 * head.sqrt(), atol=8, rtol=0)
+    tokens = torch.tensor(ids[:-1])
+    earlier = (tokens[:, None] == tokens).tril(-1)
+    for head, hint in zip(maps.flatten(0, 1), tab.locator("#heads button").all_inner_texts(), strict=True):
+        places = {"before": head.diagonal(-1)[1:], "first": head[2:, 0], "itself": head.diagonal()[2:]}
+        places["same"] = (head * earlier)[2:].sum(1)
+        name, share = max(((name, float(of.mean())) for name, of in places.items()), key=lambda one: one[1])
+        assert abs(share - 0.2) < 0.02 or hint.split()[:1] == ([name] if share > 0.2 else [])
     weights = model.attention_maps(torch.tensor([ids]))[0, 1, 1]  # of the position before each token that is chosen
     strengths = lambda: tab.eval_on_selector_all(  # noqa: E731
         ".token", "all => all.map(span => Number(span.style.getPropertyValue('--strength')))"
@@ -211,12 +247,14 @@ def test_in_a_browser(model, ids, page, browser, tmp_path: Path, width, scheme):
     tab.locator("#token6").hover()
     assert strengths() == pytest.approx((0.85 * weights[5] / weights[5].max()).tolist(), abs=0.05)
     assert "How head 2 of layer 2 looked back from" in tab.locator("#head-how").inner_text()
-    assert tab.locator("#steps h3").count() == 5
+    assert tab.locator("#steps h3").count() == 6
     tab.locator("#token2").click()  # four columns: two tokens that the one before it sees, two that the mask hides
     rows = {line.split()[0]: line.split()[1:] for line in tab.locator("#steps tr").all_inner_texts()}
     assert [float(one) for one in rows["weights"]] == pytest.approx([*weights[1, :2].tolist(), 0, 0], abs=0.05)
     assert (rows["masked"][:2], rows["masked"][2:]) == (rows["scores"][:2], ["\u2212\u221e"] * 2)
     assert len(rows["context"]) == NUMBERS
+    before, added, after = ([float(one) for one in rows[name][-NUMBERS:]] for name in ("before", "all", "after"))
+    assert after == pytest.approx([a + b for a, b in zip(before, added, strict=True)], abs=0.02)
     tab.locator("#token0").click()
     assert tab.locator("#head-how").inner_text() == "Nothing comes before the first token."
     assert tab.locator("#omitted").inner_text() == ""

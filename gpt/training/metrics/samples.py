@@ -20,7 +20,7 @@ from gpt.training.module import GPTModule
 from gpt.training.run.run import SAMPLES, Run
 
 SAMPLE_TOKENS = 80
-PICTURED_TOKENS = 32
+PICTURED_TOKENS, PICTURED_HEADS = 32, 300  # tokens of a picture, and times the heads of a layer
 FOLDER = "embeddings"
 CONFIG = "projector_config.pbtxt"  # the name and the place that TensorBoard looks for
 MOST_TOKENS = 4096
@@ -66,12 +66,17 @@ class Samples:
 
     def _draw_attention(self, module: GPTModule) -> np.ndarray:
         text = self._run.text.sources[0].validation
-        ids = text[: min(PICTURED_TOKENS, module.config.model.context_length, len(text))].tolist()
+        shape = module.config.model
+        most = min(PICTURED_TOKENS, max(8, PICTURED_HEADS // shape.num_heads), shape.context_length)
+        ids = text[:most].tolist()
         model = module.model.eval()
         with torch.compiler.set_stance("force_eager"):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
-        return attention_picture(maps.numpy())
+        tokens = [label(self._run.text.tokenizer.decode_bytes([i])) for i in ids]
+        return np.asarray(
+            attention_picture(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text")
+        )
 
     def _write_embeddings(self, module: GPTModule) -> None:
         folder, tokenizer = self._run.directory / FOLDER, self._run.text.tokenizer

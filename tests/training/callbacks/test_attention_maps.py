@@ -1,10 +1,11 @@
-"""The picture of attention: where each weight stands, and its colour."""
+"""The picture of attention: where each weight stands, its colour, and its words."""
 
 import numpy as np
 
-from gpt.sampling.pictures import CELL, COLOURS, GAP, attention_picture
+from gpt.sampling.pictures import BLUE, CELL, GAP, INK, LINE, attention_picture
 
 T = 5
+TOKENS = ["The", "·cat", "·sat", "⏎", "·extraordinarily"]
 MAPS = np.zeros((2, 3, T, T), np.float32)
 MAPS[..., 0] = 1.0
 MAPS[1, 1] = np.eye(T)
@@ -12,20 +13,33 @@ MAPS[1, 2, 3] = [0.25, 0.25, 0.25, 0.25, 0.0]
 
 
 def test_picture():
-    """All of the attention is yellow, none violet, a quarter (half by its root) between; masked weights are white."""
-    picture = attention_picture(MAPS)
+    """All of the attention is blue, none white, a quarter (half by its root) between; every token and head is named."""
+    picture = np.asarray(attention_picture(MAPS, TOKENS, "five tokens"))
     side = T * CELL + GAP
-    assert picture.dtype == np.uint8 and picture.shape == (2 * side, 3 * side, 3)
+    margin = picture.shape[1] - 3 * side
+    top = 2 * LINE + margin
+    assert picture.dtype == np.uint8 and picture.shape == (top + 2 * (side + LINE), margin + 3 * side, 3)
 
     def colour(layer: int, head: int, row: int, column: int) -> list[int]:
-        top, left = layer * side + row * CELL, head * side + column * CELL
-        block = picture[top : top + CELL, left : left + CELL].reshape(-1, 3)
+        y, x = top + layer * (side + LINE) + row * CELL, margin + head * side + column * CELL
+        block = picture[y : y + CELL, x : x + CELL].reshape(-1, 3)
         assert (block == block[0]).all()
         return block[0].tolist()
 
-    dark, middle, light = (COLOURS[i].tolist() for i in (0, 2, 4))
-    assert colour(0, 2, 4, 0) == light and colour(0, 2, 4, 1) == dark
-    assert colour(1, 1, 3, 3) == light and colour(1, 1, 3, 2) == dark
-    assert colour(1, 2, 3, 1) == middle
-    assert colour(0, 0, 1, 2) == [255, 255, 255]
-    assert (picture[T * CELL : side] == 255).all() and (picture[:, T * CELL : side] == 255).all()
+    blue, white = BLUE.tolist(), [255, 255, 255]
+    half = (255 + 0.5 * (BLUE - 255)).round().tolist()
+    assert colour(0, 2, 4, 0) == blue and colour(0, 2, 4, 1) == white
+    assert colour(1, 1, 3, 3) == blue and colour(1, 1, 3, 2) == white
+    assert colour(1, 2, 3, 1) == half
+
+    def has_words(ys: slice, xs: slice) -> bool:
+        return bool((picture[ys, xs] == INK).all(-1).any())
+
+    assert has_words(slice(0, LINE), slice(None))  # which text it is
+    for layer in range(2):
+        y = top + layer * (side + LINE)
+        assert has_words(slice(y, y + T * CELL), slice(0, margin - 2))
+        for head in range(3):
+            x = margin + head * side
+            assert has_words(slice(y - LINE, y - 1), slice(x, x + side))
+            assert has_words(slice(LINE, LINE + margin), slice(x, x + T * CELL))
