@@ -16,8 +16,8 @@ def attention_picture(maps: np.ndarray, tokens: Sequence[str], text: str, cell: 
     """Draw attention weights (layers, heads, T, T) on T tokens: a row of heads for each layer.
 
     Within a head, each row is a token that looks, and each column one that it looks at; `text` says what these tokens
-    are. The darker the blue, the more attention, by the square root of the weights, so that small ones show. A weight is
-    `cell` pixels wide; of smaller ones than a line of words, only some of the tokens are named.
+    are. The darker the blue, the more attention, by the square root of the weights, so that small ones show. A weight
+    is `cell` pixels wide; where that is less than a line of words, only some of the tokens are named.
     """
     layers, heads, T, _ = maps.shape
     font, named = _font(), range(0, T, -(-LINE // (cell + 5)))

@@ -109,7 +109,7 @@ def test_same_bits(corpus_folder, tmp_path, monkeypatch):
     assert done.stderr == ""
     assert "job 1: rerun=first seed=6\n" in done.stdout
     same, other = sorted((tmp_path / "runs").glob("2*"))
-    assert same.name.endswith("_corpus-rerun")
+    assert same.name.endswith("_corpus-rerun_seed=5")
     assert differences(same, tmp_path / "first") == []
     assert changes(same, validate(yaml.safe_load((other / "config.yaml").read_text()))) == {"seed": 6}
 
