@@ -59,11 +59,12 @@ def draw(matrices: Tensor, words: list[str], vocabulary: list[str]) -> str:
         for r, row in enumerate(matrix):
             for c, value in enumerate(row):
                 x, y = left + c * WIDTH, TOP + r * HEIGHT
+                written = f"{value:.2f}".replace("-0.00", "0.00") if value else "."
                 hue, strength = "#3b82f6" if value > 0 else "#f59e0b", 0.9 * abs(value) / largest
                 cells.append(
                     f'<rect x="{x}" y="{y}" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="3" '
                     f'fill="{hue}" fill-opacity="{strength:.2f}"/>'
-                    + _words(x + WIDTH / 2 - 1, y + 17, f"{value:.2f}".replace("-0.00", "0.00") if value else ".", "middle")
+                    + _words(x + WIDTH / 2 - 1, y + 17, written, "middle")
                 )
     width, height = LEFT + count * (columns * WIDTH + GAP) - GAP, TOP + rows * HEIGHT
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'

@@ -78,7 +78,7 @@ def test_installed(site, tmp_path):
     shown = run(site, tmp_path, "-c", CODE)
     name, folder = re.findall(r"^(adamw) (runs/\S+)$", shown, re.M)[0]
     assert name == "adamw"
-    assert f"gpt.train(resume='{folder}', horizon='12steps')" in shown
+    assert "lm.resume(horizon='12steps')" in shown
     assert "train.py" not in shown
     assert (
         "model='gpt2_smal' is not known: choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini" in shown

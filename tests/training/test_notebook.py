@@ -132,7 +132,7 @@ def test_first_steps(tmp_path):
     install = book.cells.pop(1)  # the rest needs no checkout: it runs in an empty folder
     assert re.fullmatch(r'%pip install -q "mini-gpt\[notebook\] @ git\+https://\S+"', install.source)
     for cell in book.cells:
-        cell.source = cell.source.replace("1min", "6steps").replace("90s", "9steps")
+        cell.source = cell.source.replace("3min", "6steps").replace("4min", "9steps")
     NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = {
         cell.source: {kind for output in cell.outputs for kind in output.get("data", {"text": ""})}

@@ -132,7 +132,8 @@ def _next(
         rerun = f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
         yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else rerun
     else:
-        yield "train longer" if longer else "go on", resuming(run_dir, in_python, longer)
+        call = f"lm.resume({f'horizon={longer!r}' if longer else ''})"  # of the model whose report this is
+        yield "train longer" if longer else "go on", call if in_python else resuming(run_dir, in_python, longer)
 
 
 def _memorises(figures: dict[str, Any]) -> bool:

@@ -156,8 +156,8 @@ def test_duration(seconds, text):
 @pytest.mark.parametrize(
     ("best", "longer", "call"),
     [
-        (1100, "2200steps", "train longer: gpt.train(resume='runs/a b', horizon='2200steps')"),
-        (1100, "", "go on:        gpt.train(resume='runs/a b')"),
+        (1100, "2200steps", "train longer: lm.resume(horizon='2200steps')"),
+        (1100, "", "go on:        lm.resume()"),
         (700, "2200steps", "run shorter:  gpt.train(..., horizon='500steps')"),
     ],
 )
