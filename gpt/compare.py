@@ -156,7 +156,7 @@ def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[s
     first, several = group[0], len(group) > 1
     row: dict[str, Any] = {"run": first.folder.name if first.folder.parent == RUNS else str(first.folder)}
     row |= {"best": mean([run.best for run in group if run.figures]), "runs": len(group)}
-    row["training"] = sum(run.trains for run in group)
+    row["training"] = any(run.trains for run in group)
     row["scatter"] = statistics.stdev(run.best for run in group) if several else None
     for i, (what, end) in enumerate(equal.items()):
         row[f"at_equal_{what}"] = mean([run.bits_at(i, end) for run in group])
@@ -260,61 +260,52 @@ def differences(runs: list[Run], most: int) -> tuple[list[list[str]], dict[str, 
 
 
 def print_tables(tables: list[dict[str, Any]]) -> None:
-    """Print a table for each text, and what its headings and signs mean."""
-    rows = [row for table in tables for row in table["runs"]]
+    """Print a table for each text, and what its signs mean."""
     title = "validation in bits per byte, best first; -: not reached, or the scatter of a single run"
-    codes = {row["code"] for row in rows if row["code"]}
+    codes = {row["code"] for table in tables for row in table["runs"] if row["code"]}
     if len(codes) == 1:
         title += f"; code {codes.pop()}"
     print(textwrap.fill(title, WIDTH))
     for table in tables:
-        print_table(**table, codes=codes)
+        heading = ["  ".join(settings(table["text"]))] if table["text"] else []
+        if equal := table["equal"]:
+            heading += [f"tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"]
+        if heading:
+            print("\n" * bool(table["text"]) + textwrap.fill("; ".join(heading), WIDTH, break_on_hyphens=False))
+        print_table(table["runs"], table["usual"], codes)
 
 
-def print_table(
-    text: dict[str, Any],
-    runs: list[dict[str, Any]],
-    usual: dict[str, Any],
-    equal: dict[str, float],
-    codes: set[str],
-) -> None:
+def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], codes: set[str]) -> None:
     """Print a line for each run on a text, and below it what differs from the others, or from what is usual."""
-    rows, heading = runs, ["  ".join(f"{key}={shorten(value)}" for key, value in text.items())] if text else []
-    if equal:
-        heading += [f"tokens: after {equal['tokens']:,.0f}; time: after {equal['seconds']:,.1f} s of training"]
-    if heading:
-        print(("\n" if text else "") + textwrap.fill("; ".join(heading), WIDTH, break_on_hyphens=False))
     columns = {key: column for key, column in COLUMNS.items() if key in rows[0]}
     if all(row["runs"] == 1 for row in rows):
         columns = {key: column for key, column in columns.items() if key not in ("runs", "scatter")}
     print("".join(f"{head:>8}" for head, _ in columns.values()) + "  run")
     for row in rows:
         cells = ["-" if row[key] is None else format(row[key], form) for key, (_, form) in columns.items()]
-        notes = [f"{row['training']} of them still training" if row["runs"] > 1 else "still training"]
-        notes = notes * (row["training"] > 0) + ["no validation yet"] * (not row["steps"])
-        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{': ' * bool(notes)}{', '.join(notes)}")
-        words = [f"{key}={shorten(value)}" for key, value in row["differs"].items()]
-        words += [f"code={row['code']}"] if row["code"] and codes else []
+        note = ": still training" * bool(row["training"]) + ": no validation yet" * (not row["steps"])
+        print("".join(f"{cell:>8}" for cell in cells) + f"  {row['run']}{note}")
+        words = settings(row["differs"]) + ([f"code={row['code']}"] if row["code"] and codes else [])
         for line in textwrap.wrap("  ".join(words), WIDTH - 10, break_on_hyphens=False):
             print(" " * 10 + line)
         if "worse_by" in row:
             beyond = "more than" if row["worse_by"] > row["seeds_explain"] else "no more than"
-            print(
-                f"{'':10}worse than the first by {row['worse_by']:.4f}, {beyond} seeds explain "
-                f"({row['seeds_explain']:.4f})"
-            )
-    if words := [f"{key}={shorten(value)}" for key, value in usual.items()]:
-        print(
-            textwrap.fill(
-                f"settings of all runs that do not name another: {'  '.join(words)}", WIDTH, break_on_hyphens=False
-            )
-        )
+            judged = f"worse than the first by {row['worse_by']:.4f}, {beyond} seeds explain"
+            print(f"{'':10}{judged} ({row['seeds_explain']:.4f})")
+    if usual:
+        words = ["settings of all runs that do not name another: " + "  ".join(settings(usual))]
+        print(textwrap.fill(words[0], WIDTH, break_on_hyphens=False))
 
 
-def shorten(value: Any) -> str:
-    """A value of a configuration in at most 40 characters."""
-    text = f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str).strip('"')
-    return text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"
+def settings(config: dict[str, Any]) -> list[str]:
+    """Each key of a configuration with its value, in at most 40 characters."""
+
+    def shorten(value: Any) -> str:
+        whole = json.dumps(value, ensure_ascii=False, default=str).strip('"')
+        text = f"{value:.6g}" if isinstance(value, float) else whole
+        return text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"
+
+    return [f"{key}={shorten(value)}" for key, value in config.items()]
 
 
 if __name__ == "__main__":

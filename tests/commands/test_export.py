@@ -126,7 +126,7 @@ def test_card(exported, tmp_path, capsys):
         ["gpt2"],
     )
     assert card.data.eval_results is None and card.data.license is None
-    assert "A GPT-2 of " in card.text and "Trained on" not in card.text  # the run has no figures
+    assert "A GPT-2 with " in card.text and "Trained on" not in card.text  # the run has no figures
     record = {"data": {"name": "text", "path": "/home/me/novel.txt"}}
     write_run(tmp_path / "run")
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(record))
@@ -140,7 +140,7 @@ def test_card(exported, tmp_path, capsys):
         "bits_per_byte",
         1.6,
     )
-    assert "Trained on novel.txt for 4,000 steps (4.40 epochs); on a part" in card.text
+    assert "Trained on novel.txt, of which it needs 1.6 bits per byte on a part" in card.text
     assert "/home/me" not in (tmp_path / "my novel/README.md").read_text()
     assert f"share it: hf upload 'my novel' '{tmp_path}/my novel', once" in capsys.readouterr().out
 

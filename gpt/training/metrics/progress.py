@@ -34,8 +34,7 @@ class Progress:
     def open(self, step: int, steps: int) -> None:
         """Show the bar, on a terminal or in a notebook."""
         self._begin = step, self._run.state.seconds
-        if step:
-            self._validation = _validated(self._run.directory, step)
+        self._validation = _validated(self._run.directory, step)
         if is_rank_0() and (_has_width() or in_notebook()):
             # The time left follows the speed of about the last hundred updates, so it is calm; and the line appears
             # only after the first update, when there is one to tell.
@@ -80,7 +79,8 @@ class Progress:
 def _has_width() -> bool:
     """Whether stderr is a terminal, and not one of no columns, as under some programs."""
     with contextlib.suppress(OSError):
-        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
+            return False
     return sys.stderr.isatty()
 
 
