@@ -52,7 +52,7 @@ WIDTH = 80
 
 @dataclass
 class Run:
-    """What the directory of a run says about it."""
+    """A run as its directory describes it."""
 
     folder: Path
     config: dict[str, Any]  # by dotted keys
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """Whether a process is training it just now."""
+        """Whether a process is training it now."""
         if (file := self.folder / ".lock").exists():
             with contextlib.suppress(OSError):
                 try:
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table_of(runs: list[Run], is_named: bool) -> dict[str, Any]:
-    """What is shown of runs on one text; where they are named, also after equal tokens and equal time."""
+    """Compare runs on one text; if they are named, also after equal tokens and equal time."""
     ends = [run.curve[:2, -1] for run in runs if run.figures] if is_named else []
     equal = dict(zip(("tokens", "seconds"), np.min(ends, axis=0).tolist(), strict=True)) if ends else {}
     groups = grouped(runs)
@@ -152,7 +152,7 @@ def grouped(runs: list[Run]) -> list[list[Run]]:
 
 
 def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[str, Any]:
-    """What is shown of a group: means over its runs, their scatter, the name of the best, and the keys that differ."""
+    """Sum up a group: means over its runs, their scatter, the name of the best, and the keys that differ."""
     first, several = group[0], len(group) > 1
     row: dict[str, Any] = {"run": first.folder.name if first.folder.parent == RUNS else str(first.folder)}
     row |= {"best": mean([run.best for run in group if run.figures]), "runs": len(group)}
@@ -166,7 +166,7 @@ def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[s
 
 
 def mean(values: list[float | None]) -> float | None:
-    """The mean; None without values, or where one is missing."""
+    """The mean; None if there are no values, or one is missing."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
@@ -247,7 +247,7 @@ def damaged(file: Path, error: Exception) -> UserError:
 
 
 def differences(runs: list[Run], most: int) -> tuple[list[list[str]], dict[str, Any]]:
-    """The keys to show of each run, and what the others have: of keys that differ, what more than `most` runs share."""
+    """Return the keys to show of each run, and the values that more than `most` runs share, of the keys that differ."""
     configs = [
         {key: json.dumps(value, default=str) for key, value in run.config.items() if key not in NOT_LEARNT}
         for run in runs

@@ -1,4 +1,4 @@
-"""What people see of a command: its lines, its progress bars, and how it ends."""
+"""The output of a command: its lines, its progress bars, and the way it ends."""
 
 import argparse
 import atexit
@@ -58,14 +58,14 @@ def warn(line: str, program: str = "train.py") -> None:
 
 
 def _has_lost_reader(error: OSError) -> bool:
-    """Whether an error says that nobody reads our output any more; on Windows it may be any invalid argument."""
+    """Whether an error means that nobody reads our output any more; on Windows it may be any invalid argument."""
     return isinstance(error, BrokenPipeError) or (
         error.errno == errno.EINVAL and not error.filename and hasattr(error, "winerror")
     )
 
 
 class _Visible:
-    """A stream that writes what is `visible` of a text, whoever has made that: a model, a stranger's run, a name."""
+    """A stream that makes every text `visible`, whoever wrote it: a model, a stranger's run, a file's name."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._codes = stream, CONTROLS if stream.isatty() else SEQUENCES
@@ -184,7 +184,7 @@ def command_line(
 
 
 def _finish(program: str) -> None:
-    """Write what is still buffered; `OSError` if part of what a command has to say could not be written."""
+    """Flush the output; `OSError` if part of it could not be written."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -196,13 +196,13 @@ def _finish(program: str) -> None:
 
 
 def _end(program: str, message: str, code: int) -> None:
-    """End with one line, whatever it quotes."""
+    """Exit with one line, in which nothing is unprintable."""
     warn("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message), program)
     sys.exit(code)
 
 
 def _open_standard_streams() -> None:
-    """Give a program that was started with closed streams some that lead nowhere.
+    """Open standard streams that lead nowhere where a program was started with closed ones.
 
     Otherwise the next file that it opens would become its standard error, and messages would go into that file.
     """

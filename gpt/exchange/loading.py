@@ -52,7 +52,7 @@ def _newest(runs: Path) -> Path | None:
 
 
 def _saved(run: Path) -> float:
-    """When the newest checkpoint of a run was saved: as recorded, or else by the files, whose times copying changes."""
+    """The time at which a run was saved last: as recorded, or else that of its files, which copying changes."""
     try:
         return float(json.loads((run / SAVED).read_text(encoding="utf-8"))["saved"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What memory is free, and what was used."""
+"""Memory: how much is free, and how much was used."""
 
 import ctypes
 import gc

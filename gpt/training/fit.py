@@ -94,7 +94,7 @@ def _fit_once(run: Run, callbacks: Sequence[Callback], signals: StopSignals) -> 
 
 
 def _restore_state(run: Run) -> bool:
-    """Put back what the checkpoint knows beside weights and optimizer; returns whether the configuration is another.
+    """Restore the state from the checkpoint; returns whether the configuration has changed since.
 
     With as many processes as before it is trained with as many threads, too, on which every bit depends.
     """
@@ -112,7 +112,7 @@ def _restore_state(run: Run) -> bool:
 
 
 def _shrink(run: Run) -> None:
-    """Have a run go on with smaller micro-batches after memory has run out."""
+    """Prepare a run to continue with smaller micro-batches after memory has run out."""
     size, before = run.config.micro_batch_size, run.config
     run.config = run.config.with_smaller_micro_batch()
     smaller = run.config.micro_batch_size

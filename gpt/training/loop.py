@@ -1,4 +1,4 @@
-"""What follows each step of a training, by name and in order: one callback of Lightning's, the last in its list."""
+"""Everything that follows a training step, by name and in order: one Lightning callback, the last in the list."""
 
 import math
 import time
@@ -129,7 +129,7 @@ class Loop(Callback):
         self._is_whole, self.step = True, step
 
     def _look_before(self, trainer: Trainer, module: GPTModule) -> None:
-        """Show what weights that were trained before make of the text, which counts as no validation of the run."""
+        """Score and sample trained weights before the first step; this does not count as a validation of the run."""
         with self.clock.paused():
             score = sum_of([score_on_all_ranks(trainer, module, source) for source in self.run.text.sources])
             self.curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, 0)
@@ -138,7 +138,7 @@ class Loop(Callback):
             self.progress.report(0, self._expected_steps(0), score)
 
     def _validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        """Score the whole validation text, on every rank, with all that hangs on the score."""
+        """Score the whole validation text, on every rank, and do everything that follows from the score."""
         module.require_finite_weights()
         run, state, steps = self.run, self.run.state, self._expected_steps(step)
         with self.clock.paused():
@@ -232,13 +232,13 @@ class Loop(Callback):
         }
 
     def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
-        """Save what is whole: not within a step, not after a failure to save, and not at once where that was asked."""
+        """Save the last whole step, unless saving has failed, numbers are broken, or the stop was to be immediate."""
         at_once = isinstance(exception, NonFiniteError | SystemExit)
         alone = trainer.world_size == 1  # several ranks would wait for each other, and one of them may be gone
         if self._is_whole and trainer.global_step != self._saved and alone and not at_once and not self._saving:
             self._save(trainer, module, trainer.global_step)
 
     def close(self) -> None:
-        """End what goes on beside the training. Lightning has no hook that always runs at the end."""
+        """Close curves and progress bar. Lightning has no hook that always runs at the end."""
         self.curves.close()
         self.progress.close()

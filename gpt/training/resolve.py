@@ -38,7 +38,7 @@ AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the le
 def resolve(
     asked: Asked, config: Config, text: Corpora, longest: float = 0.0
 ) -> tuple[Config, Schedule, Sequence["Member"]]:
-    """Decide what is still open in `config`, which is for this machine; it notes what stood in `asked` before.
+    """Decide every open value of `config`, which is for this machine, and note what stood in `asked` before.
 
     Returns the models that model=auto has weighed as well: enough of them to tell the best in `longest` seconds, too.
     """
@@ -111,7 +111,7 @@ def for_model(config: Config, model: ModelConfig) -> Config:
 
 
 def _with_suitable_horizon(config: Config, text: Corpora) -> Config:
-    """Set the horizon to the steps that suit the text, but no more than this machine trains in `AUTO_SECONDS`."""
+    """Set the horizon to the steps that suit the text, within what this machine trains in `AUTO_SECONDS`."""
     steps = suitable_steps(config, text)
     config = replace(config, horizon=f"{steps}steps")
     if steps > STEPS:
@@ -124,7 +124,7 @@ def _with_suitable_horizon(config: Config, text: Corpora) -> Config:
 
 
 def _with_best_model(config: Config, text: Corpora, longest: float) -> tuple[Config, Schedule, Sequence["Member"]]:
-    """model=auto: the model that learns most of the text in the time that the horizon gives, or in a part of it."""
+    """Choose, for model=auto, the model that learns most of the text within the horizon, a time, or part of it."""
     from gpt.training.estimate.choice import announcement, best, choose  # imports Lightning
 
     def decided(member: ModelConfig) -> tuple[Config, Schedule]:

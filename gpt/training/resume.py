@@ -1,4 +1,4 @@
-"""A run that goes on: from its newest checkpoint, and perhaps to a longer horizon, or on other devices."""
+"""Continuing a run: from its newest checkpoint, perhaps to a longer horizon or on other devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -81,14 +81,14 @@ def _resume(asked: Asked) -> Run:
 
 
 def _changed(config: Config, asked: Asked, horizon: str) -> Config:
-    """The configuration of a run that begins again, with what was given."""
+    """The configuration of a run without a checkpoint, with the given changes."""
     data = asked.config.data if "data.path" in asked.given else config.data
     config = replace(config, horizon=horizon or config.horizon, data=replace(config.data, path=data.path))
     return on_devices(config, *_devices(asked, config))
 
 
 def _go_on(run: Run, asked: Asked, horizon: str) -> None:
-    """Have a run, which is held, go on from its checkpoint, or find that it is complete."""
+    """Prepare a held run to continue from its checkpoint, or mark it as complete."""
     payload, file = run.payload, run.file
     assert payload is not None and file is not None
     with run.restoring():
@@ -129,7 +129,7 @@ def _go_on(run: Run, asked: Asked, horizon: str) -> None:
 
 
 def _devices(asked: Asked, stored: Config) -> tuple[int, int]:
-    """The devices of each machine, and the machines, on which a run goes on: as given, as launched, or as before."""
+    """The devices per machine, and the machines, on which to continue: as given, as launched, or as before."""
     devices, num_nodes = asked.config.trainer.devices, asked.config.trainer.num_nodes
     if ranks().world_size == 1:
         devices, num_nodes = devices or stored.trainer.devices, num_nodes or stored.trainer.num_nodes
@@ -137,7 +137,7 @@ def _devices(asked: Asked, stored: Config) -> tuple[int, int]:
 
 
 def on_devices(config: Config, devices: int, num_nodes: int) -> Config:
-    """The configuration of a run that goes on on other numbers of devices and machines.
+    """The configuration of a run that continues with these numbers of devices and machines.
 
     Each step keeps its windows, in the same order, so the number of processes must divide them.
     """

@@ -1,4 +1,4 @@
-"""What Lightning needs of us: a trainer without its own printing and saving, batches, its counters, its files.
+"""The ties to Lightning: a trainer that does not print or save, batches, counters and files.
 
 All that is set in Lightning's private state is set here; pyproject.toml pins its version for this reason.
 """
@@ -32,7 +32,7 @@ from gpt.training.run.run import Run
 def build_trainer(
     settings: TrainerConfig, schedule: Schedule, callbacks: list[Callback], loggers: Sequence[Logger]
 ) -> Trainer:
-    """Make Lightning's trainer, of a run that sees to printing, logging and saving itself."""
+    """Build a Lightning trainer that leaves printing, logging and saving to the run."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # raised by Lightning itself
@@ -111,7 +111,7 @@ def make_batch(config: Config, text: Corpora, first: int) -> tuple[Tensor, Tenso
 
 
 def restore_module(trainer: Trainer, module: GPTModule, run: Run) -> None:
-    """Put the weights and the state of users' callbacks back, as Lightning does: before the model is moved."""
+    """Restore the weights and the users' callbacks when Lightning does: before the model is moved."""
     payload = run.payload or {}
     with run.restoring():
         module.load_state_dict(payload["state_dict"])
@@ -125,7 +125,7 @@ def restore_module(trainer: Trainer, module: GPTModule, run: Run) -> None:
 
 
 def restore_counters(trainer: Trainer, run: Run) -> None:
-    """Put the state of the optimizer back, now that there is one, and have Lightning go on at the run's step.
+    """Restore the optimizer, now that there is one, and set Lightning's counters to the run's step.
 
     Each step is one batch of Lightning's only epoch.
     """
@@ -153,7 +153,7 @@ def leave_signals(trainer: Trainer) -> None:
 
 
 class Files(CheckpointIO):
-    """Has Lightning write checkpoints as gpt.exchange.checkpoint does: whole or not at all."""
+    """Makes Lightning write checkpoints with gpt.exchange.checkpoint: whole or not at all."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         for name, state in checkpoint.get("callbacks", {}).items():

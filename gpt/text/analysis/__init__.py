@@ -1,1 +1,1 @@
-"""What only looks at a text: simple predictors of it, passages copied from it, prompts found in it."""
+"""Looking at a text: simple predictors of it, passages copied from it, prompts found in it."""

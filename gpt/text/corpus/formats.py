@@ -1,4 +1,4 @@
-"""How each kind of file is read as documents, and what is told of a file by its name and its beginning."""
+"""Reading each kind of file as documents, and recognising a file by its name and its beginning."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is decided about a text before it is encoded: the split, the tokenizer, and where its shards begin."""
+"""The plan of a text, made before it is encoded: the split, the tokenizer, and where its shards begin."""
 
 import hashlib
 import json
@@ -90,7 +90,7 @@ def read_plan(store: Store) -> Plan | None:
 
 
 def plan_here(source: Source, how: TokenizerConfig | Tokenizer) -> tuple[Plan, list[Piece] | None]:
-    """Decide about a text of this machine; return the plan, and all pieces of the text if memory holds them."""
+    """Plan a text of this machine; return the plan, and all pieces of the text if memory holds them."""
     found = source.survey
     tokenizer = how if isinstance(how, Tokenizer) else make_tokenizer(how, source)
     pieces = [piece for piece, _ in found.sample] if found.stride == 1 and len(source.places) == 1 else None
@@ -98,7 +98,7 @@ def plan_here(source: Source, how: TokenizerConfig | Tokenizer) -> tuple[Plan, l
 
 
 def plan_apart(store: Store, data: DataConfig, how: TokenizerConfig, shard_bytes: int, cache: Path, say: Say) -> Plan:
-    """Decide about a text that is encoded by many, and put the plan into the store; say what it comes to.
+    """Plan a text that many will encode, put the plan into the store, and say what it comes to.
 
     Raises `UserError` if the store holds another plan.
     """

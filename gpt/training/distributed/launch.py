@@ -127,7 +127,7 @@ def _join(here: Ranks) -> None:
 
 
 def _notice_lost_machines() -> None:
-    """Have Linux give up a connection on which the other side, without power or cable, is silent for `LOST_SECONDS`."""
+    """Make Linux drop connections whose other side, without power or cable, is silent for `LOST_SECONDS`."""
     if sys.platform != "linux":
         return
     for name in os.listdir("/proc/self/fd"):
@@ -146,7 +146,7 @@ def expect_answers(minutes: float) -> None:
 
 
 def _identity() -> list[str]:
-    """What all processes must have in common before they train together."""
+    """Everything that all processes must have in common to train together."""
     return [*sys.argv[1:], f"torch {torch.__version__}", f"gpt/ of hash {code_hash()}"]
 
 

@@ -1,4 +1,4 @@
-"""Who numbers the processes of a training: the variables of each launcher, and where its processes meet."""
+"""How launchers number the processes of a training: the variables of each, and where its processes meet."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""model=auto: the model of a family that learns most of a text in a given time, and what it is to reach."""
+"""model=auto: the model of a family that learns most of a text in a given time, and the bits it should reach."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Member:
 
 
 def best(members: Sequence[Member], seconds: float) -> Member:
-    """The member that is to reach the least in a time; mini where a smaller one would be as good."""
+    """The member with the fewest bits to expect in a time; mini where a smaller one would be as good."""
 
     def weighed(member: Member) -> float:
         return member.reached(seconds)[0] * (SMALLER if member.config.model.d_model < MINI.d_model else 1.0)
@@ -85,7 +85,7 @@ def choose(
 
 
 def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> Law:
-    """The law of a text, by what a throwaway model learns of it in some of the time that there is."""
+    """Fit the law of a text to what a throwaway model learns of it in part of the given time."""
     if config.trainer.precision == "fp16":  # whose broken steps only training skips
         config = replace(config, trainer=replace(config.trainer, precision="fp32"))
     config, each = measure(config, schedule, text, at_most=1.0)
@@ -103,7 +103,7 @@ def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> 
 
 
 def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> str:
-    """What was chosen for a time, and what to expect, in a line."""
+    """A line about the model that was chosen for a time, and what to expect of it."""
     chosen, size = best(members, seconds), sum(source.manifest["splits"]["train"]["bytes"] for source in text.sources)
     bits, useful = chosen.reached(seconds)
     line = (

@@ -29,7 +29,7 @@ from gpt.training.trainer import make_batch
 
 
 def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, Schedule, float]:
-    """What `measure` returns, and between them the schedule, in steps even where the horizon is a time."""
+    """Measure, and return between the two results the schedule in steps, even where the horizon is a time."""
     config, seconds = measure(config, schedule, text, at_most)
     if schedule.seconds:
         schedule = Schedule.of(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
@@ -37,7 +37,7 @@ def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float =
 
 
 def measure(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, float]:
-    """Seconds per step, and the configuration with as small a micro-batch as memory requires, if it may choose it."""
+    """Return the configuration, with a smaller micro-batch if memory requires and allows it, and seconds per step."""
     keep_freed_memory()  # as training does
     while True:
         try:

@@ -68,7 +68,7 @@ class Curves:
             self.writer._get_file_writer().add_summary(summary, 0)
 
     def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
-        """Leave it to the next call of TensorBoard's writer to raise what its thread could not write."""
+        """Ignore write errors of TensorBoard's thread, which the next call of its writer raises."""
         if not isinstance(error.exc_value, OSError):
             self._excepthook(error)
 
@@ -146,7 +146,7 @@ class Curves:
             logger.log_metrics(scalars, step)
 
     def note(self) -> None:
-        """Put into the state of the run what a checkpoint is to keep; every rank must call this."""
+        """Store the running sums and the sizes of files in the state of the run; every rank must call this."""
         state = self._run.state
         state.losses, state.num_losses = [mine := float(self._losses)], self._num_losses
         if ranks().world_size > 1:  # only rank 0 saves

@@ -1,4 +1,4 @@
-"""What logs beside TensorBoard and metrics.csv: wandb and mlflow, and callbacks through Lightning's own logging."""
+"""Logging beyond TensorBoard and metrics.csv: wandb, mlflow, and callbacks through Lightning's own logging."""
 
 import math
 import os
@@ -45,14 +45,14 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
 
 
 def close_loggers(loggers: list[Logger]) -> None:
-    """End what would go on in the next run of this process; Lightning ends that of mlflow."""
+    """Finish wandb's run, which would go on in this process's next one; Lightning finishes that of mlflow."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
 
 
 class UserCurves(Logger):
-    """Has Lightning write into our curves: what callbacks log with `module.log` or `trainer.logger.log_metrics`.
+    """Makes Lightning write into our curves whatever callbacks log, by `module.log` or `trainer.logger.log_metrics`.
 
     Lightning passes the values of `module.log` on after the checkpoint of their step is saved, so that a resumed run
     would lack them, and again at later steps. So `write` writes them before that, each at the step of its `module.log`.
@@ -91,7 +91,7 @@ class UserCurves(Logger):
         """Do nothing: a run's configuration is logged already."""
 
     def note(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        """Take over what was logged in a step."""
+        """Collect the values that were logged in a step."""
         for name in module.logged:
             for tag in (name, f"{name}_step"):  # as Lightning calls it where there is a mean over the epoch as well
                 if (value := trainer.logged_metrics.get(tag)) is not None:
@@ -100,7 +100,7 @@ class UserCurves(Logger):
         module.logged.clear()
 
     def settle(self) -> None:
-        """Have plain numbers wait, as a checkpoint takes them, and no NaN, which one would be refused for."""
+        """Turn the waiting values into plain numbers for a checkpoint, and drop NaN, which it would be refused for."""
         for tag, (step, value) in list(self._waiting.items()):
             self._waiting[tag] = [step, float(value)]
             if math.isnan(float(value)):

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: two lines for each validation, and below them a bar on a terminal."""
+"""The progress of a run on screen: two lines for each validation, and below them a bar on a terminal."""
 
 import contextlib
 import json
@@ -85,7 +85,7 @@ def _has_width() -> bool:
 
 
 def _validated(run: Path, step: int) -> tuple[float, float] | None:
-    """What the last validation of a run that goes on after `step` has found; None where its file does not say."""
+    """The result of the last validation up to `step`, from metrics.json; None if that does not have it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         figures = json.loads((run / "metrics.json").read_bytes())
         if figures["steps"] <= step:  # or a kill came before the checkpoint

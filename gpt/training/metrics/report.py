@@ -1,4 +1,4 @@
-"""What a run says at its end: its figures, its last samples, and the commands to try next."""
+"""The closing report of a run: its figures, its last samples, and the commands to try next."""
 
 import re
 import shutil
@@ -55,7 +55,7 @@ def closing_lines(
     run_dir: Path,
     in_python: bool = False,
 ) -> Iterator[str]:
-    """What to print at the end: `figures` as in metrics.json, `samples` of the last validation, and what to do next.
+    """The lines of the report: `figures` as in metrics.json, `samples` of the last validation, and what to do next.
 
     `prompt` is for the commands, which are calls where the run was started in Python. `shorter` is the horizon in steps
     to suggest if validation has turned, and `longer` the one to suggest otherwise, or empty if the run has stopped
@@ -105,7 +105,7 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def resuming(run_dir: Path, in_python: bool, horizon: str = "") -> str:
-    """How to go on with a run, to a new horizon if one is given: a command, or a call."""
+    """The command, or the call, that continues a run, to a new horizon if one is given."""
     if in_python:
         return f"gpt.train(resume={str(run_dir)!r}{f', horizon={horizon!r}' if horizon else ''})"
     return f"python train.py {quote(f'resume={run_dir}')}{f' horizon={horizon}' if horizon else ''}"

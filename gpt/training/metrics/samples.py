@@ -1,4 +1,4 @@
-"""What a run shows of its model after each validation: samples, what every head attends to, and the embeddings."""
+"""A look at the model after each validation: samples, what every head attends to, and the embeddings."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What a run tells TensorBoard beside its curves: its settings, the charts of CUSTOM SCALARS, lines to compare with."""
+"""TensorBoard beyond curves: a run's settings, the charts of CUSTOM SCALARS, and lines to compare with."""
 
 import time
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def opening(config: Config) -> list[Summary]:
 
 @contextmanager
 def named_after(last: Path | None) -> Iterator[None]:
-    """Have an event file that is made here be named by a later second than `last`, even if the clock was set back.
+    """Name event files that are made here by a later second than `last`, even if the clock was set back.
 
     TensorBoard reads files in the order of their names, and a later one drops what was cut off from those before.
     """

@@ -1,4 +1,4 @@
-"""The time that a run has trained for, by which it also ends where its horizon is a time."""
+"""The time spent training, which also ends a run whose horizon is a time."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which code trains a run: its commit, and the versions on which every bit depends."""
+"""The code that trains a run: its commit, and the versions on which every bit depends."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def installed_version() -> str:
 
 @functools.cache
 def code() -> str:
-    """The commit, or else what stands for it: the installed version, or the hash of gpt/."""
+    """The commit, or if there is none the installed version or the hash of gpt/."""
     return git_commit() or installed_version() or f"gpt/ of hash {code_hash()}"
 
 

@@ -115,7 +115,7 @@ class Run:
             self._lock = None
 
     def for_others(self) -> "Run":
-        """What the other ranks know of it, who do not hold it and read the checkpoint themselves."""
+        """The run as the other ranks know it, who do not hold it and read the checkpoint themselves."""
         file = self.file and self.file.absolute()
         known = Run(self.directory.absolute(), self.config, self.schedule, file=file, commits=self.commits)
         known.complete = self.complete
@@ -161,7 +161,7 @@ class Run:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Turn whatever is wrong with the contents of the checkpoint into one line."""
+        """Turn any error in the contents of the checkpoint into one line."""
         try:
             yield
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
@@ -171,7 +171,7 @@ class Run:
             raise UserError(f"{self.file}: cannot be continued: {reason(error)}; {remedy}") from None
 
     def _require_same_config(self) -> None:
-        """Raise `UserError` if the checkpoint would have the run do other things than config.yaml says."""
+        """Raise `UserError` if the checkpoint and config.yaml disagree about what the run does."""
         assert self.payload is not None
         stored = flatten(self.payload["config"])
         for key, value in self.config.settings().items():
@@ -183,7 +183,7 @@ class Run:
                 )
 
     def save(self, write: Callable[[Path], None], step: int, like_best: bool = False) -> None:
-        """Have `write` make last.ckpt, as every rank must; the one before it becomes previous.ckpt.
+        """Write last.ckpt with `write`, on every rank; the one before it becomes previous.ckpt.
 
         With `like_best` it is what `save_best` has written a moment ago.
         """
@@ -198,7 +198,7 @@ class Run:
         self._note(step)
 
     def save_best(self, write: Callable[[Path], None], step: int) -> None:
-        """Have `write` make best.ckpt, as every rank must."""
+        """Write best.ckpt with `write`, on every rank."""
         self.require_here()
         write(self.directory / BEST)
         self._note(step)
@@ -241,19 +241,19 @@ class Run:
     # --- the other files ---
 
     def write_config(self) -> None:
-        """Have config.yaml hold the configuration."""
+        """Write the configuration to config.yaml, if it has changed."""
         file, text = self.directory / "config.yaml", to_yaml(self.config)
         if file.read_bytes() != text.encode():
             write_text(file, text)
 
     def sizes(self) -> dict[str, int]:
-        """How long samples.md, metrics.csv and our event files are, once they are safe on disk."""
+        """Sync samples.md, metrics.csv and our event files, and return their sizes."""
         for file in self._growing():
             sync(file)
         return {file.name: file.stat().st_size for file in self._growing()}
 
     def cut_back(self, sizes: dict[str, int]) -> None:
-        """Cut off what an interrupted process has added to the growing files, since the same steps are made again."""
+        """Truncate the growing files to these sizes: the steps that follow are trained again."""
         for file in self._growing():
             if (size := sizes.get(file.name)) is None:
                 file.unlink()
@@ -290,7 +290,7 @@ def _safe(name: str) -> str:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """What tells a directory from another of its name; None if there is none."""
+    """The identity of a directory, which another of the same name would not have; None if there is none."""
     with contextlib.suppress(OSError):
         status = directory.stat()
         return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""What a run knows beside its weights and its optimizer. A checkpoint keeps all of it."""
+"""The state of a run beside its weights and its optimizer, which a checkpoint stores whole."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -32,7 +32,7 @@ class TrainState:
 
     @classmethod
     def restored(cls, stored: dict[str, Any]) -> "TrainState":
-        """What a checkpoint has stored; `KeyError`, `TypeError` or `ValueError` if it is something else."""
+        """Restore the state from a checkpoint; `KeyError`, `TypeError` or `ValueError` if it is something else."""
         for one in fields(cls):
             value, default = stored[one.name], getattr(cls(), one.name)
             allowed = (float, type(None)) if default is None else (type(default),)
