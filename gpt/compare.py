@@ -33,15 +33,8 @@ LOSS, SPEED = "val/bits_per_byte", "work/tokens_per_second"
 SEEDS = {"seed", "data.seed"}
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # t for 1, 2, ... degrees of freedom
 FIGURES = ("val_loss", "val_bits_per_byte", "best_val_loss", "steps", "train_seconds", "tokens_per_second")
-NOT_LEARNT = {
-    "run_dir",
-    "resume",
-    "rerun",
-    "logger",
-    "data.cache",
-    "data.cache_bytes",
-    "data.prompts",
-}  # keys with no effect on the model
+# Keys with no effect on the model.
+NOT_LEARNT = {"run_dir", "resume", "rerun", "logger", "data.cache", "data.cache_bytes", "data.prompts"}
 COLUMNS = {  # of the table: the heading, and how to write the figure
     "best": ("best", ".4f"), "scatter": ("+-", ".4f"), "runs": ("runs", ".0f"),
     "at_equal_tokens": ("tokens", ".4f"), "at_equal_seconds": ("time", ".4f"),
@@ -293,8 +286,8 @@ def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], codes: set[st
             judged = f"worse than the first by {row['worse_by']:.4f}, {beyond} seeds explain"
             print(f"{'':10}{judged} ({row['seeds_explain']:.4f})")
     if usual:
-        words = ["settings of all runs that do not name another: " + "  ".join(settings(usual))]
-        print(textwrap.fill(words[0], WIDTH, break_on_hyphens=False))
+        words = f"settings of all runs that do not name another: {'  '.join(settings(usual))}"
+        print(textwrap.fill(words, WIDTH, break_on_hyphens=False))
 
 
 def settings(config: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import gpt.training.fit
+from gpt.training.config.command import naming_jobs
 from harness import ROOT, differences, needs, refused, tiny_arguments, train
 
 
@@ -43,7 +44,10 @@ def failed_jobs(stderr: str) -> list[str]:
 
 
 def test_sweep(settings, tmp_path, monkeypatch):
-    """Each job says what it was given, trains, and returns its bits per byte to the sweeper."""
+    """Each job says what it was given, trains, reports in a line, and returns its bits per byte to the sweeper.
+
+    Its run is named by what varies.
+    """
     returned: list = []
     note = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
     monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", note)
@@ -54,10 +58,21 @@ def test_sweep(settings, tmp_path, monkeypatch):
         ("1", "0.006"),
     ]
     assert rates(tmp_path) == [0.003, 0.006]
+    reports = re.findall(r"^(runs/\S+): \d\.\d{4} bits per byte after 2 steps in \d+s$", done.stdout, re.M)
+    assert [report.rpartition("_")[2] for report in reports] == ["optim.lr=0.003", "optim.lr=0.006"]
+    assert sorted(reports) == sorted(f"runs/{run.name}" for run in tmp_path.glob("runs/2*"))
+    assert "see why:" not in done.stdout
     losses = [
         json.loads((run / "metrics.json").read_text())["val_bits_per_byte"] for run in sorted(tmp_path.glob("runs/2*"))
     ]
     assert returned == [None, None, *losses]  # each job is checked before the first one trains
+
+
+def test_what_varies():
+    """Sweeps name it, whatever else stands on the command line."""
+    words = ["-m", "--config-dir", "recipes", "hydra/launcher=joblib", "seed=1,2", "horizon=2steps", "data.path='a,b'"]
+    excluded = '["hydra/launcher", "horizon", "data.path"]'
+    assert naming_jobs(words) == f"hydra.job.config.override_dirname.exclude_keys={excluded}"
 
 
 def test_a_job_of_a_sweep_trains_again(settings, tmp_path):

@@ -100,8 +100,9 @@ def fit_of_tokenizer(text: Corpora) -> str:
     """Say how long the tokens of a tokenizer that came with weights are, and those of one of the text's own."""
     tokenizer = text.tokenizer
     encoded, each = _sampled(text)
-    own = train_bpe([encoded.decode("utf-8", errors="replace")], min(tokenizer.vocab_size, _suitable_size(text)))
-    would = len(encoded) / len(own.encode(encoded.decode("utf-8", errors="replace")))
+    decoded = encoded.decode("utf-8", errors="replace")
+    own = train_bpe([decoded], max(VOCABULARIES[0], min(tokenizer.vocab_size, _suitable_size(text))))
+    would = len(encoded) / len(own.encode(decoded))
     return (
         f"init_from brings its tokenizer, {tokenizer.name} (vocabulary {tokenizer.vocab_size:,}): {each:.2f} bytes per "
         f"token of this text; one that is trained on it (vocabulary {own.vocab_size:,}) would have {would:.2f}"

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -113,7 +114,7 @@ def compose_and_run(job: Callable[[], Any]) -> None:
 
 def naming_jobs(words: list[str]) -> str:
     """An override that has Hydra name the jobs of a sweep, as `override_dirname`, by those keys alone that vary."""
-    overrides = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("-")])
+    overrides = OverridesParser.create().parse_overrides([word for word in words if re.match("[^-]+=", word)])
     fixed = [one.get_key_element() for one in overrides if not one.is_sweep_override()]
     return f"hydra.job.config.override_dirname.exclude_keys={json.dumps(fixed)}"
 
