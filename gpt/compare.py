@@ -286,8 +286,8 @@ def print_table(rows: list[dict[str, Any]], usual: dict[str, Any], codes: set[st
             judged = f"worse than the first by {row['worse_by']:.4f}, {beyond} seeds explain"
             print(f"{'':10}{judged} ({row['seeds_explain']:.4f})")
     if usual:
-        words = f"settings of all runs that do not name another: {'  '.join(settings(usual))}"
-        print(textwrap.fill(words, WIDTH, break_on_hyphens=False))
+        others = f"settings of all runs that do not name another: {'  '.join(settings(usual))}"
+        print(textwrap.fill(others, WIDTH, break_on_hyphens=False))
 
 
 def settings(config: dict[str, Any]) -> list[str]:
