@@ -156,7 +156,8 @@ def test_the_command_ends_with_its_processes(tmp_path, large, ends):
     store, cache = tmp_path / "store", tmp_path / "cache"
     command = [sys.executable, "-m", "gpt.prepare", "--shard-bytes", "10000000"]
     command += ["--text", str(large), "--to", str(store), "--cache", str(cache)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 - a script's & ignores it
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     deadline = time.monotonic() + 120
     while len(list(store.glob("part-*.json"))) < 2:
         assert time.monotonic() < deadline and process.poll() is None
