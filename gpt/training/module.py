@@ -44,7 +44,7 @@ class GPTModule(LightningModule):
             for block in self.model.blocks:  # one graph serves them all
                 block.compile()
         self._weights = list(self.model.parameters())  # collecting them takes a third as long as their norm
-        self.logged: set[str] = set()  # the names that callbacks have logged since the last step
+        self.logged: dict[str, None] = {}  # the names that callbacks have logged since the last step, in order
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
         # To look at a norm, the host waits for the GPU, which then waits for the host. So curves.py looks at it there.
         self.checks_each_step = config.trainer.device != "cuda" or self.loss_scale is not None
@@ -92,7 +92,7 @@ class GPTModule(LightningModule):
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Log as Lightning does, which does not tell what was logged when."""
         super().log(name, *args, **kwargs)
-        self.logged.add(name)
+        self.logged[name] = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Muon needs only the direction of its updates, so bfloat16 is enough wherever it is fast, in fp32 runs too. In

@@ -135,9 +135,27 @@ def test_values_that_are_no_numbers():
     """A NaN that a callback logs stays out of checkpoints, which would be refused with it."""
     values = UserCurves(None, waiting := {"of an earlier version": 1.0})  # type: ignore[arg-type]
     trainer = SimpleNamespace(logged_metrics={"a": torch.tensor(float("nan")), "b_step": torch.tensor(2.0)})
-    values.note(trainer, SimpleNamespace(logged={"a", "b"}), 3)  # type: ignore[arg-type]
+    values.note(trainer, SimpleNamespace(logged={"a": None, "b": None}), 3)  # type: ignore[arg-type]
     values.settle()
     assert waiting == {"b_step": [3, 2.0]}
+
+
+class InOrder(Callback):
+    """Logs under many names."""
+
+    names = tuple(f"mine/{letter}" for letter in "zebrafox")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
+        for name in self.names:
+            module.log(name, 1.0)
+
+
+def test_rows_stand_in_the_order_of_the_calls(whole, tmp_path):
+    """In every process: a set of names has another order in each, which would make another metrics.csv."""
+    session = again(whole, tmp_path, horizon="1steps")
+    fit(session, [InOrder()])
+    rows = (session.directory / "metrics.csv").read_text().splitlines()
+    assert [tag for row in rows if (tag := row.split(",")[1]).startswith("mine/")] == list(InOrder.names)
 
 
 # --- which loggers ---
