@@ -45,7 +45,7 @@ class BareLoop(Callback):
 
     def __init__(self, run: Run, steps: int, turns: int):
         self.run, self.steps, self.turns = run, steps, turns
-        self.module = GPTModule(run.config, run.text.tokenizer.vocab_size, lambda step: 1.0)
+        self.module = GPTModule(run.config, run.text.tokenizer, lambda step: 1.0)
         self.device = run.config.trainer.device
         self.module.to(self.device)
         self.optimizer = self.module.configure_optimizers()

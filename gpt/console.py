@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from threading import RLock
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from gpt.errors import NonFiniteError, UserError, is_disk_full, is_out_of_memory
@@ -132,6 +133,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but end at once amid an import, where libraries catch it and fail at something else."""
+    above = frame
+    while above:
+        if above.f_code.co_filename == "<frozen importlib._bootstrap>":
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        above = above.f_back
+    signal.default_int_handler(number, frame)
+
+
 @contextlib.contextmanager
 def command_line(
     program: str, memory: str = "choose a smaller model", told: Callable[[str], str] = str
@@ -149,7 +161,7 @@ def command_line(
     _unwritten.clear()
     _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as gpt/__init__.py has left it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop

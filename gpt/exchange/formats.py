@@ -12,6 +12,7 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "trainer.answer_minutes": 10.0,
     "data.separator": None,
     "data.encoding": "utf-8",
+    "data.bpe_dropout": 0.0,
 }
 # The callbacks of ours whose states a checkpoint held up to format 2.
 _CALLBACKS = (

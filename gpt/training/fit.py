@@ -62,8 +62,9 @@ def _fit_once(run: Run, callbacks: Sequence[Callback], signals: StopSignals) -> 
     clock = Clock(run.state, run.schedule.seconds)
     module = GPTModule(
         config,
-        run.text.tokenizer.vocab_size,
+        run.text.tokenizer,
         lambda step: run.schedule.rate_factor(step, clock.share, config.optim),
+        lambda step: run.schedule.progress(step, clock.share),
     )
     _announce(run, module.model.config.num_parameters)
     if run.weights is not None:

@@ -18,6 +18,8 @@ from gpt.exchange.checkpoint import is_finite
 from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
+from gpt.text.bpe_dropout import parts_of, split_tokens
+from gpt.text.tokenizer import Tokenizer
 from gpt.training.config.schema import Config
 from gpt.training.loss_scale import LossScale
 from gpt.training.optim import build_optimizer, set_lr
@@ -28,15 +30,26 @@ REMEDY = "the last checkpoint is intact: start a new run from it with init_from=
 class GPTModule(LightningModule):
     """A GPT and its training step. The state dict is the model's own, so that checkpoints have plain names.
 
-    `rate_factor` gives the fraction of the peak rates for the update that follows so many others.
+    For the update that follows so many others, `rate_factor` gives the fraction of the peak rates, and `progress` that
+    of the run which has passed.
     """
 
-    def __init__(self, config: Config, vocab_size: int, rate_factor: Callable[[int], float]):
+    parts: Tensor  # (V, 2) of bpe_dropout.py
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        rate_factor: Callable[[int], float],
+        progress: Callable[[int], float] = lambda step: 0.0,
+    ):
         super().__init__()
         self.automatic_optimization = False
-        self.config, self.rate_factor = config, rate_factor
+        self.config, self.rate_factor, self.progress = config, rate_factor, progress
         torch.manual_seed(config.seed)
-        self.model = GPT(GPTConfig(vocab_size=vocab_size, **asdict(config.model)))
+        self.model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **asdict(config.model)))
+        if config.data.bpe_dropout:
+            self.register_buffer("parts", parts_of(tokenizer), persistent=False)
         self.model.compute_in(DTYPES.get(config.trainer.precision, torch.float32))
         self.loss_scale = LossScale(config.trainer.device) if config.trainer.precision == "fp16" else None
         self.model.checkpointing = config.trainer.activation_checkpointing
@@ -57,9 +70,12 @@ class GPTModule(LightningModule):
         optimizer.zero_grad()
         mean = torch.zeros((), device=self.device)
         for i, (idx, targets) in enumerate(micro_batches):
+            if chance := self.config.data.bpe_dropout * (1.0 - self.progress(step)):
+                generator = torch.Generator(idx.device).manual_seed(self._seed_of(step * count + i))
+                idx, targets = split_tokens(idx, targets, self.parts, chance, generator)
             if self.config.model.dropout:
                 # Dropout is a function of the seed and the step as well, so there is no generator whose state to save.
-                torch.manual_seed(hash((self.config.seed, step * count + i, self.global_rank)))
+                torch.manual_seed(self._seed_of(step * count + i))
             with self._exchange_gradients(i + 1 == count):
                 loss = self.loss(idx, targets)
                 scaled = self.loss_scale.scaled(loss / count) if self.loss_scale else loss / count
@@ -77,6 +93,9 @@ class GPTModule(LightningModule):
             torch.nn.utils.clip_grads_with_norm_(self._weights, self.config.optim.clip, self.grad_norm)
         optimizer.step(skip=is_broken)
         return mean
+
+    def _seed_of(self, micro_batch: int) -> int:
+        return hash((self.config.seed, micro_batch, self.global_rank))
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean nats per token of inputs and targets, each (B, T)."""

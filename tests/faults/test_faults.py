@@ -171,12 +171,12 @@ def test_corrupt_tokens(settings, tmp_path):
 
 @pytest.mark.slow
 def test_mixture_continues(settings, tmp_path):
-    """A run on several corpora, killed, goes on bit for bit: windows, validation and epochs of each."""
+    """A run on several corpora, killed, goes on bit for bit: windows, split tokens, validation and epochs of each."""
     (tmp_path / "more.txt").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(307)))
     path = next(a for a in settings if a.startswith("data.path=")).removeprefix("data.path=")
     mix = [f"data.path=[{path},{tmp_path / 'more.txt'}]", "data.weights=[2,1]", "data=mix", "tokenizer=bpe"]
     arguments = [a for a in settings if not a.startswith(("data.path=", "data=", "tokenizer="))] + mix
-    arguments += ["tokenizer.vocab_size=300"]
+    arguments += ["tokenizer.vocab_size=300", "data.bpe_dropout=0.3"]
     train(*arguments, f"run_dir={tmp_path / 'whole'}")
     hurt = tmp_path / "hurt"
     process = Process([*arguments, f"run_dir={hurt}"])

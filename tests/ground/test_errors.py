@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,19 @@ def test_closed_streams(tmp_path, closed):
     assert done.returncode == 2
     assert (tmp_path / "out").read_text() == ""
     assert done.stderr in (b"", b"p: wrong\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED: Windows has another Ctrl-C")
+def test_ctrl_c_that_an_import_swallows(tmp_path):
+    """A library that catches Ctrl-C while it is imported fails at something else later: the command ends before."""
+    fragile = "try: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: pass\nraise ImportError('half')"
+    (tmp_path / "fragile.py").write_text(f"import signal\n{fragile}")
+    start = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\nfrom gpt.console import *\n"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    for work, code in (("import fragile", -signal.SIGINT), ("signal.raise_signal(signal.SIGINT)", 130)):
+        program = f"{start}with command_line('p'): {work}"
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_reader_gone_on_windows(monkeypatch):

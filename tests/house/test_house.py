@@ -26,7 +26,7 @@ LIBRARIES = {  # where a library may be imported; everything not named here may 
     "hydra": ("train.py", "gpt/training/command.py", "gpt/training/config/"),
     "omegaconf": ("train.py", "gpt/training/command.py", "gpt/training/config/"),
     "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware/", "gpt/text/batches.py",
-              "gpt/export.py", "generate.py"),
+              "gpt/text/bpe_dropout.py", "gpt/export.py", "generate.py"),
 }  # fmt: skip
 FILES = [ROOT / "train.py", ROOT / "generate.py", *sorted((ROOT / "gpt").rglob("*.py"))]
 

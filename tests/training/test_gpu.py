@@ -46,7 +46,7 @@ def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Schedule, Corpo
     config.optim = config.optim.for_model(config.model)
     corpora = load_text(config)
     schedule = Schedule.of(config, corpora.train_tokens)
-    return GPTModule(config, corpora.tokenizer.vocab_size, lambda step: 1.0), schedule, corpora
+    return GPTModule(config, corpora.tokenizer, lambda step: 1.0), schedule, corpora
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw"])

@@ -88,7 +88,7 @@ def test_a_seed_for_the_order_of_windows(folder):
     def drawn(*changes: str) -> tuple[bytes, bytes]:
         config = hardware_decided(tiny_config(folder, "horizon=6steps", *changes))
         corpora = load_text(config, quiet=True)
-        module = GPTModule(config, corpora.tokenizer.vocab_size, lambda step: 1.0)
+        module = GPTModule(config, corpora.tokenizer, lambda step: 1.0)
         weights = module.model.position_embedding.weight.detach().numpy().tobytes()
         return weights, make_batch(config, corpora, 0)[0].numpy().tobytes()
 

@@ -74,6 +74,10 @@ class Schedule:
             total = max(step + 1, min(MOST_STEPS, int(step / share)))
         return lr_factor(step, total, config, self.extended_at, self.factor_then)
 
+    def progress(self, step: int, share: float) -> float:
+        """The part of the run that has passed after `step` updates, and `share` of the time, if it is one."""
+        return share if self.seconds else step / self.total_steps
+
     def expected_steps(self, step: int, share: float) -> int:
         """The steps of the whole run; where its horizon is a time, as many as it takes at the speed so far."""
         if self.total_steps < MOST_STEPS:

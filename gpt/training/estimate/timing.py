@@ -89,8 +89,7 @@ def throwaway_steps(config: Config, schedule: Schedule, text: Corpora) -> Iterat
 
 def throwaway_module(config: Config, schedule: Schedule, text: Corpora) -> GPTModule:
     """A model that belongs to no run."""
-    vocab_size = text.tokenizer.vocab_size
-    return GPTModule(config, vocab_size, lambda step: schedule.rate_factor(step, 0.0, config.optim))
+    return GPTModule(config, text.tokenizer, lambda step: schedule.rate_factor(step, 0.0, config.optim))
 
 
 def seconds_validating(config: Config, schedule: Schedule, text: Corpora) -> float:

@@ -63,6 +63,12 @@ def test_rates_follow_the_clock():
     assert dataclasses.replace(schedule, total_steps=80, seconds=0.0).rate_factor(40, 0.4, config) == 0.5
 
 
+def test_progress():
+    """The part of the steps that has passed, or of the time."""
+    assert [Schedule(total_steps=80).progress(step, 0.0) for step in (0, 20, 80)] == [0.0, 0.25, 1.0]
+    assert Schedule(seconds=300.0).progress(20, 0.4) == 0.4
+
+
 @pytest.mark.parametrize(
     ("size", "accumulation", "smaller"),
     [(8, 3, (4, 6)), (6, 1, (3, 2)), (5, 3, (1, 15)), (7, 1, (1, 7)), (15, 1, (5, 3))],
