@@ -74,7 +74,8 @@ def ours(
         for block in model.blocks:
             block.compile()
     weights, heads = dict(model.named_parameters()), model.config.num_heads
-    muon = torch.bfloat16 if choose_precision("auto", torch.device(device)) == "bf16" else torch.float32
+    fast = choose_precision("auto", torch.device(device)) == "bf16"
+    muon = torch.bfloat16 if fast or dtype == "bfloat16" else torch.float32
     optimizer = build_optimizer(weights, heads, OptimConfig(optim).for_model(model.config), muon)
     parameters = list(model.parameters())
     idx, targets = tokens(preset, device, shape)

@@ -114,10 +114,10 @@ class GPTModule(LightningModule):
         self.logged[name] = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Muon needs only the direction of its updates, so bfloat16 is enough wherever it is fast, in fp32 runs too. In
-        # fp16 most of them would be zero.
-        fast = choose_precision("auto", torch.device(self.config.trainer.device))
-        muon = torch.bfloat16 if fast == "bf16" else torch.float32
+        # Muon needs only the direction of its updates, so bfloat16 is enough in runs of bf16, and in others wherever it
+        # is fast. In fp16 most of them would be zero.
+        precision, device = self.config.trainer.precision, torch.device(self.config.trainer.device)
+        muon = torch.bfloat16 if "bf16" in (precision, choose_precision("auto", device)) else torch.float32
         weights = dict(self.model.named_parameters())
         return build_optimizer(weights, self.config.model.num_heads, self.config.optim, muon)
 

@@ -85,19 +85,27 @@ def test_explicit_choices_are_honoured(monkeypatch):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_auto_precision(monkeypatch, fast):
-    """`bf16` where CUDA or the CPU has it in hardware, which emulation is not; else fp16 on CUDA; neither on MPS."""
+    """`bf16` where CUDA has it in hardware, which emulation is not; else fp16 on CUDA; never on MPS."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: fast or including_emulation)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    expected = ["bf16", "bf16", "fp32"] if fast else ["fp16", "fp32", "fp32"]
-    assert [choose_precision("auto", device) for device in (CUDA, CPU, MPS)] == expected
+    expected = ["bf16", "fp32"] if fast else ["fp16", "fp32"]
+    assert [choose_precision("auto", device) for device in (CUDA, MPS)] == expected
 
 
-def test_auto_precision_on_arm(monkeypatch):
-    """PyTorch's question about AVX-512 is not asked of other processors."""
-    monkeypatch.setattr("platform.machine", lambda: "arm64")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pytest.fail("asked"))
-    assert choose_precision("auto", CPU) == "fp32"
+@pytest.mark.parametrize(
+    ("name", "flags", "expected"),
+    [
+        ("Intel Xeon", ["avx512_bf16", "amx_bf16"], "bf16"),
+        ("Intel Xeon", ["avx512_bf16"], "fp32"),
+        ("AMD EPYC", ["avx512_bf16"], "bf16"),
+        ("AMD EPYC", ["avx2"], "fp32"),
+        (None, ["neon", "bf16"], "fp32"),
+    ],
+)
+def test_auto_precision_of_a_cpu(monkeypatch, name, flags, expected):
+    """`bf16` where it is multiplied faster than fp32: with AMX, and in AMD's vectors but not in Intel's."""
+    has = dict.fromkeys(flags, True) | ({"cpu_name": name} if name else {})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    assert choose_precision("auto", CPU) == expected
 
 
 @pytest.mark.parametrize("compiler", [None, "/usr/bin/cc"])

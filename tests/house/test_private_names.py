@@ -22,10 +22,6 @@ from harness import ROOT
 # Each name as our code takes it; what for; and how it is looked up.
 PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
     "torch._C": ("the library of OpenMP that PyTorch has loaded", lambda: torch._C.__file__),
-    "torch.cpu._is_avx512_bf16_supported": (
-        "whether bf16 is multiplied in hardware",
-        lambda: torch.cpu._is_avx512_bf16_supported(),
-    ),
     "torch._foreach_lerp": ("Muon's momentum, all matrices at once", lambda: torch._foreach_lerp),
     "torch._foreach_lerp_": ("Muon's averages, all matrices at once", lambda: torch._foreach_lerp_),
     "torch._foreach_mul_": ("the decay of all matrices at once", lambda: torch._foreach_mul_),
