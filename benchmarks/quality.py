@@ -27,6 +27,7 @@ from gpt.model.transformer import GPT, GPTConfig
 
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
 _, _, ON_CPU, _ = PRESETS["mini"]  # (B, T) of a step of ours, on any device
+FIGURES = ("nats_per_byte", "bits_per_byte", "seconds", "steps")
 OF_PEER = 0.95  # of its time: our loop takes time around the steps measured here
 OF_SECONDS = 0.85  # of those given: a rested machine is faster, and steps are measured at the start
 
@@ -143,8 +144,9 @@ def main() -> None:
                 rows.append(row(f"{kind}, seed {seed}", figures))
                 print("  ".join(rows[-1]), flush=True)
     for kind, runs in found.items():
-        keys = ("nats_per_byte", "bits_per_byte", "seconds", "steps")
-        rows.append(row(f"{kind}, median", {key: statistics.median(run[key] for run in runs) for key in keys}))
+        for what, of in (("mean", statistics.fmean), ("standard deviation", statistics.stdev)):
+            if len(runs) > 1:
+                rows.append(row(f"{kind}, {what}", {key: of([run[key] for run in runs]) for key in FIGURES}))
     print(table(["", "nats/byte", "bits/byte", "seconds", "steps"], rows))
     report = {"text": args.text.name, "peer_step_seconds": theirs, "our_step_seconds": own, "runs": found}
     finish(report, args.json)
