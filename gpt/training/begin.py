@@ -21,7 +21,7 @@ from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import connect, on_all_ranks, ranks, require_processes
-from gpt.training.resolve import for_machine, require_devices, resolve
+from gpt.training.resolve import for_machine, require_devices, resolve, with_suitable_split
 from gpt.training.run.run import Run, require_empty, text_name
 
 MOST_VARIES = 80  # characters of a run's name that say how it differs in a sweep
@@ -40,11 +40,12 @@ def begin_in(run: Run | None, asked: Asked) -> Run:
         require_empty(Path(config.run_dir))
     config, text, weights = open_text(asked)
     config, schedule, _ = resolve(asked, config, text)
-    in_steps = schedule  # for advice
+    in_steps = schedule  # even where the horizon is a time
     if schedule.seconds and asked.model != "auto":
         from gpt.training.estimate import timing  # imports Lightning
 
         _, in_steps, _ = timing.in_steps(config, schedule, text, at_most=1.0)
+    config = with_suitable_split(config, in_steps, text, asked)
     if weights is not None:
         say(fit_of_tokenizer(text))
     for line in warnings(config, in_steps, text):

@@ -70,7 +70,7 @@ class GPTModule(LightningModule):
         optimizer.zero_grad()
         mean = torch.zeros((), device=self.device)
         for i, (idx, targets) in enumerate(micro_batches):
-            if chance := self.config.data.bpe_dropout * (1.0 - self.progress(step)):
+            if chance := (self.config.data.bpe_dropout or 0.0) * (1.0 - self.progress(step)):
                 generator = torch.Generator(idx.device).manual_seed(self._seed_of(step * count + i))
                 idx, targets = split_tokens(idx, targets, self.parts, chance, generator)
             if self.config.model.dropout:

@@ -4,6 +4,7 @@
 2. `resolve`, with the text: a prepared text's tokenizer, and the prompts.
 3. With model=auto, the model, and how much of the time it can use; or else the horizon, if that is auto.
 4. `for_model`, for each model that is considered: the micro-batch, and the rates.
+5. `with_suitable_split`, once it is known how often the text will be seen: the chance to split tokens.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from gpt.text.analysis.prompts import prompts_from
 from gpt.text.corpus.config import ONE_WORD
 from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import TokenizerConfig
-from gpt.training.config.advice import STEPS, suitable_steps
+from gpt.training.config.advice import STEPS, suitable_split, suitable_steps
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
 from gpt.training.config.schedule import Schedule
@@ -108,6 +109,19 @@ def for_model(config: Config, model: ModelConfig) -> Config:
         # Noted already, since it may shrink when it is timed.
         config = replace(config, decided=(config.decided or {}) | {"trainer.micro_batch_size": "auto"})
     return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
+
+
+def with_suitable_split(config: Config, schedule: Schedule, text: Corpora, asked: Asked) -> Config:
+    """Set the chance to split tokens, if it was left open, to what suits a horizon in steps.
+
+    Trained weights and what model=auto expects are of text as it is.
+    """
+    if config.data.bpe_dropout is not None:
+        return config
+    as_it_is = config.init_from or asked.model == "auto"
+    chance = 0.0 if as_it_is else suitable_split(config, schedule, text)
+    decided = (config.decided or {}) | {"data.bpe_dropout": None}
+    return replace(config, data=replace(config.data, bpe_dropout=chance), decided=decided)
 
 
 def _with_suitable_horizon(config: Config, text: Corpora) -> Config:

@@ -136,6 +136,7 @@ def test_what_was_decided_is_recorded(folder, tmp_path):
     assert stored == begun.config and begun.config.may_shrink
     assert stored.decided["trainer.micro_batch_size"] == "auto" != stored.trainer.micro_batch_size
     assert stored.decided["data.prompts"] is None and "seed" not in stored.decided
+    assert stored.decided["data.bpe_dropout"] is None and stored.data.bpe_dropout is not None
     again = resume_run(str(tmp_path / "run"))
     again.close()
     assert again.config.may_shrink

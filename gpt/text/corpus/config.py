@@ -44,7 +44,7 @@ class DataConfig:
     cache_bytes: int = 100_000_000_000  # that copies of remote files may take there
     validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much
     seed: int | None = None  # of the order of windows; by default that of the run
-    bpe_dropout: float = 0.0  # the chance that a token is shown as the two it was merged from, falling to 0 at the end
+    bpe_dropout: float | None = None  # the chance that a token is split; by default what suits the epochs
     prompts: list[str] | None = None  # sampled during training; "" starts a document; by default the text's own
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class DataConfig:
             raise UserError(f"data.weights={self.weights} is out of range: each must be above 0")
         require_range("data.validation_bytes", self.validation_bytes, 1, 10**9)
         require_range("data.cache_bytes", self.cache_bytes, 1)
-        require_range("data.bpe_dropout", self.bpe_dropout, 0, 1)
+        require_range("data.bpe_dropout", self.bpe_dropout or 0, 0, 1)
         if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
             raise UserError(f"data.sha256={self.sha256!r} is not 64 hex digits: give what sha256sum FILE prints")
         if self.sha256 is not None and not (self.name == "text" and len(self.paths) == 1 and is_url(self.paths[0])):

@@ -164,6 +164,8 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
         config["trainer"]["micro_batch_size"] = "auto"
     if "data.path" in names:
         config["data"]["prompts"] = None  # which were of the other text
+    if "data.bpe_dropout" in decided and {"data.path", "horizon", "trainer.tokens_per_step"} & set(names):
+        config["data"]["bpe_dropout"] = None
     for name in names:
         *groups, key = name.split(".")
         source, target = given, config

@@ -87,6 +87,19 @@ def test_what_was_decided_for_the_machine(stored, override, automatic):
 
 
 @pytest.mark.parametrize(
+    ("override", "opened"), [("seed=3", False), ("horizon=9steps", True), ("trainer.tokens_per_step=160", True)]
+)
+def test_the_chance_to_split_tokens(stored, override, opened):
+    """It was decided for a number of epochs, and is decided anew for another; what was given stays."""
+    file = stored / "config.yaml"
+    before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    before["data"]["bpe_dropout"] = 0.1
+    for decided in ({"data.bpe_dropout": None}, {}):
+        file.write_text(yaml.safe_dump(before | {"decided": decided}))
+        assert rerun(stored, override).data.bpe_dropout == (None if opened and decided else 0.1)
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["experiment=shakespeare"], "experiment and rerun exclude each other"),

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from gpt.sampling.scoring import Score
 from gpt.training.begin import load_text
-from gpt.training.config.advice import warnings
+from gpt.training.config.advice import suitable_split, warnings
 from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
@@ -57,6 +57,22 @@ def words(count: int, seed: int = 3) -> str:
     """Lines of made-up words, some of which are frequent, as in a language; about 7 bytes a word."""
     chooser = random.Random(seed)
     return "".join(word + chooser.choice("    \n") for word in chooser.choices(WORDS, FREQUENCIES, k=count))
+
+
+def test_tokens_are_split_where_a_text_is_seen_often(tmp_path):
+    """Not in five epochs, and more and more from there to ten; of two texts, the one that is seen less decides."""
+    config = settings(tmp_path, words(9000), "tokenizer.vocab_size=320", "model.context_length=16")
+    text = load_text(config)
+    chances = [
+        suitable_split(config, Schedule(total_steps=epochs * text.train_tokens // 1024), text)
+        for epochs in (2, 5, 7.5, 10, 90)
+    ]
+    assert chances == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.2], abs=0.003)
+    (tmp_path / "other.txt").write_text(words(40000, seed=5))
+    both = changed(config, "data=mix", f"data.path=[{config.data.path},{tmp_path / 'other.txt'}]", "data.weights=[1,1]")
+    text = load_text(both)
+    steps = 14 * len(text.sources[0].train) // 1024  # seven epochs of the first, and fewer of the second
+    assert suitable_split(both, Schedule(total_steps=steps), text) == 0.0
 
 
 # --- settings that do not suit the text ---
