@@ -162,6 +162,18 @@ def test_initial_weights_are_let_go(folder, tmp_path):
     assert probe.gone
 
 
+@pytest.mark.parametrize(
+    ("changes", "chance"),
+    [([], 0.5), (["horizon=9min"], 0.5), (["init_from=first"], 0.0), (["init_from=first", "data.bpe_dropout=0.3"], 0.3)],
+)
+def test_the_chance_to_split_tokens(folder, tmp_path, monkeypatch, changes, chance):
+    """A text that is seen often is split, and not by a model that is trained already, unless it is asked for."""
+    monkeypatch.chdir(folder)
+    session = begin_run(tiny_config(folder, "horizon=900steps", f"run_dir={tmp_path / 'run'}", *changes))
+    session.close()
+    assert session.config.data.bpe_dropout == chance
+
+
 def test_a_checkpoint_is_read_once(folder, tmp_path, monkeypatch):
     """Resuming reads the file once, although Lightning asks for it again, and lets go of what was read."""
     run_dir = tmp_path / "run"

@@ -13,7 +13,7 @@ MEMORISED = 2.0  # a text is learnt by heart if its validation loss is so many t
 UNPASSED = 1.25  # the same, where validation has not passed the simplest reference
 MOST_EPOCHS = 15  # after which validation ends higher than after 10, by 9% on 300 KB
 DROPOUT = 0.2  # from which on a text can be seen twice as often
-UNSPLIT, SPLIT, CHANCE = 5, 10, 0.2  # up to so many epochs no token is split; from so many on, with this chance
+UNSPLIT, CHANCE, MOST_CHANCE = 5, 0.04, 0.5  # no token is split up to so many epochs; a chance for each more; at most
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
 VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
@@ -45,7 +45,7 @@ def suitable_steps(config: Config, text: Corpora) -> int:
 def suitable_split(config: Config, schedule: Schedule, text: Corpora) -> float:
     """Return the chance to split tokens that suits how often a text is seen, of several the one that is seen least."""
     seen = min(epochs(schedule.total_steps * config.trainer.tokens_per_step, text).values())
-    return round(CHANCE * min(1.0, max(0.0, (seen - UNSPLIT) / (SPLIT - UNSPLIT))), 3)
+    return round(min(MOST_CHANCE, CHANCE * max(0.0, seen - UNSPLIT)), 3)
 
 
 def shorter_steps(config: Config, text: Corpora, best_step: int) -> int:
