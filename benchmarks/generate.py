@@ -113,8 +113,9 @@ def main() -> None:
         try:
             worker = Worker(name, make, rows=rows, tokens=args.tokens, **settings)
             worker.run(1)
+            print(f"{name}: {rows * args.tokens / worker.times[0]:,.1f} tokens/s in the first turn")
         except SystemExit as error:
-            print(f"left out: {' '.join(str(error).split())[-300:]}", flush=True)
+            print(f"left out: {' '.join(str(error).split())[-300:]}")
             continue
         worker.times.clear()
         workers.append((rows, worker))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+sys.stdout.reconfigure(line_buffering=True)  # a pipe gets each line as it comes
 
 import torch  # noqa: E402
 

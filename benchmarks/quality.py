@@ -101,7 +101,7 @@ def step_times(text: str) -> tuple[float, float]:
     for worker in both:
         worker.close()
     theirs, own = (statistics.fmean(worker.times) for worker in both)
-    print(f"a step, measured in turn: peer {1000 * theirs:.1f} ms, ours {1000 * own:.1f} ms", flush=True)
+    print(f"a step, measured in turn: peer {1000 * theirs:.1f} ms, ours {1000 * own:.1f} ms")
     return theirs, own
 
 
@@ -142,7 +142,7 @@ def main() -> None:
                 figures["bits_per_byte"] = figures["nats_per_byte"] / math.log(2)
                 found.setdefault(kind, []).append(figures)
                 rows.append(row(f"{kind}, seed {seed}", figures))
-                print("  ".join(rows[-1]), flush=True)
+                print("  ".join(rows[-1]))
     for kind, runs in found.items():
         for what, of in (("mean", statistics.fmean), ("standard deviation", statistics.stdev)):
             if len(runs) > 1:

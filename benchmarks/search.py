@@ -123,7 +123,7 @@ def compare_rates(texts: Sequence[Path]) -> None:
         shares = [f"{100 * (rule / min(neighbours) - 1):+.2f}%", f"{100 * abs(rule / again - 1):.2f}%"]
         name = f"{layers} x {channels}, {text.name}, {steps} steps"
         rows.append([name, *(f"{bits:.4f}" for bits in [rule, *neighbours]), *shares])
-        print("  ".join(rows[-1]), flush=True)
+        print("  ".join(rows[-1]))
     print(table(["", "rule", "matrix_lr / 2", "x 2", "lr / 2", "x 2", "worse than the best", "seeds"], rows))
 
 
@@ -224,14 +224,13 @@ def main() -> None:
                 with args.log.open("a") as stream:
                     stream.write(json.dumps(found) + "\n")
             if "error" in found:
-                print(f"{found['overrides']}: {found['error']}", flush=True)
+                print(f"{found['overrides']}: {found['error']}")
                 continue
             print(
                 f"{found['val_nats_per_byte']:.4f} nats/byte  {found['steps']:5} steps  {found['epochs']:5.1f} epochs  "
                 f"{found['train_seconds']:6.1f} s  seed {found['seed']}  {found['overrides']}"
                 + (f"  (best at {found['best_step']})" if found["best_step"] != found["steps"] else "")
                 + f"  [{found['wall_seconds']:.0f} s]",
-                flush=True,
             )
 
 

@@ -224,11 +224,11 @@ def measure(preset: str, seconds: float, steps: int, shape: Shape, only: list[st
         except SystemExit as error:
             if len(groups) == 1 or not workers:
                 raise
-            print(f"left out: {' '.join(str(error).split())[-300:]}", flush=True)
+            print(f"left out: {' '.join(str(error).split())[-300:]}")
             continue
         workers += started
         for worker in started:
-            print(f"{worker.name}: {1000 * worker.median:,.1f} ms", flush=True)
+            print(f"{worker.name}: {1000 * worker.median:,.1f} ms")
             if workers[0] is not worker:
                 worker.close()
     for worker in [workers[0], peak]:
