@@ -164,7 +164,12 @@ def test_initial_weights_are_let_go(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "chance"),
-    [([], 0.5), (["horizon=9min"], 0.5), (["init_from=first"], 0.0), (["init_from=first", "data.bpe_dropout=0.3"], 0.3)],
+    [
+        ([], 0.5),
+        (["horizon=9min"], 0.5),
+        (["init_from=first"], 0.0),
+        (["init_from=first", "data.bpe_dropout=0.3"], 0.3),
+    ],
 )
 def test_the_chance_to_split_tokens(folder, tmp_path, monkeypatch, changes, chance):
     """A text that is seen often is split, and not by a model that is trained already, unless it is asked for."""
