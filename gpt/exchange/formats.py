@@ -14,6 +14,7 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "data.encoding": "utf-8",
     "data.bpe_dropout": 0.0,
 }
+DECIDED = ("data.bpe_dropout",)  # of these, what is null until this version decides it
 # The callbacks of ours whose states a checkpoint held up to format 2.
 _CALLBACKS = (
     *("Clock", "Validation", "Curves", "Metrics", "MemorisingWarning", "ExplosionWarning"),
@@ -29,6 +30,8 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
     for name, value in CAME.items():
         group, key = _place(config, name)
+        if name in DECIDED and key not in group and config["decided"] is not None:
+            config["decided"] = config["decided"] | {name: None}
         group.setdefault(key, value)
     for name, values in GONE.items():
         group, key = _place(config, name)

@@ -284,6 +284,20 @@ def test_what_the_run_has_decided(corpus_folder, tmp_path):
     assert "add run_dir=DIR" in refusal(settle_auto, Asked(tiny_config(corpus_folder, *asked)))
 
 
+def test_a_key_that_came_later(corpus_folder, tmp_path):
+    """The repeated command of a run from before tokens were split goes on, and is refused where it splits them."""
+    config = tiny_config(corpus_folder, "horizon=5steps")
+    Run.create(str(tmp_path / "run"), "", config.as_decided_from(config))
+    file = tmp_path / "run/config.yaml"
+    before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    del before["data"]["bpe_dropout"]
+    file.write_text(yaml.safe_dump(before), encoding="utf-8")
+    asked = ["horizon=5steps", "resume=auto", f"run_dir={tmp_path / 'run'}"]
+    assert settle_auto(Asked(tiny_config(corpus_folder, *asked))).config.resume == str(tmp_path / "run")
+    split = tiny_config(corpus_folder, *asked, "data.bpe_dropout=0.1")
+    assert "data.bpe_dropout=0.1 here, and 0.0 in the run of" in refusal(settle_auto, Asked(split))
+
+
 def test_what_the_run_began_with(corpus_folder, tmp_path):
     """A command may be repeated after its run was given another horizon, or other devices and so smaller pieces."""
     began = tiny_config(corpus_folder, "horizon=5steps", "trainer.micro_batch_size=6")
