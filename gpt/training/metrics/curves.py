@@ -159,13 +159,13 @@ class Curves:
 
     def close(self) -> None:
         """Write what is still buffered."""
-        threading.excepthook = self._excepthook
         if self._table is not None:
             with contextlib.suppress(OSError):  # of a full disk, again
                 self._table.close()
         if self.writer is not None:
             with contextlib.suppress(FileNotFoundError):  # the run directory was deleted, which has been said
                 self.writer.close()
+                threading.excepthook = self._excepthook  # not where that failed: its thread may be dying still
 
 
 @torch.no_grad()

@@ -1,7 +1,10 @@
 """What a run shows in TensorBoard beside its curves' points: charts, references, updates of weights, embeddings."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +207,34 @@ def test_the_best_two_lines(tmp_path):
         "python_docs xz -9e 2.1000",
         "python_docs bigram 2.1500",
     }
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit of a file's size")
+def test_a_disk_that_is_full_at_the_end(tmp_path):
+    """The last points fail by one error of the caller's, and none that TensorBoard's thread prints on its own."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from gpt.training.config.schema import Config
+from gpt.training.metrics.curves import Curves
+from gpt.training.run.run import Run
+
+run = Run(Path(sys.argv[1]), Config(run_dir=sys.argv[1]))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+curves = Curves(run)
+curves.open(0)
+for step in range(100):
+    curves.write({"train/loss": 1.0}, step)
+curves.writer.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+curves.write({"train/loss": 1.0}, 100)
+try:
+    curves.close()
+except OSError as error:
+    print(error.strerror)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("File too large\n", "")
 
 
 def test_lines_that_cannot_be_drawn(corpus_folder, tmp_path):
