@@ -41,11 +41,11 @@ def begin_in(run: Run | None, asked: Asked) -> Run:
     config, text, weights = open_text(asked)
     config, schedule, _ = resolve(asked, config, text)
     in_steps = schedule  # even where the horizon is a time
-    if schedule.seconds and asked.model != "auto":
+    if schedule.seconds:
         from gpt.training.estimate import timing  # imports Lightning
 
         _, in_steps, _ = timing.in_steps(config, schedule, text, at_most=1.0)
-    config = with_suitable_split(config, in_steps, text, asked)
+    config = with_suitable_split(config, in_steps, text)
     if weights is not None:
         say(fit_of_tokenizer(text))
     for line in warnings(config, in_steps, text):

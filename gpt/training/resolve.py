@@ -111,15 +111,11 @@ def for_model(config: Config, model: ModelConfig) -> Config:
     return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
 
 
-def with_suitable_split(config: Config, schedule: Schedule, text: Corpora, asked: Asked) -> Config:
-    """Set the chance to split tokens, if it was left open, to what suits a horizon in steps.
-
-    Trained weights and what model=auto expects are of text as it is.
-    """
+def with_suitable_split(config: Config, schedule: Schedule, text: Corpora) -> Config:
+    """Set the chance to split tokens, if it was left open, to what suits a horizon in steps; 0 for trained weights."""
     if config.data.bpe_dropout is not None:
         return config
-    as_it_is = config.init_from or asked.model == "auto"
-    chance = 0.0 if as_it_is else suitable_split(config, schedule, text)
+    chance = 0.0 if config.init_from else suitable_split(config, schedule, text)
     decided = (config.decided or {}) | {"data.bpe_dropout": None}
     return replace(config, data=replace(config.data, bpe_dropout=chance), decided=decided)
 

@@ -96,7 +96,7 @@ def test_chooses_trains_and_reports(given, tmp_path):
     assert line, done.stdout
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     model = config["model"]
-    assert config["data"]["bpe_dropout"] == 0.0  # as in the runs that the law was fitted to
+    assert config["data"]["bpe_dropout"] > 0.0 and config["decided"]["data.bpe_dropout"] is None
     assert (model["num_layers"], model["d_model"]) == (int(line[1]), int(line[2]))
     figures = json.loads((tmp_path / "run/metrics.json").read_text())
     assert f"{figures['expected_bits_per_byte']:.2f}" == line[3]
