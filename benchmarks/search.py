@@ -152,7 +152,8 @@ def fit_law() -> None:
             {key: value if key == "text" else float(value) for key, value in row.items()}
             for row in csv.DictReader(stream)
         ]
-    probes = {row["text"]: row for row in rows if (row["layers"], row["steps"]) == (2, 1000)}
+    rows.sort(key=lambda row: row["steps"])
+    probes = {row["text"]: row for row in rows if row["layers"] == 2 and row["steps"] <= 1000}  # the longest of each
     rows = [row for row in rows if row is not probes[row["text"]]]
 
     def model(row: dict) -> ModelConfig:
@@ -164,7 +165,9 @@ def fit_law() -> None:
         found = []
         for row in rows:
             probe = probes[row["text"]]
-            of_text = law.Law(int(row["distinct"]), row["novelty"]).through(model(probe), 1024e3, probe["bits"])
+            of_text = law.Law(int(row["distinct"]), row["novelty"]).through(
+                model(probe), 1024 * probe["steps"], probe["bits"]
+            )
             try:
                 found.append(math.log(of_text.bits_per_byte(model(row), 1024 * row["steps"]) / row["bits"]))
             except (OverflowError, ValueError):  # too long a step

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from gpt.model.transformer import ModelConfig
 
 # Bits per byte are a power of what a model lacks: FALL where a text repeats itself, and less the more novel it is.
-FALL = 2.31
-NOVELTY = 3.06  # a text as novel as this has the power FALL / e
+FALL = 2.64
+NOVELTY = 2.79  # a text as novel as this has the power FALL / e
 # What a model lacks is what it lacks in size plus what it lacks in training.
-SIZE_POWER = 0.191  # of the weights in its blocks, in millions
-SEEN = 1.62  # so many million tokens of training count as much as a million weights
-SEEN_POWER = 0.565  # of the tokens of training over that
+SIZE_POWER = 0.184  # of the weights in its blocks, in millions
+SEEN = 2.01  # so many million tokens of training count as much as a million weights
+SEEN_POWER = 0.525  # of the tokens of training over that
 # What an epoch adds, as a text is learnt by heart: this share of the bits where it has a token for each weight.
-BY_HEART = 0.00484
-BY_HEART_POWER = 0.514  # of the weights over the tokens
+BY_HEART = 0.00446
+BY_HEART_POWER = 0.245  # of the weights over the tokens
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:

@@ -13,6 +13,7 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
 from gpt.text.analysis.references import novelty
 from gpt.text.prepared import Corpora
+from gpt.training.config.advice import UNSPLIT
 from gpt.training.config.law import FAMILY, PROBE, Law
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
@@ -20,7 +21,7 @@ from gpt.training.estimate.timing import measure, throwaway_steps
 from gpt.training.optim import MINI
 
 PROBE_SHARE = 0.5  # of the time that there is, which the probe may take
-PROBE_STEPS = (250, 1000)  # its least and its most: the law was fitted to probes of 1,000
+PROBE_STEPS = (250, 1000)  # its least and its most: the law was fitted to probes of 1,000, and fewer on small texts
 PACE = 0.94  # a run has this share of the speed of bare steps, for its batches, curves and checkpoints
 SMALLER = 1.01  # the bits of a model smaller than mini count so many times: the law is usually off by twice as much
 WORSE = 1.02  # once a model would need so many times the bits of the best, no larger ones are timed
@@ -89,7 +90,8 @@ def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> 
     if config.trainer.precision == "fp16":  # whose broken steps only training skips
         config = replace(config, trainer=replace(config.trainer, precision="fp32"))
     config, each = measure(config, schedule, text, at_most=1.0)
-    steps = round(min(max(PROBE_SHARE * seconds / each, PROBE_STEPS[0]), PROBE_STEPS[1]))
+    fresh = UNSPLIT * text.train_tokens / config.trainer.tokens_per_step  # steps, after which tokens would be split
+    steps = round(max(PROBE_STEPS[0], min(PROBE_STEPS[1], fresh, PROBE_SHARE * seconds / each)))
     say(f"model=auto: learning the text with a small model for about {duration(steps * each)}, then timing larger ones")
     with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
         for module, _ in throwaway_steps(config, replace(schedule, total_steps=steps), text):

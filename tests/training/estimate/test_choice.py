@@ -8,13 +8,14 @@ import pytest
 import yaml
 
 from gpt.model.transformer import ModelConfig
-from gpt.training.begin import open_text
+from gpt.training.begin import load_text, open_text
 from gpt.training.config.asked import Asked
 from gpt.training.config.law import FAMILY, PROBE, Law
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.estimate import choice
-from gpt.training.resolve import resolve
+from gpt.training.estimate.timing import throwaway_steps
+from gpt.training.resolve import for_machine, resolve
 from harness import refusal, refused, tiny_arguments, tiny_config, train
 
 TEXT = Law(1_000_003)
@@ -57,6 +58,20 @@ def test_law_of_a_strange_text(bits):
         found = law.through(PROBE, 3e5, bits)
         reached = [found.bits_per_byte(model, found.best_tokens(model, 1e7)) for model in FAMILY]
         assert all(isinstance(one, float) and 0 <= one < math.inf for one in reached)
+
+
+def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
+    """It sees the text five times at most: more would tell how well it is learnt by heart."""
+    config = for_machine(tiny_config(corpus_folder, "trainer.tokens_per_step=48"))
+    text, lengths = load_text(config), []
+
+    def counted(config, schedule, text):
+        lengths.append(schedule.total_steps)
+        return throwaway_steps(config, schedule, text)
+
+    monkeypatch.setattr(choice, "throwaway_steps", counted)
+    choice.probe(config, Schedule(), text, 1e9)
+    assert lengths == [round(5 * text.train_tokens / 48)] and 250 < lengths[0] < 1000
 
 
 def test_mini_where_a_smaller_one_is_as_good():
