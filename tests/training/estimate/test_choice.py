@@ -62,7 +62,9 @@ def test_law_of_a_strange_text(bits):
 
 def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
     """It sees the text five times at most: more would tell how well it is learnt by heart."""
-    config = for_machine(tiny_config(corpus_folder, "trainer.tokens_per_step=48"))
+    config = for_machine(
+        tiny_config(corpus_folder, "trainer.tokens_per_step=48", "optim.lr=0.01", "optim.matrix_lr=0.02")
+    )
     text, lengths = load_text(config), []
 
     def counted(config, schedule, text):
