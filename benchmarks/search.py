@@ -152,8 +152,8 @@ def fit_law() -> None:
             {key: value if key == "text" else float(value) for key, value in row.items()}
             for row in csv.DictReader(stream)
         ]
-    rows.sort(key=lambda row: row["steps"])
-    probes = {row["text"]: row for row in rows if row["layers"] == 2 and row["steps"] <= 1000}  # the longest of each
+    small = sorted((row for row in rows if row["layers"] == 2 and row["steps"] <= 1000), key=lambda row: row["steps"])
+    probes = {row["text"]: row for row in small}  # the longest of each text
     rows = [row for row in rows if row is not probes[row["text"]]]
 
     def model(row: dict) -> ModelConfig:

@@ -11,8 +11,9 @@ from gpt.training.config.schema import Config
 TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
 MEMORISED = 2.0  # a text is learnt by heart if its validation loss is so many times the training loss
 UNPASSED = 1.25  # the same, where validation has not passed the simplest reference
-MOST_EPOCHS = 20  # at 25, validation on 300 KB ends 6% above the best, which is at 17; on 100 KB 12% and at 12
-DROPOUT = 0.2  # from which on a text can be seen twice as often
+# Beyond so many epochs a small text is learnt by heart: with split tokens, without, and with dropout.
+MOST_EPOCHS, MOST_UNSPLIT, MOST_DROPPED = 20, 15, 30
+DROPOUT = 0.2  # from which on it counts
 UNSPLIT, CHANCE, MOST_CHANCE = 5, 0.04, 0.5  # no token is split up to so many epochs; a chance for each more; at most
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
@@ -54,12 +55,13 @@ def shorter_steps(config: Config, text: Corpora, best_step: int) -> int:
 
 
 def _repeats(config: Config, schedule: Schedule, text: Corpora) -> str:
-    if schedule.seconds:  # how many steps a time takes is not known yet
+    if schedule.expected_bits:  # model=auto ends before that
         return ""
     tokens = schedule.total_steps * config.trainer.tokens_per_step
     each = epochs(tokens, text)
     name, most = max(each.items(), key=lambda item: item[1])
-    limit = MOST_EPOCHS if config.model.dropout < DROPOUT else 2 * MOST_EPOCHS
+    limit = MOST_EPOCHS if config.data.bpe_dropout else MOST_UNSPLIT
+    limit = MOST_DROPPED if config.model.dropout >= DROPOUT else limit
     suitable = suitable_steps(config, text)
     if most <= limit or (len(each) == 1 and schedule.total_steps <= suitable):
         return ""

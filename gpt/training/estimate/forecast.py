@@ -23,7 +23,7 @@ from gpt.training.config.advice import epochs, warnings
 from gpt.training.config.asked import Asked
 from gpt.training.config.schema import Config
 from gpt.training.optim import build_optimizer
-from gpt.training.resolve import resolve
+from gpt.training.resolve import resolve, with_suitable_split
 from gpt.training.run.run import require_empty
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
@@ -53,6 +53,7 @@ def forecast(asked: Asked) -> dict[str, Any]:
     free = free_memory(device)
     say("timing a few steps and part of a validation")
     config, schedule, seconds = in_steps(config, schedule, text)
+    config = with_suitable_split(config, schedule, text)
     settings = config.trainer
     gc.collect()
     validating = seconds_validating(config, schedule, text)

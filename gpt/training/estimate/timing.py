@@ -32,7 +32,8 @@ def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float =
     """Measure, and return between the two results the schedule in steps, even where the horizon is a time."""
     config, seconds = measure(config, schedule, text, at_most)
     if schedule.seconds:
-        schedule = Schedule.of(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
+        same = Schedule.of(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
+        schedule = replace(same, expected_bits=schedule.expected_bits)
     return config, schedule, seconds
 
 

@@ -69,7 +69,7 @@ class Curves:
 
     def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
         """Ignore write errors of TensorBoard's thread, which the next call of its writer raises."""
-        if not isinstance(error.exc_value, OSError):
+        if not (isinstance(error.exc_value, OSError) and "tensorboard" in type(error.thread).__module__):
             self._excepthook(error)
 
     def before_update(self, module: GPTModule, step: int) -> None:

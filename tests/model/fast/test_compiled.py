@@ -22,7 +22,11 @@ needs_gcc = pytest.mark.skipif(
 
 
 @needs_gcc
-@pytest.mark.parametrize("shape", [SHAPE, GPTConfig(23, 35, 2, 5, qkv_bias=False, vocab_size=101)], ids=["48", "35"])
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, GPTConfig(23, 35, 2, 5, qkv_bias=False, vocab_size=101), GPTConfig(23, 150, 2, 3, vocab_size=101)],
+    ids=["48", "35", "150"],  # channels: with 150, rows of 600 are more than one block of products
+)
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-6), ("bf16", 0.02), ("int8", 0.02)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_single_token(precision, error, shape, threads):

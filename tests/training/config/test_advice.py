@@ -18,6 +18,7 @@ from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.metrics.alarms import look_for_memorising
+from gpt.training.resolve import with_suitable_split
 from gpt.training.run.run import Run
 from gpt.training.run.state import TrainState
 from harness import StopAt, begin_run, differences, fit, resume_run, tiny_config, write_corpus
@@ -34,7 +35,7 @@ def told(config: Config) -> list[str]:
     settings = dataclasses.replace(config.trainer, micro_batch_size=1)
     corpora = load_text(config)
     schedule = Schedule.of(dataclasses.replace(config, trainer=settings), corpora.train_tokens)
-    lines = warnings(config, schedule, corpora)
+    lines = warnings(with_suitable_split(config, schedule, corpora), schedule, corpora)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
     return lines
 
@@ -111,8 +112,15 @@ def test_dropout(tmp_path):
     [line] = told(config)
     assert "read the text 25 times; beyond about 20 " in line
     assert told(changed(config, "model.dropout=0.2")) == []
-    [line] = told(changed(config, "model.dropout=0.2", "horizon=50epochs"))
-    assert "read the text 50 times; beyond about 40 " in line
+    [line] = told(changed(config, "model.dropout=0.2", "horizon=40epochs"))
+    assert "read the text 40 times; beyond about 30 " in line
+
+
+def test_model_auto(tmp_path):
+    """It ends where a text would be learnt by heart, so nothing is said of how often it is seen."""
+    config = settings(tmp_path, words(60_000))
+    schedule = Schedule(total_steps=10**6, expected_bits=2.0)
+    assert warnings(config, schedule, load_text(config)) == []
 
 
 @pytest.mark.slow
@@ -138,15 +146,15 @@ def test_cut_into_bytes(tmp_path):
 
 
 def test_mixture(tmp_path):
-    """A small part of a mixture is seen too often, at these weights; nothing is said where the horizon is a time."""
+    """A small part of a mixture is seen too often, at these weights; as the other is seen less, no tokens are split."""
     (tmp_path / "poem.txt").write_text(words(450), encoding="utf-8")
     config = settings(tmp_path, words(30_000), "horizon=600steps")
     paths = [config.data.path, str(tmp_path / "poem.txt")]
-    for weights, horizon, said in (([2, 3], "600steps", True), ([2, 0.01], "600steps", False), ([2, 3], "1h", False)):
+    for weights, said in (([2, 3], True), ([2, 0.01], False)):
         mix = dataclasses.replace(config.data, name="mix", path=paths, weights=weights)
-        lines = told(dataclasses.replace(config, data=mix, horizon=horizon))
+        lines = told(dataclasses.replace(config, data=mix))
         line = (
-            r"600 steps would read poem [\d,]+ times; beyond about 20 .*: try a smaller weight for it in data.weights"
+            r"600 steps would read poem [\d,]+ times; beyond about 15 .*: try a smaller weight for it in data.weights"
         )
         assert [bool(re.match(line, one)) for one in lines] == [True] * said
 
