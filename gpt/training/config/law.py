@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from gpt.model.transformer import ModelConfig
 
 # Bits per byte are a power of what a model lacks: FALL where a text repeats itself, and less the more novel it is.
-FALL = 2.64
-NOVELTY = 2.79  # a text as novel as this has the power FALL / e
+FALL = 2.74
+NOVELTY = 2.66  # a text as novel as this has the power FALL / e
 # What a model lacks is what it lacks in size plus what it lacks in training.
-SIZE_POWER = 0.184  # of the weights in its blocks, in millions
-SEEN = 2.01  # so many million tokens of training count as much as a million weights
-SEEN_POWER = 0.525  # of the tokens of training over that
-# What an epoch adds, as a text is learnt by heart: this share of the bits where it has a token for each weight.
-BY_HEART = 0.00446
-BY_HEART_POWER = 0.245  # of the weights over the tokens
+SIZE_POWER = 0.19  # of the weights in its blocks, in millions
+SEEN = 2.35  # so many million tokens of training count as much as a million weights
+SEEN_POWER = 0.515  # of the tokens of training over that
+# What learning a text by heart adds: this share of the bits for a million weights, times the square of the epochs.
+BY_HEART = 0.000342
+BY_HEART_POWER = 0.562  # of the weights, in millions
 
 
 def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
@@ -62,6 +62,6 @@ class Law:
 
     def _lacking(self, model: ModelConfig, tokens: float) -> float:
         size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
-        by_heart = 1 + BY_HEART * seen / text * (size / text) ** BY_HEART_POWER
+        by_heart = 1 + BY_HEART * (seen / text) ** 2 * size**BY_HEART_POWER
         lacking = size**-SIZE_POWER + (SEEN / seen) ** SEEN_POWER
         return (lacking / (1 + lacking)) ** (FALL * math.exp(-((self.novelty / NOVELTY) ** 2))) * by_heart
