@@ -107,7 +107,7 @@ def test_megabyte(tmp_path):
 
 
 def test_dropout(tmp_path):
-    """With enough of it a text may be seen twice as often."""
+    """With enough of it a text may be seen more often."""
     config = settings(tmp_path, words(60_000), "horizon=25epochs")
     [line] = told(config)
     assert "read the text 25 times; beyond about 20 " in line
