@@ -132,9 +132,9 @@ class GPTModule(LightningModule):
         windows = self.config.trainer.tokens_per_step // T
         return NonFiniteError(
             f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
-            f"so {consequence} (loss {float(loss):.4g}; windows {checked * windows} to {step * windows - 1} of {T} "
-            f"tokens in the order of seed {self.config.order_seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
-            + (self.loss_scale.history if self.loss_scale else "")
+            f"so {consequence} (loss {float(loss):.4g}; in the order of seed {self.config.order_seed}, windows "
+            f"{checked * windows} to {step * windows - 1} of {T} tokens); {REMEDY}\n"
+            f"  gradient norms: {self._norms_by_layer()}" + (self.loss_scale.history if self.loss_scale else "")
         )
 
     def _norms_by_layer(self) -> str:
