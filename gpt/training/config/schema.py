@@ -141,8 +141,8 @@ class Config:
     def window(self, progress: float) -> int:
         """The tokens of a window once `progress` of the run has passed.
 
-        A run from random weights begins with short ones, so that as many tokens come from more places in the text
-        (staged training: Press et al. 2021, "Shortformer", arXiv:2012.15832).
+        A run from random weights begins with short ones, so that its tokens come from more places in the text (staged
+        training: Press et al. 2021, "Shortformer", arXiv:2012.15832).
         """
         context, short = self.model.context_length, self.trainer.short_windows
         is_short = short and context % short == 0 and progress < SHORT_UNTIL and not self.init_from
