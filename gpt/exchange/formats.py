@@ -13,7 +13,6 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "data.separator": None,
     "data.encoding": "utf-8",
     "data.bpe_dropout": 0.0,
-    "trainer.short_windows": 0,
 }
 DECIDED = ("data.bpe_dropout",)  # of these, what is null until this version decides it
 # The callbacks of ours whose states a checkpoint held up to format 2.

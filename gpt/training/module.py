@@ -100,8 +100,7 @@ class GPTModule(LightningModule):
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean nats per token of inputs and targets, each (B, T)."""
         scale = self.loss_scale.of(idx.device) if self.loss_scale else 1.0
-        places = self.config.model.context_length // idx.shape[1]
-        return chunked_next_token_loss(*self.model.hidden_and_head(idx, places), targets, scale=scale)
+        return chunked_next_token_loss(*self.model.hidden_and_head(idx), targets, scale=scale)
 
     def _exchange_gradients(self, now: bool):
         """Have ranks add up their gradients in this backward pass, or leave it for a later one of the step."""
@@ -128,13 +127,12 @@ class GPTModule(LightningModule):
 
     def broken_gradient(self, checked: int, step: int, loss: Tensor, consequence: str) -> NonFiniteError:
         """The error for a gradient of `step` that is not finite; the first `checked` steps had finite ones."""
-        T = self.config.window(self.progress(step - 1))
-        windows = self.config.trainer.tokens_per_step // T
+        windows = self.config.windows_per_step
         return NonFiniteError(
             f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
-            f"so {consequence} (loss {float(loss):.4g}; in the order of seed {self.config.order_seed}, windows "
-            f"{checked * windows} to {step * windows - 1} of {T} tokens); {REMEDY}\n"
-            f"  gradient norms: {self._norms_by_layer()}" + (self.loss_scale.history if self.loss_scale else "")
+            f"so {consequence} (loss {float(loss):.4g}; windows {checked * windows} to {step * windows - 1} "
+            f"of the order of seed {self.config.order_seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
+            + (self.loss_scale.history if self.loss_scale else "")
         )
 
     def _norms_by_layer(self) -> str:

@@ -77,19 +77,19 @@ class TrainBatches:
     def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         step = self._module.global_step
         with ThreadPoolExecutor(1) as reader:
-            following = reader.submit(self._of, step, self._module.progress(step))
+            following = reader.submit(self._of, step)
             while step < len(self):
                 batch, step = following.result(), step + 1
-                following = reader.submit(self._of, step, self._module.progress(step))
+                following = reader.submit(self._of, step)
                 yield batch
 
-    def _of(self, step: int, progress: float) -> list[tuple[Tensor, Tensor]]:
+    def _of(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's share of a step."""
         run, module = self._run, self._module
         count, size = run.config.accumulation, run.config.micro_batch_size
         ranks, rank = run.config.trainer.world_size, module.global_rank
         firsts = [((step * count + i) * ranks + rank) * size for i in range(count)]
-        batches = [make_batch(run.config, run.text, first, run.config.window(progress)) for first in firsts]
+        batches = [make_batch(run.config, run.text, first) for first in firsts]
         # From other memory, a copy to the GPU would wait for all that the GPU has still to do.
         pinned = module.device.type == "cuda"
         return [(idx.pin_memory(), targets.pin_memory()) for idx, targets in batches] if pinned else batches
@@ -102,15 +102,12 @@ class TrainBatches:
         """Do nothing, as there is no state."""
 
 
-def make_batch(config: Config, text: Corpora, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on.
-
-    With windows shorter than the context, of which `first` counts whole ones, B is so many times as large.
-    """
-    T = window or config.model.context_length
-    each = config.model.context_length // T
+def make_batch(config: Config, text: Corpora, first: int) -> tuple[Tensor, Tensor]:
+    """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on."""
     tokens = [source.train for source in text.sources]
-    return training_batch(tokens, text.shares, config.order_seed, first * each, config.micro_batch_size * each, T)
+    return training_batch(
+        tokens, text.shares, config.order_seed, first, config.micro_batch_size, config.model.context_length
+    )
 
 
 def restore_module(trainer: Trainer, module: GPTModule, run: Run) -> None:

@@ -16,7 +16,6 @@ from gpt.training.optim import OptimConfig
 SHAPE = ("d_model", "num_layers", "num_heads")
 NOTES = ("decided", "amended")  # what the program adds to the configuration of a run
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
-SHORT_UNTIL = 0.6  # of a run, windows are short: benchmarks/LOG.md says how this was found
 
 
 @dataclass
@@ -31,7 +30,6 @@ class TrainerConfig:
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: int | str = "auto"  # windows that go through the model at once; gradients add up over the rest
-    short_windows: int = 128  # tokens of a window at first, if they divide the context; 0: always the whole context
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     deterministic: bool = False  # the same bits every time on a GPU too, where that takes longer
     log_every: int = 10
@@ -50,8 +48,7 @@ class TrainerConfig:
         for name in ("devices", "num_nodes", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) is not None:
                 require_range(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("short_windows", "keep_every"):
-            require_range(f"trainer.{name}", getattr(self, name), 0, note="(off)")
+        require_range("trainer.keep_every", self.keep_every, 0, note="(off)")
         for name in ("checkpoint_minutes", "answer_minutes"):
             require_range(f"trainer.{name}", getattr(self, name), 0, above=True)
         with suppress(ValueError):
@@ -137,16 +134,6 @@ class Config:
     def windows_per_step(self) -> int:
         """The windows of one optimizer step, over all devices."""
         return self.trainer.tokens_per_step // self.model.context_length
-
-    def window(self, progress: float) -> int:
-        """The tokens of a window once `progress` of the run has passed.
-
-        A run from random weights begins with short ones, so that its tokens come from more places in the text (staged
-        training: Press et al. 2021, "Shortformer", arXiv:2012.15832).
-        """
-        context, short = self.model.context_length, self.trainer.short_windows
-        is_short = short and context % short == 0 and progress < SHORT_UNTIL and not self.init_from
-        return short if is_short else context
 
     @property
     def micro_batch_size(self) -> int:
