@@ -196,7 +196,7 @@ LARGE += ["trainer.tokens_per_step=4096", "trainer.precision=fp32", "horizon=2st
 def train_large(settings, micro_batch, run_dir) -> Process:
     """Begin to train on `micro_batch` windows at once, in a process whose memory is the same every time.
 
-    Without the limit, glibc reserves 64 MB more for each thread that happens to allocate while another one does.
+    With more than one arena, glibc reserves 64 MB for each thread that happens to allocate while another one does.
     """
     arguments = [*settings, *LARGE, f"trainer.micro_batch_size={micro_batch}", f"run_dir={run_dir}"]
     return Process(arguments, {"MALLOC_ARENA_MAX": "1"})
