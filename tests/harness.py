@@ -49,6 +49,7 @@ TINY = [
     "model.dropout=0.1",
     "trainer.tokens_per_step=96",
     "trainer.micro_batch_size=3",
+    "trainer.short_windows=8",
     "trainer.log_every=3",
     "trainer.validate_every=17",
     "trainer.checkpoint_every=11",

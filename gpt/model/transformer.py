@@ -25,7 +25,7 @@ OF_GPT2 = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads",
 class ModelConfig:
     """The shape of a model except for its vocabulary size, which the tokenizer sets. The defaults are those of mini."""
 
-    context_length: int = 128
+    context_length: int = 256
     d_model: int = 128
     num_layers: int = 4
     num_heads: int = 4
@@ -162,10 +162,16 @@ class GPT(nn.Module):
         blocked = None if starts is None else self._blocked(seen, idx.shape[1], starts)
         return self._transform(x, caches, blocked)
 
-    def hidden_and_head(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """What the training loss takes: the hidden states (B, T, C) of idx (B, T) and the head's weight (V, C)."""
+    def hidden_and_head(self, idx: Tensor, places: int = 1) -> tuple[Tensor, Tensor]:
+        """What the training loss takes: the hidden states (B, T, C) of idx (B, T) and the head's weight (V, C).
+
+        Of `places` rows, the first stands at positions 0 to T - 1, the next at T to 2 T - 1, and so on, then again from
+        0: so short windows teach all positions.
+        """
         embedded, head_weight = tied_lookup(idx, self.token_embedding.weight)  # as in `hidden`, with less memory
-        return self._transform(self._embed(embedded)), head_weight
+        B, T, C = embedded.shape
+        x = self._embed(embedded.view(B // places, places * T, C)).view(B, T, C)
+        return self._transform(x), head_weight
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C)."""

@@ -2,7 +2,8 @@
 
 A corpus is a circle of n tokens: its last is followed by its first, which is an end-of-text. It is cut into n // T
 windows. Each epoch shows each window once. Their order, and where they are cut, follow from the seed and the number of
-the epoch.
+the epoch. Where windows become longer during a run, the epoch goes on where it was, but in an order of its own: some of
+it is shown twice, and as much not at all.
 
 A corpus in many shards is several circles, each of a few of the shards, which take turns: half of the windows of a turn
 are of one circle and half of the next, so that only the shards of two circles are needed at a time.

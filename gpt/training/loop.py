@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 from lightning import Callback, Trainer
@@ -100,9 +100,7 @@ class Loop(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: GPTModule, outputs, batch, batch_idx: int) -> None:  # type: ignore[override]
         run, step, settings = self.run, trainer.global_step, self.run.config.trainer
         self.clock.end_step(trainer.world_size)
-        if self.clock.share == 1.0:
-            run.schedule = replace(run.schedule, total_steps=step)  # its time is up
-        schedule = run.schedule
+        schedule = run.schedule = run.schedule.after(step, self.clock.share)
 
         self.curves.add(module, outputs["loss"])
         if logs := schedule.due(step, settings.log_every):
@@ -149,7 +147,8 @@ class Loop(Callback):
             score = sum_of(by_corpus)
             if not math.isfinite(score.nats_per_token):
                 raise NonFiniteError(f"step {step}: the validation loss is {score.nats_per_token}; {REMEDY}")
-            if score.nats_per_token < state.best_loss:
+            of_longer = state.best_step <= run.schedule.whole_from < step  # the first whose windows are whole
+            if score.nats_per_token < state.best_loss or of_longer:
                 state.best_loss, state.best_step = score.nats_per_token, step
             self._validated = step
             trainer.callback_metrics["val/loss"] = torch.tensor(score.nats_per_token)

@@ -55,10 +55,11 @@ class GPTModule(LightningModule):
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # one graph serves them all
-                block.compile()
+                block.compile(dynamic=False)  # anew for each length of window, as a resumed run would
         self._weights = list(self.model.parameters())  # collecting them takes a third as long as their norm
         self.logged: dict[str, None] = {}  # the names that callbacks have logged since the last step, in order
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
+        self.window = config.model.context_length  # tokens of a window in the last step
         # To look at a norm, the host waits for the GPU, which then waits for the host. So curves.py looks at it there.
         self.checks_each_step = config.trainer.device != "cuda" or self.loss_scale is not None
 
@@ -68,7 +69,7 @@ class GPTModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         set_lr(optimizer.optimizer, self.rate_factor(step))
         optimizer.zero_grad()
-        mean = torch.zeros((), device=self.device)
+        mean, self.window = torch.zeros((), device=self.device), micro_batches[0][0].shape[1]
         for i, (idx, targets) in enumerate(micro_batches):
             if chance := (self.config.data.bpe_dropout or 0.0) * (1.0 - self.progress(step)):
                 generator = torch.Generator(idx.device).manual_seed(self._seed_of(step * count + i))
@@ -100,7 +101,8 @@ class GPTModule(LightningModule):
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean nats per token of inputs and targets, each (B, T)."""
         scale = self.loss_scale.of(idx.device) if self.loss_scale else 1.0
-        return chunked_next_token_loss(*self.model.hidden_and_head(idx), targets, scale=scale)
+        places = self.config.model.context_length // idx.shape[1]
+        return chunked_next_token_loss(*self.model.hidden_and_head(idx, places), targets, scale=scale)
 
     def _exchange_gradients(self, now: bool):
         """Have ranks add up their gradients in this backward pass, or leave it for a later one of the step."""
@@ -127,12 +129,12 @@ class GPTModule(LightningModule):
 
     def broken_gradient(self, checked: int, step: int, loss: Tensor, consequence: str) -> NonFiniteError:
         """The error for a gradient of `step` that is not finite; the first `checked` steps had finite ones."""
-        windows = self.config.windows_per_step
+        windows = self.config.trainer.tokens_per_step // self.window
         return NonFiniteError(
             f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
-            f"so {consequence} (loss {float(loss):.4g}; windows {checked * windows} to {step * windows - 1} "
-            f"of the order of seed {self.config.order_seed}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
-            + (self.loss_scale.history if self.loss_scale else "")
+            f"so {consequence} (loss {float(loss):.4g}; in the order of seed {self.config.order_seed}, windows "
+            f"{checked * windows} to {step * windows - 1} of {self.window} tokens); {REMEDY}\n"
+            f"  gradient norms: {self._norms_by_layer()}" + (self.loss_scale.history if self.loss_scale else "")
         )
 
     def _norms_by_layer(self) -> str:

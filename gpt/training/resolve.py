@@ -3,7 +3,7 @@
 1. `for_machine`, before there is a text: devices and machines, precision, compilation.
 2. `resolve`, with the text: a prepared text's tokenizer, and the prompts.
 3. With model=auto, the model, and how much of the time it can use; or else the horizon, if that is auto.
-4. `for_model`, for each model that is considered: the micro-batch, and the rates.
+4. `for_model`, for each model that is considered: the micro-batch, short windows, and the rates.
 5. `with_suitable_split`, once it is known how often the text will be seen: the chance to split tokens.
 """
 
@@ -33,6 +33,7 @@ from gpt.training.distributed.launch import as_launched
 if TYPE_CHECKING:
     from gpt.training.estimate.choice import Member
 
+SHORT = 128  # tokens of a window at first, where the context is twice as long: nothing else was measured
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
 
 
@@ -94,7 +95,7 @@ def require_devices(config: Config) -> torch.device:
 
 
 def for_model(config: Config, model: ModelConfig) -> Config:
-    """The configuration with this model, and with its micro-batch and its rates where they were left open."""
+    """The configuration with this model, and with what follows from it where that was left open."""
     trainer = config.trainer
     if trainer.micro_batch_size == "auto":
         size = choose_micro_batch(
@@ -108,6 +109,9 @@ def for_model(config: Config, model: ModelConfig) -> Config:
         trainer = replace(trainer, micro_batch_size=size)
         # Noted already, since it may shrink when it is timed.
         config = replace(config, decided=(config.decided or {}) | {"trainer.micro_batch_size": "auto"})
+    if trainer.short_windows is None:
+        suits = model.context_length == 2 * SHORT and not config.init_from  # whose windows were whole at the end
+        trainer = replace(trainer, short_windows=SHORT if suits else 0)
     return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
 
 

@@ -166,13 +166,15 @@ def extend(
     """
     share = seconds / schedule.seconds if schedule.seconds else 0.0
     factor = schedule.rate_factor(step, share, config.optim)
-    schedule = Schedule.of(config, train_tokens, parse_horizon(horizon))
+    before, schedule = schedule, Schedule.of(config, train_tokens, parse_horizon(horizon))
     if schedule.total_steps <= step or 0 < schedule.seconds <= seconds:
         raise UserError(
             f"horizon={horizon} is behind this run, which has trained {step} steps in {duration(seconds)}: give a "
             "longer horizon"
         )
-    return replace(config, horizon=horizon), replace(schedule, extended_at=step, factor_then=factor)
+    whole_from = (before if before.whole_from <= step else schedule).whole_from  # once whole, windows remain so
+    schedule = replace(schedule, whole_from=whole_from, extended_at=step, factor_then=factor)
+    return replace(config, horizon=horizon), schedule
 
 
 def _require_same_text(file: Path, payload: dict[str, Any], text: Corpora) -> None:

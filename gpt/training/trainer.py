@@ -89,7 +89,8 @@ class TrainBatches:
         count, size = run.config.accumulation, run.config.micro_batch_size
         ranks, rank = run.config.trainer.world_size, module.global_rank
         firsts = [((step * count + i) * ranks + rank) * size for i in range(count)]
-        batches = [make_batch(run.config, run.text, first) for first in firsts]
+        window = run.config.trainer.short_windows if run.schedule.has_short_windows(step) else None
+        batches = [make_batch(run.config, run.text, first, window) for first in firsts]
         # From other memory, a copy to the GPU would wait for all that the GPU has still to do.
         pinned = module.device.type == "cuda"
         return [(idx.pin_memory(), targets.pin_memory()) for idx, targets in batches] if pinned else batches
@@ -102,12 +103,15 @@ class TrainBatches:
         """Do nothing, as there is no state."""
 
 
-def make_batch(config: Config, text: Corpora, first: int) -> tuple[Tensor, Tensor]:
-    """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on."""
+def make_batch(config: Config, text: Corpora, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on.
+
+    With windows shorter than the context, of which `first` counts whole ones, B is so many times as large.
+    """
+    T = window or config.model.context_length
+    each = config.model.context_length // T
     tokens = [source.train for source in text.sources]
-    return training_batch(
-        tokens, text.shares, config.order_seed, first, config.micro_batch_size, config.model.context_length
-    )
+    return training_batch(tokens, text.shares, config.order_seed, first * each, config.micro_batch_size * each, T)
 
 
 def restore_module(trainer: Trainer, module: GPTModule, run: Run) -> None:

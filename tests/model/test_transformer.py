@@ -225,6 +225,18 @@ def test_elsewhere(name, fused):
     assert model.attention_maps(idx).device.type == "meta"
 
 
+def test_short_windows_stand_at_all_places():
+    """Of three rows, each is what it would be at the beginning of a context whose positions were its own."""
+    model, T = make_model(), CONTEXT // 3
+    idx = make_idx(T).repeat(3, 1)
+    hidden, _ = model.hidden_and_head(idx, places=3)
+    positions = model.position_embedding.weight.detach().clone()
+    for place in range(3):
+        with torch.no_grad():
+            model.position_embedding.weight[:T] = positions[place * T : (place + 1) * T]
+        torch.testing.assert_close(hidden[place::3], model.hidden(idx)[place::3])
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("device", DEVICES)
 def test_hidden_and_head(device, scale):

@@ -17,7 +17,8 @@ from gpt.training.config.schema import Config
 from harness import ROOT, StopAt, begin_run, differences, needs, refusal, tiny_arguments, tiny_config, train
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
-TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "log_every": 3, "validate_every": 17, "checkpoint_every": 11}
+TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "short_windows": 8}
+TRAINER |= {"log_every": 3, "validate_every": 17, "checkpoint_every": 11}
 
 
 @pytest.fixture(scope="module")

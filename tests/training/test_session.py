@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -25,10 +26,12 @@ from gpt.training.estimate.timing import seconds_per_step
 from gpt.training.module import GPTModule
 from gpt.training.trainer import make_batch
 from harness import (
+    StopAt,
     begin_run,
     differences,
     fit,
     read_curves,
+    read_table,
     refusal,
     resume_run,
     tiny_arguments,
@@ -80,6 +83,101 @@ def test_automatic_horizon(folder, tmp_path, monkeypatch, capsys, limit, horizon
         assert differences(tmp_path / "auto", tmp_path / "given") == []
         line = "horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps"
         assert refusal(resume_run, str(tmp_path / "auto"), "auto") == line
+
+
+class Shapes(Callback):
+    """Notes the shape of the inputs of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        self.seen.append(tuple(batch[0][0].shape))
+
+
+@pytest.mark.parametrize(("window", "short"), [(8, (6, 8)), (4, (12, 4)), (0, (3, 16))])
+def test_short_windows_at_first(folder, tmp_path, window, short):
+    """From the second step to 0.6 of a run, as many tokens come in shorter windows, from more places; then in whole."""
+    shapes, asked = Shapes(), [f"trainer.short_windows={window}", f"run_dir={tmp_path / 'run'}"]
+    fit(begin_run(tiny_config(folder, "horizon=10steps", *asked)), [shapes])
+    assert shapes.seen == [(3, 16), *[short] * 5, *[(3, 16)] * 4]
+
+
+def test_short_windows_by_default(folder, tmp_path):
+    """They are for a context of 256 and random weights alone; a longer context is trained in whole windows."""
+    long = ["horizon=1steps", "trainer.tokens_per_step=512", "trainer.micro_batch_size=1", "trainer.short_windows=null"]
+    for context, expected in (("256", 128), ("128", 0), ("512", 0)):
+        asked = [*long, f"model.context_length={context}", f"run_dir={tmp_path / context}"]
+        run = begin_run(tiny_config(folder, *asked))
+        assert (run.config.trainer.short_windows, run.config.decided["trainer.short_windows"]) == (expected, None)
+        fit(run)
+    trained = begin_run(tiny_config(folder, *long, f"init_from={tmp_path / '256'}", f"run_dir={tmp_path / 'tuned'}"))
+    assert (trained.config.model.context_length, trained.config.trainer.short_windows) == (256, 0)
+    line = refusal(tiny_config, folder, "trainer.short_windows=5")
+    assert line.startswith("trainer.short_windows=5 does not divide model.context_length=16: ")
+
+
+def test_short_windows_of_a_time(folder, tmp_path):
+    """They end when 0.6 of the time is up, and a validation has windows as long as those of the step before it."""
+    shapes, scored = Shapes(), []
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            scored.append(module.window)
+
+    run = begin_run(tiny_config(folder, "horizon=2s", f"run_dir={tmp_path / 'run'}"))
+    fit(run, [shapes, Notes()])
+    steps = len(shapes.seen)
+    assert shapes.seen.count((6, 8)) + shapes.seen.count((3, 16)) == steps == run.schedule.total_steps
+    assert shapes.seen == [(3, 16)] + [(6, 8)] * (run.schedule.whole_from - 1) + [(3, 16)] * (
+        steps - run.schedule.whole_from
+    )
+    assert 0.3 < run.schedule.whole_from / steps < 0.9
+    assert scored == [window for _, window in shapes.seen]
+
+
+def test_short_windows_do_not_come_back(folder, tmp_path):
+    """A run that is extended goes on with whole windows if it has come to them, or else until 0.6 anew."""
+    for end, whole_from in ((5, 12), (6, 6), (10, 6)):
+        run_dir = tmp_path / str(end)
+        fit(begin_run(tiny_config(folder, "horizon=10steps", f"run_dir={run_dir}")), [StopAt(end)])
+        shapes = Shapes()
+        fit(resume_run(str(run_dir), "20steps"), [shapes])
+        assert shapes.seen == [(6, 8)] * (whole_from - end) + [(3, 16)] * (20 - max(end, whole_from))
+
+
+def test_the_best_of_whole_windows(folder, tmp_path):
+    """The first validation in whole windows counts as the best so far, whatever short ones came to."""
+
+    class Spoil(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+            if batch_idx == 7:
+                with torch.no_grad():
+                    module.model.token_embedding.weight.normal_()
+
+    asked = ["horizon=10steps", "trainer.validate_every=2", f"run_dir={tmp_path / 'run'}"]
+    run = begin_run(tiny_config(folder, *asked))
+    fit(run, [Spoil()])
+    losses = dict(read_table(run.directory)["val/loss"])
+    assert losses.keys() == {2, 4, 6, 8, 10}
+    assert max(losses[2], losses[4], losses[6]) < min(losses[8], losses[10])
+    assert run.state.best_loss == pytest.approx(min(losses[8], losses[10]))
+    assert run.state.best_step == checkpoint.load(run.directory / "checkpoints/best.ckpt")["step"] > 6
+
+
+def test_short_windows_are_of_the_same_text(folder):
+    """An epoch of short windows shows the text once, as one of whole windows does, but for what fills no step."""
+    config = hardware_decided(tiny_config(folder))
+    text = load_text(config, quiet=True)
+    train, T = text.sources[0].train, config.model.context_length
+    expected = np.bincount(train[0], minlength=257)
+    count = len(train) // T // 3  # of micro-batches in an epoch
+    for window in (T, T // 2):
+        batches = [make_batch(config, text, 3 * i, window) for i in range(count)]
+        assert {tuple(idx.shape) for idx, _ in batches} == {(3 * T // window, window)}
+        shown = np.bincount(torch.cat([idx for idx, _ in batches]).flatten(), minlength=257)
+        assert np.abs(expected - shown).sum() < 4 * T
+        assert all(torch.equal(idx[:, 1:], targets[:, :-1]) for idx, targets in batches)
 
 
 def test_a_seed_for_the_order_of_windows(folder):
@@ -225,9 +323,10 @@ def run_out_of_memory(monkeypatch, above: int) -> list[int]:
     loss = gpt.training.trainer.GPTModule.loss
 
     def limited(self, idx, targets):
-        if not tried or tried[-1] != len(idx):
-            tried.append(len(idx))
-        if len(idx) > above:
+        windows = idx.numel() // self.config.model.context_length
+        if not tried or tried[-1] != windows:
+            tried.append(windows)
+        if windows > above:
             raise torch.OutOfMemoryError("imitated")
         return loss(self, idx, targets)
 
@@ -271,7 +370,7 @@ def test_stop_as_memory_runs_out(folder, tmp_path, monkeypatch):
     loss = gpt.training.trainer.GPTModule.loss
 
     def limited(self, idx, targets):
-        if len(idx) > 3:
+        if idx.numel() > 3 * self.config.model.context_length:
             os.kill(os.getpid(), signal.SIGTERM)
             raise torch.OutOfMemoryError("imitated")
         return loss(self, idx, targets)

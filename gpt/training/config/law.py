@@ -30,7 +30,7 @@ PROBE = _member(2, 64)  # whose bits per byte say how hard a text is
 # What model=auto chooses from, on every machine, so that runs compare. From 12 layers on, nothing was measured.
 FAMILY = (
     _member(3, 96),
-    ModelConfig(),  # mini
+    _member(4, 128),  # as large as mini
     _member(6, 192),
     _member(8, 256),
     _member(12, 384, 256),

@@ -31,6 +31,10 @@ from gpt.training.run.code import code
 if TYPE_CHECKING:
     from lightning import Callback
 
+REASONS = {  # the keys on which what was decided depends, where they are none of its own
+    "data.bpe_dropout": ("data.path", "horizon", "trainer.tokens_per_step", "init_from"),
+    "trainer.short_windows": ("model.context_length", "init_from"),
+}
 OTHER_TRAINERS = ASSETS / "other_trainers.yaml"  # what to write for their keys
 
 
@@ -164,8 +168,10 @@ def _repeated(given: dict[str, Any], names: list[str]) -> dict[str, Any]:
         config["trainer"]["micro_batch_size"] = "auto"
     if "data.path" in names:
         config["data"]["prompts"] = None  # which were of the other text
-    if "data.bpe_dropout" in decided and {"data.path", "horizon", "trainer.tokens_per_step"} & set(names):
-        config["data"]["bpe_dropout"] = None
+    for decision, reasons in REASONS.items():
+        if decision in decided and any(_is_named(reason, names) for reason in reasons):
+            group, key = decision.split(".")
+            config[group][key] = None
     for name in names:
         *groups, key = name.split(".")
         source, target = given, config

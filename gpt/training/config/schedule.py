@@ -1,6 +1,6 @@
 """When a run validates and ends: the numbers that follow from its horizon and its text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpt.errors import UserError
 from gpt.training.config.horizon import Horizon, parse_horizon
@@ -9,6 +9,7 @@ from gpt.training.optim import OptimConfig, lr_factor
 
 LEAST_VALIDATIONS = 4
 MOST_STEPS = 10**12
+SHORT_UNTIL = 0.6  # of a run, windows are short, if at all: benchmarks/LOG.md says how this was found
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Schedule:
     total_steps: int = MOST_STEPS
     seconds: float = 0.0  # of training, where the horizon is a time, else 0
     validate_every: int = MOST_STEPS
+    whole_from: int = 0  # the number of updates after which windows are whole
     extended_at: int = 0  # the step at which the run was given another horizon
     factor_then: float = 1.0  # the fraction of the peak that its rates had fallen to
     expected_bits: float = 0.0  # per byte, at the horizon, where model=auto has said so
@@ -33,13 +35,29 @@ class Schedule:
         """
         horizon = horizon or parse_horizon(config.horizon)
         per_step, often = config.trainer.tokens_per_step, config.trainer.validate_every
+        has_short = bool(config.trainer.short_windows)
         if horizon.unit == "seconds":
-            return cls(seconds=horizon.amount, validate_every=often)
+            return cls(seconds=horizon.amount, validate_every=often, whole_from=has_short * MOST_STEPS)
         per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": train_tokens / per_step}
         steps = max(1, round(horizon.amount * per_unit[horizon.unit]))
         if steps > MOST_STEPS:
             raise UserError(f"horizon: {steps:,} steps are out of range: they must be at most {MOST_STEPS:,}")
-        return cls(steps, validate_every=min(often, max(1, steps // LEAST_VALIDATIONS)))
+        often = min(often, max(1, steps // LEAST_VALIDATIONS))
+        return cls(steps, validate_every=often, whole_from=has_short * round(SHORT_UNTIL * steps))
+
+    def after(self, step: int, share: float) -> "Schedule":
+        """This schedule once `step` updates have been made in `share` of the time, if its horizon is one."""
+        schedule = self
+        if share >= SHORT_UNTIL and self.whole_from > step:
+            schedule = replace(schedule, whole_from=step + 1)  # the next windows have been cut already
+        return replace(schedule, total_steps=step) if share == 1.0 else schedule
+
+    def has_short_windows(self, step: int) -> bool:
+        """Whether windows are short in the update that follows `step` others: see docs/training.md.
+
+        In the first of a run they are not, so that memory which does not suffice for whole ones shows at once.
+        """
+        return 0 < step < self.whole_from
 
     @property
     def validations(self) -> int:

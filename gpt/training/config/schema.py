@@ -30,6 +30,7 @@ class TrainerConfig:
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: int | str = "auto"  # windows that go through the model at once; gradients add up over the rest
+    short_windows: int | None = None  # tokens of a window until 0.6 of a run; 0: whole; by default what suits the model
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     deterministic: bool = False  # the same bits every time on a GPU too, where that takes longer
     log_every: int = 10
@@ -48,7 +49,8 @@ class TrainerConfig:
         for name in ("devices", "num_nodes", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) is not None:
                 require_range(f"trainer.{name}", getattr(self, name), 1)
-        require_range("trainer.keep_every", self.keep_every, 0, note="(off)")
+        for name in ("short_windows", "keep_every"):
+            require_range(f"trainer.{name}", getattr(self, name) or 0, 0, note="(off)")
         for name in ("checkpoint_minutes", "answer_minutes"):
             require_range(f"trainer.{name}", getattr(self, name), 0, above=True)
         with suppress(ValueError):
@@ -166,10 +168,16 @@ class Config:
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
-        step, least = self.trainer.tokens_per_step, self.model.context_length * self.trainer.world_size
+        context, short = self.model.context_length, self.trainer.short_windows
+        if short and context % short:
+            raise UserError(
+                f"trainer.short_windows={short} does not divide model.context_length={context}: choose a divisor, or 0 "
+                "for whole windows from the start"
+            )
+        step, least = self.trainer.tokens_per_step, context * self.trainer.world_size
         if step % least != 0:
             raise UserError(
-                f"trainer.tokens_per_step={step} is not divisible by model.context_length={self.model.context_length} "
+                f"trainer.tokens_per_step={step} is not divisible by model.context_length={context} "
                 f"times {self.trainer.world_size} devices: try {max(1, step // least) * least}"
             )
         windows = step // least

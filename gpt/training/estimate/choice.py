@@ -115,7 +115,7 @@ def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> st
     if useful < seconds:
         line += f" after {duration(useful)}, and more would only memorise the text"
     minis = [member for member in members if member.config.model.d_model == MINI.d_model and member is not chosen]
-    return line + "".join(f"; mini would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
+    return line + "".join(f"; {mini} would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
 
 
 def expectations(members: Sequence[Member], seconds: float, others: Sequence[float]) -> list[dict[str, Any]]:

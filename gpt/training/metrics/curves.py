@@ -101,7 +101,7 @@ class Curves:
             scalars[f"train/{rules[group['role']].settings['lr']}"] = group["lr"]
         scalars["work/tokens_per_second"] = self.tokens_per_second
         if peak := peak_flops(module.device, settings.precision):  # work/mfu is the share of it in use
-            flops = module.model.flops_per_token(run.config.model.context_length) * self.tokens_per_second
+            flops = module.model.flops_per_token(module.window) * self.tokens_per_second
             scalars["work/mfu"] = flops / (peak * trainer.world_size)
         if memory := peak_memory_bytes(module.device):
             scalars["work/peak_memory_gib"] = memory / 2**30

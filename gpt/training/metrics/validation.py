@@ -12,8 +12,11 @@ from gpt.training.module import GPTModule
 
 
 def score_on_all_ranks(trainer: Trainer, module: GPTModule, source: PreparedText) -> Score:
-    """Score the validation text of one corpus. Every rank must call this, and gets the score of all of it."""
-    T = module.config.model.context_length
+    """Score the validation text of one corpus. Every rank must call this, and gets the score of all of it.
+
+    Windows are as long as those of the last step: longer ones are yet to be learnt.
+    """
+    T = module.window
     size = max(1, tokens_at_once(module.model, trainer.world_size) // T)
     batches = validation_batches(source.validation, size, T, IGNORE)
     mine = (batch for i, batch in enumerate(batches) if i % trainer.world_size == trainer.global_rank)

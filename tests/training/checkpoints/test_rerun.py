@@ -51,10 +51,10 @@ def test_everything_is_the_same(stored):
 
 def test_keys_and_groups_win(stored):
     """A key replaces one value, a group the whole group; a key that is taken out has its default."""
-    steps = ["trainer.tokens_per_step=640"]
+    steps = ["trainer.tokens_per_step=768"]
     config = rerun(stored, "seed=2", "data.path=other.txt", "model=mini", "model.num_layers=5", *steps, "~optim.betas")
-    assert (config.seed, config.data.path, config.trainer.tokens_per_step) == (2, "other.txt", 640)
-    assert dataclasses.astuple(config.model) == (128, 128, 5, 4, 0.0, True)
+    assert (config.seed, config.data.path, config.trainer.tokens_per_step) == (2, "other.txt", 768)
+    assert dataclasses.astuple(config.model) == (256, 128, 5, 4, 0.0, True)
     assert (config.optim.name, config.optim.lr, config.optim.betas) == ("adamw", 0.004, Config().optim.betas)
     assert rerun(stored, "optim=muon").optim.lr is None
 
@@ -97,6 +97,17 @@ def test_the_chance_to_split_tokens(stored, override, opened):
     for decided in ({"data.bpe_dropout": None}, {}):
         file.write_text(yaml.safe_dump(before | {"decided": decided}))
         assert rerun(stored, override).data.bpe_dropout == (None if opened and decided else 0.1)
+
+
+@pytest.mark.parametrize(("override", "opened"), [("seed=3", False), ("model.context_length=32", True)])
+def test_short_windows(stored, override, opened):
+    """They were decided for a context, and are decided anew for another; what was given stays."""
+    file = stored / "config.yaml"
+    before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    before["trainer"] |= {"short_windows": 8, "micro_batch_size": 1}
+    for decided in ({"trainer.short_windows": None}, {}):
+        file.write_text(yaml.safe_dump(before | {"decided": decided}))
+        assert rerun(stored, override).trainer.short_windows == (None if opened and decided else 8)
 
 
 @pytest.mark.parametrize(

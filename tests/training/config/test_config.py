@@ -69,7 +69,7 @@ def test_shipped_config(choice, tmp_path):
     content.pop("defaults", None)
     expected = flatten(content if group == "experiment" else {group: content})
     expected = {key: value for key, value in expected.items() if value is not None}  # null: decided by the dataclass
-    assert bool(expected) == (choice != "model=auto")  # whose file holds no model
+    assert expected
     assert {key: config[key] for key in expected} == expected
     assert validate(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
 
@@ -143,7 +143,7 @@ def test_experiments_choose_their_groups():
 @pytest.mark.parametrize(
     ("name", "vocab_size", "expected"),
     [
-        ("mini", 1536, (1536 + 128) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),  # embeddings, blocks, last norm
+        ("mini", 1536, (1536 + 256) * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128),  # embeddings, blocks, last norm
         ("gpt2_small", 50257, 124_439_808),
         ("gpt2_medium", 50257, 354_823_168),
         ("gpt2_large", 50257, 774_030_080),
@@ -202,7 +202,10 @@ def test_mistakes_on_the_command_line(override, line):
     [
         ("d_model=64", r"'d_model'; did you mean 'model\.d_model'"),
         ("modle=mini", r"'modle'"),
-        ("model=gpt3", r"^model=gpt3 .*choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini$"),
+        (
+            "model=gpt3",
+            r"^model=gpt3 .*choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini, mini_128$",
+        ),
         ("experiment=mine", r"^experiment=mine .*choose from finetune, gpt2_small, shakespeare$"),
         ("data.path=a=b", r"^'data\.path=a=b' is not key=value.*quotes"),
     ],

@@ -69,6 +69,21 @@ def test_progress():
     assert Schedule(seconds=300.0).progress(20, 0.4) == 0.4
 
 
+def test_short_windows():
+    """From the second step to 0.6 of the steps, or to the second step after 0.6 of the time."""
+    short = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, short_windows=128))
+    schedule = Schedule.of(dataclasses.replace(short, horizon="10steps"), 50_000)
+    assert [step for step in range(10) if schedule.has_short_windows(step)] == [1, 2, 3, 4, 5]
+    schedule = Schedule.of(dataclasses.replace(short, horizon="5min"), 50_000)
+    for step, share in enumerate((0.2, 0.5, 0.59, 0.61, 0.8, 1.0), start=1):
+        before, schedule = schedule, schedule.after(step, share)
+        assert schedule.has_short_windows(step) == before.has_short_windows(step)  # which has been cut already
+    assert [step for step in range(6) if schedule.has_short_windows(step)] == [1, 2, 3, 4]
+    assert schedule.total_steps == 6
+    for horizon in ("10steps", "5min"):
+        assert Schedule.of(dataclasses.replace(CONFIG, horizon=horizon), 50_000).whole_from == 0
+
+
 @pytest.mark.parametrize(
     ("size", "accumulation", "smaller"),
     [(8, 3, (4, 6)), (6, 1, (3, 2)), (5, 3, (1, 15)), (7, 1, (1, 7)), (15, 1, (5, 3))],

