@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt.console import Parser, command_line, say
+from gpt.console import Parser, command_line, say, warn
 from gpt.errors import UserError, require_range
 from gpt.exchange.loading import find_checkpoint, open_with_record
 from gpt.text.cache import CACHE
@@ -48,6 +48,9 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     model, tokenizer, record = open_with_record(path)
     model.to(device).compute_in(DTYPES[args.precision])
     context = model.config.context_length
+    if 0 < record.get("step", 0) <= record["schedule"].get("whole_from", 0):
+        short = record["config"]["trainer"]["short_windows"]
+        warn(f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on")
     stride = context if args.stride is None else args.stride
     require_range("--stride", stride, 1, context, note="(the model's context)")
     texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)

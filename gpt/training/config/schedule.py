@@ -53,9 +53,10 @@ class Schedule:
         return replace(schedule, total_steps=step) if share == 1.0 else schedule
 
     def has_short_windows(self, step: int) -> bool:
-        """Whether windows are short in the update that follows `step` others: see docs/training.md.
+        """Whether windows are short in the update that follows `step` others, so that they are of more places.
 
-        In the first of a run they are not, so that memory which does not suffice for whole ones shows at once.
+        This is staged training (Press et al. 2021, "Shortformer", arXiv:2012.15832). The very first windows are whole,
+        so that memory which does not suffice for them shows at once.
         """
         return 0 < step < self.whole_from
 
