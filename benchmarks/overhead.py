@@ -24,7 +24,7 @@ from gpt.training.run.run import Run
 from gpt.training.trainer import make_batch
 
 PRESETS = {  # overrides, steps in each turn, turns
-    "mini": (["model.context_length=128", "trainer.micro_batch_size=8"], 25, 40),
+    "mini": (["model=mini_128", "trainer.micro_batch_size=8"], 25, 40),
     "gpt2_small": (
         [
             "model=gpt2_small",
@@ -32,7 +32,7 @@ PRESETS = {  # overrides, steps in each turn, turns
             "tokenizer=gpt2",
             "optim=adamw",
             "trainer.micro_batch_size=4",
-            "trainer.short_windows=0",
+            "trainer.short_window=0",
         ],
         1,
         40,

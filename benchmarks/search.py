@@ -100,8 +100,7 @@ def train_all(candidates: Sequence[tuple[str, int, Path]]) -> Iterator[dict]:
 
 def trained(layers: int, channels: int, steps: int) -> str:
     """The overrides for a model of a shape, with heads of 32 and a context of 128, that trains for so many steps."""
-    model = f"model.num_layers={layers} model.d_model={channels} model.num_heads={channels // 32}"
-    model += " model.context_length=128"
+    model = f"model=mini_128 model.num_layers={layers} model.d_model={channels} model.num_heads={channels // 32}"
     return f"{model} horizon={steps}steps data.validation_bytes={VALIDATION_BYTES} logger=[csv]"
 
 

@@ -48,8 +48,8 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     model, tokenizer, record = open_with_record(path)
     model.to(device).compute_in(DTYPES[args.precision])
     context = model.config.context_length
-    if 0 < record.get("step", 0) <= record["schedule"].get("whole_from", 0):
-        short = record["config"]["trainer"]["short_windows"]
+    if 1 < record.get("step", 0) <= (record.get("schedule") or {}).get("whole_from", 0):
+        short = record["config"]["trainer"]["short_window"]
         warn(f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on")
     stride = context if args.stride is None else args.stride
     require_range("--stride", stride, 1, context, note="(the model's context)")

@@ -13,9 +13,14 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "data.separator": None,
     "data.encoding": "utf-8",
     "data.bpe_dropout": 0.0,
-    "trainer.short_windows": 0,
+    "trainer.short_window": 0,
 }
-DECIDED = ("data.bpe_dropout", "trainer.short_windows")  # of these, what is null until this version decides it
+DECIDED: dict[
+    str, dict[str, Any]
+] = {  # of these, what the same command says where nothing is given, which is no change
+    "data.bpe_dropout": {"data.bpe_dropout": None},
+    "trainer.short_window": {"trainer.short_window": None, "model.context_length": 256},  # of mini, which had 128
+}
 # The callbacks of ours whose states a checkpoint held up to format 2.
 _CALLBACKS = (
     *("Clock", "Validation", "Curves", "Metrics", "MemorisingWarning", "ExplosionWarning"),
@@ -29,17 +34,11 @@ GONE: dict[str, dict[Any, Any] | None] = {  # keys that went, which drops them, 
 def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a run of any earlier version, nested, as this one would have written it."""
     config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
-    (model, context), (trainer, key) = (
-        _place(config, name) for name in ("model.context_length", "trainer.short_windows")
-    )
-    had_128 = key not in trainer and model.get(context) == 128
     for name, value in CAME.items():
         group, key = _place(config, name)
         if name in DECIDED and key not in group and config["decided"] is not None:
-            config["decided"] = config["decided"] | {name: None}
+            config["decided"] = config["decided"] | DECIDED[name]
         group.setdefault(key, value)
-    if had_128 and config["decided"] is not None:  # mini has 256 now, so the same command may say either
-        config["decided"] = config["decided"] | {"model.context_length": 256}
     for name, values in GONE.items():
         group, key = _place(config, name)
         if key in group:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from lightning import Callback
@@ -47,7 +48,7 @@ def fit(run: Run, callbacks: Sequence[Callback] = ()) -> None:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-            run.schedule = schedule  # of a time that is not up yet
+            run.schedule = replace(run.schedule, total_steps=schedule.total_steps)  # of a time that is not up yet
             _shrink(run)  # when the error is gone, and what it holds of memory
     finally:
         signals.restore()

@@ -55,7 +55,8 @@ class GPTModule(LightningModule):
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # one graph serves them all
-                block.compile(dynamic=False)  # anew for each length of window, as a resumed run would
+                # For each length of window anew, or else a resumed run would have another graph.
+                block.compile(dynamic=False if config.trainer.short_window else None)
         self._weights = list(self.model.parameters())  # collecting them takes a third as long as their norm
         self.logged: dict[str, None] = {}  # the names that callbacks have logged since the last step, in order
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
@@ -129,12 +130,10 @@ class GPTModule(LightningModule):
 
     def broken_gradient(self, checked: int, step: int, loss: Tensor, consequence: str) -> NonFiniteError:
         """The error for a gradient of `step` that is not finite; the first `checked` steps had finite ones."""
-        windows = self.config.trainer.tokens_per_step // self.window
         return NonFiniteError(
             f"{'step' if step == checked + 1 else f'steps {checked + 1} to'} {step}: the gradient is not finite, "
-            f"so {consequence} (loss {float(loss):.4g}; in the order of seed {self.config.order_seed}, windows "
-            f"{checked * windows} to {step * windows - 1} of {self.window} tokens); {REMEDY}\n"
-            f"  gradient norms: {self._norms_by_layer()}" + (self.loss_scale.history if self.loss_scale else "")
+            f"so {consequence} (loss {float(loss):.4g}); {REMEDY}\n  gradient norms: {self._norms_by_layer()}"
+            + (self.loss_scale.history if self.loss_scale else "")
         )
 
     def _norms_by_layer(self) -> str:

@@ -26,14 +26,13 @@ from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config.advice import STEPS, suitable_split, suitable_steps
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
-from gpt.training.config.schedule import Schedule
+from gpt.training.config.schedule import SHORT, Schedule
 from gpt.training.config.schema import Config
 from gpt.training.distributed.launch import as_launched
 
 if TYPE_CHECKING:
     from gpt.training.estimate.choice import Member
 
-SHORT = 128  # tokens of a window at first, where the context is twice as long: nothing else was measured
 AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the least number of steps takes longer
 
 
@@ -109,9 +108,9 @@ def for_model(config: Config, model: ModelConfig) -> Config:
         trainer = replace(trainer, micro_batch_size=size)
         # Noted already, since it may shrink when it is timed.
         config = replace(config, decided=(config.decided or {}) | {"trainer.micro_batch_size": "auto"})
-    if trainer.short_windows is None:
-        suits = model.context_length == 2 * SHORT and not config.init_from  # whose windows were whole at the end
-        trainer = replace(trainer, short_windows=SHORT if suits else 0)
+    if trainer.short_window is None:
+        suits = model.context_length == 2 * SHORT and not config.init_from  # no other context was measured
+        trainer = replace(trainer, short_window=SHORT if suits else 0)
     return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
 
 
@@ -145,7 +144,8 @@ def _with_best_model(config: Config, text: Corpora, longest: float) -> tuple[Con
         context = max(member.context_length, config.model.context_length)
         model = replace(member, context_length=context, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias)
         tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many windows
-        made = for_model(replace(config, trainer=replace(config.trainer, tokens_per_step=tokens)), model)
+        trainer = replace(config.trainer, tokens_per_step=tokens, short_window=config.trainer.short_window or 0)
+        made = for_model(replace(config, trainer=trainer), model)
         return made, Schedule.of(made, text.train_tokens)
 
     seconds = parse_horizon(config.horizon).amount

@@ -172,7 +172,8 @@ def extend(
             f"horizon={horizon} is behind this run, which has trained {step} steps in {duration(seconds)}: give a "
             "longer horizon"
         )
-    whole_from = (before if before.whole_from <= step else schedule).whole_from  # once whole, windows remain so
+    # Once whole, windows remain so; and best.ckpt of short ones is never weighed against whole ones.
+    whole_from = before.whole_from if before.whole_from <= step else max(step, schedule.whole_from)
     schedule = replace(schedule, whole_from=whole_from, extended_at=step, factor_then=factor)
     return replace(config, horizon=horizon), schedule
 

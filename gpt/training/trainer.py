@@ -89,7 +89,7 @@ class TrainBatches:
         count, size = run.config.accumulation, run.config.micro_batch_size
         ranks, rank = run.config.trainer.world_size, module.global_rank
         firsts = [((step * count + i) * ranks + rank) * size for i in range(count)]
-        window = run.config.trainer.short_windows if run.schedule.has_short_windows(step) else None
+        window = run.config.trainer.short_window if run.schedule.has_short_windows(step) else None
         batches = [make_batch(run.config, run.text, first, window) for first in firsts]
         # From other memory, a copy to the GPU would wait for all that the GPU has still to do.
         pinned = module.device.type == "cuda"
@@ -106,7 +106,7 @@ class TrainBatches:
 def make_batch(config: Config, text: Corpora, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on.
 
-    With windows shorter than the context, of which `first` counts whole ones, B is so many times as large.
+    Short ones, of T = `window`, are so many more; `first` counts whole ones.
     """
     T = window or config.model.context_length
     each = config.model.context_length // T

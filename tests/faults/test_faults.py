@@ -131,8 +131,7 @@ def test_weights_that_are_not_finite(hurt):
     with pytest.raises(NonFiniteError) as end:
         fit(session, [Spoil()])
     message, norms = str(end.value).splitlines()
-    assert f"step {step + 1}: the gradient is not finite, so no update was made (loss nan; in the order of " in message
-    assert re.search(r"windows \d+ to \d+ of (8|16) tokens\);", message)
+    assert f"step {step + 1}: the gradient is not finite, so no update was made (loss nan); " in message
     assert "init_from=" in message
     assert re.match(r"  gradient norms: token_embedding nan, position_embedding nan, blocks.0 nan", norms)
     assert {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*.ckpt")} == before

@@ -111,16 +111,8 @@ class Late(Callback):
     ("spoiled", "log_every", "message"),
     [
         (4, 3, r"step 5: the update has left weights that are not finite \("),
-        (
-            6,
-            3,
-            r"steps 4 to 6: the gradient is not finite, so nothing was saved .*loss nan; .*windows 18 to 35 of 16 ",
-        ),
-        (
-            7,
-            1,
-            r"step 7: the gradient is not finite, so nothing was saved after it \(loss nan; .*windows 36 to 41 of 16 ",
-        ),
+        (6, 3, r"steps 4 to 6: the gradient is not finite, so nothing was saved after it \(loss nan\)"),
+        (7, 1, r"step 7: the gradient is not finite, so nothing was saved after it \(loss nan\)"),
     ],
 )
 def test_late_check_names_the_steps_and_saves_nothing_after_them(corpus_folder, tmp_path, spoiled, log_every, message):

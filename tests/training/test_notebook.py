@@ -17,7 +17,7 @@ from gpt.training.config.schema import Config
 from harness import ROOT, StopAt, begin_run, differences, needs, refusal, tiny_arguments, tiny_config, train
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
-TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "short_windows": 8}
+TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "short_window": 8}
 TRAINER |= {"log_every": 3, "validate_every": 17, "checkpoint_every": 11}
 
 
@@ -106,7 +106,10 @@ def test_a_group_brings_its_settings(monkeypatch):
     for optim in ("adamw", {"name": "adamw", "clip": 0.5}):
         with pytest.raises(ZeroDivisionError):
             gpt.train(optim=optim, model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
-    (first, name), (second, _) = seen
+    with pytest.raises(ZeroDivisionError):
+        gpt.train(model="mini_128")
+    (first, name), (second, _), (third, _) = seen
+    assert (third.model.context_length, third.model.d_model) == (128, Config().model.d_model)
     assert (first.optim.lr, first.optim.schedule, first.optim.clip, second.optim.clip) == (0.001, "cosine", 1.0, 0.5)
     assert (first.model.num_layers, name, first.tokenizer.name) == (12, "gpt2_small", "byte")
 

@@ -16,7 +16,11 @@ from lightning import Callback
 
 import gpt.training.run.clock
 import gpt.training.trainer
+from gpt import evaluate
 from gpt.exchange import checkpoint
+from gpt.model.loss import IGNORE
+from gpt.sampling.scoring import score
+from gpt.text.batches import validation_batches
 from gpt.training import resolve
 from gpt.training.begin import load_text
 from gpt.training.config.loading import read
@@ -98,52 +102,61 @@ class Shapes(Callback):
 @pytest.mark.parametrize(("window", "short"), [(8, (6, 8)), (4, (12, 4)), (0, (3, 16))])
 def test_short_windows_at_first(folder, tmp_path, window, short):
     """From the second step to 0.6 of a run, as many tokens come in shorter windows, from more places; then in whole."""
-    shapes, asked = Shapes(), [f"trainer.short_windows={window}", f"run_dir={tmp_path / 'run'}"]
+    shapes, asked = Shapes(), [f"trainer.short_window={window}", f"run_dir={tmp_path / 'run'}"]
     fit(begin_run(tiny_config(folder, "horizon=10steps", *asked)), [shapes])
     assert shapes.seen == [(3, 16), *[short] * 5, *[(3, 16)] * 4]
 
 
 def test_short_windows_by_default(folder, tmp_path):
     """They are for a context of 256 and random weights alone; a longer context is trained in whole windows."""
-    long = ["horizon=1steps", "trainer.tokens_per_step=512", "trainer.micro_batch_size=1", "trainer.short_windows=null"]
+    long = ["horizon=1steps", "trainer.tokens_per_step=512", "trainer.micro_batch_size=1", "trainer.short_window=null"]
     for context, expected in (("256", 128), ("128", 0), ("512", 0)):
         asked = [*long, f"model.context_length={context}", f"run_dir={tmp_path / context}"]
         run = begin_run(tiny_config(folder, *asked))
-        assert (run.config.trainer.short_windows, run.config.decided["trainer.short_windows"]) == (expected, None)
+        assert (run.config.trainer.short_window, run.config.decided["trainer.short_window"]) == (expected, None)
         fit(run)
     trained = begin_run(tiny_config(folder, *long, f"init_from={tmp_path / '256'}", f"run_dir={tmp_path / 'tuned'}"))
-    assert (trained.config.model.context_length, trained.config.trainer.short_windows) == (256, 0)
-    line = refusal(tiny_config, folder, "trainer.short_windows=5")
-    assert line.startswith("trainer.short_windows=5 does not divide model.context_length=16: ")
+    assert (trained.config.model.context_length, trained.config.trainer.short_window) == (256, 0)
+    line = refusal(tiny_config, folder, "trainer.short_window=5")
+    assert line.startswith("trainer.short_window=5 does not divide model.context_length=16: ")
 
 
 def test_short_windows_of_a_time(folder, tmp_path):
-    """They end when 0.6 of the time is up, and a validation has windows as long as those of the step before it."""
-    shapes, scored = Shapes(), []
-
-    class Notes(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-            scored.append(module.window)
-
+    """They end when 0.6 of the time is up."""
+    shapes = Shapes()
     run = begin_run(tiny_config(folder, "horizon=2s", f"run_dir={tmp_path / 'run'}"))
-    fit(run, [shapes, Notes()])
-    steps = len(shapes.seen)
-    assert shapes.seen.count((6, 8)) + shapes.seen.count((3, 16)) == steps == run.schedule.total_steps
-    assert shapes.seen == [(3, 16)] + [(6, 8)] * (run.schedule.whole_from - 1) + [(3, 16)] * (
-        steps - run.schedule.whole_from
-    )
-    assert 0.3 < run.schedule.whole_from / steps < 0.9
-    assert scored == [window for _, window in shapes.seen]
+    fit(run, [shapes])
+    short, steps = run.schedule.whole_from, run.schedule.total_steps
+    assert shapes.seen == [(3, 16), *[(6, 8)] * (short - 1), *[(3, 16)] * (steps - short)]
+    assert 0.3 < short / steps < 0.9
 
 
-def test_short_windows_do_not_come_back(folder, tmp_path):
-    """A run that is extended goes on with whole windows if it has come to them, or else until 0.6 anew."""
-    for end, whole_from in ((5, 12), (6, 6), (10, 6)):
-        run_dir = tmp_path / str(end)
-        fit(begin_run(tiny_config(folder, "horizon=10steps", f"run_dir={run_dir}")), [StopAt(end)])
-        shapes = Shapes()
-        fit(resume_run(str(run_dir), "20steps"), [shapes])
-        assert shapes.seen == [(6, 8)] * (whole_from - end) + [(3, 16)] * (20 - max(end, whole_from))
+def test_validation_in_short_windows(folder, tmp_path, capsys):
+    """A validation has windows as long as those of the step before it; of a checkpoint from then, evaluate says so."""
+    often = ["horizon=10steps", "trainer.validate_every=6", f"run_dir={tmp_path / 'run'}"]
+    run = begin_run(tiny_config(folder, *often))
+    fit(run, [StopAt(6)])
+    for trained, said in ((run.directory, True), (folder / "first", False)):
+        evaluate.main(["--checkpoint", str(trained), "--text", str(folder / "corpus.txt"), "--json"])
+        printed = capsys.readouterr()
+        assert ("knows contexts of 8 tokens: its run learns those of 16 from 0.6 of" in printed.err) == said
+    module = GPTModule(run.config, run.text.tokenizer, lambda step: 1.0)
+    module.load_state_dict(checkpoint.load(run.directory / "checkpoints/last.ckpt")["state_dict"])
+    (loss,) = (value for step, value in read_table(run.directory)["val/loss"] if step == 6)
+    source = run.text.sources[0]
+    for window, is_equal in ((8, True), (16, False)):
+        expected = score(module.model, validation_batches(source.validation, 1, window, IGNORE), 1).nats_per_token
+        assert (loss == pytest.approx(expected, rel=1e-5)) == is_equal
+
+
+@pytest.mark.parametrize(("horizon", "end", "whole_from"), [(20, 5, 12), (20, 6, 6), (20, 10, 6), (7, 5, 5), (8, 7, 6)])
+def test_short_windows_do_not_come_back(folder, tmp_path, horizon, end, whole_from):
+    """A run of another horizon goes on with whole windows if it has come to them, and else until 0.6 of the new one."""
+    fit(begin_run(tiny_config(folder, "horizon=10steps", f"run_dir={tmp_path / 'run'}")), [StopAt(end)])
+    run, shapes = resume_run(str(tmp_path / "run"), f"{horizon}steps"), Shapes()
+    assert run.schedule.whole_from == whole_from
+    fit(run, [shapes])
+    assert shapes.seen == [(6, 8)] * (whole_from - end) + [(3, 16)] * (horizon - max(end, whole_from))
 
 
 def test_the_best_of_whole_windows(folder, tmp_path):

@@ -31,9 +31,9 @@ from gpt.training.run.code import code
 if TYPE_CHECKING:
     from lightning import Callback
 
-REASONS = {  # the keys on which what was decided depends, where they are none of its own
+REASONS = {  # other keys from which a decision followed
     "data.bpe_dropout": ("data.path", "horizon", "trainer.tokens_per_step", "init_from"),
-    "trainer.short_windows": ("model.context_length", "init_from"),
+    "trainer.short_window": ("model.context_length", "init_from"),
 }
 OTHER_TRAINERS = ASSETS / "other_trainers.yaml"  # what to write for their keys
 

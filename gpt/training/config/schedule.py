@@ -9,7 +9,7 @@ from gpt.training.optim import OptimConfig, lr_factor
 
 LEAST_VALIDATIONS = 4
 MOST_STEPS = 10**12
-SHORT_UNTIL = 0.6  # of a run, windows are short, if at all: benchmarks/LOG.md says how this was found
+SHORT, SHORT_UNTIL = 128, 0.6  # tokens of a short window, and until which part of a run: see benchmarks/LOG.md
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Schedule:
         """
         horizon = horizon or parse_horizon(config.horizon)
         per_step, often = config.trainer.tokens_per_step, config.trainer.validate_every
-        has_short = bool(config.trainer.short_windows)
+        has_short = 0 < (config.trainer.short_window or 0) < config.model.context_length
         if horizon.unit == "seconds":
-            return cls(seconds=horizon.amount, validate_every=often, whole_from=has_short * MOST_STEPS)
+            return cls(seconds=horizon.amount, validate_every=often, whole_from=MOST_STEPS if has_short else 0)
         per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": train_tokens / per_step}
         steps = max(1, round(horizon.amount * per_unit[horizon.unit]))
         if steps > MOST_STEPS:
             raise UserError(f"horizon: {steps:,} steps are out of range: they must be at most {MOST_STEPS:,}")
         often = min(often, max(1, steps // LEAST_VALIDATIONS))
-        return cls(steps, validate_every=often, whole_from=has_short * round(SHORT_UNTIL * steps))
+        return cls(steps, validate_every=often, whole_from=round(SHORT_UNTIL * steps) if has_short else 0)
 
     def after(self, step: int, share: float) -> "Schedule":
         """This schedule once `step` updates have been made in `share` of the time, if its horizon is one."""

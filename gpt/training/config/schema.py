@@ -30,7 +30,7 @@ class TrainerConfig:
     compile: str = "auto"  # auto, true or false
     tokens_per_step: int = 1024  # of one optimizer step, over all devices
     micro_batch_size: int | str = "auto"  # windows that go through the model at once; gradients add up over the rest
-    short_windows: int | None = None  # tokens of a window until 0.6 of a run; 0: whole; by default what suits the model
+    short_window: int | None = None  # tokens of a window until 0.6 of a run; 0: whole ones; by default what suits
     activation_checkpointing: bool = False  # recompute each block's activations instead of keeping them
     deterministic: bool = False  # the same bits every time on a GPU too, where that takes longer
     log_every: int = 10
@@ -49,7 +49,7 @@ class TrainerConfig:
         for name in ("devices", "num_nodes", "tokens_per_step", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) is not None:
                 require_range(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("short_windows", "keep_every"):
+        for name in ("short_window", "keep_every"):
             require_range(f"trainer.{name}", getattr(self, name) or 0, 0, note="(off)")
         for name in ("checkpoint_minutes", "answer_minutes"):
             require_range(f"trainer.{name}", getattr(self, name), 0, above=True)
@@ -104,7 +104,7 @@ class Config:
                 )
             if path := getattr(self, name):
                 setattr(self, name, os.path.expanduser(path))
-        if not self.init_from and self.resume in (None, "auto"):  # otherwise the context length comes from there
+        if not self.init_from and not self.resume:  # otherwise the context length comes from there
             self.require_whole_windows()
 
     def settings(self) -> dict[str, Any]:
@@ -168,10 +168,10 @@ class Config:
 
     def require_whole_windows(self) -> None:
         """Raise `UserError` if a step is not a whole number of windows, or of micro-batches, on each device."""
-        context, short = self.model.context_length, self.trainer.short_windows
+        context, short = self.model.context_length, self.trainer.short_window
         if short and context % short:
             raise UserError(
-                f"trainer.short_windows={short} does not divide model.context_length={context}: choose a divisor, or 0 "
+                f"trainer.short_window={short} does not divide model.context_length={context}: choose a divisor, or 0 "
                 "for whole windows from the start"
             )
         step, least = self.trainer.tokens_per_step, context * self.trainer.world_size

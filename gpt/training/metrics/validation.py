@@ -12,9 +12,9 @@ from gpt.training.module import GPTModule
 
 
 def score_on_all_ranks(trainer: Trainer, module: GPTModule, source: PreparedText) -> Score:
-    """Score the validation text of one corpus. Every rank must call this, and gets the score of all of it.
+    """Score the validation text of one corpus, in windows as long as those of the last step.
 
-    Windows are as long as those of the last step: longer ones are yet to be learnt.
+    Every rank must call this, and gets the score of all of it.
     """
     T = module.window
     size = max(1, tokens_at_once(module.model, trainer.world_size) // T)

@@ -104,10 +104,10 @@ def test_short_windows(stored, override, opened):
     """They were decided for a context, and are decided anew for another; what was given stays."""
     file = stored / "config.yaml"
     before = yaml.safe_load(file.read_text(encoding="utf-8"))
-    before["trainer"] |= {"short_windows": 8, "micro_batch_size": 1}
-    for decided in ({"trainer.short_windows": None}, {}):
+    before["trainer"] |= {"short_window": 8, "micro_batch_size": 1}
+    for decided in ({"trainer.short_window": None}, {}):
         file.write_text(yaml.safe_dump(before | {"decided": decided}))
-        assert rerun(stored, override).trainer.short_windows == (None if opened and decided else 8)
+        assert rerun(stored, override).trainer.short_window == (None if opened and decided else 8)
 
 
 @pytest.mark.parametrize(

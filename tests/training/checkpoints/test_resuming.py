@@ -301,13 +301,13 @@ def test_a_key_that_came_later(corpus_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("context", "before", "asked", "goes_on"),
-    [(128, True, 128, True), (128, True, 256, True), (64, True, 256, False), (128, False, 256, False)],
+    [(128, True, 128, True), (128, True, 256, True), (128, True, 64, False), (128, False, 256, False)],
 )
 def test_a_default_that_changed(corpus_folder, tmp_path, context, before, asked, goes_on):
     """The repeated command of a run from before mini had a context of 256 goes on; another context is refused."""
 
     def config(length: int, *changes: str) -> Config:
-        step = ["trainer.tokens_per_step=256", "trainer.micro_batch_size=auto", "trainer.short_windows=null"]
+        step = ["trainer.tokens_per_step=1024", "trainer.micro_batch_size=8", "trainer.short_window=null"]
         return tiny_config(corpus_folder, f"model.context_length={length}", *step, *changes)
 
     began = config(context)
@@ -315,13 +315,13 @@ def test_a_default_that_changed(corpus_folder, tmp_path, context, before, asked,
     file = tmp_path / "run/config.yaml"
     stored = yaml.safe_load(file.read_text(encoding="utf-8"))
     if before:
-        del stored["trainer"]["short_windows"]
+        del stored["trainer"]["short_window"]
     file.write_text(yaml.safe_dump(stored), encoding="utf-8")
     again = Asked(config(asked, "resume=auto", f"run_dir={tmp_path / 'run'}"))
     if goes_on:
         assert settle_auto(again).config.resume == str(tmp_path / "run")
     else:
-        assert f"model.context_length=256 here, and {context} in the run of" in refusal(settle_auto, again)
+        assert f"model.context_length={asked} here, and {context} in the run of" in refusal(settle_auto, again)
 
 
 def test_what_the_run_began_with(corpus_folder, tmp_path):

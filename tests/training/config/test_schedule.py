@@ -71,7 +71,7 @@ def test_progress():
 
 def test_short_windows():
     """From the second step to 0.6 of the steps, or to the second step after 0.6 of the time."""
-    short = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, short_windows=128))
+    short = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, short_window=128))
     schedule = Schedule.of(dataclasses.replace(short, horizon="10steps"), 50_000)
     assert [step for step in range(10) if schedule.has_short_windows(step)] == [1, 2, 3, 4, 5]
     schedule = Schedule.of(dataclasses.replace(short, horizon="5min"), 50_000)

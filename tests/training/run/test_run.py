@@ -207,7 +207,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     write_corpus(folder)
     changes = ["trainer.checkpoint_every=5", "trainer.validate_every=6", "optim.lr=0.5", "optim.matrix_lr=0.5"]
-    changes += ["trainer.short_windows=0"]
+    changes += ["trainer.short_window=0"]
     train(*tiny_arguments(folder, "horizon=12steps", f"run_dir={folder / 'run'}", *changes, "optim.final_lr=1"))
     assert checkpoint.load(folder / "run/checkpoints/best.ckpt")["step"] == 6
     return folder / "run"
