@@ -15,9 +15,7 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "data.bpe_dropout": 0.0,
     "trainer.short_window": 0,
 }
-DECIDED: dict[
-    str, dict[str, Any]
-] = {  # of these, what the same command says where nothing is given, which is no change
+DECIDED: dict[str, dict[str, Any]] = {  # of these, what the same command says today without them
     "data.bpe_dropout": {"data.bpe_dropout": None},
     "trainer.short_window": {"trainer.short_window": None, "model.context_length": 256},  # of mini, which had 128
 }
