@@ -70,7 +70,8 @@ class GPTModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer)
         set_lr(optimizer.optimizer, self.rate_factor(step))
         optimizer.zero_grad()
-        mean, self.window = torch.zeros((), device=self.device), micro_batches[0][0].shape[1]
+        mean = torch.zeros((), device=self.device)
+        self.window = micro_batches[0][0].shape[1]
         for i, (idx, targets) in enumerate(micro_batches):
             if chance := (self.config.data.bpe_dropout or 0.0) * (1.0 - self.progress(step)):
                 generator = torch.Generator(idx.device).manual_seed(self._seed_of(step * count + i))

@@ -106,7 +106,8 @@ class TrainBatches:
 def make_batch(config: Config, text: Corpora, first: int, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Make inputs and targets, each (B, T), of one micro-batch: the windows of the run from number `first` on.
 
-    Short ones, of T = `window`, are so many more; `first` counts whole ones.
+    `first` and the size of a micro-batch count windows of the whole context; shorter ones, of `window` tokens, are so
+    many more, and B with them.
     """
     T = window or config.model.context_length
     each = config.model.context_length // T
