@@ -8,46 +8,47 @@ from gpt.console import command_line  # before what takes seconds, since gpt/__i
 import hydra
 from omegaconf import DictConfig
 
-from gpt.training.begin import begin
+from gpt.training.callbacks import load_callbacks
 from gpt.training.config.asked import Asked
 from gpt.training.config.command import ask, compose_and_run, in_one_line
-from gpt.training.config.loading import load_callbacks
-from gpt.training.distributed.launch import as_one_of_many, launch
+from gpt.training.distributed import distributed_errors, launch
 from gpt.training.estimate.forecast import print_plan
 from gpt.training.metrics.report import report
-from gpt.training.resume import resume
+from gpt.training.resume import resume_run
+from gpt.training.start import start_run
 
 
-def train(asked: Asked) -> float | None:
-    """Begin or resume a run, train it to its horizon, and report; returns its validation in bits per byte."""
-    callbacks = load_callbacks(asked.callbacks)
-    run = resume(asked) if asked.config.resume else begin(asked)
-    if run.complete:
+def train(request: Asked) -> float | None:
+    """Start or resume a run, train it to its horizon, and report; returns its validation loss in bits per byte."""
+    callbacks = load_callbacks(request.callbacks)
+    started = resume_run(request) if request.config.resume else start_run(request)
+    if started is None:  # the run is complete
         return None
-    from gpt.training.fit import fit  # and so Lightning, which takes seconds, once everything is found to be right
+    from gpt.training.loop import run_training  # imports Lightning, which takes seconds: only once all is checked
 
+    spec, run = started
     with run:
-        fit(run, callbacks)
-    if run.stopped_by:
-        sys.exit(128 + run.stopped_by)
-    report(run, brief=bool(asked.job))
-    return run.metrics["val_bits_per_byte"]
+        result = run_training(spec, run, callbacks)
+    if result.stop_signal:
+        sys.exit(128 + result.stop_signal)
+    report(spec, run.path, result, brief=bool(request.job))
+    return result.metrics["val_bits_per_byte"]
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Do what one composed configuration asks for; returns the bits per byte, which a sweeper minimises."""
+    """Do what one composed configuration requests; returns the bits per byte, which a sweeper minimises."""
     with in_one_line():
-        asked = ask(composed)
-        if asked.plan:
-            load_callbacks(asked.callbacks)
-            print_plan(asked)
+        request = ask(composed)
+        if request.plan:
+            load_callbacks(request.callbacks)
+            print_plan(request)
             return None
-        if asked.processes > 1:
-            return launch(train, asked, asked.processes)
-        return train(asked)
+        if request.processes > 1:
+            return launch(train, request, request.processes)
+        return train(request)
 
 
 if __name__ == "__main__":
-    with command_line("train.py"), as_one_of_many():
+    with command_line("train.py"), distributed_errors():
         compose_and_run(job)

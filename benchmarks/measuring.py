@@ -16,7 +16,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,8 @@ import torch  # noqa: E402
 from gpt.hardware.device import DTYPES, choose_device, choose_precision  # noqa: E402
 from gpt.hardware.memory import peak_memory_bytes  # noqa: E402
 
-if TYPE_CHECKING:  # a benchmark that does not train measures memory without them
-    from lightning import Trainer
-
+if TYPE_CHECKING:  # a benchmark that does not train measures memory without it
     from gpt.training.config.schema import Config
-    from gpt.training.loop import Loop
-    from gpt.training.run.run import Run
 
 
 class Worker:
@@ -156,23 +151,6 @@ def configure(*overrides: str) -> "Config":
     del root["hydra"]
     files = {group: OmegaConf.load(ROOT / f"configs/{group}/{name}.yaml") for group, name in groups.items()}
     return validate(OmegaConf.merge(root, files, OmegaConf.from_dotlist(values)))
-
-
-def begin_run(run_dir: Path, *overrides: str) -> "Run":
-    """Begin a run as train.py would, in an empty directory."""
-    from gpt.training.begin import begin
-    from gpt.training.config.asked import Asked
-
-    return begin(Asked(configure(f"run_dir={run_dir}", *overrides)))
-
-
-def skip_validation(trainer: "Trainer") -> "Loop":
-    """Train without validation, since a run's training time does not include it; returns the loop."""
-    from gpt.training.loop import Loop
-
-    loop = next(callback for callback in trainer.callbacks if isinstance(callback, Loop))
-    loop.run.schedule = replace(loop.run.schedule, validate_every=10**9)
-    return loop
 
 
 def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:

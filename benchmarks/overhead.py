@@ -1,10 +1,10 @@
 """What surrounds the training step costs: python benchmarks/overhead.py [--preset mini gpt2_small] [--json FILE].
 
-Two models take the same steps, in turn within one process. One trains as in `python train.py`: in Lightning's loop,
-with curves, a checkpoint every 250 steps and all guards. The other runs in a bare loop of batch, forward, backward and
-update. The machine may change its speed at any time, so turns are short and many. Validation is left out, because the
-training time that a run reports does not include it. A second table says which parts the overhead comes from, in
-shares of the whole step: what logs, what saves, and, as GPTModule, the gradient's norm and the learning rate.
+Two models take the same steps, in turn within one process. One trains as in `python train.py`, with curves, a
+checkpoint every 250 steps and all guards. The other runs in a bare loop of batch, forward, backward and update. The
+machine may change its speed at any time, so turns are short and many. Validation is left out, because the training time
+that a run reports does not include it. A second table shows which parts the overhead comes from, as fractions of the
+whole step: what logs, what saves, and, as GPTModule, the gradient's norm.
 """
 
 import statistics
@@ -12,16 +12,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
 
-from lightning import Callback
-from measuring import begin_run, finish, machine, parser, skip_validation, synchronize, table
+from measuring import configure, finish, machine, parser, synchronize, table
 
-from gpt.training.fit import fit
+from gpt.training.batch_loader import micro_batch
+from gpt.training.config.asked import Asked
+from gpt.training.loop import run_training
+from gpt.training.metrics.curves import Curves
+from gpt.training.metrics.progress import Progress
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
-from gpt.training.run.run import Run
-from gpt.training.trainer import make_batch
+from gpt.training.run_directory import RunDirectory
+from gpt.training.start import start_run
+from gpt.training.state import RunSpec
+from gpt.training.training_clock import TrainingClock
 
 PRESETS = {  # overrides, steps in each turn, turns
     "mini": (["model=mini_128", "trainer.micro_batch_size=8"], 25, 40),
@@ -39,50 +46,57 @@ PRESETS = {  # overrides, steps in each turn, turns
     ),
 }
 WARM_UP = 2  # turns in which memory is still being allocated
+PARTS = (  # of the loop, whose time is counted
+    (Curves, "begin_step"),
+    (Curves, "add_loss"),
+    (Curves, "write_point"),
+    (Progress, "end_step"),
+    (TrainingClock, "end_step"),
+    (RunDirectory, "save_last"),
+    (RunDirectory, "save_best"),
+    (GPTModule, "measure_gradients"),
+)
 
 
-class BareLoop(Callback):
-    """A bare loop over a model of its own, which takes a turn of `steps` after each turn of the trainer."""
+class BareLoop:
+    """A callback: a bare loop over a model of its own, which takes a turn after each turn of the run.
 
-    def __init__(self, run: Run, steps: int, turns: int):
-        self.run, self.steps, self.turns = run, steps, turns
-        self.module = GPTModule(run.config, run.text.tokenizer, lambda step: 1.0)
-        self.device = run.config.trainer.device
-        self.module.to(self.device)
-        self.optimizer = self.module.configure_optimizers()
+    Args:
+        spec: The run.
+        steps: In each turn.
+        turns: Of the run.
+    """
+
+    def __init__(self, spec: RunSpec, steps: int, turns: int):
+        self.spec, self.steps, self.turns = spec, steps, turns
+        self.device = spec.config.trainer.device
+        self.module = GPTModule(spec.config, spec.dataset.tokenizer, spec.schedule).to(self.device)
+        self.optimizer = self.module.build_optimizer()
         self.times: list[float] = []  # seconds a step, for each turn
-        self.trainer_times: list[float] = []
-        self.spent: Counter[str] = Counter()  # seconds, by callback
-        self.done = 0
+        self.run_times: list[float] = []  # the same of the run
+        self.part_seconds: Counter[str] = Counter()  # by class, without warm-up
+        self.num_steps = 0
 
-    def setup(self, trainer, module, stage: str) -> None:
-        loop = skip_validation(trainer)
-        hooks = [(loop.curves, "before_update"), (loop.curves, "add"), (loop.curves, "write_point")]
-        hooks += [(loop.progress, "end_step"), (loop.clock, "end_step"), (loop.run, "save"), (loop.run, "save_best")]
-        hooks += [(module, "measure_gradients"), (module, "rate_factor")]
-        for part, hook in hooks:
-            setattr(part, hook, self.timed(type(part).__name__, getattr(part, hook)))
+    def timed(self, name: str, method: Callable) -> Callable:
+        """Return the method, made to count its time after the warm-up and until the last turn."""
 
-    def timed(self, name: str, hook: Callable) -> Callable:
-        """The hook, which adds its time to that of `name` once memory is allocated, and until the last turn."""
-
-        def call(*args):
+        def call(*args, **kwargs):
             start = time.perf_counter()
-            result = hook(*args)
+            result = method(*args, **kwargs)
             if WARM_UP <= len(self.times) < self.turns:
-                self.spent[name] += time.perf_counter() - start
+                self.part_seconds[name] += time.perf_counter() - start
             return result
 
         return call
 
-    def on_train_start(self, trainer, module) -> None:
+    def on_train_start(self) -> None:
         self.mark = time.perf_counter()
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.steps:
+    def on_train_step_end(self, step: int) -> None:
+        if step % self.steps:
             return
         synchronize()
-        self.trainer_times.append((time.perf_counter() - self.mark) / self.steps)
+        self.run_times.append((time.perf_counter() - self.mark) / self.steps)
         start = time.perf_counter()
         for _ in range(self.steps):
             self.step()
@@ -91,27 +105,32 @@ class BareLoop(Callback):
         self.mark = time.perf_counter()
 
     def step(self) -> None:
-        module, config = self.module, self.run.config
-        idx, targets = make_batch(config, self.run.text, self.done * config.micro_batch_size)
-        self.done += 1
-        set_lr(self.optimizer, module.rate_factor(self.done))
-        module.loss(idx.to(self.device), targets.to(self.device)).backward()
+        config = self.spec.config
+        idx, targets = micro_batch(config, self.spec.dataset, self.num_steps, config.model.context_length)
+        self.num_steps += 1
+        set_lr(self.optimizer, 1.0)
+        self.module.loss(idx.to(self.device), targets.to(self.device)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def measure(preset: str) -> dict:
-    """Train for all turns; return the mean step of either loop in ms, what the trainer's takes more, and where."""
+    """Train for all turns; return the mean step of either loop in ms, how much longer the run's takes, and where."""
     overrides, steps, turns = PRESETS[preset]
     horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
-    with tempfile.TemporaryDirectory() as folder:
-        run = begin_run(Path(folder), horizon, *overrides)
-        bare = BareLoop(run, steps, turns)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        spec, run = start_run(Asked(configure(f"run_dir={folder}", horizon, *overrides)))
+        assert spec.config.accumulation == 1  # a step of the bare loop is one micro-batch
+        spec = replace(spec, schedule=replace(spec.schedule, validate_every=10**9))
+        bare = BareLoop(spec, steps, turns)
+        for part, name in PARTS:
+            method = bare.timed(part.__name__, getattr(part, name))
+            patches.enter_context(mock.patch.object(part, name, method))
         with run:
-            fit(run, [bare])
-    whole, alone = (statistics.mean(times[WARM_UP:turns]) for times in (bare.trainer_times, bare.times))
+            run_training(spec, run, [bare])
+    whole, alone = (statistics.mean(times[WARM_UP:turns]) for times in (bare.run_times, bare.times))
     total = whole * steps * (turns - WARM_UP)
-    shares = {name: seconds / total for name, seconds in bare.spent.most_common()}
+    shares = {name: seconds / total for name, seconds in bare.part_seconds.most_common()}
     return {"step_ms": 1000 * whole, "bare_ms": 1000 * alone, "overhead": whole / alone - 1, "shares": shares}
 
 

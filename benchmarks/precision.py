@@ -17,19 +17,19 @@ from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
 from gpt.text.batches import validation_batches
-from gpt.training.begin import load_text
 from gpt.training.config.loading import read
+from gpt.training.start import load_dataset
 
 
 @torch.no_grad()
 def score(run_dir: Path, precision: str) -> float:
     """Bits per byte of the validation text under the run's best model, packed as for sampling."""
     config = read(run_dir / "config.yaml")
-    corpora = load_text(config, quiet=True)
+    dataset = load_dataset(config, quiet=True)
     model, tokenizer = open_model(run_dir)
-    assert tokenizer.sha256 == corpora.tokenizer.sha256
+    assert tokenizer.sha256 == dataset.tokenizer.sha256
     pack_weights(model, precision, rows=2)
-    text = corpora.sources[0]
+    text = dataset.sources[0]
     nats, tokens = 0.0, 0
     for idx, targets in validation_batches(text.validation, 32, config.model.context_length, IGNORE):
         logits = model(idx).float().flatten(0, 1)  # not gpt.sampling.scoring.score, which passes the packed head by

@@ -28,7 +28,7 @@ from gpt.text.corpus.config import DataConfig
 from gpt.text.prepare.prepare import prepare
 from gpt.text.shards import Shards
 from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
-from gpt.training.begin import load_text
+from gpt.training.start import load_dataset
 
 ROUNDS = 3
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -122,7 +122,7 @@ def preparation(overrides: list[str]) -> Callable[[], dict]:
     def step() -> dict:
         before = peak_memory()
         start = time.perf_counter()
-        load_text(configure(*overrides), quiet=True)
+        load_dataset(configure(*overrides), quiet=True)
         return {"seconds": time.perf_counter() - start, "before": before, "peak": peak_memory()}
 
     return step

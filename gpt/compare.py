@@ -44,7 +44,7 @@ WIDTH = 80
 
 
 @dataclass
-class Run:
+class RunSummary:
     """A run as its directory describes it."""
 
     folder: Path
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     named = [path for path in args.runs if path.name != LINES]  # as runs/* has it
     runs = [read_run(path if path.exists() else RUNS / path) for path in named] or list(all_runs())
-    by_text: dict[str, list[Run]] = {}
+    by_text: dict[str, list[RunSummary]] = {}
     for run in runs:
         by_text.setdefault(json.dumps(run.text, default=str), []).append(run)
     texts, _ = differences([of_text[0] for of_text in by_text.values()], most=len(by_text))
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
         print_tables(tables)
 
 
-def table_of(runs: list[Run], is_named: bool) -> dict[str, Any]:
+def table_of(runs: list[RunSummary], is_named: bool) -> dict[str, Any]:
     """Compare runs on one text; if they are named, also after equal tokens and equal time."""
     ends = [run.curve[:2, -1] for run in runs if run.figures] if is_named else []
     equal = dict(zip(("tokens", "seconds"), np.min(ends, axis=0).tolist(), strict=True)) if ends else {}
@@ -126,12 +126,12 @@ def table_of(runs: list[Run], is_named: bool) -> dict[str, Any]:
     return {"runs": rows, "usual": usual, "equal": equal}
 
 
-def grouped(runs: list[Run]) -> list[list[Run]]:
+def grouped(runs: list[RunSummary]) -> list[list[RunSummary]]:
     """Put runs together that differ in nothing but seeds and have come as far: the best first, in each group too.
 
     A repetition with the same seeds says nothing of their scatter, and begins another group.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunSummary]] = {}
     times: Counter[str] = Counter()
     for run in sorted(runs, key=lambda run: run.best):
         alike: dict[str, Any] = {key: value for key, value in run.config.items() if key not in NOT_LEARNT | SEEDS}
@@ -144,7 +144,7 @@ def grouped(runs: list[Run]) -> list[list[Run]]:
     return sorted(groups.values(), key=lambda group: statistics.fmean(run.best for run in group))
 
 
-def row_of(group: list[Run], equal: dict[str, float], keys: list[str]) -> dict[str, Any]:
+def row_of(group: list[RunSummary], equal: dict[str, float], keys: list[str]) -> dict[str, Any]:
     """Sum up a group: means over its runs, their scatter, the name of the best, and the keys that differ."""
     first, several = group[0], len(group) > 1
     row: dict[str, Any] = {"run": first.folder.name if first.folder.parent == RUNS else str(first.folder)}
@@ -185,7 +185,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def all_runs() -> Iterator[Run]:
+def all_runs() -> Iterator[RunSummary]:
     """Read every run in runs/; a damaged one is reported and left out. `UserError` if there is no other."""
     folders = sorted(file.parent for file in RUNS.glob("*/config.yaml"))
     if not folders:
@@ -201,13 +201,13 @@ def all_runs() -> Iterator[Run]:
         raise UserError(f"no run in {RUNS}/ can be read: train one with {TRAIN}")
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunSummary:
     """Read a run's configuration and figures; `UserError` if it is no run, or damaged."""
     if not (file := folder / "config.yaml").is_file():
         raise UserError(f"{folder}: not a run directory (it has no config.yaml); give one of those in {RUNS}/")
     try:
         config = flatten(read_yaml(file))
-        run = Run(folder, config, int(config["trainer.tokens_per_step"]), {})
+        run = RunSummary(folder, config, int(config["trainer.tokens_per_step"]), {})
         if (file := folder / "metrics.json").is_file():
             stored = json.loads(read_text(file))
             run.figures = {key: float(stored[key]) for key in FIGURES}
@@ -239,7 +239,7 @@ def damaged(file: Path, error: Exception) -> UserError:
     return UserError(f"{file}: damaged ({reason(error)}); leave this run out, or move it away")
 
 
-def differences(runs: list[Run], most: int) -> tuple[list[list[str]], dict[str, Any]]:
+def differences(runs: list[RunSummary], most: int) -> tuple[list[list[str]], dict[str, Any]]:
     """Return the keys to show of each run, and the values that more than `most` runs share, of the keys that differ."""
     configs = [
         {key: json.dumps(value, default=str) for key, value in run.config.items() if key not in NOT_LEARNT}

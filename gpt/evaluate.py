@@ -48,7 +48,10 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     model, tokenizer, record = open_with_record(path)
     model.to(device).compute_in(DTYPES[args.precision])
     context = model.config.context_length
-    if 1 < record.get("step", 0) <= (record.get("schedule") or {}).get("whole_from", 0):
+    full_length_from_step = (record.get("state") or {}).get("full_length_from_step")
+    if full_length_from_step is None:  # before format 4
+        full_length_from_step = (record.get("schedule") or {}).get("whole_from", 0)
+    if 1 < record.get("step", 0) <= full_length_from_step:
         short = record["config"]["trainer"]["short_window"]
         warn(f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on")
     stride = context if args.stride is None else args.stride

@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt.compare import read_curves
+from gpt.console import say
 from gpt.errors import UserError, require_choice
-from gpt.exchange.loading import open_model
+from gpt.exchange.loading import find_run, open_model
 from gpt.files import CONFIGS, flatten, read_yaml
 from gpt.hardware.device import choose_device
 from gpt.sampling.language_model import LanguageModel
-from gpt.training.begin import begin
+from gpt.training.callbacks import check_callbacks
 from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
 from gpt.training.metrics.report import report
-from gpt.training.resume import resume as continue_run
-from gpt.training.resume import settle_auto
-from gpt.training.run.run import Run
+from gpt.training.resume import resolve_resume_auto, resume_run
+from gpt.training.start import start_run
+from gpt.training.state import Result, RunSpec
 
 if TYPE_CHECKING:
-    from lightning import Callback
     from matplotlib.axes import Axes
 
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 class TrainedModel(LanguageModel):
     """The best model of a run so far, and the run."""
 
-    run: Run
-
-    @property
-    def run_dir(self) -> Path:
-        """The directory of the run, which `gpt.load` and every command take."""
-        return self.run.directory
+    run_dir: Path  # the directory of the run, which `gpt.load` and every command take
+    spec: RunSpec | None = None  # what was trained; None if nothing was left to train
+    result: Result | None = None  # how that ended
 
     def report(self) -> None:
         """Print the figures of the last validation, samples, and commands to try next."""
-        report(self.run)
+        if self.spec is None or self.result is None:
+            say(f"nothing was left to train; the figures are in {self.run_dir / 'metrics.json'}")
+        else:
+            report(self.spec, self.run_dir, self.result)
 
     def plot(self) -> "Axes":
         """Draw training and validation loss, in nats per token, over the steps so far; needs matplotlib."""
@@ -71,7 +71,7 @@ def train(
     init_from: str | Path | None = None,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
-    callbacks: Sequence["Callback"] = (),
+    callbacks: Sequence[Any] = (),
 ) -> TrainedModel:
     """Train as `python train.py` does, and open the best model of the run.
 
@@ -84,14 +84,45 @@ def train(
     Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint.
     Raises `UserError`, a `ValueError` of one line, for a wrong setting.
     """
-    single: dict[str, Any] = {"horizon": horizon, "seed": seed, "patience": patience, "init_from": init_from}
-    single |= {"run_dir": run_dir, "resume": resume}
-    plain = {key: str(one) if isinstance(one, Path) else one for key, one in single.items() if one is not None}
-    several = {"model": model, "tokenizer": tokenizer, "data": data, "optim": optim, "trainer": trainer}
+    check_callbacks(callbacks)
+    request = make_request(
+        text,
+        horizon=horizon,
+        seed=seed,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        optim=optim,
+        trainer=trainer,
+        patience=patience,
+        init_from=init_from,
+        run_dir=run_dir,
+        resume=resume,
+    )
+    started = resume_run(request) if request.config.resume else start_run(request)
+    if started is None:
+        if resume != "auto":
+            raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
+        run_path = find_run(request.config.resume or "")
+        best, own_tokenizer = open_model(run_path)
+        return TrainedModel(best.to(choose_device("auto")), own_tokenizer, run_path)
+    from gpt.training.loop import run_training  # imports Lightning, which takes seconds: only once all is checked
+
+    spec, run = started
+    with run:
+        result = run_training(spec, run, callbacks)
+    best, own_tokenizer = open_model(run.path)
+    return TrainedModel(best.to(spec.config.trainer.device), own_tokenizer, run.path, spec, result)
+
+
+def make_request(text: str | Path | Sequence[str | Path] | None = None, **settings: Any) -> Asked:
+    """Return the checked request of a call of `train`, whose parameters these are; None leaves a setting out."""
+    settings = {key: value for key, value in settings.items() if value is not None}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     groups: dict[str, dict[str, Any]] = {
-        group: {"name": keys} if isinstance(keys, str) else dict(keys)
-        for group, keys in several.items()
-        if keys is not None
+        group: {"name": keys} if isinstance(keys := plain.pop(group), str) else dict(keys)
+        for group in ("model", "tokenizer", "data", "optim", "trainer")
+        if group in plain
     }
     values: dict[str, Any] = plain | {group: _with_file(group, keys) for group, keys in groups.items()}
     if text is not None:
@@ -100,18 +131,8 @@ def train(
         values["data"] = {"name": "text", "path": path} | values.get("data", {})
     given = {key.removesuffix(".name"): value for key, value in flatten(plain | groups).items()}
     words = {key: f"{key}={value}" for key, value in given.items()}
-    asked = settle_auto(Asked(validate(values), words, groups.get("model", {}).get("name", ""), in_python=True))
-    run = continue_run(asked) if asked.config.resume else begin(asked)
-    if run.complete and resume != "auto":
-        raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
-    if not run.complete:
-        from gpt.training.fit import fit  # and so Lightning, once everything is found to be right
-
-        with run:
-            fit(run, callbacks)
-    best, own = open_model(run.directory)
-    device = choose_device("auto" if run.complete else run.config.trainer.device)  # perhaps of another machine
-    return TrainedModel(best.to(device), own, run)
+    model_name = groups.get("model", {}).get("name", "")
+    return resolve_resume_auto(Asked(validate(values), words, model_name, in_python=True))
 
 
 def _with_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:

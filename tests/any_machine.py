@@ -44,7 +44,6 @@ import hydra  # noqa: E402, F401
 import lightning  # noqa: E402
 import torch  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402
-from lightning.pytorch.trainer.connectors import signal_connector  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
@@ -162,7 +161,6 @@ def leave_linux() -> None:
     platform.libc_ver = lambda *args, **kwargs: ("", "")
     ctypes.CDLL = Library
     signal.valid_signals = lambda: {getattr(signal, name) for name in SIGNALS}
-    signal_connector._IS_WINDOWS = True
     warnings.filterwarnings("error", category=EncodingWarning, module=r"(gpt\.|__main__|train|generate)")
 
 
@@ -233,8 +231,8 @@ class Generator(torch.Generator):
 def attach_device() -> None:
     """Have `auto` find one of Apple's devices, whose tensors are `OnDevice`."""
     torch.backends.mps.is_available = lambda: True
-    for accelerator in (lightning.fabric.accelerators.MPSAccelerator, lightning.pytorch.accelerators.MPSAccelerator):
-        accelerator.is_available = staticmethod(lambda: True)
+    lightning.fabric.accelerators.MPSAccelerator.is_available = staticmethod(lambda: True)
+    lightning.fabric.fabric._has_meta_device_parameters_or_buffers = lambda *args: False  # as Fabric would see them
     for name, answer in (("recommended_max_memory", 2**33), ("driver_allocated_memory", 0), ("empty_cache", None)):
         setattr(torch.mps, name, lambda answer=answer: answer)
     torch.Generator = Generator

@@ -23,20 +23,21 @@ import numpy as np
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from lightning import Callback
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import gpt.training.fit
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.text.shards import Shards
-from gpt.training.begin import begin
+from gpt.training import loop
+from gpt.training import resume as resuming
 from gpt.training.config.asked import Asked
 from gpt.training.config.loading import validate
+from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.resume import resume
-from gpt.training.run.run import Run
+from gpt.training.run_directory import RunDirectory
+from gpt.training.start import start_run
+from gpt.training.state import Result, RunSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 # A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
@@ -166,21 +167,49 @@ def tiny_config(folder: Path, *changes: str) -> Config:
     return validate(OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()]))
 
 
-def begin_run(config: Config, model: str = "") -> Run:
-    """A new run, held by this process until it was fitted."""
-    return begin(Asked(config, model=model))
+@dataclass
+class Training:
+    """A run that this process holds, and how its training ended."""
+
+    spec: RunSpec
+    run: RunDirectory
+    result: Result | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.spec.config
+
+    @property
+    def schedule(self) -> Schedule:
+        """As the clock has decided it."""
+        return self.result.schedule if self.result else self.spec.schedule
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        assert self.result is not None
+        return self.result.metrics
 
 
-def resume_run(path: str | Path, horizon: str = "") -> Run:
-    """A run to go on with, held by this process until it was fitted, unless it is complete."""
+def begin_run(config: Config, model: str = "") -> Training:
+    """Prepare a new run, which this process holds until it was trained."""
+    return Training(*start_run(Asked(config, model=model)))
+
+
+def resume_run(path: str | Path, horizon: str = "") -> Training | None:
+    """Prepare to resume a run, which this process holds until it was trained; None if it is complete."""
     values = {"resume": str(path)} | ({"horizon": horizon} if horizon else {})
-    return resume(Asked(validate(values), {key: f"{key}={value}" for key, value in values.items()}))
+    started = resuming.resume_run(Asked(validate(values), {key: f"{key}={value}" for key, value in values.items()}))
+    return started and Training(*started)
 
 
-def fit(run: Run, callbacks: Sequence[Callback] = ()) -> None:
-    """Train a run and give it back, as train.py does."""
-    with run:
-        gpt.training.fit.fit(run, callbacks)
+def fit(training: Training, callbacks: Sequence[Any] = ()) -> None:
+    """Train a run and release it, as train.py does."""
+    with training.run:
+        training.result = loop.run_training(training.spec, training.run, callbacks)
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -233,14 +262,14 @@ class Process:
         return self.process.returncode
 
 
-class At(Callback):
+class At:
     """Does something, once, after some step."""
 
     def __init__(self, step: int, act: Callable[[], object]):
         self.step, self.act, self.done = step, act, False
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        if trainer.global_step == self.step and not self.done:
+    def on_train_step_end(self, step: int) -> None:
+        if step == self.step and not self.done:
             self.done = True
             self.act()
 
@@ -309,7 +338,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
             a, b = (side.get(key) for side in leaves)
             same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             asked = ("run_dir", ".config.decided", ".config.amended")
-            if not same and not any(name in key for name in (".state.seconds", ".state.sizes", *asked)):
+            if not same and not any(name in key for name in (".state.seconds", ".state.log_offsets", *asked)):
                 found.append(f"{name}.ckpt{key}: {a} and {b}")
     mine, theirs = read_curves(run_dir), read_curves(reference)
     found += [f"curve {tag}" for tag in sorted(mine.keys() | theirs.keys()) if mine.get(tag) != theirs.get(tag)]

@@ -31,20 +31,20 @@ def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, 
 
 
 def payload_of(model: GPT, tokenizer: Tokenizer | None = None, **record: object) -> dict:
-    """What a checkpoint of a model must hold, with what else is to be in the record."""
+    """Return what a checkpoint of a model must hold, with these other keys."""
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"}
-    tokens = (tokenizer or byte_tokenizer()).to_dict()
-    return {"format": 1, "state_dict": weights, "config": {"model": shape}, "tokenizer": tokens} | record
+    parts = {"config": {"model": shape}, "tokenizer": (tokenizer or byte_tokenizer()).to_dict()}
+    return {"format": checkpoint.FORMAT, "state_dict": weights} | parts | record
 
 
 def trained_payload(shape: ModelConfig = SHAPE, seed: int = 3) -> dict:
-    """What a training hands to `save`, with an optimizer that has made a step."""
+    """Return what a training saves, with an optimizer that has made a step."""
     model = small_model(shape, seed=seed)
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
     groups = [{"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}]
-    optimizer = [{"state": state, "param_groups": groups}]
-    return payload_of(model, optimizer_states=optimizer, step=11, git_commit=None, prompts=["2 3 5", "é"])
+    optimizer = {"state": state, "param_groups": groups}
+    return payload_of(model, optimizer=optimizer, step=11, git_commit=None, prompts=["2 3 5", "é"])
 
 
 class Bomb:

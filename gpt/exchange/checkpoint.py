@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
-from gpt.exchange.formats import upgraded_checkpoint
+from gpt.exchange.formats import upgraded
 from gpt.files import replacing, sync
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.tokenizer import Tokenizer
 
-FORMAT = 3  # raise it when older programs cannot read what is written, and keep a run of the one before in the tests
+FORMAT = 4  # final with version 1.0; raise it when older programs cannot read what is written
 SCHEMA = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}
 # The types that `require_storable` lets into a checkpoint. PyTorch reads all of them with `weights_only=True`.
 PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tensor, torch.nn.Parameter}
@@ -112,7 +112,7 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
         newer = f"written by a newer version of this project (format {payload['format']})"
         raise UserError(f"{path}: {newer}; update first")
     try:
-        return upgraded_checkpoint(payload)
+        return payload | {"config": upgraded(payload["config"])}
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a checkpoint of this project ({reason(error)})") from None
 

@@ -1,243 +1,408 @@
-"""Everything that follows a training step, by name and in order: one Lightning callback, the last in the list."""
+"""The training loop: every step of a run from the first, or from its newest checkpoint, to its horizon or a stop.
 
-import math
-import time
-from dataclasses import asdict
+Lightning Fabric places the model on its devices and averages the gradients of several processes. Everything else that
+happens in a training is called from `train`, in order. `run_training` calls it, again if memory runs out.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from inspect import signature
+from typing import Any
 
 import torch
-from lightning import Callback, Trainer
+from lightning import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from gpt.errors import NonFiniteError
-from gpt.exchange.checkpoint import FORMAT
-from gpt.sampling.scoring import sum_of
-from gpt.training.distributed.launch import is_rank_0
-from gpt.training.metrics.alarms import look_for_explosion, look_for_memorising
+from gpt.console import say, warn
+from gpt.errors import is_out_of_memory
+from gpt.exchange.checkpoint import load
+from gpt.exchange.loading import open_model
+from gpt.hardware.device import arithmetic
+from gpt.hardware.memory import keep_freed_memory, release_memory
+from gpt.hardware.threads import giving_way
+from gpt.model.transformer import GPTConfig
+from gpt.training import distributed
+from gpt.training.batch_loader import Batch, read_step, sequence_length
+from gpt.training.callbacks import Callbacks, check_callbacks
+from gpt.training.checkpoint_writer import CheckpointWriter
+from gpt.training.config.advice import shorter_steps
+from gpt.training.config.loading import validate
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import TrainerConfig
+from gpt.training.estimate.agreement import require_agreement
+from gpt.training.health import warn_if_diverging
 from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.loggers import UserCurves
-from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.progress import Progress
-from gpt.training.metrics.samples import Samples
-from gpt.training.metrics.validation import score_on_all_ranks
-from gpt.training.module import REMEDY, GPTModule
-from gpt.training.run.clock import Clock
-from gpt.training.run.code import versions
-from gpt.training.run.run import Run
-from gpt.training.run.signals import StopSignals
-from gpt.training.trainer import leave_signals, restore_counters, restore_module
+from gpt.training.metrics.report import resume_command
+from gpt.training.module import GPTModule
+from gpt.training.optim import set_lr
+from gpt.training.run_directory import RunDirectory, checkpoint_errors
+from gpt.training.state import Result, RunSpec, TrainState
+from gpt.training.stop_signals import StopSignals
+from gpt.training.training_clock import TrainingClock
+from gpt.training.validation import Validator
+from gpt.training.versions import record_code_version
 
 
-class Loop(Callback):
-    """Runs what belongs to a run after each step: clock, curves, validation, whether to stop, checkpoint, progress.
+def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: StopSignals) -> Result:
+    """Train a run to its horizon, or until a signal, a callback or `patience` stops it. Every rank calls this.
 
-    Users' callbacks come before it, as Lightning calls them in order.
+    Args:
+        spec: What to train, and the checkpoint or the weights to start from.
+        run: Where checkpoints and logs go.
+        callbacks: Objects with hooks: see callbacks.py.
+        signals: The stop signals that this process received.
     """
+    config, trainer, dataset = spec.config, spec.config.trainer, spec.dataset
 
-    def __init__(
-        self,
-        run: Run,
-        clock: Clock,
-        curves: Curves,
-        user_curves: UserCurves,
-        signals: StopSignals,
-        config_changed: bool,
-    ):
-        self.run, self.clock, self.curves, self.user_curves = run, clock, curves, user_curves
-        self.samples, self.metrics = Samples(run, curves), Metrics(run, curves)
-        self.progress = Progress(run, curves)
-        self._signals = signals
-        self._config_changed = config_changed  # since the newest checkpoint
-        self._wish = False  # of a callback to stop, perhaps on this rank alone
-        self._is_whole = False  # whether all that belongs to the last step is done, so that it can be saved
-        self._saved, self._saved_at = -1, 0.0  # the step of last.ckpt, and when it was written
-        self._saving = False  # stays true where that has failed
-        self._validated = -1  # the step of the last validation
-        self.step = 0  # the last that is whole
-        self.stopped_by = 0  # the signal that ended the run early
-        self.stopped_at, self.by_patience = 0, False  # the step after which it ended early, and why
+    # --- Set up. The state and the thread count of a checkpoint are needed before there is a model ---
+    checkpoint = load_checkpoint(spec) if spec.checkpoint else None
+    state, step = restore_state(spec, checkpoint)
+    schedule = state.current_schedule(spec.schedule)
+    clock = TrainingClock(state, schedule.seconds)
+    fabric = build_fabric(trainer, callbacks)
+    module = GPTModule(config, dataset.tokenizer, schedule, clock)
+    if spec.initial_weights is not None:
+        module.load_state_dict(open_model(spec.initial_weights)[0].state_dict())
+    model = fabric.setup_module(module)  # on its device, and wrapped for DDP if there are several processes
+    optimizer: Any = fabric.setup_optimizers(module.build_optimizer())  # its state is allocated on that device
+    curves = Curves(spec, run, state)
+    progress = Progress(spec, state, curves)
+    hooks = Callbacks(callbacks, fabric, module, curves)
+    validator = Validator(spec, run, state, clock, fabric, module, hooks, curves, progress)
+    checkpoints = CheckpointWriter(spec, run, state, fabric, module, optimizer, hooks, curves)
+    distributed.run_on_all_ranks(lambda: require_agreement(module))
+    distributed.set_timeout(trainer.answer_minutes)
 
-    # --- before the first step ---
+    try:
+        signals.install()
 
-    def setup(self, trainer: Trainer, module: GPTModule, stage: str) -> None:  # type: ignore[override]
-        self._signals.install()
-        if self.run.payload is not None:
-            restore_module(trainer, module, self.run)
+        # --- Restore the weights, the optimizer and the callbacks ---
+        config_changed = False
+        if checkpoint is not None and spec.checkpoint is not None:
+            with checkpoint_errors(spec.checkpoint):
+                module.load_state_dict(checkpoint["state_dict"])
+                optimizer.load_state_dict(checkpoint["optimizer"])
+                if module.loss_scale is not None:
+                    module.loss_scale.load_state_dict(state.loss_scale, state.skipped_steps)
+                config_changed = validate(checkpoint["config"]) != config
+                callback_states = dict(checkpoint["callbacks"])
+            checkpoint = None  # frees its memory
+            hooks.load_state_dict(callback_states)
+            run.restore_last(spec.checkpoint)
 
-    def on_fit_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
-        if self.run.payload is not None:
-            restore_counters(trainer, self.run)
-            self.run.payload = None  # nothing large stays referenced while training
-        if is_rank_0():
-            self.run.cut_back(self.run.state.sizes)
-        self.curves.open(trainer.global_step)
+        # --- Open the logs and start the clock. Only the main process writes: on other ranks `run` does nothing ---
+        run.truncate_logs(state.log_offsets)
+        curves.open(step)
+        record_code_version(state.commits, step)
+        checkpoints.start(step, config_changed)
+        if config_changed:
+            checkpoints.save_last(step)
+        run.write_config(config)
+        if step and trainer.keep_every and step % trainer.keep_every == 0:  # a kill may have come before
+            run.keep_checkpoint(step)
+        hooks.call("on_train_start", step)
+        clock.start()
+        expected_steps = schedule.expected_steps(step, clock.progress)
+        progress.open(run.path, step, expected_steps)
+        if spec.initial_weights is not None:
+            validator.evaluate_initial_weights(expected_steps)
 
-    def on_train_start(self, trainer: Trainer, module: GPTModule) -> None:  # type: ignore[override]
-        run, step, keep_every = self.run, trainer.global_step, self.run.config.trainer.keep_every
-        leave_signals(trainer)
-        self._signals.install()  # again, since Lightning has put its own handlers in place
-        run.note_code(step)
-        self._is_whole, self._saved_at = True, time.monotonic()
-        self._saved = step or -1  # a run that was resumed has this step on disk
-        # A kill may have come before any of what follows a checkpoint.
-        if is_rank_0():
-            run.make_last()
-        if self._config_changed:
-            self._save(trainer, module, step)
-        if is_rank_0():
-            run.write_config()
-            if keep_every and step and step % keep_every == 0:
-                run.keep(step)
-        self.clock.start()
-        self.progress.open(step, self._expected_steps(step))
-        if run.config.init_from and not step:
-            self._look_before(trainer, module)
+        stop_reason = "horizon" if step >= schedule.total_steps else ""
+        stop_signal = 0
+        with ThreadPoolExecutor(1) as reader:  # reads the next step's batches while the model works on this one's
+            next_batches = read_ahead(reader, spec, schedule, step, fabric)
+            while not stop_reason:
+                batches = next_batches.result()
+                next_batches = read_ahead(reader, spec, schedule, step + 1, fabric)
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: GPTModule, optimizer) -> None:  # type: ignore[override]
-        self._is_whole = False
-        self.curves.before_update(module, trainer.global_step + 1)
+                # --- Update the weights. From here to `end_step`, an error saves nothing ---
+                curves.begin_step(module, step + 1, schedule)
+                lr_multiplier = schedule.lr_multiplier(step, clock.progress, config.optim)
+                loss = train_step(fabric, model, optimizer, batches, step, lr_multiplier, checkpoints.begin_update)
+                step += 1
+                clock.end_step(fabric.world_size)
+                schedule = schedule.after_step(step, clock.progress)
+                state.total_steps, state.full_length_from_step = schedule.total_steps, schedule.full_length_from_step
 
-    # --- after each step ---
+                # --- Log ---
+                is_log_point = schedule.is_due(step, trainer.log_every)
+                curves.add_loss(module, loss)
+                if is_log_point:
+                    curves.write_point(fabric, module, optimizer, step, loss)
+                hooks.call("on_train_step_end", step, loss=loss)
 
-    def on_train_batch_end(self, trainer: Trainer, module: GPTModule, outputs, batch, batch_idx: int) -> None:  # type: ignore[override]
-        run, step, settings = self.run, trainer.global_step, self.run.config.trainer
-        self.clock.end_step(trainer.world_size)
-        schedule = run.schedule = run.schedule.after(step, self.clock.share)
+                # --- Validate, and sample ---
+                expected_steps = schedule.expected_steps(step, clock.progress)
+                if schedule.is_due(step, schedule.validate_every) or clock.at_quarter_mark:
+                    validator.validate(step, expected_steps)
+                if is_log_point:
+                    warn_if_diverging(spec, run, state, step)
 
-        self.curves.add(module, outputs["loss"])
-        if logs := schedule.due(step, settings.log_every):
-            self.curves.write_point(trainer, module, step, outputs["loss"])
-        if schedule.due(step, schedule.validate_every) or self.clock.at_quarter:
-            self._validate(trainer, module, step)
-        if logs:
-            look_for_explosion(run, step)
+                # --- Stop? ---
+                is_late = checkpoints.seconds_since_save >= 60 * trainer.checkpoint_minutes
+                flags = [int(is_late), signals.received, int(hooks.stop_requested)]
+                if fabric.world_size > 1:
+                    # An exchange takes time, so ranks make it only where they exchange losses anyway. Flags stay set.
+                    is_exchange = is_log_point or validator.last_validated_step == step
+                    flags = max_over_ranks(flags) if is_exchange else [0, 0, 0]
+                save_is_late, stop_signal, stop_requested = flags  # of any rank
+                if step == schedule.total_steps:
+                    stop_reason = "horizon"  # whatever else happened in the last step
+                elif stop_signal:
+                    stop_reason = "signal"
+                elif schedule.is_out_of_patience(config.patience, step, state.best_step):
+                    stop_reason = "patience"
+                elif stop_requested:
+                    stop_reason = "callback"
+                    if validator.last_validated_step != step:
+                        validator.validate(step, expected_steps)
 
-        late, signal, wish = self._agree(trainer, step)
-        self.by_patience = schedule.out_of_patience(run.config.patience, step, run.state.best_step)
-        if step < schedule.total_steps:
-            self.stopped_by = signal
-            self.stopped_at = step if wish or self.by_patience else 0
-            if self.stopped_at and self._validated != step:
-                self._validate(trainer, module, step)
-        trainer.should_stop = bool(self.stopped_by or self.stopped_at or step == schedule.total_steps)
+                # --- Save checkpoints ---
+                saves_best = state.best_step == step
+                keeps_copy = trainer.keep_every > 0 and step % trainer.keep_every == 0
+                is_due = schedule.is_due(step, trainer.checkpoint_every) or clock.at_quarter_mark
+                saves_last = is_due or save_is_late or keeps_copy or stop_reason
+                if saves_best or saves_last:
+                    with clock.paused():
+                        if saves_best:
+                            checkpoints.save_best(step)
+                        if saves_last:
+                            checkpoints.save_last(step)
+                        if keeps_copy:
+                            run.keep_checkpoint(step)
+                progress.end_step(step, expected_steps, schedule)
+                checkpoints.end_step(step)
+        hooks.call("on_train_end", step)
+    except BaseException as error:
+        curves.has_failed = True
+        checkpoints.save_after(error)
+        raise
+    finally:
+        progress.close()
+        curves.close()
+    return Result(
+        step=step,
+        schedule=schedule,
+        stop_reason=stop_reason,
+        stop_signal=stop_signal if stop_reason == "signal" else 0,
+        metrics=validator.metrics,
+        samples=validator.samples,
+        longest_copy=validator.longest_copy,
+    )
 
-        self.user_curves.note(trainer, module, step)
-        if logs or self._validated == step:
-            self.user_curves.write()
-        self._save_if_due(trainer, module, step, late)
-        self.progress.end_step(step, self._expected_steps(step))
-        self._is_whole, self.step = True, step
 
-    def _look_before(self, trainer: Trainer, module: GPTModule) -> None:
-        """Score and sample trained weights before the first step; this does not count as a validation of the run."""
-        with self.clock.paused():
-            score = sum_of([score_on_all_ranks(trainer, module, source) for source in self.run.text.sources])
-            self.curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, 0)
-            if is_rank_0():
-                self.samples.write(module, 0)
-            self.progress.report(0, self._expected_steps(0), score)
+def train_step(
+    fabric: Fabric,
+    model: Any,
+    optimizer: Any,
+    micro_batches: Sequence[Batch],
+    step: int,
+    lr_multiplier: float,
+    before_update: Callable[[], object],
+) -> Tensor:
+    """Make one optimizer step, and return its mean loss on this rank in nats per token, a scalar.
 
-    def _validate(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        """Score the whole validation text, on every rank, and do everything that follows from the score."""
-        module.require_finite_weights()
-        run, state, steps = self.run, self.run.state, self._expected_steps(step)
-        with self.clock.paused():
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                callback.on_validation_start(trainer, module)
-                callback.on_validation_epoch_start(trainer, module)
-            by_corpus = [score_on_all_ranks(trainer, module, source) for source in run.text.sources]
-            score = sum_of(by_corpus)
-            if not math.isfinite(score.nats_per_token):
-                raise NonFiniteError(f"step {step}: the validation loss is {score.nats_per_token}; {REMEDY}")
-            of_longer = state.best_step <= run.schedule.whole_from < step  # the first whose windows are whole
-            if score.nats_per_token < state.best_loss or of_longer:
-                state.best_loss, state.best_step = score.nats_per_token, step
-            self._validated = step
-            trainer.callback_metrics["val/loss"] = torch.tensor(score.nats_per_token)
-            self.curves.write({"val/loss": score.nats_per_token, "val/bits_per_byte": score.bits_per_byte}, step)
-            look_for_memorising(run, step, score)
-            if is_rank_0():
-                self.samples.write(module, step)
-            self.metrics.write(module, step, score, by_corpus, steps)
-            self.progress.report(step, steps, score)
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                callback.on_validation_epoch_end(trainer, module)
-                callback.on_validation_end(trainer, module)
+    Args:
+        model: The GPTModule, as Fabric has wrapped it.
+        optimizer: Its optimizer, as Fabric has wrapped it.
+        micro_batches: Of this rank: inputs and targets, each (B, T). Their gradients are averaged.
+        step: The number of steps before this one.
+        lr_multiplier: The learning rate as a fraction of its peak.
+        before_update: Is called when the gradient is complete, just before the weights change.
 
-    def _agree(self, trainer: Trainer, step: int) -> tuple[bool, int, bool]:
-        """Whether a checkpoint is late, the signal that came, and whether a callback wishes to stop: on any rank.
+    Raises:
+        NonFiniteError: The gradient is not finite, and weights and optimizer are unchanged. In fp16 this step is
+            skipped instead, as long as a smaller loss scale may help. On a GPU in fp32 or bf16 the gradient is not
+            read here, but at the points of the curves.
+    """
+    module, loss_scale, accumulation = model.module, model.module.loss_scale, len(micro_batches)
+    set_lr(optimizer, lr_multiplier)
+    optimizer.zero_grad()
+    mean_loss = torch.zeros((), device=fabric.device)
+    for i, batch in enumerate(micro_batches):
+        is_last_micro_batch = i + 1 == accumulation
+        with fabric.no_backward_sync(model, enabled=not is_last_micro_batch):  # ranks average gradients once a step
+            loss = model.training_step(fabric.to_device(batch), step * accumulation + i) / accumulation
+            fabric.backward(loss if loss_scale is None else loss_scale.scaled(loss))
+        mean_loss += loss.detach()
 
-        Agreeing takes time, so several ranks do it only where they write curves or validate.
-        """
-        settings, schedule = self.run.config.trainer, self.run.schedule
-        self._wish |= trainer.should_stop
-        trainer.should_stop = False  # or else this rank would leave the others
-        late = time.monotonic() - self._saved_at >= 60 * settings.checkpoint_minutes
-        if trainer.world_size == 1:
-            return late, self._signals.received, self._wish
-        if not schedule.due(step, settings.log_every) and self._validated != step:
-            return False, 0, False
-        greatest = torch.tensor([late, self._signals.received, self._wish])
-        torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
-        late, signal, wish = greatest.tolist()
-        return bool(late), signal, bool(wish)
+    if loss_scale is not None:
+        loss_scale.unscale(optimizer.optimizer)
+    grad_norm = module.measure_gradients()
+    is_finite = not module.checks_each_step or bool(grad_norm.isfinite())
+    may_continue = is_finite if loss_scale is None else loss_scale.adapt(skipped=not is_finite)
+    if not may_continue:
+        raise module.broken_gradient(step, step + 1, mean_loss, "no update was made")
+    before_update()
+    if is_finite:  # otherwise fp16 skips this update
+        module.clip_gradients_to(module.config.optim.clip)
+        optimizer.step()
+    return mean_loss
 
-    def _expected_steps(self, step: int) -> int:
-        return self.run.schedule.expected_steps(step, self.clock.share)
 
-    # --- checkpoints ---
+# --- what `train` calls ---
 
-    def _save_if_due(self, trainer: Trainer, module: GPTModule, step: int, late: bool) -> None:
-        """Save best.ckpt after the best validation, and last.ckpt at intervals, when it is late, and at the end."""
-        settings, schedule = self.run.config.trainer, self.run.schedule
-        keep = settings.keep_every and step % settings.keep_every == 0
-        due = schedule.due(step, settings.checkpoint_every) or self.clock.at_quarter
-        last, best = late or keep or due or trainer.should_stop, self.run.state.best_step == step
-        if not (last or best):
-            return
-        with self.clock.paused():
-            if best:
-                self._saving = True
-                self.run.save_best(trainer.save_checkpoint, step)
-                self._saving = False
-            if last:
-                self._save(trainer, module, step)
-                if keep and is_rank_0():
-                    self.run.keep(step)
 
-    def _save(self, trainer: Trainer, module: GPTModule, step: int) -> None:
-        module.require_finite_weights()
-        like_best = self.run.state.best_step == step and not self._config_changed  # which was saved a moment ago
-        self._saving = True
-        self.run.save(trainer.save_checkpoint, step, like_best)
-        self._saving, self._saved, self._saved_at, self._config_changed = False, step, time.monotonic(), False
+def read_ahead(
+    reader: ThreadPoolExecutor, spec: RunSpec, schedule: Schedule, step: int, fabric: Fabric
+) -> Future[list[Batch]]:
+    """Start to read this rank's micro-batches for the step after `step` others.
 
-    def on_save_checkpoint(self, trainer: Trainer, module: GPTModule, checkpoint: dict) -> None:  # type: ignore[override]
-        run, state = self.run, self.run.state
-        self.curves.note()
-        self.user_curves.settle()
-        if module.loss_scale is not None:
-            state.loss_scale, state.skipped_steps = module.loss_scale.state_dict(), module.loss_scale.skipped_steps
-        checkpoint |= {
-            "format": FORMAT,
-            "step": module.global_step,
-            "config": asdict(run.config),
-            "schedule": asdict(run.schedule),
-            "state": asdict(state),
-            "tokenizer": run.text.tokenizer.to_dict(),
-            "corpus": run.text.key,
-            "git_commit": run.commit,
-            "commits": run.commits,
-            "versions": versions(),
-            "threads": torch.get_num_threads(),
-        }
+    Their sequence length is that of the schedule now: `Schedule.after_step` changes it one step later.
+    """
+    T = sequence_length(spec.config, schedule, step)
+    is_cuda = fabric.device.type == "cuda"
+    return reader.submit(read_step, spec.config, spec.dataset, step, T, fabric.global_rank, pin=is_cuda)
 
-    def on_exception(self, trainer: Trainer, module: GPTModule, exception: BaseException) -> None:  # type: ignore[override]
-        """Save the last whole step, unless saving has failed, numbers are broken, or the stop was to be immediate."""
-        at_once = isinstance(exception, NonFiniteError | SystemExit)
-        alone = trainer.world_size == 1  # several ranks would wait for each other, and one of them may be gone
-        if self._is_whole and trainer.global_step != self._saved and alone and not at_once and not self._saving:
-            self._save(trainer, module, trainer.global_step)
 
-    def close(self) -> None:
-        """Close curves and progress bar. Lightning has no hook that always runs at the end."""
-        self.curves.close()
-        self.progress.close()
+def load_checkpoint(spec: RunSpec) -> dict[str, Any]:
+    """Return the checkpoint to resume from, its tensors mapped from the file.
+
+    If the number of processes is unchanged, restore the thread count as well: results depend on it bit for bit.
+    """
+    assert spec.checkpoint is not None
+    checkpoint = load(spec.checkpoint, mmap=True)
+    with checkpoint_errors(spec.checkpoint):
+        if validate(checkpoint["config"]).trainer.world_size == spec.config.trainer.world_size:
+            torch.set_num_threads(checkpoint["threads"])
+            os.environ["OMP_NUM_THREADS"] = str(checkpoint["threads"])  # otherwise Lightning changes it
+    return checkpoint
+
+
+def restore_state(spec: RunSpec, checkpoint: dict[str, Any] | None) -> tuple[TrainState, int]:
+    """Return the state and the number of steps of a checkpoint, or of a run that begins."""
+    if checkpoint is None:
+        return TrainState.at_start(spec.schedule), 0
+    assert spec.checkpoint is not None
+    with checkpoint_errors(spec.checkpoint):
+        return TrainState.from_checkpoint(checkpoint, spec.schedule), checkpoint["step"]
+
+
+def build_fabric(settings: TrainerConfig, callbacks: Sequence[Any] = (), is_alone: bool = False) -> Fabric:
+    """Return Fabric for the configured device, whose processes have started and met already.
+
+    Precision stays ours: Fabric's autocast is slower, and left out of `training_step` on one device.
+
+    Args:
+        settings: Device, devices, machines and strategy.
+        callbacks: Objects with hooks.
+        is_alone: Use one device, whatever the settings, and exchange nothing with other processes.
+    """
+    world_size = 1 if is_alone else settings.world_size
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    strategy: str | DDPStrategy = "auto"
+    if world_size > 1 or (settings.strategy == "ddp" and not is_alone):
+        # The only buffers are constant: causal masks and the merge table need not be sent at every step.
+        name = "forward_sync_buffers"
+        if name not in signature(DistributedDataParallel).parameters:  # before torch 2.13
+            name = "broadcast_buffers"
+        strategy = DDPStrategy(**{name: False})  # type: ignore[arg-type]
+    fabric = Fabric(
+        accelerator={"cuda": "gpu"}.get(settings.device, settings.device),
+        devices=(settings.devices or 1) if world_size > 1 else 1,
+        num_nodes=(settings.num_nodes or 1) if world_size > 1 else 1,
+        strategy=strategy,
+        # Given, so that Fabric neither starts processes nor looks for a launcher.
+        plugins=[TorchElasticEnvironment() if world_size > 1 else LightningEnvironment()],
+        callbacks=list(callbacks),
+    )
+    fabric.launch()
+    return fabric
+
+
+def max_over_ranks(values: Sequence[int]) -> list[int]:
+    """Return the maximum of each value over all ranks. Every rank must call this."""
+    maxima = torch.tensor(values, dtype=torch.int64)
+    torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX)
+    return maxima.tolist()
+
+
+# --- a whole training ---
+
+
+def run_training(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any] = ()) -> Result:
+    """Train a run. If memory runs out, retry with a smaller micro-batch, where its size was chosen automatically.
+
+    A stop signal, as from Ctrl-C, ends the training after a step and a checkpoint; `Result.stop_signal` names it.
+    With several devices, every process must have the same callbacks.
+    """
+    check_callbacks(callbacks)
+    keep_freed_memory()
+    signals = StopSignals()
+    try:
+        while True:
+            announce(spec, run)
+            try:
+                with (
+                    distributed.unchanged_environment(),
+                    arithmetic(spec.config.trainer.device, spec.config.trainer.deterministic),
+                    giving_way(),
+                ):
+                    result = train(spec, run, callbacks, signals)
+                break
+            except Exception as error:
+                run.check_directory()  # a deleted directory explains any error
+                if not is_out_of_memory(error):
+                    raise
+            spec = with_smaller_micro_batch(spec, run)  # here, where the error no longer holds memory
+    finally:
+        signals.restore()
+    if distributed.is_main_process():
+        explain_stop(spec, run, result)
+    return result
+
+
+def with_smaller_micro_batch(spec: RunSpec, run: RunDirectory) -> RunSpec:
+    """Return how to continue a run with smaller micro-batches after memory has run out.
+
+    Raises:
+        UserError: There is no smaller size, or the user chose it.
+    """
+    config = spec.config.with_smaller_micro_batch()
+    warn(
+        f"out of memory at trainer.micro_batch_size={spec.config.micro_batch_size}: continuing with "
+        f"{config.micro_batch_size} and as many tokens a step"
+    )
+    release_memory()
+    newest = run.load_newest()  # saved on the way out, unless memory ran out within an update
+    if newest is None:
+        return replace(spec, config=config, checkpoint=None)  # from the first step, as `spec` has it
+    file, checkpoint = newest
+    if checkpoint["step"]:
+        config = config.amending(spec.config, checkpoint["step"])
+    return replace(spec, config=config, checkpoint=file, initial_weights=None)
+
+
+def announce(spec: RunSpec, run: RunDirectory) -> None:
+    """Print what is trained, and where."""
+    config, schedule = spec.config, spec.schedule
+    shape = GPTConfig(vocab_size=spec.dataset.tokenizer.vocab_size, **asdict(config.model))
+    horizon = f"{config.horizon} in steps" if schedule.seconds else f"{schedule.total_steps} steps"
+    if distributed.is_main_process():
+        say(
+            f"{shape.num_parameters:,} parameters on {config.trainer.device} in {config.trainer.precision}, {horizon} "
+            f"of {config.trainer.tokens_per_step:,} tokens; writing to {run.path}"
+        )
+
+
+def explain_stop(spec: RunSpec, run: RunDirectory, result: Result) -> None:
+    """Print why a run ended before its horizon, if it did, and how to continue."""
+    command = resume_command(run.path, spec.in_python)
+    if result.stop_reason == "signal":
+        say(f"stopped at step {result.step}; continue with: {command}")
+    elif result.stop_reason == "patience":
+        best_step = result.metrics["best_step"]
+        say(
+            f"stopped early at step {result.step}: no improvement in the last {spec.config.patience} validations "
+            f"(best at step {best_step}). The learning rate was still falling: a shorter run, such as "
+            f"horizon={shorter_steps(spec.config, spec.dataset, best_step)}steps, will probably do better"
+        )
+    elif result.stop_reason == "callback":
+        say(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")

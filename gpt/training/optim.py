@@ -87,61 +87,62 @@ class OptimConfig:
         return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
 
 
-def lr_factor(
-    step: int, total_steps: int, config: OptimConfig, extended_at: int = 0, factor_then: float = 1.0
+def lr_multiplier(
+    step: int, total_steps: int, config: OptimConfig, restart_step: int = 0, restart_lr_multiplier: float = 1.0
 ) -> float:
-    """The fraction of the peak rate for the update that follows `step` earlier ones, in a run of `total_steps`.
+    """Return the learning rate of the update after `step` others, as a fraction of its peak, in a run of `total_steps`.
 
     It rises during the warm-up (at most half the run), stays at 1, falls from `decay_from` on, and would reach
-    `final_lr` one update after the last. A run that was given a new horizon at step `extended_at`, when its rates had
-    fallen to `factor_then` of the peak, returns from there to the schedule of the new horizon, as fast as in a warm-up:
+    `final_lr` one update after the last. If the run was extended at `restart_step`, when it had fallen to
+    `restart_lr_multiplier`, it returns from there to the schedule of the new horizon, as fast as in a warm-up:
     Ibrahim et al. 2024, "Simple and Scalable Strategies to Continually Pre-train Large Language Models".
     """
     warmup = min(config.warmup_steps, total_steps // 2)
     start = max(warmup, config.decay_from * total_steps)
     progress = max(0.0, (step - start) / max(1.0, total_steps - start))  # 0 where the fall begins, 1 at the horizon
     fallen = 1.0 - (1.0 - config.final_lr) * SCHEDULES[config.schedule](progress)
-    returning = factor_then + (step + 1 - extended_at) / max(1, config.warmup_steps)
+    returning = restart_lr_multiplier + (step + 1 - restart_step) / max(1, config.warmup_steps)
     return min(returning, (step + 1) / warmup if step < warmup else fallen)
 
 
 def build_optimizer(
     weights: Mapping[str, Tensor], num_heads: int, config: OptimConfig, muon_dtype: torch.dtype
 ) -> torch.optim.Optimizer:
-    """Build the optimizer for a GPT's weights by name, in a group for each role.
+    """Build the optimizer for a GPT's weights by name, in a group for each type of parameter.
 
-    The roles are the blocks' `matrices`, the `embeddings`, and the `vectors` (norms and biases), which never decay.
+    The types are the blocks' `matrices`, the `embeddings`, and the `vectors` (norms and biases), which never decay.
     Every group keeps its peak rate under `peak_lr`; `set_lr` derives `lr` from it. `muon_dtype` is the precision of
     Muon's orthogonalisation: bfloat16 is enough, where the hardware is fast at it.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for role, rule in OPTIMIZERS[config.name].items():
+    for param_type, rule in OPTIMIZERS[config.name].items():
         settings = {name: getattr(config, key) for name, key in rule.settings.items()}
-        groups[role] = {"params": [], "parts": [], "role": role, "step": 0, "peak_lr": settings["lr"]} | settings
+        group = {"params": [], "num_blocks": [], "param_type": param_type, "step": 0, "peak_lr": settings["lr"]}
+        groups[param_type] = group | settings
     groups["vectors"]["weight_decay"] = 0.0
     for name, parameter in weights.items():
         group = groups["vectors" if parameter.dim() < 2 else "matrices" if name.startswith("blocks.") else "embeddings"]
         group["params"].append(parameter)
-        group["parts"].append(3 * num_heads if name.endswith("W_qkv.weight") else 1)  # matrices stacked in it
+        group["num_blocks"].append(3 * num_heads if name.endswith("W_qkv.weight") else 1)  # matrices stacked in it
     return GPTOptimizer(list(groups.values()), OPTIMIZERS[config.name], muon_dtype)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set the rate of every group to its peak times `factor`."""
+def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
+    """Set the learning rate of every group to its peak times `multiplier`."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] * multiplier
 
 
 class GPTOptimizer(torch.optim.Optimizer):
-    """One optimizer that updates the weights of each role by the rule for it."""
+    """One optimizer that updates the weights of each type by the rule for it."""
 
     def __init__(self, groups: list[dict], rules: Mapping[str, "Rule"], muon_dtype: torch.dtype):
         super().__init__(groups, defaults={"fused": True})  # has PyTorch move all of a loaded state to the device
         self._rules, self._muon_dtype = rules, muon_dtype
         # Allocated now and not in the first step, where it would fragment the memory that activations use.
         for group in self.param_groups:
-            for p, parts in zip(group["params"], group["parts"], strict=True):
-                self.state[p] = rules[group["role"]].state(p, parts)
+            for p, num_blocks in zip(group["params"], group["num_blocks"], strict=True):
+                self.state[p] = rules[group["param_type"]].state(p, num_blocks)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -160,18 +161,18 @@ class GPTOptimizer(torch.optim.Optimizer):
             group |= {name: value for name, value in settings.items() if name != "params"}
 
     @torch.no_grad()
-    def step(self, closure=None, skip: bool = False):
-        """Update the weights, or with `skip` leave them and all state as they are."""
+    def step(self, closure=None):
+        """Update the weights."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        for group in self.param_groups if not skip else ():
+        for group in self.param_groups:
             states = [self.state[p] for p in group["params"]]
-            self._rules[group["role"]].step(group["params"], states, group, self._muon_dtype)
+            self._rules[group["param_type"]].step(group["params"], states, group, self._muon_dtype)
             group["step"] += 1
         return loss
 
 
-def _adamw_state(p: Tensor, parts: int) -> dict[str, Tensor]:
+def _adamw_state(p: Tensor, num_blocks: int) -> dict[str, Tensor]:
     step = torch.zeros((), dtype=torch.float32, device=p.device)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
@@ -185,8 +186,8 @@ def _adamw_step(params: list, states: list[dict], group: dict, dtype: torch.dtyp
     adamw(params, grads, averages, squares, [], steps, fused=True, amsgrad=False, maximize=False, **rates)
 
 
-def _muon_state(p: Tensor, parts: int) -> dict[str, Tensor]:
-    return {"momentum": torch.zeros_like(p), "squares": p.new_zeros(parts, max(len(p) // parts, p.shape[1]))}
+def _muon_state(p: Tensor, num_blocks: int) -> dict[str, Tensor]:
+    return {"momentum": torch.zeros_like(p), "squares": p.new_zeros(num_blocks, max(len(p) // num_blocks, p.shape[1]))}
 
 
 def _muon_step(params: list, states: list[dict], group: dict, dtype: torch.dtype) -> None:
@@ -206,8 +207,8 @@ def _muon_step(params: list, states: list[dict], group: dict, dtype: torch.dtype
     nesterov = [update.to(dtype) for update in torch._foreach_lerp(grads, averages, momentum)]
 
     batches = defaultdict(list)  # (rows, columns) -> (matrices, updates, squares) of each parameter
-    for p, update, state, parts in zip(params, nesterov, states, group["parts"], strict=True):
-        matrices, pieces = p.view(parts, -1, p.shape[1]), update.view(parts, -1, p.shape[1])
+    for p, update, state, num_blocks in zip(params, nesterov, states, group["num_blocks"], strict=True):
+        matrices, pieces = p.view(num_blocks, -1, p.shape[1]), update.view(num_blocks, -1, p.shape[1])
         if pieces.shape[1] > pieces.shape[2]:
             matrices, pieces = matrices.mT, pieces.mT
         batches[pieces.shape[1:]].append((matrices, pieces, state["squares"]))
@@ -215,7 +216,7 @@ def _muon_step(params: list, states: list[dict], group: dict, dtype: torch.dtype
     seen = 1.0 - NORMALIZER_BETA ** (group["step"] + 1)  # corrects running means that began at zero
     d_model = min(params[0].shape)  # the smaller side of every matrix in a block
     for batch in batches.values():
-        # Per parameter: (parts, rows, columns), (parts, rows, columns), (parts, columns)
+        # Per parameter: (num_blocks, rows, columns), (num_blocks, rows, columns), (num_blocks, columns)
         targets, updates, squares = zip(*batch, strict=True)
         sizes = list(map(len, squares))
         directions = orthogonalize(torch.cat(updates)).to(targets[0].dtype)
@@ -250,7 +251,7 @@ class Rule:
 
 ADAMW = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
 MUON = Rule({"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step)
-# For each optimizer, the rule of each role that weights have. A new one takes an entry here, and a file of its settings
+# For each optimizer, the rule for each type of parameter. A new one takes an entry here, and a file of its settings
 # in configs/optim.
 OPTIMIZERS = {
     "muon": {"matrices": MUON, "embeddings": ADAMW, "vectors": ADAMW},

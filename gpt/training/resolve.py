@@ -23,12 +23,12 @@ from gpt.text.analysis.prompts import prompts_from
 from gpt.text.corpus.config import ONE_WORD
 from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import TokenizerConfig
+from gpt.training import distributed
 from gpt.training.config.advice import STEPS, suitable_split, suitable_steps
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
-from gpt.training.config.schedule import SHORT, Schedule
+from gpt.training.config.schedule import SHORT_SEQUENCE_TOKENS, Schedule
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import as_launched
 
 if TYPE_CHECKING:
     from gpt.training.estimate.choice import Member
@@ -55,7 +55,7 @@ def resolve(
         config = for_model(config, config.model)
         if config.horizon == "auto":
             config = _with_suitable_horizon(config, text)
-        schedule = Schedule.of(config, text.train_tokens)
+        schedule = Schedule.plan(config, text.train_tokens)
     return config.as_decided_from(asked.config).anywhere(), schedule, members
 
 
@@ -64,7 +64,7 @@ def resolve(
 
 def for_machine(config: Config) -> Config:
     """Decide devices, precision and compilation; `UserError` if this machine lacks what the configuration says."""
-    devices, num_nodes = as_launched(config.trainer.devices, config.trainer.num_nodes)
+    devices, num_nodes = distributed.resolve_devices(config.trainer.devices, config.trainer.num_nodes)
     config = replace(config, trainer=replace(config.trainer, devices=devices, num_nodes=num_nodes))
     config.require_whole_windows()
     device = require_devices(config)
@@ -109,8 +109,10 @@ def for_model(config: Config, model: ModelConfig) -> Config:
         # Noted already, since it may shrink when it is timed.
         config = replace(config, decided=(config.decided or {}) | {"trainer.micro_batch_size": "auto"})
     if trainer.short_window is None:
-        suits = model.context_length == 2 * SHORT and not config.init_from  # no other context was measured
-        trainer = replace(trainer, short_window=SHORT if suits else 0)
+        suits = (
+            model.context_length == 2 * SHORT_SEQUENCE_TOKENS and not config.init_from
+        )  # no other context was measured
+        trainer = replace(trainer, short_window=SHORT_SEQUENCE_TOKENS if suits else 0)
     return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
 
 
@@ -130,7 +132,7 @@ def _with_suitable_horizon(config: Config, text: Corpora) -> Config:
     if steps > STEPS:
         from gpt.training.estimate.timing import measure  # imports Lightning
 
-        _, seconds = measure(config, Schedule.of(config, text.train_tokens), text, at_most=1.0)
+        _, seconds = measure(config, Schedule.plan(config, text.train_tokens), text, at_most=1.0)
         steps = max(STEPS, min(steps, int(AUTO_SECONDS / seconds)))
     say(f"horizon={steps}steps suits this text and this machine")
     return replace(config, horizon=f"{steps}steps")
@@ -146,7 +148,7 @@ def _with_best_model(config: Config, text: Corpora, longest: float) -> tuple[Con
         tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many windows
         trainer = replace(config.trainer, tokens_per_step=tokens, short_window=config.trainer.short_window or 0)
         made = for_model(replace(config, trainer=trainer), model)
-        return made, Schedule.of(made, text.train_tokens)
+        return made, Schedule.plan(made, text.train_tokens)
 
     seconds = parse_horizon(config.horizon).amount
     members = choose(decided, text, seconds, longest)

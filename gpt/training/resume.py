@@ -1,4 +1,4 @@
-"""Continuing a run: from its newest checkpoint, perhaps to a longer horizon or on other devices."""
+"""Resuming a run: from its newest checkpoint, perhaps to a longer horizon or on other devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,36 +6,42 @@ from typing import Any
 
 from gpt.console import duration, say, warn
 from gpt.errors import UserError
-from gpt.exchange import checkpoint
+from gpt.exchange.checkpoint import load
 from gpt.exchange.loading import find_path
+from gpt.files import flatten
 from gpt.text.prepared import Corpora
-from gpt.training.begin import begin_in, for_all_ranks, given_tokenizer, load_text
+from gpt.training import distributed
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
 from gpt.training.config.loading import read, validate
-from gpt.training.config.schedule import MOST_STEPS, Schedule
+from gpt.training.config.schedule import MAX_STEPS, Schedule
 from gpt.training.config.schema import Config
-from gpt.training.distributed.launch import as_launched, ranks, require_processes
 from gpt.training.resolve import require_devices
-from gpt.training.run.code import code, versions
-from gpt.training.run.run import Run
+from gpt.training.run_directory import RunDirectory, checkpoint_errors
+from gpt.training.start import inherited_tokenizer, load_dataset, on_every_rank, start_in_directory
+from gpt.training.state import RunSpec, TrainState
+from gpt.training.versions import code, versions
 
+FIRST_RESUMABLE_FORMAT = 4  # of checkpoints
+# What may differ between config.yaml and the newest checkpoint, if a kill came between writing the two.
+MAY_LAG = {"horizon", *(f"trainer.{name}" for name in ("devices", "num_nodes", "strategy", "micro_batch_size"))}
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
-def settle_auto(asked: Asked) -> Asked:
-    """Decide `resume=auto`: go on with the run in `run_dir` if there is one, or else begin one there.
+def resolve_resume_auto(request: Asked) -> Asked:
+    """Resolve `resume=auto`: continue the run in `run_dir` if there is one, otherwise begin one there.
 
-    Raises `UserError` if there is no `run_dir`, or if the run in it was asked for with other settings.
+    Raises:
+        UserError: There is no `run_dir`, or its run was requested with other settings.
     """
-    config = asked.config
+    config = request.config
     if config.resume != "auto":
-        return asked
+        return request
     if not config.run_dir:
         raise UserError("resume=auto continues the run in run_dir, or begins it there: add run_dir=DIR")
     file = Path(config.run_dir) / "config.yaml"
     if not file.exists():
-        return replace(asked, config=replace(config, resume=None))
+        return replace(request, config=replace(config, resume=None))
     run = read(file)
     stored, wanted = run.settings(), config.anywhere().settings()
     before = stored | (run.decided or {})
@@ -48,98 +54,149 @@ def settle_auto(asked: Asked) -> Asked:
             remedy = f"to train that run longer, use resume={config.run_dir} horizon={value}"
         where = f"{stored[key]} in the run of run_dir={config.run_dir}"
         raise UserError(f"resume=auto: {key}={value} here, and {where}: {remedy}")
-    return replace(asked, config=replace(config, resume=config.run_dir, init_from=None), given={}, model="")
+    return replace(request, config=replace(config, resume=config.run_dir, init_from=None), given={}, model="")
 
 
-def resume(asked: Asked) -> Run:
-    """Open the run that `resume` names, to go on from its newest checkpoint; rank 0 decides for all.
+def resume_run(request: Asked) -> tuple[RunSpec, RunDirectory] | None:
+    """Open the run that `resume` names, to continue from its newest checkpoint; None if nothing is left to train.
 
-    What may be given is a `horizon`, until which it trains whether it is complete or not, `trainer.devices` and
-    `trainer.num_nodes`, and `data.path`, which is where its text is now.
+    A request may bring a `horizon`, until which it trains whether it is complete or not, `trainer.devices`,
+    `trainer.num_nodes`, and `data.path`, which is where its text is now. Rank 0 decides for all.
     """
-    return for_all_ranks(lambda: _resume(asked))
+    return on_every_rank(lambda: _resume_run(request))
 
 
-def _resume(asked: Asked) -> Run:
-    horizon = asked.config.horizon if "horizon" in asked.given else ""
+def _resume_run(request: Asked) -> tuple[RunSpec, RunDirectory] | None:
+    horizon = request.config.horizon if "horizon" in request.given else ""
     if horizon == "auto":
-        raise UserError("horizon=auto is for a new run: to extend one, say until when, such as horizon=8000steps")
-    run = Run.open(asked.config.resume or "")
-    run.in_python = asked.in_python
+        raise UserError("horizon=auto is for a new run: to extend one, give its end, such as horizon=8000steps")
+    run = RunDirectory.open(request.config.resume or "")
     try:
-        if run.payload is None:
-            say(f"{run.directory} has no checkpoint yet: beginning at its first step")
-            return begin_in(run, replace(asked, config=_changed(run.config, asked, horizon), given={}))
-        _refuse_going_back(run, find_path(asked.config.resume or ""))
-        _go_on(run, asked, horizon)
+        config = read(run.path / "config.yaml")
+        newest = run.load_newest()
+        if newest is None:
+            say(f"{run.path} has no checkpoint yet: beginning at its first step")
+            return start_in_directory(run, replace(request, config=_changed(config, request, horizon), given={}))
+        file, checkpoint = newest
+        _require_format(file, checkpoint)
+        _require_same_config(config, run, file, checkpoint)
+        _refuse_going_back(run, file, checkpoint, find_path(request.config.resume or ""))
+        spec = _continue(run, file, checkpoint, request, horizon)
     except BaseException:
         run.close()
         raise
-    if run.complete:
+    if spec is None:
         run.close()
-    return run
+        return None
+    return spec, run
 
 
-def _changed(config: Config, asked: Asked, horizon: str) -> Config:
-    """The configuration of a run without a checkpoint, with the given changes."""
-    data = asked.config.data if "data.path" in asked.given else config.data
-    config = replace(config, horizon=horizon or config.horizon, data=replace(config.data, path=data.path))
-    return on_devices(config, *_devices(asked, config))
+def _changed(config: Config, request: Asked, horizon: str) -> Config:
+    """Return the configuration of a run without a checkpoint, with the requested changes."""
+    path = request.config.data.path if "data.path" in request.given else config.data.path
+    config = replace(config, horizon=horizon or config.horizon, data=replace(config.data, path=path))
+    return on_devices(config, *_devices(request, config))
 
 
-def _go_on(run: Run, asked: Asked, horizon: str) -> None:
-    """Prepare a held run to continue from its checkpoint, or mark it as complete."""
-    payload, file = run.payload, run.file
-    assert payload is not None and file is not None
-    with run.restoring():
-        stored, schedule, tokenizer = (
-            validate(payload["config"]),
-            Schedule(**payload["schedule"]),
-            given_tokenizer(payload),
+def _require_format(file: Path, checkpoint: dict[str, Any]) -> None:
+    """Raise `UserError` for a checkpoint of version 0.x: its weights can be used, its training cannot be resumed."""
+    if checkpoint["format"] < FIRST_RESUMABLE_FORMAT:
+        raise UserError(
+            f"{file}: of format {checkpoint['format']}, whose training version 0.5.0 is the last to resume: start a "
+            f"new run from its weights with init_from={file}"
         )
-        step, seconds, best_step = payload["step"], payload["state"]["seconds"], payload["state"]["best_step"]
-    run.config, run.schedule = stored, schedule
-    if horizon in ("", stored.horizon) and (ended := schedule.ended(stored.patience, step, best_step)):
-        longer = f"to train it longer, add horizon=; init_from={run.directory} starts a new run from it"
-        say(f"{run.directory} is complete: it {ended}; {longer}")
-        run.make_last()
-        run.complete = True
+
+
+def _require_same_config(config: Config, run: RunDirectory, file: Path, checkpoint: dict[str, Any]) -> None:
+    """Raise `UserError` if the checkpoint and config.yaml disagree about what the run does."""
+    stored = flatten(checkpoint["config"])
+    for key, value in config.settings().items():
+        stored_value = stored.get(key, value)
+        if stored_value != value and key not in MAY_LAG:
+            raise UserError(
+                f"{run.path / 'config.yaml'} has {key}={value!r}, and {file} {stored_value!r}: a run continues as it "
+                "was configured; change the first to match, if you trust the second"
+            )
+
+
+def _refuse_going_back(run: RunDirectory, newest: Path, checkpoint: dict[str, Any], named: Path) -> None:
+    """Raise `UserError` if a checkpoint is named that is not the newest: resuming it would undo later steps."""
+    if not named.is_file() or named.samefile(newest):
         return
-    config = on_devices(stored, *_devices(asked, stored))
+    step, newest_step = load(named).get("step"), checkpoint.get("step")
+    if step != newest_step:
+        raise UserError(
+            f"{named} is of step {step}, and the run has trained until step {newest_step}: continue it with "
+            f"resume={run.path}, or start a new run from this file with init_from={named}"
+        )
+
+
+def _continue(
+    run: RunDirectory, file: Path, checkpoint: dict[str, Any], request: Asked, horizon: str
+) -> RunSpec | None:
+    """Return how a run continues from its newest checkpoint; None if it is complete."""
+    with checkpoint_errors(file):
+        stored = validate(checkpoint["config"])
+        schedule = Schedule(**checkpoint["schedule"])
+        state = TrainState.from_checkpoint(checkpoint, schedule)
+        tokenizer = inherited_tokenizer(checkpoint)
+        step = checkpoint["step"]
+    end = state.current_schedule(schedule).describe_end(stored.patience, step, state.best_step)
+    if horizon in ("", stored.horizon) and end:
+        hint = f"to train it longer, add horizon=; init_from={run.path} starts a new run from it"
+        say(f"{run.path} is complete: it {end}; {hint}")
+        run.restore_last(file)
+        return None
+    config = on_devices(stored, *_devices(request, stored))
     require_devices(config)
-    require_processes(config.trainer.devices, config.trainer.world_size)
+    distributed.require_processes(config.trainer.devices, config.trainer.world_size)
     if config != stored:
-        then, now, what = stored.trainer.world_size, config.trainer.world_size, "devices"
-        if then == now:
-            then, now, what = stored.trainer.num_nodes or 1, config.trainer.num_nodes or 1, "machines"
-        say(f"continuing on {now} {what} instead of {then}: the same windows in each step, but not the same bits")
-    moved = asked.config.data.path if "data.path" in asked.given else config.data.path
-    run.text = load_text(replace(config, data=replace(config.data, path=moved)), tokenizer, record=payload)
-    _require_same_text(file, payload, run.text)
+        _announce_devices(stored, config)
+    path = request.config.data.path if "data.path" in request.given else config.data.path
+    moved = replace(config, data=replace(config.data, path=path))
+    dataset = load_dataset(moved, tokenizer, checkpoint=checkpoint)
+    _require_same_dataset(file, checkpoint, dataset)
     if horizon not in ("", stored.horizon):
-        config, schedule = extend(config, schedule, step, seconds, horizon, run.text.train_tokens)
+        config, schedule = extend(
+            config, state.current_schedule(schedule), step, state.seconds, horizon, dataset.train_tokens
+        )
         say(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
-    run.config, run.schedule = config.amending(stored, step), schedule
-    began = {"commit": payload.get("git_commit")} | payload.get("versions", {})
-    today = dict.fromkeys(began, "a checkout") | versions() | {"commit": code()}
-    if changed := [f"{name} {then} -> {today[name]}" for name, then in began.items() if then != today[name]]:
+    _warn_of_other_versions(file, checkpoint)
+    total_steps = (
+        state.current_schedule(schedule).total_steps if horizon in ("", stored.horizon) else schedule.total_steps
+    )
+    end = f" of {total_steps}" if total_steps < MAX_STEPS else f", until {config.horizon} are up"
+    say(f"continuing {run.path} at step {step}{end}")
+    return RunSpec(config.amending(stored, step), schedule, dataset, checkpoint=file, in_python=request.in_python)
+
+
+def _announce_devices(stored: Config, config: Config) -> None:
+    before, after, unit = stored.trainer.world_size, config.trainer.world_size, "devices"
+    if before == after:
+        before, after, unit = stored.trainer.num_nodes or 1, config.trainer.num_nodes or 1, "machines"
+    say(f"continuing on {after} {unit} instead of {before}: the same sequences in each step, but not the same bits")
+
+
+def _warn_of_other_versions(file: Path, checkpoint: dict[str, Any]) -> None:
+    """Warn if the run was trained by other code or with other libraries: it may not continue bit for bit."""
+    before = {"commit": checkpoint.get("git_commit")} | checkpoint.get("versions", {})
+    now = dict.fromkeys(before, "a checkout") | versions() | {"commit": code()}
+    if changed := [f"{name} {value} -> {now[name]}" for name, value in before.items() if value != now[name]]:
         warn(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changed)})")
-    of = f" of {schedule.total_steps}" if schedule.total_steps < MOST_STEPS else f", until {config.horizon} are up"
-    say(f"continuing {run.directory} at step {step}{of}")
 
 
-def _devices(asked: Asked, stored: Config) -> tuple[int, int]:
-    """The devices per machine, and the machines, on which to continue: as given, as launched, or as before."""
-    devices, num_nodes = asked.config.trainer.devices, asked.config.trainer.num_nodes
-    if ranks().world_size == 1:
+def _devices(request: Asked, stored: Config) -> tuple[int, int]:
+    """Return the devices per machine, and the machines, to continue on: as given, as launched, or as before."""
+    devices, num_nodes = request.config.trainer.devices, request.config.trainer.num_nodes
+    if distributed.world_size() == 1:
         devices, num_nodes = devices or stored.trainer.devices, num_nodes or stored.trainer.num_nodes
-    return as_launched(devices, num_nodes)
+    return distributed.resolve_devices(devices, num_nodes)
 
 
 def on_devices(config: Config, devices: int, num_nodes: int) -> Config:
-    """The configuration of a run that continues with these numbers of devices and machines.
+    """Return the configuration of a run that continues on these numbers of devices and machines.
 
-    Each step keeps its windows, in the same order, so the number of processes must divide them.
+    Each step keeps its sequences, in the same order, so the number of processes must divide them.
     """
     trainer, world_size = config.trainer, devices * num_nodes
     if world_size == trainer.world_size and devices == (trainer.devices or 1):
@@ -159,44 +216,47 @@ def on_devices(config: Config, devices: int, num_nodes: int) -> Config:
 def extend(
     config: Config, schedule: Schedule, step: int, seconds: float, horizon: str, train_tokens: int
 ) -> tuple[Config, Schedule]:
-    """Give a run another horizon, after `step` steps and `seconds`; `UserError` if it is already there.
+    """Return the configuration and the schedule of a run that gets another horizon.
 
-    Where the rates have not begun to fall, nothing changes but where they will; otherwise they rise again to the
+    If the learning rate has not begun to fall, only the place where it will changes. Otherwise it rises again to the
     schedule of the new horizon.
+
+    Args:
+        config: As the run was trained.
+        schedule: Likewise, with what the clock has decided.
+        step: The steps so far.
+        seconds: The seconds of training so far.
+        horizon: The new horizon.
+        train_tokens: The tokens of the training text.
+
+    Raises:
+        UserError: The run is past the new horizon already.
     """
-    share = seconds / schedule.seconds if schedule.seconds else 0.0
-    factor = schedule.rate_factor(step, share, config.optim)
-    before, schedule = schedule, Schedule.of(config, train_tokens, parse_horizon(horizon))
-    if schedule.total_steps <= step or 0 < schedule.seconds <= seconds:
+    progress = seconds / schedule.seconds if schedule.seconds else 0.0
+    multiplier = schedule.lr_multiplier(step, progress, config.optim)
+    planned = Schedule.plan(config, train_tokens, parse_horizon(horizon))
+    if planned.total_steps <= step or 0 < planned.seconds <= seconds:
         raise UserError(
             f"horizon={horizon} is behind this run, which has trained {step} steps in {duration(seconds)}: give a "
             "longer horizon"
         )
-    # Once whole, windows remain so; and best.ckpt of short ones is never weighed against whole ones.
-    whole_from = before.whole_from if before.whole_from <= step else max(step, schedule.whole_from)
-    schedule = replace(schedule, whole_from=whole_from, extended_at=step, factor_then=factor)
-    return replace(config, horizon=horizon), schedule
+    # A run never goes back to short sequences, and losses on short ones are never compared with losses on full ones.
+    full_length_from_step = max(step, planned.full_length_from_step)
+    if schedule.full_length_from_step <= step:
+        full_length_from_step = schedule.full_length_from_step
+    planned = replace(
+        planned, full_length_from_step=full_length_from_step, restart_step=step, restart_lr_multiplier=multiplier
+    )
+    return replace(config, horizon=horizon), planned
 
 
-def _require_same_text(file: Path, payload: dict[str, Any], text: Corpora) -> None:
+def _require_same_dataset(file: Path, checkpoint: dict[str, Any], dataset: Corpora) -> None:
     """Raise `UserError` if the text or its tokens are not those that the run began with."""
-    stored = payload["corpus"] | {"tokenizer's hash": payload["tokenizer"]["sha256"]}
-    present = text.key | {"tokenizer's hash": text.tokenizer.sha256}
+    stored = checkpoint["corpus"] | {"tokenizer's hash": checkpoint["tokenizer"]["sha256"]}
+    present = dataset.key | {"tokenizer's hash": dataset.tokenizer.sha256}
     for key in stored:
         if stored[key] != present.get(key):
             raise UserError(
                 f"{file}: the {key} was {stored[key]} when the run began and is {present.get(key)} now, so it cannot "
                 f"continue: restore it, or start a new run with init_from={file}"
             )
-
-
-def _refuse_going_back(run: Run, named: Path) -> None:
-    """Raise `UserError` if a checkpoint is named that is not the newest: continuing it would undo later steps."""
-    assert run.payload is not None and run.file is not None
-    if not named.is_file() or named.samefile(run.file):
-        return
-    if (step := checkpoint.load(named).get("step")) != (newest := run.payload.get("step")):
-        raise UserError(
-            f"{named} is of step {step}, and the run has gone on to step {newest}: continue it with "
-            f"resume={run.directory}, or start a new run from this file with init_from={named}"
-        )

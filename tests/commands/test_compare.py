@@ -8,7 +8,7 @@ import yaml
 
 from gpt import compare
 from gpt.files import hold
-from gpt.training.run.run import REFERENCES as LINES
+from gpt.training.run_directory import REFERENCES as LINES
 from harness import begin_run, fit, refusal, tiny_config, write_corpus
 
 # Bits per byte at steps of 100 tokens, the seconds that 2 steps take, and settings.
@@ -169,17 +169,17 @@ def test_all_of_a_folder(runs, capsys):
 def test_curves_of_a_real_run(tmp_path):
     """metrics.csv ends where metrics.json says, and without it there is that end."""
     write_corpus(tmp_path)
-    session = begin_run(tiny_config(tmp_path, "horizon=20steps", f"run_dir={tmp_path / 'run'}"))
-    fit(session)
+    training = begin_run(tiny_config(tmp_path, "horizon=20steps", f"run_dir={tmp_path / 'run'}"))
+    fit(training)
     run = compare.read_run(tmp_path / "run")
     tokens, seconds, bits = run.curve
     assert tokens.tolist() == [480, 960, 1440, 1920]
-    assert bits[-1] == pytest.approx(session.metrics["val_bits_per_byte"])
-    assert seconds[-1] == pytest.approx(session.metrics["train_seconds"], rel=0.05)
+    assert bits[-1] == pytest.approx(training.metrics["val_bits_per_byte"])
+    assert seconds[-1] == pytest.approx(training.metrics["train_seconds"], rel=0.05)
     assert run.best == pytest.approx(bits.min())
     (tmp_path / "run/metrics.csv").unlink()  # as with logger=[]
     run = compare.read_run(tmp_path / "run")
-    assert run.curve[:, 0] == pytest.approx([1920, session.metrics["train_seconds"], bits[-1]])
+    assert run.curve[:, 0] == pytest.approx([1920, training.metrics["train_seconds"], bits[-1]])
 
 
 def test_not_a_run(tmp_path, runs, monkeypatch):

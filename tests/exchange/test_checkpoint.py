@@ -195,7 +195,7 @@ def test_not_a_checkpoint(tmp_path):
     ("content", "reason"),
     [
         ([2, 3, 5], "its 'format' is missing or of another type"),
-        ({"format": 1, "config": {}, "tokenizer": {}}, "its 'state_dict' is missing"),
+        ({"format": FORMAT, "config": {}, "tokenizer": {}}, "its 'state_dict' is missing"),
         (make_payload() | {"format": "gguf"}, "its 'format' is missing or of another type"),
         (make_payload() | {"format": FORMAT + 1}, f"written by a newer version of this project (format {FORMAT + 1})"),
         (make_payload() | {"layer": torch.nn.Linear(2, 3)}, "objects other than tensors and plain types"),

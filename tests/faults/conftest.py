@@ -1,4 +1,4 @@
-"""A run to which nothing happens, and the same run stopped on its way: the RUN and the STOP of each module here."""
+"""A run to which nothing happens, and the same run stopped half-way: see RUN and STOP in each module."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,7 @@ def reference(corpus_folder, request) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(corpus_folder, request) -> Path:
-    """A run that was asked to stop on its way, to be copied and hurt."""
+    """A run that was stopped half-way. Tests hurt copies of it."""
     run_dir = corpus_folder / "stopped"
     fit(begin_run(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")), [StopAt(request.module.STOP)])
     return run_dir

@@ -1,4 +1,4 @@
-"""Errors of the disk, injected below Python: what a lost NFS server or a broken disk does to a training."""
+"""Errors of the disk, injected below Python, as of a lost NFS server, a broken disk or a power cut."""
 
 import errno
 import os
@@ -41,8 +41,8 @@ def environment(library: Path, call: str, number: int, path: str, when: Path) ->
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )
-def test_saving_fails(faults, settings, reference, tmp_path, call, number):
-    """A save that fails ends the run with one line; what was saved before is intact, and the run goes on from it."""
+def test_failed_save_ends_the_run_in_one_line(faults, settings, reference, tmp_path, call, number):
+    """Earlier checkpoints are intact, and the run continues from the last of them."""
     run_dir, when = tmp_path / "run", tmp_path / "now"
     process = Process(
         [*settings, f"run_dir={run_dir}"],
@@ -69,8 +69,8 @@ def test_saving_fails(faults, settings, reference, tmp_path, call, number):
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )
-def test_reading_fails(faults, corpus_folder, reference, tmp_path, file, number):
-    """What cannot be read is named in one line, or an intact checkpoint is taken instead; the bits are the same."""
+def test_failed_read_is_one_line_or_an_older_checkpoint(faults, corpus_folder, reference, tmp_path, file, number):
+    """The line has the file, and without the fault the run ends with the same bits."""
     run_dir = Path(shutil.copytree(reference, tmp_path / "run"))
     shutil.copytree(corpus_folder / "cache", tmp_path / "cache")
     shutil.copy(corpus_folder / "corpus.txt", tmp_path)
@@ -94,7 +94,7 @@ def test_reading_fails(faults, corpus_folder, reference, tmp_path, file, number)
 
 
 def after_power_cut(shadow: Path, folder: Path, inode: int) -> None:
-    """Make `folder` what was synced of the folder with this inode: a file that never was is empty."""
+    """Make `folder` from what was synced of the folder with this inode. A file without synced content is empty."""
     folder.mkdir()
     listing = shadow / str(inode)
     for line in listing.read_text().splitlines() if listing.exists() else ():
@@ -108,8 +108,8 @@ def after_power_cut(shadow: Path, folder: Path, inode: int) -> None:
 
 
 @pytest.mark.parametrize("moment", ["preparing", "first checkpoint", "later"])
-def test_power_cut(faults, corpus_folder, reference, tmp_path, moment):
-    """Of a training only what it has synced remains: it goes on, or begins again, and ends with the same bits."""
+def test_power_cut_leaves_what_was_synced(faults, corpus_folder, reference, tmp_path, moment):
+    """The run continues from that, or starts again, and ends with the same bits."""
     place, shadow = tmp_path / "place", tmp_path / "shadow"
     place.mkdir()
     shadow.mkdir()
@@ -118,7 +118,7 @@ def test_power_cut(faults, corpus_folder, reference, tmp_path, moment):
     process = Process(words, {"LD_PRELOAD": str(faults), "SHADOW": str(shadow)})
     appears = {"preparing": "new/cache", "first checkpoint": "runs/run/checkpoints/last.ckpt"}
     wait_for_file(place / appears.get(moment, "runs/run/checkpoints/previous.ckpt"))
-    if moment == "first checkpoint":  # whose name stands there a moment before its folder is synced
+    if moment == "first checkpoint":  # its name appears a moment before its folder is synced
         wait_for_file(shadow / str((place / "runs/run/checkpoints").stat().st_ino), containing="last.ckpt")
     process.send(signal.SIGKILL)
     process.end()
@@ -127,6 +127,10 @@ def test_power_cut(faults, corpus_folder, reference, tmp_path, moment):
     after_power_cut(shadow, place, inode)
     run = place / "runs/run"
     assert moment == "preparing" or (run / "checkpoints/last.ckpt").stat().st_size > 0
-    shutil.rmtree(run, ignore_errors=moment == "preparing") if not (run / "config.yaml").exists() else None
-    train(*words[: len(words) - 1], f"run_dir={run}") if not run.exists() else train(f"resume={run}")
+    if (run / "config.yaml").exists():
+        train(f"resume={run}")
+    else:
+        assert moment == "preparing"
+        shutil.rmtree(run, ignore_errors=True)
+        train(*words)
     assert not [d for d in differences(run, reference) if "data" not in d]

@@ -1,7 +1,7 @@
-"""A catalogue of faults: what is done to a run, what train.py prints, its exit code, and what is lost (nothing).
+"""A catalogue of faults: what happens to a run, what train.py prints, its exit code, and that nothing is lost.
 
-Each row hurts a copy of a run that was stopped half-way. Where the fault can be undone, or does not matter, the run is
-then resumed to its end, which must be equal, bit for bit, to that of a run that nothing happened to.
+Most tests hurt a copy of a run that was stopped half-way, and then resume it. It must end like the reference, bit for
+bit.
 """
 
 import contextlib
@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from lightning import Callback
 
 from gpt.errors import OutsideError, UserError
 from gpt.exchange import checkpoint
+from gpt.training import batch_loader, loop
+from gpt.training.module import GPTModule
 from harness import (
     ROOT,
     TINY,
@@ -42,11 +43,11 @@ RUN, STOP = ["horizon=41steps"], 31
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """Every file of a run."""
+    """Return every file of a run."""
     return {str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()}
 
 
-# What is done to the files of a run -> whether its curves can still be complete.
+# What happens to the files of a run, and whether its curves can still be complete.
 FILES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "nothing": (lambda run: None, True),
     "samples.md deleted": (lambda run: (run / "samples.md").unlink(), False),
@@ -65,29 +66,29 @@ FILES: dict[str, tuple[Callable[[Path], object], bool]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_of_a_run(hurt, reference, name):
-    """The run ends with the weights of the reference, and nothing of the user's is touched."""
+def test_files_that_were_changed_do_not_matter(hurt, reference, name):
+    """The run ends with the weights of the reference, and files of the user stay as they are."""
     damage, complete = FILES[name]
     damage(hurt)
     assert train(f"resume={hurt}").stderr == ""
-    found = differences(hurt, reference)
-    assert [line for line in found if complete or not line.startswith(("curve", "samples"))] == []
+    lines = differences(hurt, reference)
+    assert [line for line in lines if complete or not line.startswith(("curve", "samples"))] == []
     for file in ("events.out.tfevents.backup", "notes.txt"):
         assert not (hurt / file).exists() or (hurt / file).read_text() == "mine"
 
 
 def test_going_back_is_refused(hurt):
-    """An older checkpoint of a run is not continued, since that would undo what came after it."""
+    """Resuming an older checkpoint of a run would undo the steps after it."""
     newest = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
     before = contents(hurt)
     line = refused(f"resume={hurt}/checkpoints/previous.ckpt")
-    assert f"and the run has gone on to step {newest}: continue it with resume={hurt}" in line
+    assert f"and the run has trained until step {newest}: continue it with resume={hurt}" in line
     assert f"init_from={hurt}/checkpoints/previous.ckpt" in line
     assert contents(hurt) == before
 
 
-def test_killed_between_the_best_and_the_last(reference, tmp_path):
-    """Where the last step was also the best, a kill before last.ckpt follows best.ckpt leaves a complete run."""
+def test_kill_between_best_and_last_checkpoint_leaves_a_complete_run(reference, tmp_path):
+    """The last step was also the best, and the kill came before last.ckpt was written."""
     run = Path(shutil.copytree(reference, tmp_path / "run"))
     best, last, previous = (run / f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous"))
     assert checkpoint.load(best)["step"] == 41
@@ -103,63 +104,90 @@ def test_killed_between_the_best_and_the_last(reference, tmp_path):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
 )
-def test_signals(corpus_folder, reference, tmp_path, capfd, number):
-    """Each saves after the step and ends with 128 + its number: also those that a lost connection and queues send."""
+def test_signal_stops_after_the_step(corpus_folder, reference, tmp_path, capfd, number):
+    """The signals are those of a user, of a lost connection and of queues. The run saves before it ends."""
     run_dir = tmp_path / "run"
-    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
-    fit(session, [StopAt(STOP, number)])
-    assert session.stopped_by == number
+    training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    fit(training, [StopAt(STOP, number)])
+    assert training.result.stop_signal == number
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == STOP
     assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
 
 
-@pytest.mark.parametrize(("number", "stopped_by"), [(signal.SIGHUP, 0), (signal.SIGINT, signal.SIGINT)])
-def test_ignored_signals_stay_so(corpus_folder, reference, tmp_path, number, stopped_by):
-    """`nohup` has a run ignore SIGHUP: it goes on. A script's `&` has it ignore SIGINT, which stops it all the same."""
+@pytest.mark.parametrize(("number", "stop_signal"), [(signal.SIGHUP, 0), (signal.SIGINT, signal.SIGINT)])
+def test_ignored_signal_stays_ignored(corpus_folder, reference, tmp_path, number, stop_signal):
+    """After `nohup`, SIGHUP does not stop a run. SIGINT does, even if a script's `&` made the process ignore it."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
-        fit(session, [StopAt(STOP, number)])
-        assert session.stopped_by == stopped_by and signal.getsignal(number) == signal.SIG_IGN
+        training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
+        fit(training, [StopAt(STOP, number)])
+        assert training.result.stop_signal == stop_signal and signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, before)
-    if stopped_by:
+    if stop_signal:
         train(f"resume={tmp_path / 'run'}")
     assert differences(tmp_path / "run", reference) == []
 
 
-def test_in_a_thread(corpus_folder, reference, tmp_path):
-    """Where there are no signals to take, as in a web application, a run trains all the same."""
-    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
+def test_run_trains_in_a_thread(corpus_folder, reference, tmp_path):
+    """A thread, as of a web application, cannot receive signals."""
+    training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={tmp_path / 'run'}"))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(fit, session).result()
+        pool.submit(fit, training).result()
     assert differences(tmp_path / "run", reference) == []
 
 
-@pytest.mark.parametrize("error", [OutsideError("the store does not answer"), UserError("a name"), ValueError("a bug")])
-def test_what_fails_beside_a_step_loses_none(corpus_folder, reference, tmp_path, error):
-    """A store that is gone when the next text is read, or a callback that fails there: the steps so far are saved."""
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("reading", OutsideError("the store does not answer")),
+        ("forward", ValueError("a bug")),
+        ("update", UserError("a mistake")),
+        ("hook", UserError("a mistake")),
+    ],
+)
+def test_exception_saves_the_last_whole_step(corpus_folder, reference, tmp_path, monkeypatch, place, error):
+    """On one device, an exception while text is read or before an update loses no step.
 
-    class Fails(Callback):
-        def on_train_batch_start(self, trainer, *given) -> None:
-            if trainer.global_step == STOP:
-                raise error
+    Within an update, and before all that follows it is done, the step is not whole, and earlier checkpoints stay.
+    """
+
+    def fail(*arguments, **options):
+        raise error
+
+    class Fails:
+        def on_train_step_end(self, step) -> None:
+            if step == STOP:
+                if place == "hook":
+                    raise error
+                name = {"forward": "training_step", "update": "clip_gradients_to"}.get(place)
+                if name:
+                    monkeypatch.setattr(GPTModule, name, fail)
+
+    def read_step(config, dataset, step, *arguments, **options):
+        if place == "reading" and step == STOP:
+            raise error
+        return batch_loader.read_step(config, dataset, step, *arguments, **options)
 
     run_dir = tmp_path / "run"
+    monkeypatch.setattr(loop, "read_step", read_step)
     with pytest.raises(type(error), match=str(error)):
         fit(begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}")), [Fails()])
-    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == STOP
+    monkeypatch.undo()
+    newest = checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"]
+    assert newest == STOP if place in ("reading", "forward") else 0 < newest < STOP
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
 
 
-def test_run_directory_deleted_while_training(corpus_folder, tmp_path):
-    """It is not made again without its configuration and lock: one line says that nothing can be saved."""
+def test_run_directory_that_was_deleted_is_not_made_again(corpus_folder, tmp_path):
+    """It would have no configuration and no lock. The run ends with one line."""
     run_dir = tmp_path / "run"
-    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     with pytest.raises(UserError, match="was deleted or replaced while its run was training, so nothing can be saved"):
-        fit(session, [At(20, lambda: shutil.rmtree(run_dir))])
+        fit(training, [At(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
 
 
@@ -171,17 +199,17 @@ def test_run_directory_deleted_while_training(corpus_folder, tmp_path):
         pytest.param("link", errno.EPERM, marks=pytest.mark.slow),
     ],
 )
-def test_failing_disk(corpus_folder, reference, tmp_path, monkeypatch, number, call):
-    """Whichever call fails in a save, the error is one of the surroundings, and the run goes on from what is intact."""
+def test_failing_disk_leaves_earlier_checkpoints_intact(corpus_folder, reference, tmp_path, monkeypatch, number, call):
+    """Whichever call fails in a save, the error is not a bug, and the run continues from the last checkpoint."""
     run_dir, before = tmp_path / "run", getattr(os, call)
 
     def failing(*arguments, **options):
         raise OSError(number, os.strerror(number), str(arguments[0]))
 
-    session = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     expected = () if call == "link" else (OSError, UserError)  # without hard links, checkpoints are copied
     with pytest.raises(expected) if expected else contextlib.nullcontext():
-        fit(session, [At(20, lambda: monkeypatch.setattr(os, call, failing))])
+        fit(training, [At(20, lambda: monkeypatch.setattr(os, call, failing))])
     monkeypatch.setattr(os, call, before)
     if expected:
         train(f"resume={run_dir}")
@@ -202,13 +230,13 @@ LONG = "x" * 300
         ("horizon=999999999999999epochs", "steps are out of range"),
     ],
 )
-def test_absurd_arguments(corpus_folder, tmp_path, monkeypatch, argument, words):
+def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argument, words):
     """One line, code 2, and nothing is made."""
     monkeypatch.chdir(tmp_path)
-    places = [f"data.path={corpus_folder}/corpus.txt"]
-    places += [f"data.cache={corpus_folder}/cache"] * ("cache" not in argument)
+    paths = [f"data.path={corpus_folder}/corpus.txt"]
+    paths += [f"data.cache={corpus_folder}/cache"] * ("cache" not in argument)
     shape = ("model.", "tokenizer") if "init_from" in argument else ("nothing",)
-    tiny = [] if "resume" in argument else [word for word in [*TINY, *places] if not word.startswith(shape)]
+    tiny = [] if "resume" in argument else [word for word in [*TINY, *paths] if not word.startswith(shape)]
     assert words in refused(*tiny, argument)
     assert list(tmp_path.iterdir()) == []
 
@@ -226,15 +254,15 @@ def test_absurd_arguments(corpus_folder, tmp_path, monkeypatch, argument, words)
     ],
     ids=["plain terminal", "no home", "other threads"],
 )
-def test_other_environments(hurt, reference, environment):
-    """A run goes on with its own number of threads, whatever language, terminal, home and threads it finds."""
+def test_environment_makes_no_difference(hurt, reference, environment):
+    """A run continues with its own number of threads, whatever the language, the terminal and the home folder."""
     train_apart(f"resume={hurt}", env=os.environ | environment)
     assert differences(hurt, reference) == []
 
 
 @pytest.mark.slow
-def test_suspended_and_continued(settings, reference, tmp_path):
-    """Ctrl-Z and fg change nothing but the time."""
+def test_suspending_changes_only_the_time(settings, reference, tmp_path):
+    """The signals are those of Ctrl-Z and fg."""
     run_dir = tmp_path / "run"
     process = Process([*settings, f"run_dir={run_dir}"])
     wait_for_file(run_dir / "checkpoints/last.ckpt")
@@ -247,8 +275,8 @@ def test_suspended_and_continued(settings, reference, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", ["2>&-", ">&-", "<&- >&- 2>&-"])
-def test_closed_streams(settings, reference, tmp_path, streams):
-    """A training whose terminal has gone trains on, and a mistake still ends with code 2."""
+def test_run_survives_closed_streams(settings, reference, tmp_path, streams):
+    """Its terminal is gone. A mistake still ends with code 2."""
     run_dir = tmp_path / "run"
     words = " ".join(f"'{word}'" for word in command(*settings, f"run_dir={run_dir}"))
     assert subprocess.run(f"{words} {streams}", shell=True, cwd=ROOT).returncode == 0
@@ -258,8 +286,8 @@ def test_closed_streams(settings, reference, tmp_path, streams):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [10, 100])
-def test_limited_file_size(settings, reference, tmp_path, blocks):
-    """`ulimit -f` is a full disk: one line, and the run goes on without it."""
+def test_full_disk_is_one_line(settings, reference, tmp_path, blocks):
+    """`ulimit -f` imitates it. Without that limit, the run continues bit for bit."""
     run_dir = tmp_path / "run"
     words = " ".join(f"'{word}'" for word in command(*settings, f"run_dir={run_dir}"))
     shell = f"ulimit -f {blocks}; exec {words}"

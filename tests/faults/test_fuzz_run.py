@@ -1,4 +1,4 @@
-"""Random damage to the files of a run: it goes on with the same bits, or one line says why not."""
+"""Random damage to the files of a run: the run continues with the same bits, or one line has the reason."""
 
 import os
 import random
@@ -18,7 +18,7 @@ MUTATIONS = 80
 
 
 def damage(file: Path, chance: random.Random) -> str:
-    """Change a file at random; returns how."""
+    """Change a file at random, and return how."""
     content = bytearray(file.read_bytes())
     place = chance.randrange(len(content) + 1)
     how = chance.choice(["flip", "cut", "insert", "remove", "empty", "double", "delete", "folder"])
@@ -41,8 +41,8 @@ def damage(file: Path, chance: random.Random) -> str:
 
 
 @pytest.mark.slow
-def test_random_damage(reference, stopped, tmp_path):
-    """Code 0 with the weights of the reference, or code 2 with one line; never a traceback or a hang."""
+def test_random_damage_never_leads_to_other_weights(reference, stopped, tmp_path):
+    """The code is 0 with the weights of the reference, or 2 with one line. There is no traceback and no hang."""
     chance, codes = random.Random(17), {0: 0, 2: 0}
     expected = checkpoint.load(reference / "checkpoints/last.ckpt")["state_dict"]
     for number in range(MUTATIONS):
@@ -55,11 +55,11 @@ def test_random_damage(reference, stopped, tmp_path):
         assert time.monotonic() - begin < 20, what
         lines = done.stderr.strip().splitlines()
         assert done.returncode in codes, f"{what}\n{done.stderr}"
-        assert len(lines) <= 1 or (len(lines) == 2 and "going on from" in lines[0]), f"{what}\n{done.stderr}"
+        assert len(lines) <= 1 or (len(lines) == 2 and "resuming from" in lines[0]), f"{what}\n{done.stderr}"
         codes[done.returncode] += 1
         if done.returncode == 0:
-            found = checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"]
-            assert all(torch.equal(found[name], expected[name]) for name in expected), what
+            weights = checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"]
+            assert all(torch.equal(weights[name], expected[name]) for name in expected), what
         else:
             assert lines, what
         shutil.rmtree(run)

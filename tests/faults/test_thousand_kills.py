@@ -1,4 +1,4 @@
-"""The long run: pytest -m faults. GPT_KILLS says how many times to kill (1,000)."""
+"""A thousand kills: pytest -m faults. The environment variable GPT_KILLS is their number."""
 
 import multiprocessing
 import os
@@ -24,11 +24,11 @@ VARIANTS = {  # one in four runs on two processes
 }
 # Processes that have imported everything already, so that a kill does not cost the seconds that imports take.
 START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["gpt.training.trainer", "train"])
+START.set_forkserver_preload(["gpt.training.loop", "train"])
 
 
 def run_train(arguments: list[str], log: Path) -> None:
-    """What a training process does: train.py, with its output in a file."""
+    """Run train.py in this process, with its output in a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -38,7 +38,7 @@ def run_train(arguments: list[str], log: Path) -> None:
 
 
 class Training:
-    """A running training that is to be killed."""
+    """A training in a process of its own, which a test kills."""
 
     def __init__(self, arguments: list[str], log: Path):
         self.log, self.begin = log, log.stat().st_size if log.exists() else 0
@@ -53,8 +53,8 @@ class Training:
         while text not in self.output() and self.process.is_alive():
             time.sleep(0.005)
 
-    def everybody(self) -> list[psutil.Process]:
-        """The process that was started, and the ranks if it has started any."""
+    def all_processes(self) -> list[psutil.Process]:
+        """Return the process that was started, and the ranks if it has started any."""
         try:
             starter = psutil.Process(self.process.pid)
             return [starter, *(p for p in starter.children() if "resource_tracker" not in " ".join(p.cmdline()))]
@@ -63,7 +63,7 @@ class Training:
 
 
 def kill_at_random(training: Training, run_dir: Path, chance: random.Random, seconds: float) -> str:
-    """SIGKILL one process or all within some seconds, one time in three in a save; return what was killed, if any."""
+    """Kill one process or all within some seconds, one time in three in a save. Return what was killed, if anything."""
     training.wait_for("writing to")
     deadline = time.monotonic() + chance.uniform(0.0, seconds)
     saving = chance.random() < 1 / 3
@@ -71,10 +71,10 @@ def kill_at_random(training: Training, run_dir: Path, chance: random.Random, sec
         if saving and any(run_dir.glob("checkpoints/.*.ckpt.*")):
             break
         time.sleep(0.0005)
-    everybody = training.everybody()
-    for victim in chance.choice([everybody, *([one] for one in everybody)]):
+    processes = training.all_processes()
+    for victim in chance.choice([processes, *([one] for one in processes)]):
         victim.kill()
-    _, orphans = psutil.wait_procs(everybody, timeout=30)
+    _, orphans = psutil.wait_procs(processes, timeout=30)
     assert not orphans, f"still running 30 s after a kill: {orphans}"
     training.process.join()
     code = training.process.exitcode
@@ -86,8 +86,8 @@ def kill_at_random(training: Training, run_dir: Path, chance: random.Random, sec
 
 
 @pytest.mark.faults
-def test_killed_at_random(corpus_folder, tmp_path, capsys):
-    """Whatever the moments, each run ends equal to its reference in every bit, and in its whole loss log."""
+def test_run_killed_at_random_ends_as_its_reference(corpus_folder, tmp_path, capsys):
+    """Each run is equal to its reference in every bit and in every point of its curves."""
     chance = random.Random(2026)
     settings = {name: tiny_arguments(corpus_folder, "horizon=101steps", *more) for name, more in VARIANTS.items()}
     references = {}

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning import Callback
 
 import generate
 from gpt.hardware import threads
@@ -160,10 +159,9 @@ def test_machines_without_libgomp_are_left_alone(two_threads, monkeypatch):
 def test_training_and_sampling_give_way(two_threads, tmp_path, capsys, monkeypatch):
     names: list[str] = []
 
-    class Look(Callback):
-        def on_train_batch_end(self, *_) -> None:
-            nonlocal names
-            names += [thread.name for thread in threading.enumerate()]
+    class Look:
+        def on_train_step_end(self) -> None:
+            names.extend(thread.name for thread in threading.enumerate())
 
     write_corpus(tmp_path)
     fit(begin_run(tiny_config(tmp_path, "horizon=2steps", f"run_dir={tmp_path / 'run'}")), [Look()])

@@ -45,7 +45,8 @@ COMMANDS = list(  # each of them once
         [line for block in BLOCKS for line in block.strip().splitlines()] + re.findall(r"`(python\s.+?)`", PROSE)
     )
 )
-SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+MODULES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXT, re.S))  # of the reader, by file
+SNIPPETS = [text for text in re.findall(r"```python\n(.*?)```", TEXT, re.S) if not re.match(r"# \w+\.py\n", text)]
 ALONE = [snippet for snippet in SNIPPETS if "ray.train" not in snippet]
 RECIPES = {
     name: package + text
@@ -103,14 +104,13 @@ def words(command: str) -> list[str]:
 
 
 def write_texts(folder: Path) -> None:
-    """The reader's own files: a book, articles, a poem, notes, a callback, and the recipes."""
+    """The reader's own files: a book, articles, a poem, notes, callbacks, and the recipes."""
     book = [f"word{i % 97} is {i}" for i in range(6000)]
     files = {"book.txt": "\n".join(book), "poem.txt": "\n".join(book[:200]), "notes/one.md": "\n".join(book[:200])}
-    files["mymodule.py"] = "from lightning import Callback\n\n\ndef make_callback():\n    return Callback()\n"
     for i in range(30):
         articles = [json.dumps({"text": " ".join(book[j : j + 50])}) for j in range(i, 6000, 200)]
         files[f"articles/{i}.jsonl"] = "\n".join(articles) + "\n"
-    for name, text in (files | RECIPES).items():
+    for name, text in (files | MODULES | RECIPES).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -207,6 +207,11 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gpt.tokens.CACHE", tmp_path / "cache")
     write_texts(tmp_path)
     own = ["data.cache=cache", "trainer.device=cpu"]
+    monkeypatch.setattr("sys.path", [*sys.path])  # to which train.py adds the current folder
+    callbacks = [
+        f"{file[:-3]}:{name}" for file, text in MODULES.items() for name in re.findall(r"^class (\w+)", text, re.M)
+    ]
+    own.append(f"callbacks=[{','.join(callbacks)}]")
     train("data=text", "data.path=book.txt", "run_dir=runs/first", *own, *SHORT.split(), "trainer.log_every=1")
     for command in RUN:
         arguments = words(command)
@@ -218,7 +223,7 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
             continue
         assert capsys.readouterr().out.strip(), command
     for snippet in SNIPPETS:
-        if not re.search(r"transformers|ray\.train", snippet):
+        if not re.search(r"transformers|lightning|ray\.train", snippet):
             small = "model={'d_model': 32, 'num_layers': 1}, data={'cache': 'cache'}"
             exec(adapted(snippet).replace("seed=2", small), {})
     out = capsys.readouterr().out
@@ -331,7 +336,7 @@ def test_command(lived_in, command):
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", ALONE, ids=[re.search(r"import ([\w, ]+)", snippet)[1] for snippet in ALONE])
 def test_snippet(lived_in, snippet):
-    """It runs as a program of its own; on_ray.py does what that for eight GPUs does, with two CPUs."""
+    """It runs as a program of its own; ray_worker.py does with two CPUs what the snippet of Ray Train does."""
     if "my-model" in snippet and not (lived_in / "my-model").exists():
         run(lived_in, "python -m gpt.export --checkpoint runs/first --to my-model")
     (lived_in / "snippet.py").write_text(adapted(snippet))

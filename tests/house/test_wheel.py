@@ -18,7 +18,7 @@ size = {"d_model": 32, "num_layers": 1, "num_heads": 2, "context_length": 16}
 step = {"tokens_per_step": 64}
 lm = gpt.train("corpus.txt", optim="adamw", tokenizer="byte", horizon="6steps", model=size, trainer=step)
 lm.report()
-print(lm.run.config.optim.name, lm.run_dir)
+print(lm.spec.config.optim.name, lm.run_dir)
 try:
     gpt.train("corpus.txt", model="gpt2_smal")
 except ValueError as error:

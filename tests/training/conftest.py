@@ -15,4 +15,4 @@ def worse(monkeypatch) -> None:
         step = steps.setdefault(weights, len(steps) + 1)
         return Score(nats=10.0 + abs(step - 2), tokens=10, bytes=20)
 
-    monkeypatch.setattr("gpt.training.metrics.validation.score", score)
+    monkeypatch.setattr("gpt.training.validation.score", score)

@@ -1,19 +1,19 @@
-"""Training in fp16: overflows skip steps and nothing else, and a run goes on after them bit for bit."""
+"""Training in fp16: an overflow skips its step and nothing else, and a run resumes after it bit for bit."""
 
 import functools
 import json
 import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from lightning import Callback
 
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training.module import GPTModule
-from harness import TINY, StopAt, begin_run, differences, fit, read_table, tiny_config, train
+from harness import TINY, StopAt, begin_run, differences, fit, flatten, read_table, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
 FIRST_SCALE = 2.0**22  # of which every gradient here overflows
@@ -39,55 +39,52 @@ def overflow_often(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.amp, "GradScaler", scaler)
 
 
-class Watch(Callback):
-    """Keeps what each step of a run did: the windows it saw, whether it was skipped, and what it left behind."""
-
-    def __init__(self):
-        self.windows, self.skipped, self.states, self.scales = [], [], [], []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
-        self.windows += [idx.clone() for idx, _ in batch]
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        (optimizer,) = trainer.optimizers
-        tensors = [*module.model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
-        counts = [group["step"] for group in optimizer.param_groups]
-        self.states.append([t.detach().clone() for t in tensors] + [torch.tensor(counts)])
-        self.skipped.append(module.loss_scale is not None and module.loss_scale.skipped)
-        self.scales.append(1.0 if module.loss_scale is None else module.loss_scale.of(module.device).item())
+def read_steps(run_dir: Path) -> list[dict]:
+    """The checkpoints of a run that kept one of every step."""
+    return [checkpoint.load(file) for file in sorted(run_dir.glob("checkpoints/step-*.ckpt"))]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
+def tensors_of(step: dict) -> list[torch.Tensor]:
+    """Weights, and all that the optimizer keeps, counts of steps included."""
+    leaves = flatten([step["state_dict"], step["optimizer"]])
+    return [torch.as_tensor(leaf) for leaf in leaves.values() if isinstance(leaf, torch.Tensor | int)]
 
 
-def test_overflow_skips_the_step(folder, tmp_path, overflowing):
-    """Weights, moments and counts stay, the scale halves; windows, rates and steps are those of a run in fp32."""
-    half, full = Watch(), Watch()
-    settings = ["horizon=13steps", "trainer.log_every=1"]
-    for watch, precision in (half, "fp16"), (full, "fp32"):
-        run_dir = f"run_dir={tmp_path / precision}"
-        fit(begin_run(tiny_config(folder, *settings, f"trainer.precision={precision}", run_dir)), [watch])
+def test_overflow_skips_the_step(folder, tmp_path, overflowing, monkeypatch):
+    """Weights, moments and counts stay, the scale halves; sequences, rates and steps are those of a run in fp32."""
+    sequences: list[torch.Tensor] = []
+    loss = GPTModule.loss
 
-    assert half.skipped[0]
-    assert {True, False} == set(half.skipped[1:])
-    clean = 0
-    for step in range(1, 13):
-        clean = 0 if half.skipped[step] else clean + 1
-        assert same(half.states[step], half.states[step - 1]) == half.skipped[step]
-        change = 0.5 if half.skipped[step] else 2.0 if clean % GROWTH == 0 else 1.0
-        assert half.scales[step] == half.scales[step - 1] * change
-    assert same(half.windows, full.windows)
-    assert len(half.windows) == 13 * 2
+    def watched(self, idx, targets):
+        sequences.append(idx)
+        return loss(self, idx, targets)
+
+    monkeypatch.setattr(GPTModule, "loss", watched)
+    for precision in ("fp16", "fp32"):
+        settings = ["horizon=13steps", "trainer.log_every=1", "trainer.keep_every=1", f"trainer.precision={precision}"]
+        fit(begin_run(tiny_config(folder, *settings, f"run_dir={tmp_path / precision}")))
+    assert len(sequences) == 2 * 13 * 2
+    assert all(map(torch.equal, sequences[:26], sequences[26:]))
+
+    steps = read_steps(tmp_path / "fp16")
+    totals = [step["state"]["skipped_steps"] for step in steps]
+    scales = [step["state"]["loss_scale"]["scale"] for step in steps]
+    skipped = [total > before for before, total in pairwise([0, *totals])]
+    assert len(steps) == 13 and skipped[0] and {True, False} == set(skipped[1:])
+    num_clean = 0
+    for i in range(1, 13):
+        num_clean = 0 if skipped[i] else num_clean + 1
+        is_same = all(map(torch.equal, tensors_of(steps[i]), tensors_of(steps[i - 1])))
+        assert is_same == skipped[i]
+        assert scales[i] == scales[i - 1] * (0.5 if skipped[i] else 2.0 if num_clean % GROWTH == 0 else 1.0)
+
     curves, in_fp32 = read_table(tmp_path / "fp16"), read_table(tmp_path / "fp32")
     for tag in ("train/lr", "train/matrix_lr"):
         assert curves[tag] == in_fp32[tag]
     assert json.loads((tmp_path / "fp16/metrics.json").read_text())["steps"] == 13
-
-    totals = [sum(half.skipped[: step + 1]) for step in range(13)]
     assert curves["train/skipped_steps"] == list(enumerate(totals, 1))
-    assert curves["train/loss_scale"] == list(enumerate(half.scales, 1))
-    made = [step + 1 for step in range(13) if not half.skipped[step]]
+    assert curves["train/loss_scale"] == list(enumerate(scales, 1))
+    made = [step for step, is_skipped in enumerate(skipped, 1) if not is_skipped]
     assert [step for step, _ in curves["weights/update_ratio/layer_1"]] == made
     assert [step for step, _ in in_fp32["weights/update_ratio/layer_1"]] == list(range(1, 14))
     assert [step for step, _ in curves["train/loss"]] == made  # no loss of a step that was skipped
@@ -129,18 +126,19 @@ def test_resuming(folder, tmp_path, overflowing, step):
 
 def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     """It ends the run once the scale has fallen to 1, and the checkpoint of the last good step is as it was."""
-    loss = GPTModule.loss
+    training_step = GPTModule.training_step
 
-    def broken(self, idx, targets):
-        return loss(self, idx, targets) * (1.0 if self.global_step < 12 else math.nan)
+    def broken(self, batch, batch_idx):
+        is_broken = batch_idx >= 12 * self.config.accumulation
+        return training_step(self, batch, batch_idx) * (math.nan if is_broken else 1.0)
 
-    monkeypatch.setattr(GPTModule, "loss", broken)
+    monkeypatch.setattr(GPTModule, "training_step", broken)
     config = tiny_config(folder, FP16, "horizon=61steps", f"run_dir={tmp_path / 'run'}")
     last_words = r"step 29: the gradient is not finite.*\n.*\n  at a loss scale of 1, with 16 steps skipped so far"
     with pytest.raises(NonFiniteError, match=last_words):
         fit(begin_run(config))
-    payload = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
-    assert (payload["step"], payload["state"]["loss_scale"]["scale"]) == (22, 2.0**6)
+    last = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
+    assert (last["step"], last["state"]["loss_scale"]["scale"]) == (22, 2.0**6)
 
 
 def test_extending(folder, tmp_path, overflowing):
@@ -161,7 +159,7 @@ def test_activation_checkpointing(folder, tmp_path):
         settings = [f"init_from={folder / 'reference'}", FP16, f"trainer.activation_checkpointing={setting}"]
         fit(begin_run(tiny_config(folder, *settings, "horizon=2steps", f"run_dir={tmp_path / setting}")))
         weights[setting] = list(checkpoint.load(tmp_path / setting / "checkpoints/last.ckpt")["state_dict"].values())
-    assert same(*weights.values())
+    assert all(map(torch.equal, weights["true"], weights["false"]))
     assert {weight.dtype for weight in weights["true"]} == {torch.float32}
 
 

@@ -1,5 +1,6 @@
 """Training on CUDA: what a CPU can show of it, and what only a GPU can."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -10,123 +11,127 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
 from gpt.text.prepared import Corpora
-from gpt.training.begin import load_text
+from gpt.training.batch_loader import read_step
 from gpt.training.config.schedule import Schedule
-from gpt.training.metrics.curves import Curves
+from gpt.training.loop import train_step
 from gpt.training.module import GPTModule
-from gpt.training.run.run import Run
-from gpt.training.trainer import TrainBatches, make_batch
-from harness import ROOT, begin_run, differences, fit, resume_run, tiny_config
+from gpt.training.start import load_dataset
+from harness import ROOT, Training, begin_run, differences, fit, resume_run, tiny_config
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
 QUIET = ["data.prompts=[]", "logger=[csv]"]
 
 
-def begin(folder: Path, run_dir: Path, *changes: str) -> Run:
-    """A run of seven steps, which validates as often as `trainer.validate_every` says."""
-    session = begin_run(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
-    session.schedule = replace(session.schedule, validate_every=session.config.trainer.validate_every)
-    return session
+def begin(folder: Path, run_dir: Path, *changes: str) -> Training:
+    """Prepare a run of seven steps, which validates every `trainer.validate_every` steps."""
+    training = begin_run(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
+    schedule = replace(training.schedule, validate_every=training.config.trainer.validate_every)
+    training.spec = replace(training.spec, schedule=schedule)
+    return training
 
 
 # --- a step that reads nothing from the device ---
 
 
-def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Schedule, Corpora]:
+def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Corpora]:
     """A module as it is made for CUDA, still on the CPU."""
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
     config.optim = config.optim.for_model(config.model)
-    corpora = load_text(config)
-    schedule = Schedule.of(config, corpora.train_tokens)
-    return GPTModule(config, corpora.tokenizer, lambda step: 1.0), schedule, corpora
+    dataset = load_dataset(config)
+    return GPTModule(config, dataset.tokenizer, Schedule.plan(config, dataset.train_tokens)), dataset
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_step_reads_nothing_from_the_device(corpus_folder, tmp_path, optim, at_once, monkeypatch):
-    """On PyTorch's meta device, from which no number can be read, a whole step with clipping and curves runs; where
-    each gradient is checked before its update, it does not.
+@pytest.mark.parametrize("checks_each_step", [False, True])
+def test_a_step_reads_nothing_from_the_device(corpus_folder, optim, checks_each_step):
+    """On PyTorch's meta device, from which no number can be read, two steps with clipping run. They do not where each
+    gradient is checked before its update.
     """
-    module, schedule, corpora = cuda_module(corpus_folder, f"optim={optim}", "optim.clip=1.0")
+    module, dataset = cuda_module(corpus_folder, f"optim={optim}", "optim.clip=1.0")
     assert not module.checks_each_step
-    module.checks_each_step = at_once
+    module.checks_each_step = checks_each_step
     for block in module.model.blocks:
         block.attention.fused_kernel = True
     module.to("meta")
     module._weights = list(module.parameters())  # moving there makes new ones, unlike moving to a GPU
-    optimizer = LightningOptimizer(module.configure_optimizers())
-    optimizer._strategy = SimpleNamespace(optimizer_step=lambda optimizer, closure, **how: optimizer.step(**how))
-    backward = SimpleNamespace(backward=lambda loss, *_: loss.backward())
-    monkeypatch.setattr(GPTModule, "trainer", SimpleNamespace(strategy=backward, global_rank=0))
-    monkeypatch.setattr(GPTModule, "optimizers", lambda self: optimizer)
-    curves = Curves(Run(tmp_path, module.config, schedule))
-    batch = [tuple(part.to("meta") for part in make_batch(module.config, corpora, 0))] * 2
-    for _ in (1, 2):
-        if at_once:
-            with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta"):
-                module.training_step(batch, 0)
-            return
-        curves.add(module, module.training_step(batch, 0))
+    fabric = SimpleNamespace(  # the real one has no meta device
+        device=torch.device("meta"),
+        no_backward_sync=lambda *_, **__: contextlib.nullcontext(),
+        to_device=lambda batch: [part.to("meta") for part in batch],
+        backward=lambda loss: loss.backward(),
+    )
+    model = SimpleNamespace(module=module, training_step=module.training_step)
+    optimizer = module.build_optimizer()
+    with contextlib.nullcontext() if not checks_each_step else pytest.raises(RuntimeError, match="meta"):
+        for step in (0, 1):
+            batches = read_step(module.config, dataset, step, module.config.model.context_length)
+            train_step(fabric, model, optimizer, batches, step, 1.0, before_update=lambda: None)
+    assert optimizer.param_groups[0]["step"] == (0 if checks_each_step else 2)
 
 
-def test_batches_for_cuda_are_pinned(corpus_folder, tmp_path, monkeypatch):
-    """In memory from which copying does not wait; for a CPU they stay where they are."""
-    module, schedule, corpora = cuda_module(corpus_folder)
+def test_batches_for_cuda_are_pinned(corpus_folder, monkeypatch):
+    """With `pin`, all parts are put into pinned memory; otherwise none is."""
+    module, dataset = cuda_module(corpus_folder)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    for device in ("cpu", "cuda"):
-        monkeypatch.setattr(GPTModule, "device", torch.device(device))
-        batch = next(iter(TrainBatches(Run(tmp_path, module.config, schedule, corpora), module)))
-        parts = [id(part) for pair in batch for part in pair]
-        assert parts == [id(part) for part in pinned][: len(parts)] if device == "cuda" else not pinned
+    for pin in (False, True):
+        batches = read_step(module.config, dataset, 0, module.config.model.context_length, pin=pin)
+        parts = [part for batch in batches for part in batch]
+        assert list(map(id, pinned)) == (list(map(id, parts)) if pin else [])
 
 
 # --- gradients that are checked where the curves read their norm, made to work on the CPU ---
 
 
-class Late(Callback):
-    """Has a CPU's module check its gradients as a GPU's does, and spoils a weight before the batches of one step."""
+class LateChecks:
+    """Has a CPU's module check its gradients as a GPU's does."""
 
-    def __init__(self, spoiled: int | None = None):
-        self.spoiled = spoiled
-
-    def setup(self, trainer, module, stage: str) -> None:
+    def on_train_start(self, module: GPTModule) -> None:
         module.checks_each_step = False
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
-        if trainer.global_step + 1 == self.spoiled:
+
+def spoil_weight(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Make a weight `nan` before the first batch of a step."""
+    training_step = GPTModule.training_step
+
+    def spoiled(self, batch, batch_idx):
+        if batch_idx == (step - 1) * self.config.accumulation:
             with torch.no_grad():
-                module.model.final_norm.bias[3] = float("nan")
+                self.model.final_norm.bias[3] = float("nan")
+        return training_step(self, batch, batch_idx)
+
+    patch.setattr(GPTModule, "training_step", spoiled)
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "log_every", "message"),
+    ("step", "log_every", "message"),
     [
         (4, 3, r"step 5: the update has left weights that are not finite \("),
         (6, 3, r"steps 4 to 6: the gradient is not finite, so nothing was saved after it \(loss nan\)"),
         (7, 1, r"step 7: the gradient is not finite, so nothing was saved after it \(loss nan\)"),
     ],
 )
-def test_late_check_names_the_steps_and_saves_nothing_after_them(corpus_folder, tmp_path, spoiled, log_every, message):
+def test_late_check_names_the_steps_and_saves_nothing_after_them(
+    corpus_folder, tmp_path, monkeypatch, step, log_every, message
+):
     """Whether the next look is before a checkpoint or at a point of the curves: the error names the steps since the
     last one, and what is on disk is the last good checkpoint.
     """
-    often = ["trainer.checkpoint_every=5", "trainer.validate_every=100", f"trainer.log_every={log_every}"]
+    spoil_weight(monkeypatch, step)
+    intervals = ["trainer.checkpoint_every=5", "trainer.validate_every=100", f"trainer.log_every={log_every}"]
     with pytest.raises(NonFiniteError, match=f"^{message}"):
-        fit(begin(corpus_folder, tmp_path / "run", *often), [Late(spoiled)])
+        fit(begin(corpus_folder, tmp_path / "run", *intervals), [LateChecks()])
     last = tmp_path / "run/checkpoints/last.ckpt"
-    assert last.exists() == (spoiled > 5)
+    assert last.exists() == (step > 5)
     if last.exists():
-        payload = checkpoint.load(last)
-        assert payload["step"] == 5 and all(w.isfinite().all() for w in payload["state_dict"].values())
+        stored = checkpoint.load(last)
+        assert stored["step"] == 5 and all(w.isfinite().all() for w in stored["state_dict"].values())
 
 
 # --- arithmetic ---
@@ -165,11 +170,11 @@ def test_workspace_of_cublas(monkeypatch):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
 
 
-class Watch(Callback):
-    """Notes the settings in a step."""
+class Watch:
+    """Records the settings in a step."""
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
-        self.seen = settings()
+    def on_train_step_end(self) -> None:
+        self.settings = settings()
 
 
 @pytest.mark.slow
@@ -179,9 +184,9 @@ def test_deterministic_on_a_cpu_changes_no_bits(corpus_folder, tmp_path):
     for value in ("false", "true"):
         watches.append(Watch())
         fit(begin(corpus_folder, tmp_path / value, "data.prompts=[x]", f"trainer.deterministic={value}"), [watches[-1]])
-    assert [watch.seen[1] for watch in watches] == [False, True]
-    found = differences(tmp_path / "true", tmp_path / "false")
-    assert found and all(".config.trainer.deterministic: True and False" in line for line in found)
+    assert [watch.settings[1] for watch in watches] == [False, True]
+    lines = differences(tmp_path / "true", tmp_path / "false")
+    assert lines and all(".config.trainer.deterministic: True and False" in line for line in lines)
 
 
 # --- validation ---
@@ -243,26 +248,20 @@ def test_script(corpus_folder, tmp_path):
 # --- on a GPU ---
 
 
-class Strict(Callback):
-    """Has PyTorch raise if the host waits for the GPU between two steps that write no curves."""
+class Strict:
+    """Has PyTorch raise if the host waits for the GPU in one of the steps 2 and 3, which write no curves."""
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx: int) -> None:
-        if trainer.global_step in (1, 2):
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+    def on_train_step_end(self, step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if step in (1, 2) else "default")
 
 
 @GPU
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
 def test_a_cuda_step_does_not_wait(corpus_folder, tmp_path, optim):
-    """From its first batch to its update."""
+    """From the end of the step before to its own end."""
+    changes = [f"optim={optim}", "trainer.compile=false", "trainer.log_every=7"]
     try:
-        fit(
-            begin(corpus_folder, tmp_path / "run", f"optim={optim}", "trainer.compile=false", "trainer.log_every=7"),
-            [Strict()],
-        )
+        fit(begin(corpus_folder, tmp_path / "run", *changes), [Strict()])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -274,8 +273,7 @@ def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precisio
     """A run that continues from its step 5 ends with the bits of one that was never stopped."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     fixed = ["trainer.deterministic=true", f"trainer.precision={precision}", f"trainer.compile={compiled}"]
-    session = begin(corpus_folder, whole, "horizon=9steps", "trainer.keep_every=5", "data.prompts=[x]", *fixed)
-    fit(session)
+    fit(begin(corpus_folder, whole, "horizon=9steps", "trainer.keep_every=5", "data.prompts=[x]", *fixed))
     shutil.copytree(whole, part)
     shutil.copy(part / "checkpoints/step-00000005.ckpt", part / "checkpoints/last.ckpt")
     for name in ("best", "previous"):
@@ -287,23 +285,22 @@ def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precisio
 
 
 @GPU
-def test_a_broken_gradient_on_cuda_is_named(corpus_folder, tmp_path):
+def test_a_broken_gradient_on_cuda_is_named(corpus_folder, tmp_path, monkeypatch):
     """At the next point of the curves."""
-    late = Late(4)
-    late.setup = lambda *_, **__: None
+    spoil_weight(monkeypatch, 4)
     changes = ["trainer.compile=false", "trainer.validate_every=100", "trainer.device=cuda"]
     with pytest.raises(NonFiniteError, match=r"^steps 4 to 6: the gradient is not finite, so nothing was saved after"):
-        fit(begin(corpus_folder, tmp_path / "run", *changes), [late])
+        fit(begin(corpus_folder, tmp_path / "run", *changes))
 
 
 @GPU
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_cuda_learns_what_a_cpu_learns(corpus_folder, tmp_path, precision):
-    """The same windows and rates: after 7 steps both are at the same loss, as far as rounding and dropout allow."""
+    """From the same sequences and learning rates, both reach the same loss in 7 steps, but for rounding."""
     losses = []
     for device in ("cpu", "cuda"):
         changes = [f"trainer.device={device}", f"trainer.precision={precision}", "model.dropout=0"]
-        session = begin(corpus_folder, tmp_path / device, *changes)
-        fit(session)
-        losses.append(session.metrics["val_loss"])
+        training = begin(corpus_folder, tmp_path / device, *changes)
+        fit(training)
+        losses.append(training.metrics["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)

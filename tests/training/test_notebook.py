@@ -29,11 +29,11 @@ def settings(corpus_folder) -> dict:
 
 
 def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, capsys):
-    """Bit for bit, also when it was stopped and resumed on the way; the model is the best one."""
+    """It is the same bit for bit, also when it was stopped and resumed on the way; the model is the best one."""
     train(*tiny_arguments(corpus_folder, "horizon=23steps", f"run_dir={tmp_path / 'a'}"))
     text, where = corpus_folder / "corpus.txt", tmp_path / "b"
     lm = gpt.train(text, horizon="23steps", run_dir=where, callbacks=[StopAt(7)], **settings)
-    assert lm.run.stopped_by == signal.SIGTERM
+    assert lm.result.stop_signal == signal.SIGTERM
     lm.report()
     assert "\nas of the last validation:\n" in (printed := capsys.readouterr().out)
     assert f"stopped at step 7; continue with: gpt.train(resume={str(where)!r})" in printed
@@ -54,7 +54,7 @@ def test_before_the_first_validation(corpus_folder, settings, tmp_path, capsys):
     """There is nothing to report then, and it says so; the model is that of the last checkpoint."""
     where = tmp_path / "run"
     lm = gpt.train(corpus_folder / "corpus.txt", seed=0, run_dir=where, callbacks=[StopAt(3)], **settings)
-    assert lm.run.config.seed == 0
+    assert lm.spec.config.seed == 0
     capsys.readouterr()
     lm.report()
     assert capsys.readouterr().out == "nothing to report before the first validation, at step 17\n"
@@ -78,7 +78,7 @@ def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
     config = tiny_config(corpus_folder)
     config.model = Config().model
     config.trainer.tokens_per_step, config.trainer.micro_batch_size = 1024, "auto"
-    assert begin_run(config).directory.name.endswith("_corpus-mini")
+    assert begin_run(config).path.name.endswith("_corpus-mini")
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ def test_mistakes(tmp_path, monkeypatch, arguments, problem):
 
 def test_a_group_brings_its_settings(monkeypatch):
     """By its name, alone or among other keys, as on the command line."""
-    seen = []
-    monkeypatch.setattr(gpt.notebook, "begin", lambda asked: seen.append((asked.config, asked.model)) or 1 / 0)
+    requests = []
+    monkeypatch.setattr(gpt.notebook, "start_run", lambda request: requests.append(request) or 1 / 0)
     for optim in ("adamw", {"name": "adamw", "clip": 0.5}):
         with pytest.raises(ZeroDivisionError):
             gpt.train(optim=optim, model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
     with pytest.raises(ZeroDivisionError):
         gpt.train(model="mini_128")
-    (first, name), (second, _), (third, _) = seen
+    first, second, third = (request.config for request in requests)
     assert (third.model.context_length, third.model.d_model) == (128, Config().model.d_model)
     assert (first.optim.lr, first.optim.schedule, first.optim.clip, second.optim.clip) == (0.001, "cosine", 1.0, 0.5)
-    assert (first.model.num_layers, name, first.tokenizer.name) == (12, "gpt2_small", "byte")
+    assert (first.model.num_layers, requests[0].model, first.tokenizer.name) == (12, "gpt2_small", "byte")
 
 
 def test_arguments_are_keys():
@@ -144,9 +144,9 @@ def test_first_steps(tmp_path):
         for cell in book.cells
         if cell.cell_type == "code"
     }
-    trained, reported, drawn, generated, streamed, seen, page, resumed, exported = shown.values()
+    trained, reported, drawn, generated, streamed, attention, page, resumed, exported = shown.values()
     assert "application/vnd.jupyter.widget-view+json" in trained & resumed
-    assert "image/png" in drawn & seen
+    assert "image/png" in drawn & attention
     assert "text/html" in page
     assert "text" in reported & generated & streamed & exported
     printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
@@ -159,26 +159,26 @@ def test_first_steps(tmp_path):
 def test_interrupted_kernel(corpus_folder, settings, tmp_path):
     """Interrupting the kernel saves, and lets the rest of the cell run."""
     manager, client = needs("jupyter_client.manager").start_new_kernel(cwd=str(tmp_path))
-    seen: list[dict] = []
+    contents: list[dict] = []
     try:
         call = f"gpt.train({str(corpus_folder / 'corpus.txt')!r}, horizon='1h', **{settings!r})"
-        client.execute(f"import gpt\nlm = {call}\nprint('step', lm.run.metrics['steps'], lm.run.stopped_by)")
+        client.execute(f"import gpt\nlm = {call}\nprint('step', lm.result.metrics['steps'], lm.result.stop_signal)")
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             message = client.get_iopub_msg(timeout=120)
-            seen.append(message["content"])
+            contents.append(message["content"])
             if "step 17/" in message["content"].get("text", ""):
                 manager.interrupt_kernel()
-            if message["content"].get("execution_state") == "idle" and len(seen) > 5:
+            if message["content"].get("execution_state") == "idle" and len(contents) > 5:
                 break
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    printed = "".join(content.get("text", "") for content in seen)
+    printed = "".join(content.get("text", "") for content in contents)
     assert "stopped at step" in printed
     assert re.search(r"^step \d+ 2$", printed, re.M)
     assert list(tmp_path.glob("runs/*/checkpoints/last.ckpt")) != []
-    assert [content for content in seen if "traceback" in content] == []
+    assert [content for content in contents if "traceback" in content] == []
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from gpt.training.optim import (
     OptimConfig,
     Rule,
     build_optimizer,
-    lr_factor,
+    lr_multiplier,
     orthogonalize,
     set_lr,
     unread_settings,
@@ -109,7 +109,7 @@ def muon_by_definition(start: Tensor, gradients: list[Tensor], first_step: int, 
 def test_schedule_hand_computed(schedule, expected):
     """Start, warm-up, plateau and fall; a third of a cosine's way is a quarter of its fall."""
     config = OptimConfig(schedule=schedule, **STEEP)
-    assert {step: lr_factor(step, 24, config) for step in expected} == pytest.approx(expected, abs=1e-12)
+    assert {step: lr_multiplier(step, 24, config) for step in expected} == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -118,20 +118,20 @@ def test_schedule_ends_exactly(schedule, final_lr):
     """The horizon has the final rate itself; the last update, a step earlier, has not yet."""
     for decay_from, total_steps in itertools.product((0.0, 0.5, 0.9), (10, 101, 3000)):
         config = OptimConfig(schedule=schedule, decay_from=decay_from, final_lr=final_lr)
-        assert lr_factor(total_steps, total_steps, config) == final_lr
-        assert final_lr == 1.0 or lr_factor(total_steps - 1, total_steps, config) > final_lr
+        assert lr_multiplier(total_steps, total_steps, config) == final_lr
+        assert final_lr == 1.0 or lr_multiplier(total_steps - 1, total_steps, config) > final_lr
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_long_warmup_takes_half_the_run(schedule):
     """A warm-up of 100 steps in a run of 10 takes 5, and the fall waits for it."""
     config = OptimConfig(schedule=schedule, warmup_steps=100, decay_from=0.0)
-    assert [lr_factor(step, 10, config) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert [lr_multiplier(step, 10, config) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert (
-        lr_factor(6, 10, config)
+        lr_multiplier(6, 10, config)
         == {"linear": 0.8, "cosine": 0.5 + 0.5 * math.cos(math.pi / 5), "constant": 1.0}[schedule]
     )
-    assert lr_factor(10, 10, config) == (1.0 if schedule == "constant" else 0.0)
+    assert lr_multiplier(10, 10, config) == (1.0 if schedule == "constant" else 0.0)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
@@ -140,7 +140,7 @@ def test_schedule_rises_then_falls(schedule, total_steps):
     """Every update has a rate above nothing and at most the peak, which one of them has; none rises after it."""
     for warmup_steps, decay_from in itertools.product((0, 1, 7, 1000), (0.0, 0.5, 1.0)):
         config = OptimConfig(schedule=schedule, warmup_steps=warmup_steps, decay_from=decay_from)
-        factors = [lr_factor(step, total_steps, config) for step in range(total_steps)]
+        factors = [lr_multiplier(step, total_steps, config) for step in range(total_steps)]
         assert all(0 < factor <= 1 for factor in factors)
         peak = factors.index(1.0)
         assert peak <= total_steps // 2  # so that a run of one step trains in it
@@ -156,14 +156,14 @@ def test_groups(name, qkv_bias):
     """The matrices of the blocks, the embeddings, and norms and biases, which do not decay; nothing is left out."""
     model = make_model(qkv_bias=qkv_bias)
     optimizer = make_optimizer(model, name=name, weight_decay=0.3, matrix_weight_decay=0.7)
-    roles = {group["role"]: group for group in optimizer.param_groups}
-    names = dict(zip(roles, names_by_group(model, optimizer), strict=True))
+    groups = {group["param_type"]: group for group in optimizer.param_groups}
+    names = dict(zip(groups, names_by_group(model, optimizer), strict=True))
     assert sorted(itertools.chain(*names.values())) == sorted(name for name, _ in model.named_parameters())
     assert (set(names["matrices"]), set(names["embeddings"])) == (MATRICES, EMBEDDINGS)
     assert all("norm" in name or name.endswith("bias") for name in names["vectors"])
     decay = {"matrices": 0.7 if name == "muon" else 0.3, "embeddings": 0.3, "vectors": 0.0}
-    assert {role: group["weight_decay"] for role, group in roles.items()} == decay
-    assert roles["matrices"]["parts"] == [3 * HEADS if "W_qkv" in name else 1 for name in names["matrices"]]
+    assert {param_type: group["weight_decay"] for param_type, group in groups.items()} == decay
+    assert groups["matrices"]["num_blocks"] == [3 * HEADS if "W_qkv" in name else 1 for name in names["matrices"]]
 
 
 def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
@@ -176,13 +176,13 @@ def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
 
     rule = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, lambda p, _: {"mean": p * 0}, step)
     monkeypatch.setitem(OPTIMIZERS, "signs", dict.fromkeys(OPTIMIZERS["muon"], rule))
-    session = begin_run(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
-    fit(session)
+    training = begin_run(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
+    fit(training)
     curves = read_table(tmp_path / "run")
-    assert curves["train/lr"][-1] == (3, pytest.approx(session.config.optim.lr * lr_factor(2, 3, OptimConfig())))
+    assert curves["train/lr"][-1] == (3, pytest.approx(training.config.optim.lr * lr_multiplier(2, 3, OptimConfig())))
     assert "train/matrix_lr" not in curves
     shape = GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11)
-    assert optimizer_bytes(shape, session.config) == 4 * shape.num_parameters
+    assert optimizer_bytes(shape, training.config) == 4 * shape.num_parameters
     assert unread_settings("signs") == unread_settings("adamw") == {"matrix_lr", "matrix_weight_decay", "momentum"}
     assert unread_settings("muon") == set()
 
@@ -355,7 +355,7 @@ def continue_training(model: GPT, optimizer: GPTOptimizer, steps: range) -> None
     """Steps at changing rates, whose gradients follow from the step."""
     for step in steps:
         set_gradients(model, step)
-        set_lr(optimizer, lr_factor(step, 11, OptimConfig(warmup_steps=3)))
+        set_lr(optimizer, lr_multiplier(step, 11, OptimConfig(warmup_steps=3)))
         optimizer.step()
 
 
@@ -437,5 +437,5 @@ def test_rates_suit_the_model(corpus_folder, tmp_path, layers, channels, matrix_
     assert (found.matrix_lr, found.lr) == pytest.approx((matrix_lr, lr))
     assert OptimConfig(matrix_lr=0.5, lr=0.25).for_model(shape) == OptimConfig(matrix_lr=0.5, lr=0.25)
     changes = ["horizon=1steps", "optim.lr=0.125", f"run_dir={tmp_path / 'run'}"]
-    stored = read(begin_run(tiny_config(corpus_folder, *changes)).directory / "config.yaml")
+    stored = read(begin_run(tiny_config(corpus_folder, *changes)).path / "config.yaml")
     assert (stored.optim.matrix_lr, stored.optim.lr) == (OptimConfig().for_model(stored.model).matrix_lr, 0.125)

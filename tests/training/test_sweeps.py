@@ -1,6 +1,4 @@
-"""Sweeps: every job trains with any launcher and sweeper, and one that fails neither stops the others nor is passed
-over in silence.
-"""
+"""Sweeps: jobs train with any launcher and sweeper. One that fails is reported, and the others continue."""
 
 import json
 import os
@@ -11,27 +9,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-import gpt.training.fit
+import gpt.training.loop
 from gpt.training.config.command import naming_jobs
-from harness import ROOT, differences, needs, refused, tiny_arguments, train
+from harness import ROOT, differences, needs, read_curves, refused, tiny_arguments, train
 
 
 @pytest.fixture
 def settings(corpus_folder, tmp_path, monkeypatch) -> list[str]:
-    """The arguments of short trainings, in a folder of their own."""
+    """Arguments of short trainings in a new folder."""
     monkeypatch.chdir(tmp_path)
     return tiny_arguments(corpus_folder, "trainer.device=cpu", "horizon=2steps")
 
 
-def rates(folder: Path) -> list[float]:
+def learning_rates(folder: Path) -> list[float]:
     """The learning rates of the runs below a folder."""
     return sorted(yaml.safe_load(file.read_text())["optim"]["lr"] for file in folder.glob("runs/*/config.yaml"))
 
 
 def sweep(*arguments: str) -> subprocess.CompletedProcess:
-    """Run a sweep in a process of its own, whose children find the project too."""
+    """Run a sweep in another process, whose children find the project too."""
     command = [sys.executable, str(ROOT / "train.py"), "-m", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": str(ROOT)}
@@ -44,20 +43,20 @@ def failed_jobs(stderr: str) -> list[str]:
 
 
 def test_sweep(settings, tmp_path, monkeypatch):
-    """Each job says what it was given, trains, reports in a line, and returns its bits per byte to the sweeper.
+    """Each job prints its settings, trains, reports in a line, and returns its bits per byte to the sweeper.
 
     Its run is named by what varies.
     """
     returned: list = []
-    note = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
-    monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", note)
+    append = lambda self, config, job_return: returned.append(job_return.return_value)  # noqa: E731
+    monkeypatch.setattr("hydra._internal.callbacks.Callbacks.on_job_end", append)
     done = train("-m", *settings, "optim.lr=0.003,0.006")
     assert done.stderr == ""
     assert re.findall(r"^job (\d): model.*data=text .* optim.lr=(.*)$", done.stdout, re.M) == [
         ("0", "0.003"),
         ("1", "0.006"),
     ]
-    assert rates(tmp_path) == [0.003, 0.006]
+    assert learning_rates(tmp_path) == [0.003, 0.006]
     reports = re.findall(r"^(runs/\S+): \d\.\d{4} bits per byte after 2 steps in \d+s$", done.stdout, re.M)
     assert [report.rpartition("_")[2] for report in reports] == ["optim.lr=0.003", "optim.lr=0.006"]
     assert sorted(reports) == sorted(f"runs/{run.name}" for run in tmp_path.glob("runs/2*"))
@@ -68,15 +67,15 @@ def test_sweep(settings, tmp_path, monkeypatch):
     assert returned == [None, None, *losses]  # each job is checked before the first one trains
 
 
-def test_what_varies():
-    """Sweeps name it, whatever else stands on the command line."""
+def test_runs_are_named_by_what_varies():
+    """Options of Hydra, and settings that all jobs share or that have long values, are left out of the name."""
     words = ["-m", "--config-dir", "recipes", "hydra/launcher=joblib", "seed=1,2", "horizon=2steps", "data.path='a,b'"]
     excluded = '["hydra/launcher", "horizon", "data.path"]'
     assert naming_jobs(words) == f"hydra.job.config.override_dirname.exclude_keys={excluded}"
 
 
 def test_a_job_of_a_sweep_trains_again(settings, tmp_path):
-    """What a job says of its settings trains that very run again, whatever their values hold."""
+    """The settings that a job prints train the same run again, whatever their values contain."""
     done = train("-m", *settings, "optim.lr=0.003,0.006", "data.prompts=['a b, c=d','é\"']")
     words = shlex.split(re.search(r"^job 1: (.*)$", done.stdout, re.M)[1])
     train(*words, "run_dir=again")
@@ -86,7 +85,7 @@ def test_a_job_of_a_sweep_trains_again(settings, tmp_path):
 
 
 def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
-    """A configuration that is wrong is named before any job trains."""
+    """A wrong configuration is reported before any job trains."""
     line = refused("-m", *settings, "optim.lr=0.006,-1")
     assert re.match(r"train\.py: job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range", line)
     assert list(tmp_path.iterdir()) == []
@@ -94,7 +93,7 @@ def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
 
 @pytest.mark.slow
 def test_failing_jobs_of_a_sweep(settings, tmp_path, corpus_folder):
-    """Jobs that fail while they run are named at once, and the first again at the end; the others run."""
+    """Jobs that fail while they run are reported at once, and the first again at the end. The others run."""
     places = ",".join(f"{tmp_path}/{name}" for name in ("missing", "lost"))
     done = train("-m", *settings, f"data.path={places},{corpus_folder / 'corpus.txt'}", code=2)
     assert failed_jobs(done.stderr) == ["0", "1"]
@@ -105,14 +104,14 @@ def test_failing_jobs_of_a_sweep(settings, tmp_path, corpus_folder):
 
 @pytest.mark.slow
 def test_bug_in_a_job(settings, tmp_path, monkeypatch):
-    """What nobody expected is shown with its traceback, once the sweep has gone on to its end."""
-    fit, calls = gpt.training.fit.fit, []
+    """An unexpected error is shown with its traceback, after the other jobs have run."""
+    run_training, calls = gpt.training.loop.run_training, []
 
-    def fail_once(*given) -> None:
-        calls.append(given)
-        fit(*given) if len(calls) > 1 else {}["nothing"]
+    def fail_once(*arguments):
+        calls.append(arguments)
+        return run_training(*arguments) if len(calls) > 1 else {}["nothing"]
 
-    monkeypatch.setattr(gpt.training.fit, "fit", fail_once)
+    monkeypatch.setattr(gpt.training.loop, "run_training", fail_once)
     with pytest.raises(KeyError, match="nothing"):
         train("-m", *settings, "optim.lr=0.003,0.006")
     assert len(list(tmp_path.glob("runs/*/metrics.json"))) == 1
@@ -128,11 +127,11 @@ def test_sweep_without_jobs(settings, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
-    """Jobs that begin together in other processes have a run each; one that fails is named, and the others finish."""
+    """Jobs that begin together in other processes have a run each. One that fails is reported, the others finish."""
     needs(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
-    assert (done.returncode, rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
+    assert (done.returncode, learning_rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
     paths = f"data.path={corpus_folder / 'corpus.txt'},{tmp_path / 'missing'}"
     done = sweep(*settings, *parallel, paths)
     assert done.returncode == 2
@@ -144,18 +143,49 @@ def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
 
 @pytest.mark.slow
 def test_search(settings, tmp_path):
-    """Optuna looks for the rates that the example names, and a job that diverges does not end its search."""
+    """Optuna searches the learning rates of the example, and a job that diverges does not end its search."""
     needs("hydra_plugins.hydra_optuna_sweeper")
     done = sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=3", *settings)
     assert done.returncode == 0, done.stderr
-    found = yaml.safe_load(next(tmp_path.glob("multirun/*/*/optimization_results.yaml")).read_text())
+    results = yaml.safe_load(next(tmp_path.glob("multirun/*/*/optimization_results.yaml")).read_text())
     losses = [json.loads(file.read_text())["val_bits_per_byte"] for file in tmp_path.glob("runs/*/metrics.json")]
     assert len(losses) == 3
-    assert found["best_value"] == min(losses)
-    assert found["best_params"].keys() == {"optim.lr", "optim.matrix_lr"}
-    assert found["best_params"]["optim.lr"] in rates(tmp_path)
+    assert results["best_value"] == min(losses)
+    assert results["best_params"].keys() == {"optim.lr", "optim.matrix_lr"}
+    assert results["best_params"]["optim.lr"] in learning_rates(tmp_path)
     diverging = ["optim.matrix_weight_decay=1e41,0.1", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=2"]
     done = sweep("hydra/sweeper=search", *diverging, *settings)
     assert done.returncode == 0  # as `max_failure_rate: 1` has it
     assert re.search(r"^train\.py: job \d \(.*matrix_weight_decay=1e.*\): step \d", done.stderr, re.M)
     assert len(list(tmp_path.glob("runs/*/config.yaml"))) == 3 + 4
+
+
+TWO = ["trainer.devices=2", "trainer.micro_batch_size=3"]
+
+
+@pytest.mark.slow
+def test_processes_of_a_job_that_fail_do_not_stop_the_sweep(settings, tmp_path):
+    """A line has the job, and the next job trains."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    done = sweep(*settings, *TWO, f"run_dir={tmp_path / 'taken'},{tmp_path / 'free'}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"train.py: run_dir={tmp_path / 'taken'} is not empty")
+    assert "train.py: job 0 (" in done.stderr and ": its processes have failed" in done.stderr
+    assert (tmp_path / "free/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.slow
+def test_jobs_train_on_two_processes(settings, tmp_path):
+    """Both ranks train the configuration of their job, and the first job leaves nothing behind for the second."""
+    environment, exact = dict(os.environ), ["model.dropout=0", "trainer.precision=fp32", "trainer.log_every=1"]
+    done = train("-m", *settings, *exact, *TWO, "horizon=4steps", "optim.lr=0.003,0.02")
+    assert done.stderr == ""
+    assert dict(os.environ) == environment | {"HYDRA_FULL_ERROR": "1"}
+    assert not torch.distributed.is_initialized()
+    for run, lr in zip(sorted(tmp_path.glob("runs/2*")), (0.003, 0.02), strict=True):
+        assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["lr"] == lr
+        alone = tmp_path / f"alone-{lr}"
+        train(*settings, *exact, "horizon=4steps", f"optim.lr={lr}", f"run_dir={alone}")
+        a, b = (torch.tensor([loss for _, loss in read_curves(folder)["train/loss"]]) for folder in (run, alone))
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0.0)

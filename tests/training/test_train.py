@@ -1,4 +1,4 @@
-"""train.py from end to end: what a run leaves behind for people and scripts, and what it says to mistakes."""
+"""train.py from end to end: what a run prints and writes, and how mistakes are refused."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt.exchange import checkpoint
 from gpt.sampling.pictures import CELL, GAP, LINE
 from gpt.training.config.loading import read
-from gpt.training.run.run import REFERENCES, text_name
+from gpt.training.run_directory import REFERENCES, text_name
 from harness import CONCERNS, ROOT, Done, read_curves, read_events, refused, tiny_arguments, train
 
 SCALARS = {
@@ -41,8 +41,8 @@ def run(settings, tmp_path_factory) -> tuple[Path, Done]:
     return run_dir, done
 
 
-def test_what_is_printed(run):
-    """The run's figures, where it is, and the next commands; nothing on stderr but how little text there is."""
+def test_run_prints_its_figures_and_the_next_commands(run):
+    """On stderr there is only the warning about a small validation text."""
     run_dir, done = run
     assert re.fullmatch(r"(train\.py: the validation text .*\n)?", done.stderr)
     assert done.stdout.startswith("settings: model.context_length=16 model.d_model=24 ")
@@ -63,8 +63,8 @@ def test_what_is_printed(run):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)  # a log, in which no terminal acts
 
 
-def test_run_directory(run):
-    """The files of the contract; docs/runs.md names all there are (tests/house/)."""
+def test_run_writes_its_files(run):
+    """docs/runs.md has a line about each (tests/house/)."""
     names = {str(file.relative_to(run[0])) for file in run[0].rglob("*") if file.is_file()}
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
@@ -74,8 +74,8 @@ def test_run_directory(run):
     assert names >= checkpoints | projector | others
 
 
-def test_metrics(run):
-    """The figures agree among themselves; docs/runs.md names each (tests/house/)."""
+def test_metrics_agree_with_each_other(run):
+    """docs/runs.md has a line about each (tests/house/)."""
     metrics = json.loads((run[0] / "metrics.json").read_text())
     assert (metrics["steps"], metrics["tokens"]) == (40, 3840)
     assert metrics["val_bits_per_byte"] == pytest.approx(metrics["val_nats_per_byte"] / 0.6931471805599453)
@@ -85,8 +85,8 @@ def test_metrics(run):
     assert curves["train/loss"][-1][1] < curves["train/loss"][0][1]
 
 
-def test_tensorboard_tags(run):
-    """Scalars, samples as text, and a picture of all heads, as TensorBoard reads them."""
+def test_tensorboard_reads_scalars_samples_and_a_picture(run):
+    """The picture shows what all heads attend to."""
     events = read_events(run[0])
     tags = events.Tags()
     assert set(tags["scalars"]) >= SCALARS
@@ -97,17 +97,17 @@ def test_tensorboard_tags(run):
     assert words > 0 and image.height == 2 * LINE + words + 2 * (16 * CELL + GAP + LINE)
 
 
-def test_samples(run):
-    """The fixed prompts' continuations, by step."""
+def test_samples_are_listed_by_step(run):
+    """They continue the fixed prompts."""
     text = (run[0] / "samples.md").read_text()
     assert re.findall(r"^## Step (\d+)$", text, re.M) == ["10", "20", "30", "40"]
 
 
-def test_checkpoint_stands_alone(run):
-    """Weights under plain names, and all else that is needed to generate or to continue, as plain types."""
+def test_checkpoint_needs_no_other_file(run):
+    """It has weights under plain names, and all else that generating and resuming need, as plain types."""
     payload = torch.load(run[0] / "checkpoints/best.ckpt", weights_only=True)
-    needed = "format state_dict optimizer_states step config schedule tokenizer corpus git_commit versions threads"
-    assert set(needed.split()) <= payload.keys()
+    needed = "format state_dict optimizer callbacks step config schedule state tokenizer corpus"
+    assert payload.keys() == {*needed.split(), "git_commit", "versions", "threads"}
     assert "blocks.0.attention.W_qkv.weight" in payload["state_dict"]
     model, tokenizer = checkpoint.to_model(payload, run[0])
     assert tokenizer.vocab_size == 285
@@ -170,8 +170,8 @@ def test_tensorboard_serves_the_run(run):
 
 
 @pytest.mark.slow
-def test_accumulation_equals_the_whole_batch(settings, tmp_path):
-    """Micro-batches of one window or all six at once give the same curve, to rounding."""
+def test_micro_batches_make_no_difference(settings, tmp_path):
+    """One sequence at a time or all six at once give the same curve, except for rounding."""
     curves = []
     for size in (1, 6):
         run_dir = tmp_path / str(size)
@@ -182,15 +182,15 @@ def test_accumulation_equals_the_whole_batch(settings, tmp_path):
     torch.testing.assert_close(curves[0], curves[1], atol=1e-4, rtol=0.0)
 
 
-def test_without_prompts(settings, tmp_path):
-    """Without prompts no samples are made, and the last line still names a command that works."""
+def test_run_needs_no_prompts(settings, tmp_path):
+    """It has no samples then, and the command to sample it still works."""
     done = train(*settings, "data.prompts=[]", "horizon=1steps", f"run_dir={tmp_path / 'run'}")
     assert done.stderr == ""
     assert f"sample it:    python generate.py --checkpoint {tmp_path / 'run'} --prompt ''" in done.stdout
 
 
-def test_start_from_a_run(run, settings, tmp_path):
-    """Fine-tuning takes the other run's weights, shape and tokenizer, and begins where it ended."""
+def test_run_starts_from_another_run(run, settings, tmp_path):
+    """It takes the other run's weights, shape and tokenizer, and begins at its loss."""
     run_dir = tmp_path / "tuned"
     tiny_steps = ["optim.lr=1e-9", "optim.matrix_lr=1e-9", "trainer.log_every=1", "horizon=1steps"]
     settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
@@ -201,8 +201,8 @@ def test_start_from_a_run(run, settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_start_from_hugging_face(settings, tmp_path):
-    """A GPT-2 directory gives its weights and shape; the tokenizer is GPT-2's."""
+def test_run_starts_from_hugging_face(settings, tmp_path):
+    """A GPT-2 directory gives its weights and shape. The tokenizer is GPT-2's."""
     torch.manual_seed(29)
     theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=1, n_head=2, n_positions=16))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -217,10 +217,8 @@ def test_start_from_hugging_face(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_in_bf16(settings, tmp_path):
-    """Two devices learn as one does in bf16, too, where gradients are collected over several micro-batches before the
-    devices exchange them.
-    """
+def test_two_processes_learn_as_one_does_in_bf16(settings, tmp_path):
+    """Each adds up the gradients of several micro-batches before they exchange them."""
     curves = []
     for devices in (1, 2):
         run_dir = tmp_path / str(devices)
@@ -238,7 +236,7 @@ def test_two_processes_in_bf16(settings, tmp_path):
 
 @pytest.fixture
 def refuse(tmp_path):
-    """Run train.py on arguments that it must refuse; return its one line."""
+    """A function that runs train.py on arguments that it must refuse, and returns its one line."""
 
     def call(*arguments: str | Path) -> str:
         given = " ".join(map(str, arguments))
@@ -271,8 +269,8 @@ def refuse(tmp_path):
         ("model=3", "a group takes the name of one of its files, such as model=mini"),
     ],
 )
-def test_mistaken_argument(refuse, argument, words):
-    """One line that names the value and the remedy; nothing is written."""
+def test_mistaken_argument_is_one_line(refuse, argument, words):
+    """The line has the value and the remedy, and nothing is written."""
     assert words in refuse(argument)
 
 
@@ -288,8 +286,8 @@ def test_mistaken_argument(refuse, argument, words):
         ("other.jsonl", b'{"body": "text"}\n', "line 1 has no text under 'text'; name the key with data.text_field="),
     ],
 )
-def test_mistaken_text(refuse, tmp_path, name, content, words):
-    """The file, the place and the remedy."""
+def test_mistaken_text_is_one_line(refuse, tmp_path, name, content, words):
+    """The line has the file, the place and the remedy."""
     file = tmp_path / name
     if content is not None:
         file.write_bytes(content)
@@ -298,8 +296,8 @@ def test_mistaken_text(refuse, tmp_path, name, content, words):
     assert str(file) in line or name == "short.txt"
 
 
-def test_experiment_without_its_first_line(refuse, tmp_path):
-    """An experiment file that Hydra puts under its own name is told what it lacks."""
+def test_experiment_needs_its_first_line(refuse, tmp_path):
+    """Without it, Hydra puts the file's keys under the file's own name."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/mine.yaml").write_text("horizon: 5steps\n")
     line = refuse("--config-dir", tmp_path, "experiment=mine")
@@ -307,8 +305,8 @@ def test_experiment_without_its_first_line(refuse, tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["optim.matrix_lr=0.01", "optim.matrix_weight_decay=0.2", "optim.momentum=0.9"])
-def test_settings_of_the_other_optimizer(refuse, setting):
-    """What only Muon reads is refused for AdamW, rather than ignored."""
+def test_setting_of_another_optimizer_is_refused(refuse, setting):
+    """Only Muon reads it, and it would be ignored."""
     line = refuse("optim=adamw", setting)
     assert f"{setting} has no effect with optim=adamw: its settings are in configs/optim" in line
 
@@ -320,26 +318,26 @@ def test_settings_of_the_other_optimizer(refuse, setting):
         ("README.md", "'README.md' is not key=value as Hydra reads it: to train on it, write data.path=README.md"),
     ],
 )
-def test_what_was_meant(refuse, argument, problem):
-    """A choice of an optimizer without its settings, and a file without its key, get the words for it."""
+def test_line_has_what_was_meant(refuse, argument, problem):
+    """The mistake is an optimizer without its settings, or a file without its key."""
     assert refuse(argument).endswith(f"{problem}")
 
 
-def test_allocation_without_srun(settings, monkeypatch, tmp_path):
-    """Within a SLURM allocation, a plain start trains as it does anywhere."""
+def test_slurm_allocation_makes_no_difference(settings, monkeypatch, tmp_path):
+    """A plain start, without srun, trains in one process."""
     for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash_1"}.items():
         monkeypatch.setenv(name, value)
     assert train(*settings, "horizon=2steps", f"run_dir={tmp_path / 'run'}").stderr == ""
 
 
-def test_directory_of_another_run(refuse, run, settings):
-    """A run directory is never shared, and nothing is prepared before that is seen."""
+def test_directory_of_another_run_is_refused(refuse, run, settings):
+    """It is refused before any text is prepared."""
     line = refuse(*settings[:-1], f"run_dir={run[0]}")
     assert "is not empty: choose another, or continue the run in it with resume=" in line
 
 
-def test_cache_that_cannot_be_written(refuse, settings, tmp_path):
-    """The folder is named, and the key to choose another."""
+def test_cache_that_cannot_be_written_is_refused(refuse, settings, tmp_path):
+    """The line has the key to choose another folder."""
     (tmp_path / "file").touch()
     line = refuse(*settings[:-1], f"data.cache={tmp_path / 'file'}")
     assert "cannot be written" in line
@@ -347,24 +345,24 @@ def test_cache_that_cannot_be_written(refuse, settings, tmp_path):
 
 
 def test_model_keys_do_not_go_with_init_from(refuse, run):
-    """What leaves the shapes of the weights as they are is taken; a wish for other shapes is one line."""
+    """Keys that would change the shapes of the weights are refused in one line."""
     assert "model.num_layers=5: the weights of init_from=" in refuse(f"init_from={run[0]}", "model.num_layers=5")
     assert "model=gpt2_small does not go with init_from" in refuse(f"init_from={run[0]}", "model=gpt2_small")
     assert "model.num_heads=5" in refuse(f"init_from={run[0]}", "model.num_heads=5")
 
 
-def test_weights_that_an_update_has_spoilt(settings, tmp_path):
-    """They end the run with code 3 before they are validated, sampled or saved."""
-    spoilt = ["optim.matrix_weight_decay=1e41", "trainer.validate_every=1", f"run_dir={tmp_path / 'run'}"]
-    done = train(*settings, "horizon=9steps", *spoilt, code=3)
-    assert re.match(r"train.py: step \d: the (update|gradient)", done.stderr)
+def test_weights_that_an_update_broke_are_not_saved(settings, tmp_path):
+    """The run ends with code 3 before they are validated, sampled or saved."""
+    broken = ["optim.matrix_weight_decay=1e41", "trainer.validate_every=1", f"run_dir={tmp_path / 'run'}"]
+    done = train(*settings, "horizon=9steps", *broken, code=3)
+    assert re.match(r"train.py: step \d: the (update|gradient)", done.stderr) and "init_from=" in done.stderr
     for file in tmp_path.glob("run/checkpoints/*.ckpt"):
         assert all(p.isfinite().all() for p in checkpoint.load(file)["state_dict"].values())
 
 
 @pytest.mark.slow
-def test_training_outlives_its_reader(settings, tmp_path):
-    """With its output piped to a program that has gone, a training goes on to its end."""
+def test_run_survives_the_reader_of_its_output(settings, tmp_path):
+    """Its output is piped to a program that ends early, and the run trains to its horizon."""
     words = " ".join(f"'{argument}'" for argument in [*settings, "horizon=9steps", f"run_dir={tmp_path / 'run'}"])
     done = subprocess.run(
         f"{sys.executable} train.py {words} | head -c 3; echo ${{PIPESTATUS[0]}}",
@@ -376,8 +374,8 @@ def test_training_outlives_its_reader(settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_saved_by_the_minute(settings, tmp_path):
-    """However many steps a checkpoint is apart, a minute's work at most is lost: here 60 ms."""
+def test_run_saves_every_few_minutes(settings, tmp_path):
+    """It does so even if its checkpoints are many steps apart. Here the minutes are 60 ms."""
     rare = ["trainer.checkpoint_every=1000", "trainer.validate_every=1000", "trainer.checkpoint_minutes=0.001"]
     train(*settings, *rare, "horizon=60steps", f"run_dir={tmp_path / 'run'}")
     assert 0 < checkpoint.load(tmp_path / "run/checkpoints/previous.ckpt")["step"] < 60

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from gpt.errors import UserError
 from gpt.exchange.loading import find_run
 from gpt.model.transformer import ModelConfig
+from gpt.training import distributed
 from gpt.training.config.horizon import parse_horizon
 from gpt.training.config.loading import read
 from gpt.training.config.schema import SHAPE, Config
-from gpt.training.distributed.launchers import ranks
 from gpt.training.optim import unread_settings
 
 # What may be said of a run that goes on.
@@ -40,7 +40,7 @@ class Asked:
     @property
     def processes(self) -> int:
         """How many processes this one must start, or 1: where a launcher has started all, or one suffices."""
-        if ranks().world_size > 1 or self.plan:
+        if distributed.world_size() > 1 or self.plan:
             return 1
         devices, num_nodes = self.config.trainer.devices, self.config.trainer.num_nodes
         if self.config.resume and devices is None:

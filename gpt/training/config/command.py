@@ -24,12 +24,12 @@ from yaml import YAMLError
 from gpt.console import say, warn
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import CONFIGS
+from gpt.training import distributed
 from gpt.training.config.asked import Asked
 from gpt.training.config.loading import callbacks_of, composed_values, validate
 from gpt.training.config.schema import NOTES, Config
 from gpt.training.config.words import as_typed, describe, for_hydra, given_by, is_sweep
-from gpt.training.distributed.launch import ranks
-from gpt.training.resume import settle_auto
+from gpt.training.resume import resolve_resume_auto
 
 defaults = {key: value for key, value in asdict(Config()).items() if key not in NOTES}
 ConfigStore.instance().store(name="defaults", node=defaults)
@@ -41,9 +41,9 @@ argparse.HelpFormatter._get_help_string = lambda self, action: str(action.help) 
 
 def ask(composed: DictConfig) -> Asked:
     """Check what Hydra has composed; `UserError` if it is wrong, contradicts itself, or would have no effect."""
-    asked = settle_auto(_checked(composed))
+    asked = resolve_resume_auto(_checked(composed))
     chosen = HydraConfig.get()
-    if not (asked.plan or asked.config.resume) and chosen.overrides.task and ranks().rank == 0:
+    if not (asked.plan or asked.config.resume) and chosen.overrides.task and distributed.is_main_process():
         job = f"job {chosen.job.num}" if chosen.mode == RunMode.MULTIRUN else "settings"
         say(f"{job}: {as_typed(chosen.overrides.task)}")
     return asked
@@ -55,7 +55,7 @@ def _checked(composed: DictConfig) -> Asked:
     plan = str(composed.get("plan") or False).lower()
     if plan not in ("true", "json", "false"):
         raise UserError(f"plan={plan} is not known: choose from true, json, false")
-    if plan != "false" and (composed.get("resume") or chosen.mode == RunMode.MULTIRUN or ranks().world_size > 1):
+    if plan != "false" and (composed.get("resume") or chosen.mode == RunMode.MULTIRUN or distributed.world_size() > 1):
         raise UserError(f"plan={plan} describes one new run, in one process: leave out -m, resume and torchrun")
     model = "rerun" if composed.get("rerun") else chosen.runtime.choices.get("model", "")  # not of a saved composition
     config = validate(composed_values(composed, list(given)))
@@ -93,10 +93,10 @@ def compose_and_run(job: Callable[[], Any]) -> None:
     try:
         sys.argv[1:] = for_hydra(sys.argv[1:])
         if is_sweep():
-            if ranks().world_size > 1:
+            if distributed.world_size() > 1:
                 raise UserError(
-                    f"{ranks().world_size} processes were started, and a sweep is one: use python train.py -m, with "
-                    "trainer.devices for several devices"
+                    f"{distributed.world_size()} processes were started, and a sweep is one: use python train.py -m, "
+                    "with trainer.devices for several devices"
                 )
             sys.argv[1:] = [*sys.argv[1:], naming_jobs(sys.argv[1:])]
             if not any("hydra/sweeper=" in word for word in sys.argv):

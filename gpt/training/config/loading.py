@@ -4,32 +4,25 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import os
-import pkgutil
 import re
-import sys
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt.console import warn
-from gpt.errors import UserError, reason
+from gpt.errors import UserError
 from gpt.exchange.formats import upgraded
 from gpt.exchange.loading import find_run
 from gpt.files import ASSETS, flatten, read_yaml
 from gpt.text.corpus.config import ONE_WORD, DataConfig
 from gpt.text.pieces import well_formed
 from gpt.training.config.schema import Config
-from gpt.training.run.code import code
-
-if TYPE_CHECKING:
-    from lightning import Callback
+from gpt.training.versions import code
 
 REASONS = {  # other keys from which a decision followed
     "data.bpe_dropout": ("data.path", "horizon", "trainer.tokens_per_step", "init_from"),
@@ -193,31 +186,3 @@ def callbacks_of(composed: DictConfig) -> list[str]:
     """The `module:name` strings of `callbacks`: no key of `Config`, so that no run stores them, or brings its own."""
     given = composed.get("callbacks") or []
     return _converted(list(given) if isinstance(given, ListConfig) else given, list[str], "callbacks")
-
-
-def load_callbacks(names: Sequence[str]) -> list["Callback"]:
-    """Import each `module:name`: a function that makes a callback, a class of one, or a callback.
-
-    Modules are found where Python finds any, which includes train.py's folder, and last in the current directory.
-    Raises `UserError` if one cannot be imported or made, or is no callback.
-    """
-    if names and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return [_load(name) for name in names]
-
-
-def _load(name: str) -> "Callback":
-    from lightning import Callback
-
-    if not re.fullmatch("[^:]+:[^:]+", name):
-        raise UserError(f"callbacks: {name!r} is not of the form module:name, as in lightning.pytorch.callbacks:Timer")
-    try:
-        callback = pkgutil.resolve_name(name)
-        if callable(callback) and not isinstance(callback, Callback):
-            callback = callback()
-    except Exception as error:
-        why = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"callbacks: {name} cannot be imported and made ({why})") from error
-    if not isinstance(callback, Callback):
-        raise UserError(f"callbacks: {name} is of type {type(callback).__name__}, not a lightning.Callback")
-    return callback

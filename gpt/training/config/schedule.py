@@ -1,104 +1,123 @@
-"""When a run validates and ends: the numbers that follow from its horizon and its text."""
+"""When a run validates and ends, and on which sequence lengths it trains: all that follows from its horizon."""
 
 from dataclasses import dataclass, replace
 
 from gpt.errors import UserError
 from gpt.training.config.horizon import Horizon, parse_horizon
 from gpt.training.config.schema import Config
-from gpt.training.optim import OptimConfig, lr_factor
+from gpt.training.optim import OptimConfig, lr_multiplier
 
-LEAST_VALIDATIONS = 4
-MOST_STEPS = 10**12
-SHORT, SHORT_UNTIL = 128, 0.6  # tokens of a short window, and until which part of a run: see benchmarks/LOG.md
+MIN_VALIDATIONS = 4
+MAX_STEPS = 10**12
+SHORT_SEQUENCE_TOKENS = 128  # see benchmarks/LOG.md
+SHORT_SEQUENCES_UNTIL = 0.6  # fraction of a run
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a run validates and when it ends, by its horizon and its text. A checkpoint stores it.
+    """When a run validates and when it ends. A checkpoint stores it.
 
-    Where the horizon is a time, the rates follow the clock, and how many steps it takes is known only at its end.
+    If the horizon is a time, the learning rate follows the clock, and the number of steps is known only at the end.
+    Then methods need `progress`: the fraction of that time that has passed.
+
+    Args:
+        total_steps: The last step; `MAX_STEPS` while a time horizon lasts.
+        seconds: Of training, if the horizon is a time, else 0.
+        validate_every: Steps between validations.
+        full_length_from_step: Sequences have the whole context after this many steps.
+        restart_step: The step at which the run was extended to another horizon.
+        restart_lr_multiplier: The fraction of the peak learning rate at that step.
+        expected_bits: Bits per byte that model=auto predicts for the horizon, else 0.
     """
 
-    total_steps: int = MOST_STEPS
-    seconds: float = 0.0  # of training, where the horizon is a time, else 0
-    validate_every: int = MOST_STEPS
-    whole_from: int = 0  # the number of updates after which windows are whole
-    extended_at: int = 0  # the step at which the run was given another horizon
-    factor_then: float = 1.0  # the fraction of the peak that its rates had fallen to
-    expected_bits: float = 0.0  # per byte, at the horizon, where model=auto has said so
+    total_steps: int = MAX_STEPS
+    seconds: float = 0.0
+    validate_every: int = MAX_STEPS
+    full_length_from_step: int = 0
+    restart_step: int = 0
+    restart_lr_multiplier: float = 1.0
+    expected_bits: float = 0.0
 
     @classmethod
-    def of(cls, config: Config, train_tokens: int, horizon: Horizon | None = None) -> "Schedule":
-        """The schedule of a run on `train_tokens` tokens, which validates at least `LEAST_VALIDATIONS` times if it can.
+    def plan(cls, config: Config, train_tokens: int, horizon: Horizon | None = None) -> "Schedule":
+        """Return the schedule of a run on `train_tokens` tokens, with `MIN_VALIDATIONS` validations if steps allow.
 
-        `horizon`, if given, takes the place of the configuration's.
+        `horizon` replaces that of the configuration.
         """
         horizon = horizon or parse_horizon(config.horizon)
-        per_step, often = config.trainer.tokens_per_step, config.trainer.validate_every
-        has_short = 0 < (config.trainer.short_window or 0) < config.model.context_length
+        tokens_per_step, validate_every = config.trainer.tokens_per_step, config.trainer.validate_every
+        has_short_sequences = 0 < (config.trainer.short_window or 0) < config.model.context_length
         if horizon.unit == "seconds":
-            return cls(seconds=horizon.amount, validate_every=often, whole_from=MOST_STEPS if has_short else 0)
-        per_unit = {"steps": 1.0, "tokens": 1 / per_step, "epochs": train_tokens / per_step}
-        steps = max(1, round(horizon.amount * per_unit[horizon.unit]))
-        if steps > MOST_STEPS:
-            raise UserError(f"horizon: {steps:,} steps are out of range: they must be at most {MOST_STEPS:,}")
-        often = min(often, max(1, steps // LEAST_VALIDATIONS))
-        return cls(steps, validate_every=often, whole_from=round(SHORT_UNTIL * steps) if has_short else 0)
+            full_length_from_step = MAX_STEPS if has_short_sequences else 0
+            return cls(
+                seconds=horizon.amount, validate_every=validate_every, full_length_from_step=full_length_from_step
+            )
+        steps_per_unit = {"steps": 1.0, "tokens": 1 / tokens_per_step, "epochs": train_tokens / tokens_per_step}
+        steps = max(1, round(horizon.amount * steps_per_unit[horizon.unit]))
+        if steps > MAX_STEPS:
+            raise UserError(f"horizon: {steps:,} steps are out of range: they must be at most {MAX_STEPS:,}")
+        return cls(
+            steps,
+            validate_every=min(validate_every, max(1, steps // MIN_VALIDATIONS)),
+            full_length_from_step=round(SHORT_SEQUENCES_UNTIL * steps) if has_short_sequences else 0,
+        )
 
-    def after(self, step: int, share: float) -> "Schedule":
-        """This schedule once `step` updates have been made in `share` of the time, if its horizon is one."""
+    def after_step(self, step: int, progress: float) -> "Schedule":
+        """Return the schedule with what the clock decides after `step`: the end, and the change to full length."""
         schedule = self
-        if share >= SHORT_UNTIL and self.whole_from > step:
-            schedule = replace(schedule, whole_from=step + 1)  # the next windows have been cut already
-        return replace(schedule, total_steps=step) if share == 1.0 else schedule
+        if progress >= SHORT_SEQUENCES_UNTIL and self.full_length_from_step > step:
+            schedule = replace(schedule, full_length_from_step=step + 1)  # the next sequences are read already
+        if progress == 1.0:
+            schedule = replace(schedule, total_steps=step)
+        return schedule
 
-    def has_short_windows(self, step: int) -> bool:
-        """Whether windows are short in the update that follows `step` others, so that they are of more places.
+    def uses_short_sequences(self, step: int) -> bool:
+        """Return True if the step after `step` others trains on shorter sequences, and more of them.
 
-        This is staged training (Press et al. 2021, "Shortformer", arXiv:2012.15832). The very first windows are whole,
-        so that memory which does not suffice for them shows at once.
+        This is staged training (Press et al. 2021, "Shortformer", arXiv:2012.15832). The very first step has full
+        length, so that a lack of memory shows at once.
         """
-        return 0 < step < self.whole_from
+        return 0 < step < self.full_length_from_step
 
     @property
-    def validations(self) -> int:
-        """How many validations a horizon in steps has."""
+    def num_validations(self) -> int:
+        """The validations of a horizon in steps."""
         return -(-self.total_steps // self.validate_every)
 
-    def due(self, step: int, every: int) -> bool:
-        """Whether what happens every so many steps, and at the horizon, happens after this one."""
+    def is_due(self, step: int, every: int) -> bool:
+        """Return True every `every` steps, and at the last step."""
         return step % every == 0 or step == self.total_steps
 
-    def out_of_patience(self, patience: int, step: int, best_step: int) -> bool:
-        """Whether the last `patience` validations up to `step`, of any number above 0, were all worse than the best.
+    def is_out_of_patience(self, patience: int, step: int, best_step: int) -> bool:
+        """Return True if the last `patience` validations (0 turns this off) were all worse than the best.
 
-        It follows from these numbers alone, so a resumed run stops where an uninterrupted one does. A run that was
-        extended starts to count again.
+        It follows from step numbers alone, so a resumed run stops where an uninterrupted one does. An extended run
+        starts to count again.
         """
-        since = max(best_step, self.extended_at)
-        return 0 < patience <= step // self.validate_every - since // self.validate_every
+        since_step = max(best_step, self.restart_step)
+        return 0 < patience <= step // self.validate_every - since_step // self.validate_every
 
-    def ended(self, patience: int, step: int, best_step: int) -> str:
-        """How a run that has come to `step` has ended; empty if it has not."""
+    def describe_end(self, patience: int, step: int, best_step: int) -> str:
+        """Return how a run that has trained `step` steps has ended, or an empty string if it has not."""
         if step == self.total_steps:
             return f"has trained all of its {step} steps"
-        if self.out_of_patience(patience, step, best_step):
+        if self.is_out_of_patience(patience, step, best_step):
             return f"stopped early at step {step}, by patience={patience}"
         return ""
 
-    def rate_factor(self, step: int, share: float, config: OptimConfig) -> float:
-        """The fraction of the peak rates in the update after `step` others; `share` of the time, if any, has passed."""
-        total = self.total_steps
-        if self.seconds and share > 0:  # as many steps as the whole time would take at the speed so far
-            total = max(step + 1, min(MOST_STEPS, int(step / share)))
-        return lr_factor(step, total, config, self.extended_at, self.factor_then)
+    def lr_multiplier(self, step: int, progress: float, config: OptimConfig) -> float:
+        """Return the learning rate of the step after `step` others, as a fraction of its peak."""
+        total_steps = self.total_steps
+        if self.seconds and progress > 0:  # at the speed so far
+            total_steps = max(step + 1, min(MAX_STEPS, int(step / progress)))
+        return lr_multiplier(step, total_steps, config, self.restart_step, self.restart_lr_multiplier)
 
-    def progress(self, step: int, share: float) -> float:
-        """The part of the run that has passed after `step` updates, and `share` of the time, if it is one."""
-        return share if self.seconds else step / self.total_steps
+    def progress(self, step: int, progress: float) -> float:
+        """Return the fraction of the run that has passed after `step` steps."""
+        return progress if self.seconds else step / self.total_steps
 
-    def expected_steps(self, step: int, share: float) -> int:
-        """The steps of the whole run; where its horizon is a time, as many as it takes at the speed so far."""
-        if self.total_steps < MOST_STEPS:
+    def expected_steps(self, step: int, progress: float) -> int:
+        """Return the steps of the whole run; for a time horizon, as many as it takes at the speed so far."""
+        if self.total_steps < MAX_STEPS:
             return self.total_steps
-        return max(step, round(step / share)) if share else step + 1
+        return max(step, round(step / progress)) if progress else step + 1

@@ -15,7 +15,7 @@ from gpt.hardware.device import DTYPES
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT
 from gpt.text.cache import CACHE
-from gpt.training.distributed.launch import is_rank_0
+from gpt.training import distributed
 from gpt.training.module import GPTModule
 
 TRIED = ("cpu",)
@@ -62,7 +62,7 @@ def require_agreement(module: GPTModule) -> None:
             f"off by {off:.1%}, of which rounding explains {limit:.1%}: try trainer.compile=false, "
             "trainer.precision=fp32, another PyTorch or trainer.device=cpu"
         )
-    if is_rank_0():
+    if distributed.is_main_process():
         say(f"{setting}: agrees with the CPU, the loss to {abs(their_loss / loss - 1):.4%}, the gradient to {off:.2%}")
         with contextlib.suppress(OSError):  # of a cache that others fill: the next run looks again
             write_text(known, f"{before}{setting}\n")

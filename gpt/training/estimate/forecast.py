@@ -18,18 +18,18 @@ from gpt.hardware.device import DTYPES
 from gpt.hardware.memory import free_memory, peak_memory_bytes
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training.begin import open_text
 from gpt.training.config.advice import epochs, warnings
 from gpt.training.config.asked import Asked
 from gpt.training.config.schema import Config
 from gpt.training.optim import build_optimizer
 from gpt.training.resolve import resolve, with_suitable_split
-from gpt.training.run.run import require_empty
+from gpt.training.run_directory import require_empty
+from gpt.training.start import open_dataset
 
 COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
 HORIZONS = (600, 3600, 28800)  # seconds: a plan says what model=auto would choose for each
 CHECKPOINTS = 3  # best, last and previous
-CALLBACKS = 64 << 20  # bytes of a process that trains beyond one that times steps: curves, pictures, Lightning's loop
+LOG_BYTES = 64 << 20  # memory of a process that trains beyond one that only times steps: curves, pictures, checkpoints
 
 
 def print_plan(asked: Asked) -> None:
@@ -43,7 +43,7 @@ def forecast(asked: Asked) -> dict[str, Any]:
     """Everything that plan=json prints, in bytes, seconds and counts."""
     if asked.config.run_dir:
         require_empty(Path(asked.config.run_dir))
-    config, text = open_text(asked)[:2]  # and not the weights to start from, which a run does not keep either
+    config, text, _ = open_dataset(asked)
     config, schedule, members = resolve(asked, config, text, longest=HORIZONS[-1])
     horizon = schedule.seconds
     from gpt.training.estimate.choice import expectations
@@ -75,7 +75,7 @@ def forecast(asked: Asked) -> dict[str, Any]:
         "tokens_per_parameter": tokens / N,
         "seconds_per_step": seconds,
         "train_seconds": steps * seconds,
-        "validations": schedule.validations,
+        "validations": schedule.num_validations,
         "validation_seconds": validating,
         "checkpoints": CHECKPOINTS + (steps // settings.keep_every if settings.keep_every else 0),
         "checkpoint_bytes": 4 * N + optimizer_bytes(shape, config),
@@ -99,7 +99,7 @@ def peak_memory(device: torch.device, shape: GPTConfig, config: Config) -> float
     The arithmetic counts weights, gradients, AdamW's state and activations. It leaves out the process itself, and what
     comes and goes with an update.
     """
-    extra = CALLBACKS if device.type != "cuda" else 0
+    extra = LOG_BYTES if device.type != "cuda" else 0
     if measured := peak_memory_bytes(device):
         return measured + extra
     trainer, micro_batch = config.trainer, config.micro_batch_size

@@ -1,6 +1,5 @@
 """How long a training step and a validation take, measured on throwaway models."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,20 +18,19 @@ from gpt.sampling.scoring import score, tokens_at_once
 from gpt.text.analysis.references import references
 from gpt.text.batches import validation_batches
 from gpt.text.prepared import Corpora
+from gpt.training.batch_loader import micro_batch
 from gpt.training.config.horizon import Horizon
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.metrics.samples import continue_prompt, longest_copy
 from gpt.training.module import GPTModule
-from gpt.training.optim import set_lr
-from gpt.training.trainer import make_batch
 
 
 def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, Schedule, float]:
     """Measure, and return between the two results the schedule in steps, even where the horizon is a time."""
     config, seconds = measure(config, schedule, text, at_most)
     if schedule.seconds:
-        same = Schedule.of(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
+        same = Schedule.plan(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
         schedule = replace(same, expected_bits=schedule.expected_bits)
     return config, schedule, seconds
 
@@ -66,38 +64,42 @@ def seconds_per_step(config: Config, schedule: Schedule, text: Corpora, at_most:
 def throwaway_steps(config: Config, schedule: Schedule, text: Corpora) -> Iterator[tuple[GPTModule, float]]:
     """Train a model without a run: yield it after each step, and the seconds that the step takes.
 
-    Of the micro-batches of a step, two are done: the first makes the gradients, and all others add to them.
+    The step is that of a training, with at most two of its micro-batches: the first makes the gradients, and all others
+    add to them. Their time is scaled to all micro-batches.
     """
+    from gpt.training.loop import build_fabric, train_step
+
+    fabric = build_fabric(config.trainer, is_alone=True)
     module = throwaway_module(config, schedule, text)
-    device = torch.device(config.trainer.device)
-    module.to(device)
-    optimizer = module.configure_optimizers()
-    done = min(2, config.accumulation)
+    model = fabric.setup_module(module)
+    optimizer = fabric.setup_optimizers(module.build_optimizer())
+    num_batches, T = min(2, config.accumulation), config.model.context_length
     for step in range(schedule.total_steps):
-        start = time.perf_counter()
-        set_lr(optimizer, module.rate_factor(step))
-        for i in range(done):
-            idx, targets = make_batch(config, text, (step * done + i) * config.micro_batch_size)
-            module.loss(idx.to(device), targets.to(device)).backward()
-        math.isfinite(module.measure_gradients())  # waits for the device, as a real step does
-        computed = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
+        times = [time.perf_counter()]
+
+        def mark(times: list[float] = times) -> None:
+            times.append(time.perf_counter())
+
+        batches = [micro_batch(config, text, step * num_batches + i, T) for i in range(num_batches)]
+        lr_multiplier = schedule.lr_multiplier(step, 0.0, config.optim)
+        train_step(fabric, model, optimizer, batches, step, lr_multiplier, before_update=mark)
+        if fabric.device.type == "cuda":
             torch.cuda.synchronize()
-        yield module, (computed - start) * config.accumulation / done + time.perf_counter() - computed
+        start, update_start = times
+        gradient_seconds, update_seconds = update_start - start, time.perf_counter() - update_start
+        yield module, gradient_seconds * config.accumulation / num_batches + update_seconds
 
 
 def throwaway_module(config: Config, schedule: Schedule, text: Corpora) -> GPTModule:
     """A model that belongs to no run."""
-    return GPTModule(config, text.tokenizer, lambda step: schedule.rate_factor(step, 0.0, config.optim))
+    return GPTModule(config, text.tokenizer, schedule)
 
 
 def seconds_validating(config: Config, schedule: Schedule, text: Corpora) -> float:
     """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
     module = throwaway_module(config, schedule, text).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
-    optimizer = module.configure_optimizers()
+    optimizer = module.build_optimizer()
     T, sources, prompts = config.model.context_length, text.sources, config.data.prompts or []
     size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
     batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
@@ -111,7 +113,7 @@ def seconds_validating(config: Config, schedule: Schedule, text: Corpora) -> flo
     del optimizer
     windows = sum(len(source.validation) for source in sources) / T
     scoring *= windows / len(batches[-1][0]) / config.trainer.world_size
-    return schedule.validations * (scoring + sampling) + _timed(references, sources)[0]
+    return schedule.num_validations * (scoring + sampling) + _timed(references, sources)[0]
 
 
 def _timed(function: Callable, *arguments: Any) -> tuple[float, Any]:

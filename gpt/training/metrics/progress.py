@@ -5,15 +5,17 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gpt.console import bars, duration, in_notebook, say
 from gpt.sampling.scoring import Score
-from gpt.training.distributed.launch import is_rank_0
+from gpt.training import distributed
+from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.report import one_line
-from gpt.training.run.run import Run
+from gpt.training.state import RunSpec, TrainState
 
 LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
 MEASURED = 5.0  # seconds of training, after which a run says how long it will take
@@ -25,46 +27,46 @@ class Progress:
     `steps` is always how many are expected of the whole run.
     """
 
-    def __init__(self, run: Run, curves: Curves):
-        self._run, self._curves = run, curves
+    def __init__(self, spec: RunSpec, state: TrainState, curves: Curves):
+        self._spec, self._state, self._curves = spec, state, curves
         self._validation: tuple[float, float] | None = None  # the last: nats per token, and bits per byte
         self._line: Any = None  # the bar
         self._told = False  # how long the run will take, where no line shows it all the time
 
-    def open(self, step: int, steps: int) -> None:
+    def open(self, run_dir: Path, step: int, steps: int) -> None:
         """Show the bar, on a terminal or in a notebook."""
-        self._begin = step, self._run.state.seconds
-        self._validation = _validated(self._run.directory, step)
-        if is_rank_0() and (_has_width() or in_notebook()):
+        self._begin = step, self._state.seconds
+        self._validation = _validated(run_dir, step)
+        if distributed.is_main_process() and (_has_width() or in_notebook()):
             # The time left follows the speed of about the last hundred updates, so it is calm; and the line appears
             # only after the first update, when there is one to tell.
             calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01, "delay": 1e-9}
             facts = "  ".join(self._facts())
             self._line = bars()(total=steps, initial=step, **calm, bar_format=LINE, postfix=facts, leave=False)
 
-    def end_step(self, step: int, steps: int) -> None:
+    def end_step(self, step: int, steps: int, schedule: Schedule) -> None:
         """Move the bar; without one, say once how long the run will take."""
         if self._line is not None:
-            if self._run.schedule.due(step, self._run.config.trainer.log_every):
+            if schedule.is_due(step, self._spec.config.trainer.log_every):
                 self._line.set_postfix_str("  ".join(self._facts()), refresh=False)
             self._line.total = steps
             self._line.update()
-        elif not self._told and (measured := self._run.state.seconds - self._begin[1]) > MEASURED:
+        elif not self._told and (measured := self._state.seconds - self._begin[1]) > MEASURED:
             self._told = True
             left = (steps - step) * measured / (step - self._begin[0])
-            if is_rank_0() and left > MEASURED:
+            if distributed.is_main_process() and left > MEASURED:
                 say(f"about {duration(left)} to go at this machine's speed, besides validations")
 
-    def report(self, step: int, steps: int, score: Score) -> None:
-        """Print the lines of a validation."""
+    def report(self, step: int, steps: int, score: Score, samples: Sequence[str]) -> None:
+        """Print the lines of a validation, with the last of the samples."""
         self._validation = score.nats_per_token, score.bits_per_byte
-        if is_rank_0():
+        if distributed.is_main_process():
             facts = f"step {step}/{steps}  {'  '.join(self._facts())}"
             width = shutil.get_terminal_size().columns - 4
-            say(facts + "".join(f"\n    {one_line(text, width)}" for text in self._run.samples[-1:]), sys.stdout)
+            say(facts + "".join(f"\n    {one_line(text, width)}" for text in samples[-1:]), sys.stdout)
 
     def _facts(self) -> list[str]:
-        trained, speed = self._run.state.loss, self._curves.tokens_per_second
+        trained, speed = self._state.train_loss, self._curves.tokens_per_second
         loss, bits_per_byte = self._validation or (None, None)
         losses = f"train {_short(trained):>5} val {_short(loss):>5}"
         bits = f"{_short(bits_per_byte):>5} bits/byte"

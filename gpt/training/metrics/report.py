@@ -11,38 +11,43 @@ from tqdm.utils import disp_len, disp_trim
 
 from gpt.console import duration, quote, say
 from gpt.text.pieces import visible
+from gpt.training import distributed
 from gpt.training.config.advice import MEMORISED, TURNED, UNPASSED, shorter_steps
-from gpt.training.distributed.launch import is_rank_0
-from gpt.training.run.run import Run
+from gpt.training.state import Result, RunSpec
 
 MOST_SAMPLES = 3
 UNSMOOTHED = "http://localhost:6006/?smoothing=0"  # or else TensorBoard shows a final loss that is too high
 LONG_COPY = 60  # characters, about ten words: shorter passages recur in any text
 
 
-def report(run: Run, brief: bool = False) -> None:
-    """Print the final figures of a run, samples, and what to try next; or, of a job of a sweep, a `brief` line."""
-    if not is_rank_0():
+def report(spec: RunSpec, run_dir: Path, result: Result, brief: bool = False) -> None:
+    """Print the final figures of a run, samples, and what to try next.
+
+    Args:
+        spec: What the run was to do.
+        run_dir: Its directory.
+        result: How its training ended.
+        brief: Print one line, as for a job of a sweep.
+    """
+    figures, config = result.metrics, spec.config
+    if not distributed.is_main_process():
         return
-    if run.complete:
-        say(f"nothing was left to train; the figures are in {run.directory / 'metrics.json'}")
-        return
-    if not run.metrics:
-        say(f"nothing to report before the first validation, at step {run.schedule.validate_every}")
+    if not figures:
+        say(f"nothing to report before the first validation, at step {spec.schedule.validate_every}")
         return
     if brief:
-        bits, steps, seconds = (run.metrics[key] for key in ("val_bits_per_byte", "steps", "train_seconds"))
-        say(f"{run.directory}: {bits:.4f} bits per byte after {steps} steps in {duration(seconds)}")
+        bits, steps, seconds = (figures[key] for key in ("val_bits_per_byte", "steps", "train_seconds"))
+        say(f"{run_dir}: {bits:.4f} bits per byte after {steps} steps in {duration(seconds)}")
         return
-    if run.stopped_by:
+    if result.stop_signal:
         say("as of the last validation:")
-    prompt = ((run.config.data.prompts or [""])[-1].splitlines() or [""])[0]
-    shorter = shorter_steps(run.config, run.text, run.metrics["best_step"])
-    longer = f"{2 * run.schedule.seconds:g}s" if run.schedule.seconds else f"{2 * run.metrics['steps']}steps"
-    if run.metrics["steps"] < run.schedule.total_steps:
-        longer = ""
-    figures = run.metrics | {"longest_copy": run.longest_copy}
-    for line in closing_lines(figures, run.samples, prompt, shorter, longer, run.directory, run.in_python):
+    prompt = ((config.data.prompts or [""])[-1].splitlines() or [""])[0]
+    shorter = shorter_steps(config, spec.dataset, figures["best_step"])
+    longer = ""  # a run that stopped before its horizon continues to that
+    if figures["steps"] >= result.schedule.total_steps:
+        longer = f"{2 * spec.schedule.seconds:g}s" if spec.schedule.seconds else f"{2 * figures['steps']}steps"
+    figures = figures | {"longest_copy": result.longest_copy}
+    for line in closing_lines(figures, result.samples, prompt, shorter, longer, run_dir, spec.in_python):
         say(line)
 
 
@@ -104,7 +109,7 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"  {name}", f"{reference['bits_per_byte']:.4f}", passed
 
 
-def resuming(run_dir: Path, in_python: bool, horizon: str = "") -> str:
+def resume_command(run_dir: Path, in_python: bool, horizon: str = "") -> str:
     """The command, or the call, that continues a run, to a new horizon if one is given."""
     if in_python:
         return f"gpt.train(resume={str(run_dir)!r}{f', horizon={horizon!r}' if horizon else ''})"
@@ -133,7 +138,7 @@ def _next(
         yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else rerun
     else:
         call = f"lm.resume({f'horizon={longer!r}' if longer else ''})"  # of the model whose report this is
-        yield "train longer" if longer else "go on", call if in_python else resuming(run_dir, in_python, longer)
+        yield "train longer" if longer else "go on", call if in_python else resume_command(run_dir, in_python, longer)
 
 
 def _memorises(figures: dict[str, Any]) -> bool:

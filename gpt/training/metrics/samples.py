@@ -17,7 +17,8 @@ from gpt.text.prepared import Corpora
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
-from gpt.training.run.run import SAMPLES, Run
+from gpt.training.run_directory import SAMPLES, RunDirectory
+from gpt.training.state import RunSpec
 
 SAMPLE_TOKENS = 80
 PICTURED_TOKENS, PICTURED_HEADS = 32, 300  # tokens of a picture, and times the heads of a layer
@@ -35,37 +36,42 @@ class Samples:
     for its projector the embeddings of the most frequent tokens, which take the place of the last ones.
     """
 
-    def __init__(self, run: Run, curves: Curves):
-        self._run, self._curves = run, curves
+    def __init__(self, spec: RunSpec, run: RunDirectory, curves: Curves):
+        self._dataset, self._run, self._curves = spec.dataset, run, curves
 
-    def write(self, module: GPTModule, step: int) -> None:
-        """Sample the model after a validation, into `run.samples`, each with its prompt in brackets."""
+    def write(self, module: GPTModule, step: int) -> tuple[list[str], int]:
+        """Sample the model after a validation.
+
+        Returns:
+            The samples, each with its prompt in brackets, and the characters of the longest passage in them that
+            occurs in the training text.
+        """
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
         prompts = module.config.data.prompts or []
         with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
-            streams = [continue_prompt(module, self._run.text.tokenizer, prompt, generator) for prompt in prompts]
+            streams = [continue_prompt(module, self._dataset.tokenizer, prompt, generator) for prompt in prompts]
         module.model.train()
         texts = [one.text for one in streams]
         parts = [f"[{prompt}]{text}" if prompt else text for prompt, text in zip(prompts, texts, strict=True)]
-        self._run.samples = parts.copy()
+        samples, copied = parts.copy(), ""
         if streams:
-            copied = longest_copy([one.tokens for one in streams], self._run.text)
-            self._run.longest_copy = len(copied)
+            copied = longest_copy([one.tokens for one in streams], self._dataset)
             self._curves.write({"val_samples/longest_copy": len(copied)}, step)
             if copied:
                 parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
         fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
         text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
-        with (self._run.directory / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
+        with (self._run.path / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
         if (writer := self._curves.writer) is not None:
             writer.add_text("samples", text, step)
             writer.add_image("weights/attention", self._draw_attention(module), step, dataformats="HWC")
             self._write_embeddings(module)
+        return samples, len(copied)
 
     def _draw_attention(self, module: GPTModule) -> np.ndarray:
-        text = self._run.text.sources[0].validation
+        text = self._dataset.sources[0].validation
         shape = module.config.model
         most = min(PICTURED_TOKENS, max(8, PICTURED_HEADS // shape.num_heads), shape.context_length)
         ids = text[:most].tolist()
@@ -73,15 +79,15 @@ class Samples:
         with torch.compiler.set_stance("force_eager"):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
-        tokens = [label(self._run.text.tokenizer.decode_bytes([i])) for i in ids]
+        tokens = [label(self._dataset.tokenizer.decode_bytes([i])) for i in ids]
         return np.asarray(
             attention_picture(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text")
         )
 
     def _write_embeddings(self, module: GPTModule) -> None:
-        folder, tokenizer = self._run.directory / FOLDER, self._run.text.tokenizer
+        folder, tokenizer = self._run.path / FOLDER, self._dataset.tokenizer
         folder.mkdir(exist_ok=True)
-        ids = frequent(self._run.text)
+        ids = frequent(self._dataset)
         with replacing(folder / "tokens.bytes") as file:
             weights = module.model.token_embedding.weight.detach().float().cpu()[ids]
             file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
@@ -91,7 +97,7 @@ class Samples:
         shape = f"tensor_shape: {len(ids)} tensor_shape: {module.config.model.d_model}"
         paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
         content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'
-        write_text(self._run.directory / CONFIG, content)  # last: TensorBoard looks for the others once it is there
+        write_text(self._run.path / CONFIG, content)  # last: TensorBoard looks for the others once it is there
 
 
 def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Continuation:

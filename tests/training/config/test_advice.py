@@ -1,4 +1,4 @@
-"""What a run is told without asking: settings that do not suit its text, and the step from which it memorises."""
+"""What a run warns of: settings that do not suit its text, and a validation loss that rises again."""
 
 import dataclasses
 import json
@@ -12,16 +12,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt.sampling.scoring import Score
-from gpt.training.begin import load_text
 from gpt.training.config.advice import suitable_split, warnings
 from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.metrics.alarms import look_for_memorising
+from gpt.training.health import warn_if_overfitting
 from gpt.training.resolve import with_suitable_split
-from gpt.training.run.run import Run
-from gpt.training.run.state import TrainState
-from harness import StopAt, begin_run, differences, fit, resume_run, tiny_config, write_corpus
+from gpt.training.start import load_dataset
+from gpt.training.state import TrainState
+from harness import StopAt, Training, begin_run, differences, fit, resume_run, tiny_config, write_corpus
 
 CHINESE = "人人生而自由在尊严和权利上一律平等他们赋有理性和良心并应以兄弟关系的精神相对待"
 
@@ -33,9 +32,9 @@ FREQUENCIES = [1 / (rank + 3) for rank in range(len(WORDS))]
 def told(config: Config) -> list[str]:
     """The lines for a configuration, each of which fits a wide terminal."""
     settings = dataclasses.replace(config.trainer, micro_batch_size=1)
-    corpora = load_text(config)
-    schedule = Schedule.of(dataclasses.replace(config, trainer=settings), corpora.train_tokens)
-    lines = warnings(with_suitable_split(config, schedule, corpora), schedule, corpora)
+    dataset = load_dataset(config)
+    schedule = Schedule.plan(dataclasses.replace(config, trainer=settings), dataset.train_tokens)
+    lines = warnings(with_suitable_split(config, schedule, dataset), schedule, dataset)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
     return lines
 
@@ -63,17 +62,17 @@ def words(count: int, seed: int = 3) -> str:
 def test_tokens_are_split_where_a_text_is_seen_often(tmp_path):
     """Not in five epochs, and more and more from there to ten; of two texts, the one that is seen less decides."""
     config = settings(tmp_path, words(9000), "tokenizer.vocab_size=320", "model.context_length=16")
-    text = load_text(config)
-    chances = [
-        suitable_split(config, Schedule(total_steps=epochs * text.train_tokens // 1024), text)
+    dataset = load_dataset(config)
+    probabilities = [
+        suitable_split(config, Schedule(total_steps=epochs * dataset.train_tokens // 1024), dataset)
         for epochs in (2, 5, 7.5, 10, 90)
     ]
-    assert chances == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.5], abs=0.003)
+    assert probabilities == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.5], abs=0.003)
     (tmp_path / "other.txt").write_text(words(40000, seed=5))
     both = changed(config, "data=mix", f"data.path=[{config.data.path},{tmp_path / 'other.txt'}]", "data.weights=[1,1]")
-    text = load_text(both)
-    steps = 14 * len(text.sources[0].train) // 1024  # seven epochs of the first, and fewer of the second
-    assert suitable_split(both, Schedule(total_steps=steps), text) == 0.0
+    dataset = load_dataset(both)
+    steps = 14 * len(dataset.sources[0].train) // 1024  # seven epochs of the first, and fewer of the second
+    assert suitable_split(both, Schedule(total_steps=steps), dataset) == 0.0
 
 
 # --- settings that do not suit the text ---
@@ -120,7 +119,7 @@ def test_model_auto(tmp_path):
     """It ends where a text would be learnt by heart, so nothing is said of how often it is seen."""
     config = settings(tmp_path, words(60_000))
     schedule = Schedule(total_steps=10**6, expected_bits=2.0)
-    assert warnings(config, schedule, load_text(config)) == []
+    assert warnings(config, schedule, load_dataset(config)) == []
 
 
 @pytest.mark.slow
@@ -173,52 +172,52 @@ def test_begin_says_it(tmp_path, capsys):
         ]
 
 
-# --- validation that turns ---
+# --- a validation loss that rises again ---
 
-NO_TURN = -1
+NEVER = -1
 
 
 @pytest.mark.parametrize(
     ("validation", "training", "expected"),
     [
         ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, 3.0, 2.5, 2.0, 1.5], 4),
-        ([5.0, 4.0, 4.03, 4.03, 4.03], [4.0, 3.0, 2.5, 2.0, 1.5], NO_TURN),  # within the margin
-        ([5.0, 4.0, 4.2, 3.9, 4.1], [4.0, 3.0, 2.5, 2.0, 1.5], NO_TURN),  # not in a row
-        ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, 3.0, 3.1, 3.0, 2.95], NO_TURN),  # training does not fall either
+        ([5.0, 4.0, 4.03, 4.03, 4.03], [4.0, 3.0, 2.5, 2.0, 1.5], NEVER),  # within the margin
+        ([5.0, 4.0, 4.2, 3.9, 4.1], [4.0, 3.0, 2.5, 2.0, 1.5], NEVER),  # not in a row
+        ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, 3.0, 3.1, 3.0, 2.95], NEVER),  # training does not fall either
         ([5.0, 4.0, 4.2, 4.3, 4.4], [4.0, math.nan, 2.5, 2.0, 1.5], 5),  # compared with the first point of its curve
         ([4.0, 4.2, 4.3, 3.5, 4.2, 4.3], [4.0, 3.0, 2.5, 2.0, 1.5, 1.0], 3),  # and not again
     ],
 )
-def test_turning(capsys, validation, training, expected):
-    """Two validations in a row above the best by more than the margin, while the training loss is below its then."""
+def test_overfitting(capsys, validation, training, expected):
+    """It warns after two validations in a row well above the best, while the training loss has fallen since then."""
     state = TrainState()
-    run = SimpleNamespace(config=Config(), text=SimpleNamespace(train_tokens=10**9), state=state)
-    said = []
-    for step, (loss, trained) in enumerate(zip(validation, training, strict=True), start=1):
-        state.loss = None if math.isnan(trained) else trained
+    spec = SimpleNamespace(config=Config(), dataset=SimpleNamespace(train_tokens=10**9))
+    warned = []
+    for step, (loss, train_loss) in enumerate(zip(validation, training, strict=True), start=1):
+        state.train_loss = None if math.isnan(train_loss) else train_loss
         if loss < state.best_loss:
             state.best_loss, state.best_step = loss, step
-        look_for_memorising(run, step, Score(loss, 1, 1))  # type: ignore[arg-type]
-        said += [(step, line) for line in capsys.readouterr().err.splitlines()]
-    assert [step for step, _ in said] == ([] if expected == NO_TURN else [expected])
+        warn_if_overfitting(spec, state, step, Score(loss, 1, 1))  # type: ignore[arg-type]
+        warned += [(step, line) for line in capsys.readouterr().err.splitlines()]
+    assert [step for step, _ in warned] == ([] if expected == NEVER else [expected])
     best_then = validation.index(min(validation[:expected])) + 1
-    assert all(f"lowest at step {best_then} " in line and f"horizon={best_then}steps" in line for _, line in said)
+    assert all(f"lowest at step {best_then} " in line and f"horizon={best_then}steps" in line for _, line in warned)
 
 
 @pytest.mark.slow
-def test_said_once_across_resumes(corpus_folder, tmp_path, worse, capsys):
-    """Stopped before and after the line, a run says it once, and equals one that was never stopped."""
+def test_warned_once_across_resumes(corpus_folder, tmp_path, worse, capsys):
+    """Stopped before and after the warning, a run prints it once, and equals one that was never stopped."""
     config = tiny_config(corpus_folder, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "
-    line += "model is memorising. best.ckpt holds step 6; try horizon=6steps"
+    line += "model overfits. best.ckpt holds step 6; try horizon=6steps"
 
-    def said(session: Run, stop: int = 0) -> int:
-        fit(session, [StopAt(stop)] if stop else [])
+    def count_warnings(training: Training, stop: int = 0) -> int:
+        fit(training, [StopAt(stop)] if stop else [])
         return capsys.readouterr().err.splitlines().count(line)
 
     whole, parts = (tmp_path / name for name in ("whole", "parts"))
-    assert said(begin_run(dataclasses.replace(config, run_dir=str(whole)))) == 1
-    assert said(begin_run(dataclasses.replace(config, run_dir=str(parts))), stop=10) == 0
-    assert said(resume_run(str(parts)), stop=14) == 1
-    assert said(resume_run(str(parts))) == 0
+    assert count_warnings(begin_run(dataclasses.replace(config, run_dir=str(whole)))) == 1
+    assert count_warnings(begin_run(dataclasses.replace(config, run_dir=str(parts))), stop=10) == 0
+    assert count_warnings(resume_run(str(parts)), stop=14) == 1
+    assert count_warnings(resume_run(str(parts))) == 0
     assert differences(parts, whole) == []

@@ -1,13 +1,13 @@
-"""From a horizon to steps, and from steps to intervals, rates and micro-batches."""
+"""The schedule: a horizon gives steps, and steps give intervals, learning rates and sequence lengths."""
 
 import dataclasses
 
 import pytest
 
 from gpt.model.transformer import ModelConfig
-from gpt.training.config.schedule import MOST_STEPS, Schedule
+from gpt.training.config.schedule import MAX_STEPS, Schedule
 from gpt.training.config.schema import Config, TrainerConfig
-from gpt.training.optim import OptimConfig, lr_factor
+from gpt.training.optim import OptimConfig, lr_multiplier
 from harness import refusal
 
 CONFIG = Config(
@@ -24,73 +24,80 @@ CONFIG = Config(
         ("3epochs", 21, 0),
         ("1tokens", 1, 0),
         ("0.001epochs", 1, 0),
-        ("5min", MOST_STEPS, 300),
+        ("5min", MAX_STEPS, 300),
     ],
 )
-def test_horizon(horizon, steps, seconds):
-    """Steps, tokens and epochs of 50,000 tokens become steps of 7 x 1,024; how many a time has is known at its end."""
-    schedule = Schedule.of(dataclasses.replace(CONFIG, horizon=horizon), 50_000)
+def test_horizon_becomes_steps(horizon, steps, seconds):
+    """A step has 7 x 1,024 tokens, and an epoch 50,000. The steps of a time are known only at its end."""
+    schedule = Schedule.plan(dataclasses.replace(CONFIG, horizon=horizon), 50_000)
     assert (schedule.total_steps, schedule.seconds) == (steps, seconds)
     assert (CONFIG.windows_per_step, CONFIG.micro_batch_size, CONFIG.accumulation) == (7, 1, 7)
 
 
-def test_too_many_steps():
-    line = refusal(Schedule.of, dataclasses.replace(CONFIG, horizon="99999Bsteps"), 50_000)
+def test_too_many_steps_are_refused():
+    line = refusal(Schedule.plan, dataclasses.replace(CONFIG, horizon="99999Bsteps"), 50_000)
     assert line == "horizon: 99,999,000,000,000 steps are out of range: they must be at most 1,000,000,000,000"
 
 
 @pytest.mark.parametrize(("steps", "every"), [(4000, 500), (2000, 500), (1999, 499), (122, 30), (7, 1), (3, 1), (1, 1)])
 def test_every_run_validates_four_times(steps, every):
-    """The configured interval holds where it gives four validations; shorter runs validate more often."""
-    schedule = Schedule.of(dataclasses.replace(CONFIG, horizon=f"{steps}steps"), 50_000)
+    """If the configured interval gives fewer validations, a shorter one replaces it."""
+    schedule = Schedule.plan(dataclasses.replace(CONFIG, horizon=f"{steps}steps"), 50_000)
     assert schedule.validate_every == every
-    validations = sum(schedule.due(step, schedule.validate_every) for step in range(1, steps + 1))
-    assert validations >= min(4, steps)
+    validations = sum(schedule.is_due(step, schedule.validate_every) for step in range(1, steps + 1))
+    assert validations == schedule.num_validations >= min(4, steps)
 
 
-def test_due():
-    """At multiples of the interval, and at the horizon."""
+def test_last_step_is_always_due():
+    """The others are the multiples of the interval."""
     schedule = Schedule(total_steps=11)
-    assert [step for step in range(1, 12) if schedule.due(step, 5)] == [5, 10, 11]
+    assert [step for step in range(1, 12) if schedule.is_due(step, 5)] == [5, 10, 11]
 
 
-def test_rates_follow_the_clock():
-    """A run that has had two fifths of its time after 40 steps has the rates of one of 100 steps."""
+def test_learning_rate_follows_the_clock():
+    """If 40 steps took two fifths of the time, the rate is that of a run of 100 steps."""
     schedule, config = Schedule(seconds=300.0), OptimConfig(warmup_steps=0, decay_from=0.0)
-    assert schedule.rate_factor(40, 0.4, config) == lr_factor(40, 100, config) == 0.6
-    assert schedule.rate_factor(0, 0.0, config) == 1.0
-    assert schedule.rate_factor(7, 1.0, config) == lr_factor(7, 8, config)
-    assert dataclasses.replace(schedule, total_steps=80, seconds=0.0).rate_factor(40, 0.4, config) == 0.5
+    assert schedule.lr_multiplier(40, 0.4, config) == lr_multiplier(40, 100, config) == 0.6
+    assert schedule.lr_multiplier(0, 0.0, config) == 1.0
+    assert schedule.lr_multiplier(7, 1.0, config) == lr_multiplier(7, 8, config)
+    assert dataclasses.replace(schedule, total_steps=80, seconds=0.0).lr_multiplier(40, 0.4, config) == 0.5
 
 
-def test_progress():
-    """The part of the steps that has passed, or of the time."""
+def test_expected_steps_follow_the_clock():
+    """A horizon in steps is known. If 20 steps took two fifths of the time, 50 are expected."""
+    assert Schedule(total_steps=80).expected_steps(20, 0.0) == 80
+    schedule = Schedule(seconds=300.0)
+    assert [schedule.expected_steps(*done) for done in ((0, 0.0), (20, 0.4), (20, 1.0))] == [1, 50, 20]
+
+
+def test_progress_is_a_fraction_of_the_horizon():
+    """The horizon is in steps or a time."""
     assert [Schedule(total_steps=80).progress(step, 0.0) for step in (0, 20, 80)] == [0.0, 0.25, 1.0]
     assert Schedule(seconds=300.0).progress(20, 0.4) == 0.4
 
 
-def test_short_windows():
-    """From the second step to 0.6 of the steps, or to the second step after 0.6 of the time."""
+def test_short_sequences_end_at_three_fifths():
+    """They begin in the second step and end after 0.6 of the steps, or in the second step after 0.6 of the time."""
     short = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, short_window=128))
-    schedule = Schedule.of(dataclasses.replace(short, horizon="10steps"), 50_000)
-    assert [step for step in range(10) if schedule.has_short_windows(step)] == [1, 2, 3, 4, 5]
-    schedule = Schedule.of(dataclasses.replace(short, horizon="5min"), 50_000)
-    for step, share in enumerate((0.2, 0.5, 0.59, 0.61, 0.8, 1.0), start=1):
-        before, schedule = schedule, schedule.after(step, share)
-        assert schedule.has_short_windows(step) == before.has_short_windows(step)  # which has been cut already
-    assert [step for step in range(6) if schedule.has_short_windows(step)] == [1, 2, 3, 4]
+    schedule = Schedule.plan(dataclasses.replace(short, horizon="10steps"), 50_000)
+    assert [step for step in range(10) if schedule.uses_short_sequences(step)] == [1, 2, 3, 4, 5]
+    schedule = Schedule.plan(dataclasses.replace(short, horizon="5min"), 50_000)
+    for step, progress in enumerate((0.2, 0.5, 0.59, 0.61, 0.8, 1.0), start=1):
+        before, schedule = schedule, schedule.after_step(step, progress)
+        assert schedule.uses_short_sequences(step) == before.uses_short_sequences(step)  # these are read already
+    assert [step for step in range(6) if schedule.uses_short_sequences(step)] == [1, 2, 3, 4]
     assert schedule.total_steps == 6
     for horizon in ("10steps", "5min"):
-        assert Schedule.of(dataclasses.replace(CONFIG, horizon=horizon), 50_000).whole_from == 0
+        assert Schedule.plan(dataclasses.replace(CONFIG, horizon=horizon), 50_000).full_length_from_step == 0
 
 
 @pytest.mark.parametrize(
     ("size", "accumulation", "smaller"),
     [(8, 3, (4, 6)), (6, 1, (3, 2)), (5, 3, (1, 15)), (7, 1, (1, 7)), (15, 1, (5, 3))],
 )
-def test_smaller_micro_batch(size, accumulation, smaller):
-    """Half, or the next divisor below: the windows of a step stay the same."""
+def test_micro_batch_is_halved(size, accumulation, smaller):
+    """If half of it does not divide the sequences of a step, the next smaller divisor replaces it."""
     trainer = TrainerConfig(tokens_per_step=1024 * size * accumulation, micro_batch_size=size)
-    chosen = {"trainer.micro_batch_size": "auto"}
-    config = dataclasses.replace(CONFIG, trainer=trainer, decided=chosen).with_smaller_micro_batch()
+    decided = {"trainer.micro_batch_size": "auto"}
+    config = dataclasses.replace(CONFIG, trainer=trainer, decided=decided).with_smaller_micro_batch()
     assert (config.micro_batch_size, config.accumulation) == smaller

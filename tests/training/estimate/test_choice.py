@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from gpt.model.transformer import ModelConfig
-from gpt.training.begin import load_text, open_text
 from gpt.training.config.asked import Asked
 from gpt.training.config.law import FAMILY, PROBE, Law
 from gpt.training.config.schedule import Schedule
@@ -16,6 +15,7 @@ from gpt.training.config.schema import Config
 from gpt.training.estimate import choice
 from gpt.training.estimate.timing import throwaway_steps
 from gpt.training.resolve import for_machine, resolve
+from gpt.training.start import load_dataset, open_dataset
 from harness import refusal, refused, tiny_arguments, tiny_config, train
 
 TEXT = Law(1_000_003)
@@ -65,15 +65,15 @@ def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
     config = for_machine(
         tiny_config(corpus_folder, "trainer.tokens_per_step=48", "optim.lr=0.01", "optim.matrix_lr=0.02")
     )
-    text, lengths = load_text(config), []
+    dataset, lengths = load_dataset(config), []
 
     def counted(config, schedule, text):
         lengths.append(schedule.total_steps)
         return throwaway_steps(config, schedule, text)
 
     monkeypatch.setattr(choice, "throwaway_steps", counted)
-    choice.probe(config, Schedule(), text, 1e9)
-    assert lengths == [round(5 * text.train_tokens / 48)] and 250 < lengths[0] < 1000
+    choice.probe(config, Schedule(), dataset, 1e9)
+    assert lengths == [round(5 * dataset.train_tokens / 48)] and 250 < lengths[0] < 1000
 
 
 def test_mini_where_a_smaller_one_is_as_good():
@@ -160,10 +160,10 @@ def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     limit = 16
     config.model = ModelConfig(config.model.context_length)
     asked = Asked(config, model="auto")
-    config, text, _ = open_text(asked)
-    assert [member.config.model.d_model for member in resolve(asked, config, text)[2]] == [16]
+    config, dataset, _ = open_dataset(asked)
+    assert [member.config.model.d_model for member in resolve(asked, config, dataset)[2]] == [16]
     limit = 7
-    assert refusal(resolve, asked, config, text) == "out of memory"
+    assert refusal(resolve, asked, config, dataset) == "out of memory"
 
 
 @pytest.mark.parametrize(

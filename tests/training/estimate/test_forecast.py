@@ -10,7 +10,7 @@ from gpt.hardware.device import DTYPES
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPTConfig
 from gpt.training.config.schema import Config, TrainerConfig
-from gpt.training.estimate.forecast import CALLBACKS, describe, peak_memory
+from gpt.training.estimate.forecast import LOG_BYTES, describe, peak_memory
 from gpt.training.optim import OptimConfig
 from harness import tiny_arguments, train, train_apart
 
@@ -63,7 +63,7 @@ def test_memory_that_the_system_does_not_tell_is_computed(monkeypatch):
     config, shape = Config(optim=OptimConfig("adamw"), trainer=trainer), GPTConfig(vocab_size=71)
     passing = activation_bytes(shape, 3, DTYPES["fp32"], "cpu")
     peak = peak_memory(torch.device("cpu"), shape, config)
-    assert peak == 16 * shape.num_parameters + passing + CALLBACKS
+    assert peak == 16 * shape.num_parameters + passing + LOG_BYTES
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The end of a run in words: its figures are those of metrics.json, and the commands fit how it went."""
+"""The closing report of a run: its figures are those of metrics.json, and its commands fit the outcome."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ run shorter:  python train.py 'rerun=runs/a b' horizon=500steps"""
 
 
 def test_what_is_not_known_is_left_out():
-    """No training loss yet, no samples, no memory on Windows, one corpus, and a text too short for references."""
+    """The report needs no training loss, samples, peak memory, second corpus or references."""
     missing = {"peak_memory_bytes": 0, "references": {}, "best_step": 1100, "train_seconds": 3.21}
     figures = {key: value for key, value in FIGURES.items() if key not in ("train_loss", "mix")} | missing
     lines = list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))
@@ -78,14 +78,14 @@ def test_what_is_not_known_is_left_out():
 
 @pytest.mark.parametrize(("copied", "passage"), [(0, ""), (59, ""), (256, ", and a copied passage of 256 characters")])
 def test_memorising_in_words(copied, passage):
-    """Both losses, the longest copied passage if it is long, and where to read what helps; else nothing."""
+    """A model that memorizes gets one line: both losses, a long copied passage if any, and where to read more."""
     figures = FIGURES | {"train_loss": 0.1, "longest_copy": copied}
     line = (
         f"the model learns its training text by heart: 0.10 nats per token on it, {FIGURES['val_loss']:.2f} on other "
     )
     line += f"text{passage}; docs/reading.md says what helps"
-    said = "\n".join(closing_lines(figures, [], "x", 500, "", Path("runs/a")))
-    assert f"\n\n{line}\n\n" in said
+    printed = "\n".join(closing_lines(figures, [], "x", 500, "", Path("runs/a")))
+    assert f"\n\n{line}\n\n" in printed
     assert "by heart" not in "\n".join(closing_lines(FIGURES, [], "x", 500, "", Path("runs/a")))
 
 
@@ -99,7 +99,7 @@ def test_memorising_in_words(copied, passage):
     ids=["still falling", "stopped", "turned"],
 )
 def test_the_last_command_fits_the_outcome(best, longer, command):
-    """Longer while validation falls, on where a callback has stopped it, and shorter once it has turned."""
+    """Train longer while validation falls, continue a stopped run, and run shorter once validation rises."""
     turned = {} if best == 700 else {"best_val_loss": FIGURES["val_loss"] / 1.009}  # less is noise
     figures = FIGURES | {"best_step": best} | turned
     assert list(closing_lines(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
@@ -121,7 +121,7 @@ UNPASSED = {"references": {"unigram": {"bits_per_byte": 3.5, "passed_at": None}}
     ],
 )
 def test_a_run_that_memorises_is_not_made_longer(changes, command):
-    """Where no validation has turned, the training loss far below it says so; sooner if it passed no reference."""
+    """A training loss far below validation is enough for a shorter run, and sooner if no reference was passed."""
     figures = FIGURES | {"best_step": 1100} | changes
     figures |= {"best_val_loss": figures["val_loss"]}
     assert list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))[-1].endswith(f" {command}")
@@ -162,7 +162,7 @@ def test_duration(seconds, text):
     ],
 )
 def test_calls(best, longer, call):
-    """Who has called `gpt.train` is told calls."""
+    """After `gpt.train`, the report suggests calls instead of commands."""
     figures = FIGURES | {"best_step": best, "best_val_loss": FIGURES["val_loss"] if best == 1100 else 2.81}
     lines = list(closing_lines(figures, [], "it's", 500, longer, Path("runs/a b"), in_python=True))
     assert lines[-1] == call

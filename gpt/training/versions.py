@@ -38,6 +38,17 @@ def code() -> str:
     return git_commit() or installed_version() or f"gpt/ of hash {code_hash()}"
 
 
+def record_code_version(commits: dict[str, str], step: int) -> None:
+    """Record in `commits` (step -> code) which code trains the steps after `step`, if that is new."""
+    if current_commit(commits) != code():
+        commits[str(step)] = code()
+
+
+def current_commit(commits: dict[str, str]) -> str:
+    """Return the code of the newest steps."""
+    return list(commits.values())[-1] if commits else ""
+
+
 def versions() -> dict[str, str]:
     """The versions on which a run's every bit depends: our own too where we are installed, and no commit tells."""
     own = {"mini-gpt": installed_version()} if INSTALLED else {}

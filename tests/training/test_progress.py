@@ -1,4 +1,4 @@
-"""What a person sees while a run trains, on terminals of any width, and what a log keeps."""
+"""Progress of a run on screen, on terminals of any width, and in a log."""
 
 import io
 import json
@@ -20,22 +20,21 @@ from gpt.sampling.scoring import Score
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.metrics.progress import LINE, Progress
-from gpt.training.run.run import Run
-from gpt.training.run.state import TrainState
+from gpt.training.state import RunSpec, TrainState
 from harness import ROOT, command, tiny_arguments
 
 FACTS = ["train 2.500 val 3.000", "2.164 bits/byte", "12.3k tok/s"]
 
 
 class Terminal(io.StringIO):
-    """Text that takes itself for a terminal."""
+    """A text stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def line_at(step: int, width: int, total: int = 4000) -> str:
-    """What stands on a terminal of so many columns after a step, at ten steps a second."""
+    """Return the line on a terminal of so many columns after a step, at ten steps a second."""
     with tqdm(total=total, file=Terminal(), ncols=width, bar_format=LINE, postfix="  ".join(FACTS)) as line:
         line.n = step
         line.start_t -= step / 10
@@ -43,33 +42,37 @@ def line_at(step: int, width: int, total: int = 4000) -> str:
 
 
 def test_the_line_fits_every_width():
-    """The bar takes what is left, and gives way first; a narrow terminal keeps the steps."""
-    whole = "500/4000 12%  05:50 left, train 2.500 val 3.000  2.164 bits/byte  12.3k tok/s  "
-    assert line_at(500, len(whole)) == whole
-    assert line_at(500, len(whole) + 24) == whole + f"{'###':24}"
+    """The bar takes the remaining columns. A narrow terminal cuts it first, and the steps last."""
+    full_line = "500/4000 12%  05:50 left, train 2.500 val 3.000  2.164 bits/byte  12.3k tok/s  "
+    assert line_at(500, len(full_line)) == full_line
+    assert line_at(500, len(full_line) + 24) == full_line + f"{'###':24}"
     assert line_at(500, 25) == "500/4000 12%  05:50 left,"
     assert line_at(9, 60, total=7).startswith("9/? ")  # steps that nobody had expected
     for width in range(1, 131):
         assert disp_len(line_at(500, width)) <= width
 
 
-def progress(folder, sample: str = "", loss: float | None = None, speed: float = 0.0) -> Progress:
-    samples = ["of another prompt", sample] if sample else []
-    run = Run(folder, Config(), Schedule(total_steps=4000), state=TrainState(loss=loss), samples=samples)
-    return Progress(run, SimpleNamespace(tokens_per_second=speed))  # type: ignore[arg-type]
+SCHEDULE = Schedule(total_steps=4000)
+
+
+def make_progress(train_loss: float | None = None, tokens_per_second: float = 0.0) -> tuple[Progress, TrainState]:
+    """Return the progress and the state of a run of 4,000 steps."""
+    spec, state = RunSpec(Config(), SCHEDULE, dataset=None), TrainState(train_loss=train_loss)
+    return Progress(spec, state, SimpleNamespace(tokens_per_second=tokens_per_second)), state
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_validation(tmp_path, monkeypatch, terminal):
-    """A terminal, above the bar, and a log get the figures, and below them what the model writes."""
+def test_report_of_a_validation(tmp_path, monkeypatch, terminal):
+    """A terminal and a log get two lines: the figures, and the last sample."""
     monkeypatch.setenv("COLUMNS", "41")
     out = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    shown = progress(tmp_path, "Once upon\n\na time there were three little pigs", 2.5, 12345.6)
-    shown.open(0, 4000)
-    shown.report(500, 4000, Score(nats=30.0, tokens=10, bytes=20))
-    shown.close()
+    progress, _ = make_progress(2.5, 12345.6)
+    progress.open(tmp_path, 0, 4000)
+    samples = ["of another prompt", "Once upon\n\na time there were three little pigs"]
+    progress.report(500, 4000, Score(nats=30.0, tokens=10, bytes=20), samples)
+    progress.close()
     assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
 
 
@@ -81,46 +84,47 @@ def test_a_validation(tmp_path, monkeypatch, terminal):
         (10.8254, "train 10.83 val     -"),
     ],
 )
-def test_what_the_bar_says(tmp_path, monkeypatch, loss, facts):
-    """Training and validation loss, in nats per token."""
+def test_figures_of_the_bar(tmp_path, monkeypatch, loss, facts):
+    """The bar shows training and validation loss, in nats per token."""
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    shown = progress(tmp_path, loss=loss)
-    shown.open(0, 4000)
+    progress, _ = make_progress(loss)
+    progress.open(tmp_path, 0, 4000)
     time.sleep(0.6)
-    shown.end_step(1, 4000)
+    progress.end_step(1, 4000, SCHEDULE)
     assert re.match(r"\r1/4000  0%  [\d:]+ left, ", sys.stderr.getvalue())  # its first line already has a time
     assert facts in sys.stderr.getvalue()
-    shown.close()
+    progress.close()
 
 
 @pytest.mark.parametrize(("steps", "facts"), [(500, "val 2.917  1.521 bits/byte"), (501, "val     -      - bits/byte")])
-def test_a_run_that_goes_on(tmp_path, monkeypatch, steps, facts):
-    """The last validation before is known at once, but none that comes after the checkpoint, as a kill may leave."""
+def test_bar_of_a_resumed_run(tmp_path, monkeypatch, steps, facts):
+    """It begins with the last validation, but not with one after the checkpoint, as a kill may leave."""
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setattr(sys, "stderr", Terminal())
     figures = {"steps": steps, "val_loss": 2.91684, "val_bits_per_byte": 1.52063}
     (tmp_path / "metrics.json").write_text(json.dumps(figures))
-    shown = progress(tmp_path, loss=2.5)
-    shown.open(500, 4000)
+    progress, _ = make_progress(2.5)
+    progress.open(tmp_path, 500, 4000)
     time.sleep(0.6)
-    shown.end_step(501, 4000)
+    progress.end_step(501, 4000, SCHEDULE)
     assert facts in sys.stderr.getvalue()
-    shown.close()
+    progress.close()
 
 
 @pytest.mark.parametrize("columns", [0, 80])
 def test_a_terminal_of_no_width(tmp_path, monkeypatch, capsys, columns):
-    """No line can be shown there, and so how long the run takes is said, as in a log."""
+    """It can show no bar, so how long the run takes is printed once, as in a log."""
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (23, columns))
+    progress, state = make_progress()
     with os.fdopen(end, "w") as screen:
         monkeypatch.setattr(sys, "stderr", screen)
-        shown = progress(tmp_path)
-        shown.open(0, 4000)
-        shown._run.state.seconds = 10.0
-        shown.end_step(100, 4000)
-        shown.close()
+        progress.open(tmp_path, 0, 4000)
+        for step in (100, 200):
+            state.seconds += 10.0
+            progress.end_step(step, 4000, SCHEDULE)
+        progress.close()
     os.close(terminal)
     expected = "" if columns else "about 6m30s to go at this machine's speed, besides validations\n"
     assert capsys.readouterr().out == expected
@@ -138,25 +142,25 @@ def test_a_line_above_the_bar(monkeypatch):
 
 
 def test_an_error_clears_the_bar(tmp_path, monkeypatch):
-    """What is said of it then does not stand beside half a bar."""
+    """A message about the error then does not stand beside half a bar."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    shown = progress(tmp_path)
-    shown.open(0, 7)
+    progress, _ = make_progress()
+    progress.open(tmp_path, 0, 7)
     time.sleep(0.6)
-    shown.end_step(1, 7)
+    progress.end_step(1, 7, SCHEDULE)
     assert "1/7" in sys.stderr.getvalue()
-    shown.close()
+    progress.close()
     assert re.search(r"\r +\r$", sys.stderr.getvalue())
 
 
 def columns(raw: str) -> list[str]:
-    """The pieces of a terminal's output that each begin in its first column."""
+    """Return the pieces of a terminal's output that each begin in its first column."""
     return [piece for piece in re.split(r"[\r\n]+", raw) if piece.strip()]
 
 
 @pytest.mark.slow
 def test_on_a_terminal(corpus_folder, tmp_path):
-    """A training that a person watches: nothing is wider than the terminal, samples stand above, and the bar goes."""
+    """Nothing is wider than the terminal, samples are printed above the bar, and the bar is cleared at the end."""
     changes = ["horizon=40steps", "trainer.validate_every=10", "data.prompts=[a\tb]", f"run_dir={tmp_path / 'run'}"]
     script = command(*tiny_arguments(corpus_folder, *changes))
     terminal, end = pty.openpty()
@@ -186,7 +190,7 @@ def test_on_a_terminal(corpus_folder, tmp_path):
 
 
 def test_no_semaphore():
-    """Neither lines nor bars make one, which Python 3.14 would report as leaked when the program is killed."""
+    """Lines and bars make none. Python 3.14 would report it as leaked when the program is killed."""
     code = "import tqdm.std; from gpt.console import bars, say; say('a line'); list(bars()(range(3), disable=False))"
     code += "; print(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).splitlines() == [

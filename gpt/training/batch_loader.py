@@ -1,0 +1,96 @@
+"""The micro-batches of a run, each a pure function of its number, so that a loader has no state to save."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, distributed
+
+from gpt.model.loss import IGNORE
+from gpt.text.batches import training_batch, validation_batches
+from gpt.text.prepared import Corpora
+from gpt.training.config.schedule import Schedule
+from gpt.training.config.schema import Config
+from gpt.training.state import RunSpec
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
+
+
+def sequence_length(config: Config, schedule: Schedule, step: int) -> int:
+    """Return the tokens of a sequence in the step after `step` others."""
+    is_short = schedule.uses_short_sequences(step)
+    return (is_short and config.trainer.short_window) or config.model.context_length
+
+
+def micro_batch(config: Config, dataset: Corpora, number: int, sequence_length: int) -> Batch:
+    """Return inputs and targets, each (B, T), of the micro-batch with this number, counted over all steps and ranks.
+
+    A micro-batch always has the same number of tokens: sequences of half the length are twice as many.
+    """
+    factor = config.model.context_length // sequence_length
+    batch_size = config.micro_batch_size * factor
+    tokens = [source.train for source in dataset.sources]
+    return training_batch(tokens, dataset.shares, config.order_seed, number * batch_size, batch_size, sequence_length)
+
+
+def read_step(
+    config: Config, dataset: Corpora, step: int, sequence_length: int, rank: int = 0, pin: bool = False
+) -> list[Batch]:
+    """Return this rank's micro-batches for the step after `step` others.
+
+    Args:
+        step: The number of steps before this one.
+        sequence_length: T, the tokens of a sequence.
+        rank: The ranks take turns: micro-batch i of the step goes to rank i % world_size.
+        pin: Put them into pinned memory. From other memory, a copy to a GPU waits for all that the GPU still has to do.
+    """
+    first = step * config.accumulation
+    numbers = [(first + i) * config.trainer.world_size + rank for i in range(config.accumulation)]
+    batches = [micro_batch(config, dataset, number, sequence_length) for number in numbers]
+    if pin:
+        return [(idx.pin_memory(), targets.pin_memory()) for idx, targets in batches]
+    return batches
+
+
+class TrainBatches:
+    """This rank's micro-batches of a whole run, for `lightning.Trainer.fit`.
+
+    Lightning stores how many were taken in its checkpoints, and goes on from there. With a DataLoader, a resumed run
+    would start again at the first batch, and several processes would shuffle it.
+    """
+
+    def __init__(self, spec: RunSpec):
+        self._spec = spec
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        return self._spec.schedule.total_steps * self._spec.config.accumulation
+
+    def __iter__(self) -> Iterator[Batch]:
+        config, schedule = self._spec.config, self._spec.schedule
+        has_group = distributed.is_available() and distributed.is_initialized()
+        rank = distributed.get_rank() if has_group else 0
+        while self._num_taken < len(self):
+            step = self._num_taken // config.accumulation
+            number = self._num_taken * config.trainer.world_size + rank
+            self._num_taken += 1
+            yield micro_batch(config, self._spec.dataset, number, sequence_length(config, schedule, step))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_taken": self._num_taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._num_taken = state["num_taken"]
+
+
+class ValidationBatches:
+    """The whole validation text as inputs and targets, each (B, T), for `lightning.Trainer.fit`.
+
+    Targets that do not count are `IGNORE`. Every rank gets all batches.
+    """
+
+    def __init__(self, spec: RunSpec):
+        self._spec = spec
+
+    def __iter__(self) -> Iterator[Batch]:
+        T, B = self._spec.config.model.context_length, self._spec.config.micro_batch_size
+        for source in self._spec.dataset.sources:
+            yield from validation_batches(source.validation, B, T, IGNORE)

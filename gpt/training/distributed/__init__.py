@@ -1,1 +1,0 @@
-"""The processes of a training: who numbers them, and how they start, meet and end together."""

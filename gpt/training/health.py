@@ -1,0 +1,63 @@
+"""Warnings about a run whose numbers are finite and yet go wrong. Each is printed once."""
+
+import math
+
+from gpt.console import quote, warn
+from gpt.sampling.scoring import Score
+from gpt.training import distributed
+from gpt.training.config.advice import TURNED, shorter_steps
+from gpt.training.optim import unread_settings
+from gpt.training.run_directory import RunDirectory
+from gpt.training.state import RunSpec, TrainState
+
+OVERFIT_VALIDATIONS = 2  # in a row, before the warning
+# A training loss this many times its moving average, and this many nats above it, is not the noise of a batch.
+DIVERGED_FACTOR, DIVERGED_NATS = 1.2, 0.3
+DIVERGED_POINTS = 5  # of the curve in a row, before the warning
+
+
+def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Score) -> None:
+    """Warn, at a validation, if the last ones are worse than the best while the training loss keeps falling."""
+    if state.overfit_count == OVERFIT_VALIDATIONS:
+        return
+    if state.best_step == step:
+        state.train_loss_at_best = None
+    if state.train_loss_at_best is None:  # the first point of train/loss may come later
+        state.train_loss_at_best = state.train_loss
+    train_loss, loss_at_best = state.train_loss, state.train_loss_at_best
+    is_falling = train_loss is not None and loss_at_best is not None and TURNED * train_loss < loss_at_best
+    is_worse = score.nats_per_token > TURNED * state.best_loss
+    state.overfit_count = state.overfit_count + 1 if is_falling and is_worse else 0
+    if state.overfit_count == OVERFIT_VALIDATIONS and distributed.is_main_process():
+        warn(
+            f"validation loss was lowest at step {state.best_step} and has risen since, while training loss keeps "
+            f"falling: the model overfits. best.ckpt holds step {state.best_step}; try "
+            f"horizon={shorter_steps(spec.config, spec.dataset, state.best_step)}steps"
+        )
+
+
+def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step: int) -> None:
+    """Warn, at a point of train/loss, if it stays far above its moving average: the learning rate is too high."""
+    optim = spec.config.optim
+    if state.train_loss is None or state.high_loss_count == DIVERGED_POINTS:
+        return
+    if state.train_loss <= DIVERGED_FACTOR * state.min_loss_ema + DIVERGED_NATS:
+        is_first = state.loss_ema == math.inf
+        state.loss_ema = state.train_loss if is_first else 0.9 * state.loss_ema + 0.1 * state.train_loss
+        state.min_loss_ema = min(state.min_loss_ema, state.loss_ema)
+        state.last_healthy_step = step
+        state.high_loss_count = 0
+        return
+    state.high_loss_count += 1
+    if state.high_loss_count == DIVERGED_POINTS and distributed.is_main_process():
+        names = {"lr", "matrix_lr"} - unread_settings(optim.name)
+        words = [f"rerun={run.path}"]
+        words += [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(names)]
+        best_step = state.best_step
+        is_from_before = 0 < best_step <= state.last_healthy_step
+        best = f"best.ckpt of step {best_step} is from before; " if is_from_before else ""
+        warn(
+            f"training loss has been far above its average since step {state.last_healthy_step} "
+            f"({state.train_loss:.2f}, and {state.min_loss_ema:.2f} before): {best}try a lower learning rate with "
+            f"{' '.join(map(quote, words))}"
+        )

@@ -1,1 +1,0 @@
-"""A run directory, and what is recorded of a run."""

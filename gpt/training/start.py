@@ -1,0 +1,198 @@
+"""Starting a run: its initial weights, its dataset, every value that was left open, and its directory."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpt.console import say, warn
+from gpt.errors import UserError
+from gpt.exchange.loading import find_checkpoint, open_model
+from gpt.model.transformer import GPTConfig, ModelConfig
+from gpt.text.cache import CACHE
+from gpt.text.prepare.mixture import names_of, shares_of
+from gpt.text.prepare.prepare import TooShortError, prepare
+from gpt.text.prepared import Corpora, find_prepared
+from gpt.text.tokenizer import Tokenizer
+from gpt.training import distributed
+from gpt.training.config.advice import fit_of_tokenizer, warnings
+from gpt.training.config.asked import Asked
+from gpt.training.config.loading import validate
+from gpt.training.config.schema import Config
+from gpt.training.resolve import for_machine, require_devices, resolve, with_suitable_split
+from gpt.training.run_directory import RunDirectory, require_empty, text_name
+from gpt.training.state import RunSpec
+
+MAX_JOB_CHARS = 80  # of a run's name that say how it differs in a sweep
+
+
+def start_run(request: Asked) -> tuple[RunSpec, RunDirectory]:
+    """Prepare a new run, and make its directory: `run_dir`, or one below runs/ named after its text and its model.
+
+    Rank 0 decides for all.
+    """
+    started = on_every_rank(lambda: start_in_directory(None, request))
+    assert started is not None
+    return started
+
+
+def start_in_directory(run: RunDirectory | None, request: Asked) -> tuple[RunSpec, RunDirectory]:
+    """Prepare a run that begins at its first step, in a new directory, or in that of a run without a checkpoint."""
+    config = request.config
+    distributed.require_processes(config.trainer.devices, config.trainer.world_size)
+    if run is None and config.run_dir:
+        require_empty(Path(config.run_dir))
+    spec = plan_run(request)
+    return spec, run or RunDirectory.create(spec.config.run_dir, _run_name(request), spec.config)
+
+
+def plan_run(request: Asked) -> RunSpec:
+    """Return the specification of a new run, without a directory; print warnings about its settings."""
+    config, dataset, initial_weights = open_dataset(request)
+    config, schedule, _ = resolve(request, config, dataset)
+    schedule_in_steps = schedule
+    if schedule.seconds:
+        from gpt.training.estimate import timing  # imports Lightning
+
+        _, schedule_in_steps, _ = timing.in_steps(config, schedule, dataset, at_most=1.0)
+    config = with_suitable_split(config, schedule_in_steps, dataset)
+    if initial_weights is not None:
+        say(fit_of_tokenizer(dataset))
+    for line in warnings(config, schedule_in_steps, dataset):
+        warn(line)
+    return RunSpec(config, schedule, dataset, initial_weights=initial_weights, in_python=request.in_python)
+
+
+def _run_name(request: Asked) -> str:
+    """Return a name of a run: its text, its model or that one's shape, and what varies in a sweep."""
+    model, shape = request.model, request.config.model
+    if request.config.init_from:
+        model = "tuned"
+    elif not model:
+        model = "mini" if shape == ModelConfig() else f"{shape.num_layers}x{shape.d_model}"
+    job = f"_{request.job[:MAX_JOB_CHARS]}" if request.job else ""
+    return f"{text_name(request.config.data)}-{model}{job}"
+
+
+# --- the weights and the text ---
+
+
+def open_dataset(request: Asked) -> tuple[Config, Corpora, Path | None]:
+    """Prepare the text of a new run.
+
+    Returns:
+        The configuration for this machine, the dataset, and the model to start from, if any. That model brings its
+        shape and its tokenizer.
+    """
+    config, initial_weights, tokenizer = request.config, None, None
+    if config.init_from:
+        initial_weights = find_checkpoint(config.init_from)
+        model, tokenizer = open_model(initial_weights)
+        config = _with_shape_of(model.config, tokenizer, request)
+        del model  # training opens it again: here it would take memory while text is prepared
+    config = for_machine(config)
+    return config, load_dataset(config, tokenizer), initial_weights
+
+
+def _with_shape_of(model: GPTConfig, tokenizer: Tokenizer, request: Asked) -> Config:
+    """Return the configuration with the shape and the tokenizer of a model.
+
+    Raises:
+        UserError: A key of `model` was given that does not fit its weights.
+    """
+    given_keys = [key.removeprefix("model.") for key in request.given if key.startswith("model.")]
+    given = {key: getattr(request.config.model, key) for key in ("dropout", *given_keys)}
+    shape = {key: value for key, value in asdict(model).items() if key != "vocab_size"} | given
+    if GPTConfig(**shape, vocab_size=model.vocab_size).num_parameters != model.num_parameters:
+        changed = " ".join(f"model.{key}={given[key]}" for key in given_keys)
+        init_from = request.config.init_from
+        raise UserError(f"{changed}: the weights of init_from={init_from} have other shapes: leave it out")
+    vocabulary = {"vocab_size": tokenizer.vocab_size} if tokenizer.name == "bpe" else {}
+    tokenizer_config = {"name": tokenizer.name} | vocabulary
+    return validate(asdict(request.config) | {"model": shape, "tokenizer": tokenizer_config})
+
+
+def load_dataset(
+    config: Config,
+    tokenizer: Tokenizer | None = None,
+    quiet: bool = False,
+    checkpoint: dict[str, Any] | None = None,
+) -> Corpora:
+    """Return the dataset of a configuration.
+
+    Args:
+        config: Names the text.
+        tokenizer: Of the model to start from, if any.
+        quiet: Print nothing.
+        checkpoint: If the cache already holds the dataset described in it, the source files are not needed.
+    """
+    context_length = config.model.context_length
+    on_progress = (lambda line: None) if quiet else say
+    cache = Path(config.data.cache or CACHE)
+    try:
+        return prepare(config.data, tokenizer or config.tokenizer, context_length, cache, on_progress)
+    except TooShortError as error:
+        longest = error.longest_context
+        settings = f"model.context_length={longest} trainer.tokens_per_step={8 * longest}"
+        hint = f", or set {settings} or less" if longest else ""
+        raise UserError(f"{error}{hint}") from None
+    except UserError as error:
+        if checkpoint is None or config.data.name == "prepared":
+            raise
+        sources = find_prepared(checkpoint, Tokenizer.from_dict(checkpoint["tokenizer"]), cache)
+        if not sources:
+            raise UserError(f"{error}; if the text is elsewhere now, add data.path=FILE") from None
+        on_progress(f"{error}: continuing with the prepared text in {cache}")
+        return Corpora(tuple(sources), names_of(config.data), shares_of(config.data))
+
+
+def inherited_tokenizer(checkpoint: dict[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer of a run that took it from its initial weights; None if the run made its own."""
+    was_given = "given" in checkpoint["corpus"]["tokenizer"]
+    return Tokenizer.from_dict(checkpoint["tokenizer"]) if was_given else None
+
+
+# --- on every rank ---
+
+
+def on_every_rank(prepare: Callable[[], tuple[RunSpec, RunDirectory] | None]) -> tuple[RunSpec, RunDirectory] | None:
+    """Call `prepare` on rank 0, and open the same run on the other ranks, which read text and checkpoint themselves.
+
+    Returns None on every rank if `prepare` does: the run is complete.
+    """
+    distributed.init_process_group()
+    started = distributed.run_on_all_ranks(lambda: prepare() if distributed.is_main_process() else None)
+    try:
+        shared = distributed.broadcast(started and _describe(*started))
+        if shared is None:
+            return None
+        return distributed.run_on_all_ranks(lambda: started or _open_on_rank(*shared))
+    except BaseException:
+        if started is not None:
+            started[1].close()
+        raise
+
+
+def _describe(spec: RunSpec, run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """Return what other ranks need: the specification without the dataset, the dataset's identity, the path."""
+    fields = {
+        "config": spec.config,
+        "schedule": spec.schedule,
+        "checkpoint": spec.checkpoint and spec.checkpoint.absolute(),
+        "initial_weights": spec.initial_weights and spec.initial_weights.absolute(),
+        "in_python": spec.in_python,
+    }
+    identity = {"corpus": spec.dataset.key, "tokenizer": spec.dataset.tokenizer.to_dict()}
+    return fields, identity, run.path.absolute()
+
+
+def _open_on_rank(fields: dict[str, Any], identity: dict[str, Any], path: Path) -> tuple[RunSpec, RunDirectory]:
+    """Open on this rank the run that rank 0 has prepared."""
+    config = fields["config"]
+    require_devices(config)
+    dataset = load_dataset(config, inherited_tokenizer(identity), quiet=True, checkpoint=identity)
+    if {"corpus": dataset.key, "tokenizer": dataset.tokenizer.to_dict()} != identity:
+        raise UserError("the text is not the same as for process 0: copy it to this machine")
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path}: is not on this machine: all machines must share the folder")
+    return RunSpec(dataset=dataset, **fields), RunDirectory(path)

@@ -1,0 +1,21 @@
+"""Two processes that meet, and then some fail as a bug or a callback does: python failing_worker.py ERROR RANK ..."""
+
+import builtins
+import sys
+
+import torch
+
+from gpt.training.distributed import init_process_group, launch, rank
+
+
+def fail(request: tuple[str, list[int]]) -> None:
+    """Raise the error on the given ranks; the others wait for them."""
+    error, failing_ranks = request
+    init_process_group()
+    if rank() in failing_ranks:
+        raise getattr(builtins, error)("the callback is broken")
+    torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    launch(fail, (sys.argv[1], [int(number) for number in sys.argv[2:]]), 2)

@@ -1,0 +1,394 @@
+"""Users' callbacks: when their hooks run, what they may log, stop and store, and which objects are refused."""
+
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+
+import gpt
+from gpt.exchange import checkpoint
+from gpt.training.callbacks import HOOKS
+from harness import (
+    ROOT,
+    StopAt,
+    Training,
+    begin_run,
+    differences,
+    fit,
+    read_curves,
+    read_table,
+    refusal,
+    resume_run,
+    tiny_arguments,
+    tiny_config,
+    train_apart,
+)
+
+VALIDATIONS = [3, 6, 9, 12, 13]  # of a run of 13 steps
+
+
+class Recorder:
+    """Records each call of a hook, and what it receives."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.losses: list[float] = []
+        self.scores: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.paused_seconds = 0.0
+
+    def on_train_start(self, step: int) -> None:
+        self.calls.append(("on_train_start", step))
+        self.start = time.perf_counter()
+
+    def on_train_step_end(self, module, loss, step: int, unknown: str = "its default") -> None:
+        assert unknown == "its default"
+        self.calls.append(("on_train_step_end", step))
+        self.losses.append(float(loss))
+        gradients = [p.grad for p in module.model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        self.gradient_norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def on_validation_end(self, score, step: int) -> None:
+        self.calls.append(("on_validation_end", step))
+        self.scores.append(score.nats_per_token)
+        time.sleep(0.1)
+
+    def on_train_end(self, step: int) -> None:
+        self.calls.append(("on_train_end", step))
+        self.seconds = time.perf_counter() - self.start
+
+
+class Logging:
+    """Logs a curve in each of its hooks."""
+
+    def on_train_start(self, step: int, log) -> None:
+        if step == 0:
+            log("mine/start", 1)
+
+    def on_train_step_end(self, step: int, loss, log) -> None:
+        log("mine/loss", loss)
+        if step % 5 == 0:
+            log("mine/fifth", step / 2)
+
+    def on_validation_end(self, score, log) -> None:
+        log("mine/double", 2 * score.nats_per_token)
+
+    def on_train_end(self, log) -> None:
+        log("mine/end", 7.0)
+
+
+class Counter:
+    """Counts steps and validations, and stores both numbers."""
+
+    def __init__(self) -> None:
+        self.counts = {"steps": 0, "validations": 0}
+
+    def on_train_step_end(self) -> None:
+        self.counts["steps"] += 1
+
+    def on_validation_end(self) -> None:
+        self.counts["validations"] += 1
+
+    def state_dict(self) -> dict:
+        return self.counts
+
+    def load_state_dict(self, state: dict) -> None:
+        self.counts = state
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_folder) -> tuple[Training, Recorder]:
+    """A run of 13 steps of two micro-batches, with dropout, and what a callback received."""
+    run = ["horizon=13steps", "data.prompts=[]", "trainer.keep_every=5", "optim.clip=0"]
+    training = begin_run(tiny_config(corpus_folder, *run, f"run_dir={corpus_folder / 'run'}"))
+    recorder = Recorder()
+    fit(training, [recorder, Logging(), Counter()])
+    return training, recorder
+
+
+def begin_again(training: Training, folder: Path, **changes: Any) -> Training:
+    """Begin the same run in another folder, with changes to its configuration."""
+    return begin_run(replace(training.config, run_dir=str(folder / "run"), **changes))
+
+
+# --- hooks and their arguments ---
+
+
+def test_hooks_follow_the_steps(trained):
+    """Each step is reported once, however many micro-batches it has, and before its validation."""
+    training, recorder = trained
+    assert training.config.accumulation == 2
+    expected = [("on_train_start", 0)]
+    for step in range(1, 14):
+        expected.append(("on_train_step_end", step))
+        if step in VALIDATIONS:
+            expected.append(("on_validation_end", step))
+    assert recorder.calls == [*expected, ("on_train_end", 13)]
+
+
+def test_hooks_receive_the_figures_of_the_curves(trained):
+    """The loss is the mean over the micro-batches, the score is the validation's, and gradients are still there."""
+    training, recorder = trained
+    curves = read_curves(training.path)
+    means = [sum(recorder.losses[i : i + 3]) / len(recorder.losses[i : i + 3]) for i in range(0, 13, 3)]
+    assert [loss for _, loss in curves["train/loss"]] == pytest.approx(means)
+    assert curves["val/loss"] == [
+        (step, pytest.approx(s)) for step, s in zip(VALIDATIONS, recorder.scores, strict=True)
+    ]
+    norms = curves["weights/grad_norm"]
+    assert norms == [(step, pytest.approx(recorder.gradient_norms[step - 1])) for step, _ in norms]
+
+
+def test_clock_stands_still_during_validation(trained):
+    """Neither a validation nor the callbacks that follow it count as training time."""
+    training, recorder = trained
+    seconds = checkpoint.load(training.path / "checkpoints/last.ckpt")["state"]["seconds"]
+    assert 0 < seconds < recorder.seconds - len(VALIDATIONS) * 0.1
+
+
+def test_hooks_choose_their_arguments(trained, tmp_path):
+    """A hook may take every argument of its kind, or none."""
+    names: dict[str, set[str]] = {}
+
+    class Every:
+        def on_train_start(self, **arguments) -> None:
+            names["on_train_start"] = set(arguments)
+
+        def on_train_step_end(self, *positional, **arguments) -> None:
+            assert positional == ()
+            names["on_train_step_end"] = set(arguments)
+
+        def on_validation_end(self, **arguments) -> None:
+            names["on_validation_end"] = set(arguments)
+
+        def on_train_end(self, **arguments) -> None:
+            names["on_train_end"] = set(arguments)
+
+    counter = Counter()
+    fit(begin_again(trained[0], tmp_path, horizon="1steps", logger=[]), [Every(), counter])
+    assert names == {hook: set(arguments) for hook, arguments in HOOKS.items()}
+    assert counter.counts == {"steps": 1, "validations": 1}
+
+
+# --- curves ---
+
+
+def test_log_writes_a_curve(trained):
+    """Every call adds a point at its step, to metrics.csv and to TensorBoard."""
+    training, recorder = trained
+    table = {tag: points for tag, points in read_table(training.path).items() if tag.startswith("mine/")}
+    assert table == {
+        "mine/start": [(0, 1.0)],
+        "mine/loss": list(enumerate(recorder.losses, start=1)),
+        "mine/fifth": [(5, 2.5), (10, 5.0)],
+        "mine/double": [(step, 2 * s) for step, s in zip(VALIDATIONS, recorder.scores, strict=True)],
+        "mine/end": [(13, 7.0)],
+    }
+    shown = {tag: points for tag, points in read_curves(training.path).items() if tag.startswith("mine/")}
+    assert shown == {tag: [(step, pytest.approx(value)) for step, value in points] for tag, points in table.items()}
+
+
+def test_log_writes_at_once(trained, tmp_path):
+    """A point is in metrics.csv when `log` returns, so that a program can read it while the run trains."""
+    tables = []
+
+    class Reads:
+        def on_train_step_end(self, step: int, log) -> None:
+            log("mine/step", step)
+            tables.append(read_table(tmp_path / "run")["mine/step"])
+
+    fit(begin_again(trained[0], tmp_path, horizon="2steps"), [Reads()])
+    assert tables == [[(1, 1.0)], [(1, 1.0), (2, 2.0)]]
+
+
+def test_resumed_run_has_the_same_points(trained, tmp_path):
+    """A run that was stopped between two log points, and killed later, ends with the files of an uninterrupted one."""
+    training = begin_again(trained[0], tmp_path)
+    fit(training, [Recorder(), Logging(), Counter(), StopAt(5)])
+    assert read_table(training.path)["mine/end"] == [(5, 7.0)]  # logged after the checkpoint
+    with (training.path / "metrics.csv").open("a") as table:
+        table.write("6,mine/loss,7.0\n")  # as if killed later
+    fit(resume_run(training.path), [Recorder(), Logging(), Counter()])
+    assert differences(training.path, trained[0].path) == []
+
+
+# --- stopping ---
+
+
+class Stopper:
+    """Requests the end of a run in one hook, at a step or later."""
+
+    def __init__(self, hook: str, step: int):
+        self.first_step = step
+        setattr(self, hook, self.stop_at)
+
+    def stop_at(self, step: int, stop) -> None:
+        if step >= self.first_step:
+            stop()
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "expected"),
+    [
+        ("on_train_start", 0, 1),
+        ("on_train_step_end", 5, 5),
+        ("on_validation_end", 4, 6),
+        ("on_train_step_end", 13, 13),
+        ("on_train_end", 0, 13),
+    ],
+)
+def test_callbacks_stop_a_run(trained, tmp_path, capfd, hook, step, expected):
+    """The run ends after the step, which is validated and saved; after its last step there is nothing to stop."""
+    training, is_early = begin_again(trained[0], tmp_path), expected < 13
+    fit(training, [Stopper(hook, step)])
+    assert training.result.stop_reason == ("callback" if is_early else "horizon")
+    assert training.metrics["steps"] == training.result.step == expected
+    assert [at for at, _ in read_table(training.path)["val/loss"]] == sorted(
+        {at for at in VALIDATIONS if at <= expected} | {expected}
+    )
+    printed = capfd.readouterr().out
+    hint = f"at step {expected}, as a callback requested; to continue anyway: python train.py resume={training.path}"
+    assert (hint in printed) == is_early
+    last = checkpoint.load(training.path / "checkpoints/last.ckpt")
+    assert last["step"] == expected
+    if expected == 5:
+        kept = checkpoint.load(trained[0].path / "checkpoints/step-00000005.ckpt")["state_dict"]
+        assert all(torch.equal(weight, kept[name]) for name, weight in last["state_dict"].items())
+    assert (resume_run(training.path) is not None) == is_early
+
+
+class EarlyStopping:
+    """Stops a run after `patience` validations without a better score, and stores both."""
+
+    def __init__(self, patience: int):
+        self.state = {"patience": patience, "num_worse": 0, "best": float("inf")}
+
+    def on_validation_end(self, score, stop) -> None:
+        state, loss = self.state, score.nats_per_token
+        state["num_worse"] = 0 if loss < state["best"] else state["num_worse"] + 1
+        state["best"] = min(loss, state["best"])
+        if state["num_worse"] >= state["patience"]:
+            stop()
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+def test_early_stopping_by_a_callback(trained, tmp_path, worse):
+    """A callback that watches validations stops the run; resumed, it continues with the stored state."""
+    training = begin_again(trained[0], tmp_path)
+    fit(training, [EarlyStopping(patience=1)])
+    last = checkpoint.load(training.path / "checkpoints/last.ckpt")
+    assert (last["step"], last["callbacks"]["EarlyStopping"]) == (9, {"patience": 1, "num_worse": 1, "best": 1.0})
+    resumed = resume_run(training.path)
+    fit(resumed, [EarlyStopping(patience=3)])
+    assert resumed.metrics["steps"] == 12  # its patience is still 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "step"), [("Both", 10), ("One", 9)])  # ranks exchange requests every three steps
+def test_two_processes_stop_together(corpus_folder, tmp_path, name, step):
+    """Each process has its own callbacks. If any of them requests a stop, all processes stop after the same step."""
+    (tmp_path / "stoppers.py").write_text(
+        "import os\n"
+        "class Both:\n"
+        "    def on_validation_end(self, step, stop):\n"
+        "        if step == 10:\n"
+        "            stop()\n"
+        "class One:\n"
+        "    def on_train_step_end(self, step, stop):\n"
+        "        if step == 7 and os.environ['RANK'] == '1':\n"
+        "            stop()\n"
+    )
+    two = ["trainer.device=cpu", "trainer.devices=2", "horizon=40steps", "trainer.validate_every=5"]
+    run = tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}", f"callbacks=stoppers:{name}")
+    done = train_apart(*run, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert done.stderr == ""
+    assert f"stopped early at step {step}, as a callback requested" in done.stdout
+    assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == step
+
+
+# --- states ---
+
+
+def test_hooks_run_before_the_checkpoint_of_their_step(trained):
+    """The state in each checkpoint includes the step and the validation of that checkpoint."""
+    for file, step in (("step-00000005", 5), ("step-00000010", 10), ("last", 13)):
+        counts = checkpoint.load(trained[0].path / f"checkpoints/{file}.ckpt")["callbacks"]["Counter"]
+        assert counts == {"steps": step, "validations": sum(at <= step for at in VALIDATIONS)}
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_states_are_restored(trained, tmp_path, is_new):
+    """A callback continues with its state in the checkpoint. It may also be new to a run."""
+    fit(begin_again(trained[0], tmp_path, logger=[]), [StopAt(5), *([] if is_new else [Counter()])])
+    resumed, counter = resume_run(tmp_path / "run"), Counter()
+    assert checkpoint.load(resumed.spec.checkpoint)["step"] == 5
+    fit(resumed, [counter])
+    assert counter.counts == ({"steps": 8, "validations": 4} if is_new else {"steps": 13, "validations": 5})
+
+
+def test_states_that_cannot_be_stored(trained, tmp_path):
+    """The callback and the type are named, and nothing is saved: such a checkpoint could not be read again."""
+
+    class Hoarder(Counter):
+        def state_dict(self) -> dict:
+            return {"values": [1.0, {"mean": np.float64(2.0)}]}
+
+    training = begin_again(trained[0], tmp_path, horizon="2steps")
+    line = refusal(fit, training, [Hoarder()])
+    assert re.search(r"callback Hoarder: .*float64.*: change its state_dict", line)
+    assert not list(training.path.glob("checkpoints/*"))
+
+
+# --- what is no callback ---
+
+
+class Nothing:
+    """An object without hooks."""
+
+
+class Unknown:
+    """A callback whose hook needs an argument that no hook has."""
+
+    def on_train_end(self, loss) -> None:
+        raise AssertionError
+
+
+class Positional:
+    """A callback whose hook does not take its argument by name."""
+
+    def on_train_end(self, step, /) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        ([Callback()], "Callback is a callback of lightning.Trainer: .*docs/experiments.md.*"),
+        ([Counter(), Nothing()], f"Nothing is of type Nothing, with none of {', '.join(HOOKS)}"),
+        ([Counter], r"Counter is a class: .* Counter\(\)"),
+        ([Unknown()], "Unknown.on_train_end needs 'loss': choose from step, module, log, stop"),
+        ([Positional()], "Positional.on_train_end needs 'step': .*"),
+        ([Counter(), Recorder(), Counter()], "2 of class Counter have a state_dict: give each a class name"),
+    ],
+)
+def test_what_is_no_callback(trained, tmp_path, callbacks, words):
+    """One line names the object and what to do, before a step is trained."""
+    training = begin_again(trained[0], tmp_path)
+    assert re.fullmatch(f"callbacks: ({words})", refusal(fit, training, callbacks))
+    assert not list(training.path.glob("checkpoints/*"))
+    text = trained[0].config.data.path
+    assert re.fullmatch(f"callbacks: ({words})", refusal(gpt.train, text, run_dir=tmp_path / "b", callbacks=callbacks))
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,78 @@
+"""What the checkpoints of a run hold, and which of them a run resumes from."""
+
+import shutil
+import subprocess
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from gpt.exchange import checkpoint
+from gpt.training.run_directory import RunDirectory
+from gpt.training.versions import code, git_commit, versions
+from harness import Training, begin_run, fit, tiny_config
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_folder) -> Training:
+    """A run of 12 steps."""
+    training = begin_run(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={corpus_folder / 'run'}"))
+    fit(training)
+    return training
+
+
+def test_best_and_last_checkpoints(trained):
+    """best.ckpt is of the best step and last.ckpt of the last. They are one file if these steps are equal."""
+    folder, metrics = trained.path / "checkpoints", trained.metrics
+    assert checkpoint.load(folder / "best.ckpt")["step"] == metrics["best_step"]
+    assert checkpoint.load(folder / "last.ckpt")["step"] == 12
+    assert checkpoint.load(folder / "previous.ckpt")["step"] == 11
+    assert (folder / "best.ckpt").samefile(folder / "last.ckpt") == (metrics["best_step"] == 12)
+
+
+@pytest.mark.parametrize(
+    ("files", "warnings"),
+    [
+        ({"previous": 5, "best": 9}, ["last.ckpt is missing; resuming from best.ckpt of step 9"]),
+        ({"previous": 5, "last": 7, "best": 9}, []),
+    ],
+)
+def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
+    """A run resumes from its newest checkpoint, best.ckpt or not. A missing last.ckpt is reported."""
+    shutil.copy(trained.path / "config.yaml", tmp_path)
+    stored = checkpoint.load(trained.path / "checkpoints/last.ckpt")
+    for name, step in files.items():
+        checkpoint.save(stored | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
+    with RunDirectory.open(tmp_path) as run:
+        file, newest = run.load_newest()
+    assert (file.name, newest["step"]) == ("best.ckpt", 9)
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == [f"train.py: {tmp_path}/checkpoints/{line}" for line in warnings]
+
+
+def test_checkpoints_record_their_origin(trained):
+    """Versions, commit, threads, schedule and configuration are in every checkpoint as plain types."""
+    stored = checkpoint.load(trained.path / "checkpoints/best.ckpt")
+    assert stored["versions"] == versions()
+    assert stored["git_commit"] == code()
+    assert stored["state"]["commits"] == {"0": code()}
+    assert stored["threads"] == torch.get_num_threads()
+    assert stored["schedule"] == asdict(trained.spec.schedule)
+    assert stored["config"] == asdict(trained.config)
+
+
+def test_git_commit(tmp_path):
+    """The commit of a checkout is found; outside one there is none."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    outside.mkdir()
+    assert git_commit(outside) is None
+    assert git_commit(tmp_path / "nowhere") is None
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "init", "-q", inside], check=True)
+    subprocess.run(["git", *identity, "-C", inside, "commit", "-q", "--allow-empty", "-m", "a"], check=True)
+    head = (inside / ".git" / (inside / ".git/HEAD").read_text().split()[1]).read_text().strip()
+    assert git_commit(inside) == head
+    (inside / "code.py").touch()
+    assert git_commit(inside) == head
+    subprocess.run(["git", "-C", inside, "add", "code.py"], check=True)
+    assert git_commit(inside) == f"{head}-dirty"

@@ -1,0 +1,496 @@
+"""Several processes: how they are numbered and meet, and that none outlives the others."""
+
+import dataclasses
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from gpt.exchange import checkpoint
+from gpt.training import distributed, stop_signals
+from gpt.training.config.asked import Asked
+from gpt.training.config.loading import read, validate
+from gpt.training.distributed import init_process_group, resolve_devices
+from gpt.training.resume import on_devices, resolve_resume_auto
+from harness import (
+    CONCERNS,
+    ROOT,
+    begin_run,
+    command,
+    differences,
+    needs,
+    read_curves,
+    refusal,
+    tiny_arguments,
+    tiny_config,
+    train_apart,
+    wait_for_file,
+)
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "8"}
+KUBERNETES = {"RANK": "1", "WORLD_SIZE": "3"}
+
+
+@pytest.fixture(scope="module")
+def settings(corpus_folder) -> list[str]:
+    return tiny_arguments(corpus_folder, "trainer.device=cpu")
+
+
+@pytest.fixture
+def set_variables(monkeypatch):
+    """Set environment variables as a launcher does."""
+    return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+# --- how they are numbered ---
+
+
+@pytest.mark.parametrize(
+    ("variables", "numbers"),
+    [
+        (TORCHRUN, (3, 6, 1, 2, 3)),
+        (SRUN | TORCHRUN, (3, 6, 1, 2, 3)),  # srun has started torchrun
+        (KUBERNETES | OPEN_MPI | MPICH | TORCHRUN, (3, 6, 1, 2, 3)),
+        (dict.fromkeys(TORCHRUN, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, (0, 1, 0, 1, 1)),
+        ({}, (0, 1, 0, 1, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1, 1)),  # the only pod
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, (0, 1, 0, 1, 1)),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0, 1, 1)),  # in an allocation, without srun
+    ],
+)
+def test_numbers_of_a_process(set_variables, variables, numbers):
+    set_variables(variables)
+    functions = ("rank", "world_size", "local_rank", "local_world_size", "num_nodes")
+    assert tuple(getattr(distributed, name)() for name in functions) == numbers
+    assert distributed.is_main_process() == (numbers[0] == 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "values"),
+    [
+        (TORCHRUN | {"RANK": "6"}, "RANK=6 WORLD_SIZE=6"),
+        (TORCHRUN | {"RANK": "one"}, "RANK=one WORLD_SIZE=6"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=1 LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "1"}, "RANK= WORLD_SIZE= LOCAL_RANK=1 LOCAL_WORLD_SIZE="),
+        ({"RANK": "1"}, "RANK=1 WORLD_SIZE= LOCAL_RANK= LOCAL_WORLD_SIZE="),
+    ],
+)
+def test_variables_that_do_not_fit(set_variables, variables, values):
+    set_variables(variables)
+    line = refusal(distributed.rank)
+    assert values in line
+    assert "start train.py with torchrun, or unset them" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "values", "remedy"),
+    [
+        (SRUN, "SLURM_STEP_NUM_TASKS=6", "srun --ntasks-per-node=1 torchrun --nnodes=NODES"),
+        (SRUN | MPICH, "SLURM_STEP_NUM_TASKS=6", "srun --ntasks-per-node=1 torchrun"),  # srun --mpi=pmi2
+        (SRUN | {"WORLD_SIZE": "6"}, "SLURM_STEP_NUM_TASKS=6 WORLD_SIZE=6", "srun --ntasks-per-node=1 torchrun"),
+        (
+            SRUN | OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE=4",
+            "mpirun --map-by ppr:1:node --bind-to none torchrun",
+        ),  # its helpers are srun's
+        (MPICH, "PMI_SIZE=8", "mpiexec -ppn 1 torchrun --nnodes=NODES"),
+        (KUBERNETES, "WORLD_SIZE=3 RANK=1", "torchrun --nnodes=$WORLD_SIZE --nproc-per-node=GPUS --node-rank=$RANK"),
+    ],
+)
+def test_other_launchers_must_start_torchrun(set_variables, variables, values, remedy):
+    set_variables(variables)
+    line = refusal(distributed.rank)
+    assert line.startswith(f"{values}: ")
+    assert f"use {remedy}" in line
+    assert line.endswith(f"unset {values.partition('=')[0]} to train alone")
+
+
+def test_configured_and_started_processes(set_variables):
+    """The configuration must agree with torchrun; what it leaves out comes from torchrun."""
+    assert (resolve_devices(None, None), resolve_devices(5, None)) == ((1, 1), (5, 1))
+    assert refusal(resolve_devices, None, 2).startswith("trainer.num_nodes=2: start train.py with torchrun")
+    set_variables(TORCHRUN)
+    assert resolve_devices(None, None) == resolve_devices(2, 3) == (2, 3)
+    for configured in ((4, None), (None, 2)):
+        assert "but 6 processes were started on 3 machines" in refusal(resolve_devices, *configured)
+
+
+def test_several_devices_take_several_processes(corpus_folder, tmp_path):
+    """From Python, without a launcher: one line, and nothing is written."""
+    line = refusal(begin_run, tiny_config(corpus_folder, "trainer.devices=2", f"run_dir={tmp_path / 'run'}"))
+    assert line.startswith("trainer.devices=2 takes 2 processes, and this is one: use python train.py, or start this")
+    assert not (tmp_path / "run").exists()
+
+
+# --- a process group that exists already ---
+
+
+@pytest.fixture
+def make_group():
+    """Create a process group of one process, which the test owns."""
+
+    def make(backend: str) -> None:
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    yield make
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_group_is_joined_and_left(make_group):
+    """It is neither created again nor destroyed at the end."""
+    make_group("gloo")
+    group = torch.distributed.group.WORLD
+    with distributed.distributed_errors():
+        init_process_group()
+        assert torch.distributed.group.WORLD is group
+    assert torch.distributed.group.WORLD is group
+
+
+def test_a_process_group_that_does_not_fit(make_group, set_variables, monkeypatch):
+    """It has other numbers than the variables, or sends nothing from the CPU."""
+    make_group("cuda:gloo")
+    set_variables(TORCHRUN)
+    assert refusal(init_process_group).startswith("this is process 0 of 1 in its process group, and process 3 of 6 by")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
+    assert refusal(init_process_group).startswith("the process group has cuda:gloo, and nothing for tensors on the CPU")
+
+
+# --- other numbers of devices ---
+
+
+def test_windows_stay_the_same(corpus_folder):
+    """Any number of devices that divides the windows of a step has the same windows in each step."""
+    config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 windows
+    for devices, num_nodes, size, accumulation in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
+        changed = on_devices(config, devices, num_nodes)
+        assert (changed.micro_batch_size, changed.accumulation) == (size, accumulation)
+        assert changed.trainer.world_size == devices * num_nodes
+        assert validate(dataclasses.asdict(changed)) == changed
+    assert on_devices(config, 1, 1) == config
+    assert "12 windows, which 5 devices cannot share evenly" in refusal(on_devices, config, 5, 1)
+
+
+def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
+    """A job queue may give `resume=auto` other devices each time."""
+    training = begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
+    config = dataclasses.replace(training.config, resume="auto", run_dir=str(training.path))
+    for devices in (None, 2):
+        asked = Asked(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, devices=devices)))
+        decided = resolve_resume_auto(asked).config
+        assert (decided.resume, decided.trainer.devices) == (str(training.path), devices)
+
+
+# --- signals ---
+
+
+def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
+    """A Ctrl-C reaches a process twice. Only a later one stops at once. Ranks above 0 print nothing."""
+    stop = stop_signals.StopSignals()
+    stop.install()
+    try:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == signal.SIGINT
+        monkeypatch.setattr(stop_signals, "REPEATED_BY_TORCHRUN", 0.0)
+        monkeypatch.setenv("RANK", "1")
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(SystemExit, match="143"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    finally:
+        stop.restore()
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+
+
+# --- real processes ---
+
+LONG = ["horizon=100000steps", "trainer.validate_every=100000"]
+EXACT = ["trainer.micro_batch_size=3", "horizon=300steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def by_hand(rank: int, count: int, port: str) -> dict[str, str]:
+    """Return torchrun's variables, for processes that the test starts itself."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = dict(zip(names, map(str, (rank, count, rank, count)), strict=True))
+    return numbers | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+
+class Training:
+    """Real processes of one training. `launcher` is devices (of train.py), torchrun, machines or hand.
+
+    `machines` stands for one torchrun on each of several machines, as Kubernetes starts them.
+    """
+
+    def __init__(self, launcher: str, count: int, *arguments: str):
+        script, port = command(*arguments), free_port()
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        meeting = [f"--nnodes={count}", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        commands = {
+            "devices": [[*script, f"trainer.devices={count}"]],
+            "torchrun": [[*torchrun, f"--nproc-per-node={count}", *script[1:]]],
+            "machines": [[*torchrun, *meeting, f"--node-rank={node}", *script[1:]] for node in range(count)],
+            "hand": [script] * count,
+        }
+        self.launcher, self.count, self.processes = launcher, count, []
+        for rank, words in enumerate(commands[launcher]):
+            env = os.environ | (by_hand(rank, count, port) if launcher == "hand" else {})
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **streams)
+            self.processes.append(started)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return all ranks in order, once they have started."""
+        deadline = time.monotonic() + 60
+        while True:
+            ranks = [psutil.Process(process.pid) for process in self.processes]
+            if self.launcher != "hand":
+                children = [child for process in ranks for child in process.children()]
+                ranks = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+            if len(ranks) == self.count:
+                return sorted(ranks, key=lambda process: process.pid)
+            assert time.monotonic() < deadline, ranks
+            time.sleep(0.01)
+
+    def outputs(self) -> list[str]:
+        return [CONCERNS.sub("", process.communicate(timeout=120)[0]) for process in self.processes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "failing_ranks"),
+    [("ZeroDivisionError", "0"), ("ZeroDivisionError", "1"), ("FileNotFoundError", "1"), ("RuntimeError", "01")],
+)
+def test_an_error_is_printed_once(error, failing_ranks):
+    """A bug or a callback that fails, on one rank or on all: its traceback and its rank, and exit code 1."""
+    words = [sys.executable, str(Path(__file__).with_name("failing_worker.py")), error, *failing_ranks]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == done.stderr.count(f"{error}: the callback is broken") == 1
+    assert 'failing_worker.py", line' in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    lines = [f"train.py: process {rank} of 2 failed with the error above; all others were ended" for rank in "01"]
+    assert line in [lines[int(rank)] for rank in failing_ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "victim", "line"),
+    [
+        ("devices", 1, "process 1 of 2 died; all others were ended"),
+        ("devices", 0, "process 0 of 2 died; all others were ended"),
+        ("torchrun", 1, ""),  # torchrun prints a report
+        ("hand", 0, "process 0 of this training has died or does not answer, and so all end"),
+    ],
+)
+def test_no_rank_outlives_another(settings, tmp_path, launcher, victim, line):
+    """If one is killed, all end within 35 s, and one line names it."""
+    run_dir = tmp_path / "run"
+    training = Training(launcher, 2, *settings, *LONG, "trainer.micro_batch_size=1", f"run_dir={run_dir}")
+    wait_for_file(run_dir / "checkpoints/last.ckpt", 300)
+    ranks = training.ranks()
+    ranks[victim].kill()
+    _, alive = psutil.wait_procs(ranks, timeout=35)
+    assert not alive
+    output = "".join(training.outputs())
+    lines = [printed for printed in output.splitlines() if printed.startswith("train.py:")]
+    assert lines == ([f"train.py: {line}"] if line else [])
+    if launcher == "devices":
+        assert training.processes[0].returncode == 1
+    assert launcher == "torchrun" or "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "victim"), [("devices", 1), ("hand", 0)])
+def test_a_rank_that_does_not_answer(settings, tmp_path, launcher, victim):
+    """A stopped process neither ends nor answers. It ends all when its time is up, and is named."""
+    run_dir = tmp_path / "run"
+    training = Training(launcher, 2, *settings, *LONG, "trainer.answer_minutes=0.1", f"run_dir={run_dir}")
+    wait_for_file(run_dir / "checkpoints/last.ckpt", 300)
+    ranks = training.ranks()
+    ranks[victim].suspend()
+    _, alive = psutil.wait_procs([ranks[1 - victim]], timeout=40)
+    assert not alive
+    ranks[victim].kill()
+    output = "".join(training.outputs())
+    assert f"train.py: process {victim} of this training has died or does not answer, and so all end" in output
+
+
+@pytest.mark.slow
+def test_processes_without_their_parent_stop(settings, tmp_path):
+    """When the process that started them is killed, the ranks save and end."""
+    run_dir = tmp_path / "run"
+    endless = ["horizon=100000steps", "trainer.checkpoint_every=100000", f"run_dir={run_dir}"]
+    training = Training("devices", 2, *settings, *endless)
+    wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
+    ranks = training.ranks()
+    training.processes[0].kill()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    assert f"continue with: python train.py resume={run_dir}" in training.outputs()[0]
+    assert (run_dir / "checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (("seed=7",), "was not started like process 0, but differs in seed=7: start all with the same"),
+        (("seed=7", "optim.lr=-1"), "did not meet the others"),
+    ],
+)
+def test_processes_that_differ(settings, tmp_path, changes, line):
+    """Other arguments, and one that never comes: one line of rank 0, exit code 2, and nothing is created."""
+    code = "from gpt.training import distributed; distributed.RENDEZVOUS_TIMEOUT_SECONDS = 8; "
+    code += "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
+    port, run_dir = free_port(), tmp_path / "run"
+    words = [sys.executable, "-c", code, "train.py", *settings, "horizon=2steps", f"run_dir={run_dir}"]
+    options = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*words, *(changes if rank else ())], env=os.environ | by_hand(rank, 2, port), **options)
+        for rank in range(2)
+    ]
+    errors = [CONCERNS.sub("", process.communicate(timeout=120)[1]) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert line in errors[0]
+    assert errors[0].count("\n") == 1
+    assert not run_dir.exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings, tmp_path_factory) -> Path:
+    """A run of two processes to which nothing happens."""
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    train_apart(*settings, *EXACT, "trainer.devices=2", f"run_dir={run_dir}")
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("devices", signal.SIGTERM),
+        ("devices", signal.SIGUSR1),
+        ("devices", signal.SIGINT),
+        ("torchrun", signal.SIGTERM),
+    ],
+)
+def test_stops_and_continues(settings, tmp_path, undisturbed, launcher, number):
+    """On a signal all ranks stop after the same step, and the run continues to the same bits."""
+    run_dir = tmp_path / "run"
+    training = Training(launcher, 2, *settings, *EXACT, f"run_dir={run_dir}")
+    wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
+    if number == signal.SIGINT:
+        os.killpg(training.processes[0].pid, number)  # as Ctrl-C on a terminal, to all processes
+    else:
+        training.processes[0].send_signal(number)
+    output = training.outputs()[0]
+    assert launcher == "torchrun" or training.processes[0].returncode == 128 + number
+    assert output.count("stopped at step ") == output.count("stopping after this step") == 1
+    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] < 300
+    assert train_apart(f"resume={run_dir}").stderr == ""  # with two processes of its own
+    assert read_curves(run_dir) == read_curves(undisturbed)
+
+
+@pytest.mark.slow
+def test_machines_are_started_again(settings, tmp_path, undisturbed):
+    """One torchrun on each of two machines. One rank dies, all end, and the same commands continue the run."""
+    words = [*settings, *EXACT, f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    first = Training("machines", 2, *words)
+    wait_for_file(tmp_path / "run/checkpoints/best.ckpt", 300)
+    first.ranks()[1].kill()
+    first.outputs()
+    assert [process.returncode for process in first.processes] == [1, 1]
+    second = Training("machines", 2, *words)
+    assert "continuing" in "".join(second.outputs())
+    assert [process.returncode for process in second.processes] == [0, 0]
+    trainer = read(tmp_path / "run/config.yaml").trainer
+    assert (trainer.devices, trainer.num_nodes) == (1, 2)
+    assert read_curves(tmp_path / "run") == read_curves(undisturbed)
+
+
+@pytest.mark.slow
+def test_ray_starts_a_killed_worker_again(settings, tmp_path, undisturbed):
+    """The run continues from its last checkpoint, in the process group that Ray has created, to the same bits."""
+    needs("ray")
+    words = [word for word in [*settings, *EXACT] if word != "data=text"]
+    words += [f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"}
+    env["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes one into the home directory
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ray_worker.py")), str(tmp_path), *words],
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "killed").exists()
+    assert f"continuing {tmp_path / 'run'} at step" in done.stdout
+    assert differences(tmp_path / "run", undisturbed) == []
+
+
+@pytest.mark.slow
+def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
+    """1, 2 and 3 processes, and a run begun on 2 and continued on 1 and 3, agree to 1e-5 over 50 steps in fp32."""
+    same = ["optim=adamw", "trainer.precision=fp32", "model.dropout=0", "trainer.log_every=1", "horizon=50steps"]
+    same += ["trainer.micro_batch_size=auto", "trainer.keep_every=20"]
+    losses = {}
+    for devices in (1, 2, 3):
+        done = train_apart(*settings, *same, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
+        assert done.stderr == ""
+        losses[f"{devices}"] = dict(read_curves(tmp_path / f"{devices}")["train/loss"])
+    for devices in (1, 3):
+        run_dir = tmp_path / f"2 then {devices}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "config.yaml").write_text((tmp_path / "2/config.yaml").read_text())
+        (run_dir / "checkpoints/last.ckpt").write_bytes((tmp_path / "2/checkpoints/step-00000020.ckpt").read_bytes())
+        done = train_apart(f"resume={run_dir}", f"trainer.devices={devices}")
+        assert done.stderr == ""
+        assert f"continuing on {devices} devices instead of 2: the same windows in each step" in done.stdout
+        losses[run_dir.name] = dict(read_curves(run_dir)["train/loss"])
+        stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+        assert stored["config"]["trainer"]["devices"] == read(run_dir / "config.yaml").trainer.devices == devices
+    with capsys.disabled():
+        print("\nstep " + "".join(f"{name:>12}" for name in losses))
+        for step in (1, 20, 21, 35, 50):
+            print(f"{step:4} " + "".join(f"{values.get(step, float('nan')):12.7f}" for values in losses.values()))
+    for name, values in losses.items():
+        assert set(values) == set(range(21 if "then" in name else 1, 51))
+        assert max(abs(value - losses["1"][step]) for step, value in values.items()) < 1e-5
+
+
+@pytest.mark.slow
+def test_rank_0_decides_the_horizon(settings, tmp_path):
+    """Rank 0 times a few steps while the others wait, or stops when the time is up. All train the same steps."""
+    auto, timed = tmp_path / "auto", tmp_path / "timed"
+    words = [*settings, "trainer.devices=2"]
+    done = train_apart(*words, "horizon=auto", "trainer.tokens_per_step=1152", f"run_dir={auto}")
+    assert done.stderr == ""
+    assert done.stdout.count("horizon=31steps suits this text and this machine") == 1
+    assert checkpoint.load(auto / "checkpoints/last.ckpt")["step"] == 31
+    assert read(auto / "config.yaml").horizon == "31steps"
+    assert train_apart(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
+    payload = checkpoint.load(timed / "checkpoints/last.ckpt")
+    assert payload["schedule"]["total_steps"] == payload["step"]
+    assert 3 <= payload["state"]["seconds"] < 4

@@ -1,0 +1,129 @@
+"""Runs of versions before 1.0: their models can be used, and their training cannot be resumed.
+
+tests/formats has a small run and a small store of each format, as the version of that time wrote them.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpt
+from gpt import evaluate, export
+from gpt.exchange import checkpoint
+from gpt.exchange.formats import CAME, upgraded
+from gpt.exchange.loading import open_model
+from gpt.files import flatten, read_yaml
+from gpt.training.config.schema import NOTES, Config
+from gpt.training.resume import FIRST_RESUMABLE_FORMAT
+from harness import ROOT, read_table, refused, train
+
+FORMATS = ROOT / "tests/formats"
+BEFORE_1 = range(1, FIRST_RESUMABLE_FORMAT)
+NEW_RUN = ["data=text", "data.path=text.txt", "data.cache=cache", "trainer.device=cpu", "trainer.precision=fp32"]
+NEW_RUN += ["trainer.tokens_per_step=32", "data.prompts=[never]", "horizon=1steps", "run_dir=new"]
+
+
+@pytest.fixture
+def earlier(tmp_path, monkeypatch) -> None:
+    """A copy of all formats in the current folder."""
+    shutil.copytree(FORMATS, tmp_path / "formats")
+    monkeypatch.chdir(tmp_path / "formats")
+
+
+def contents(run_dir: str) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in Path(run_dir).rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def last_loss(number: int) -> float:
+    """Return the validation loss that a run measured at its end, in nats per token."""
+    return json.loads(Path(f"run-{number}/metrics.json").read_text())["val_loss"]
+
+
+def test_every_format_has_a_run():
+    """Whoever raises `FORMAT` adds a run of the format before."""
+    assert [file.name for file in sorted(FORMATS.glob("run-*"))] == [f"run-{n}" for n in range(1, checkpoint.FORMAT)]
+    for number in BEFORE_1:
+        assert checkpoint.load(FORMATS / f"run-{number}/checkpoints/last.ckpt")["format"] == number
+
+
+@pytest.mark.parametrize("number", BEFORE_1)
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_new_run_starts_from_its_weights(earlier, name, number):
+    """Before its first step, the new run measures the loss that the old run measured at its end."""
+    file = Path(f"run-{number}/checkpoints/{name}.ckpt")
+    if name == "best":  # the best step of these runs is the last
+        file.with_name("last.ckpt").rename(file)
+    train(*NEW_RUN, f"init_from={file}")
+    losses = read_table(Path("new"))["val/loss"]
+    assert losses[0] == (0, pytest.approx(last_loss(number), rel=1e-5))
+    assert losses[1][0] == 1 and losses[1][1] != losses[0][1]
+
+
+@pytest.mark.parametrize("number", BEFORE_1)
+def test_its_model_generates_and_is_exported(earlier, capsys, number):
+    """The exported folder has the same weights, and generates the same text."""
+    options = {"max_new_tokens": 23, "temperature": 0.0}
+    export.main(["--checkpoint", f"run-{number}", "--to", "exported"])
+    stored = checkpoint.load(Path(f"run-{number}/checkpoints/last.ckpt"))["state_dict"]
+    exported = open_model("exported")[0].state_dict()
+    assert stored.keys() == exported.keys()
+    assert all(torch.equal(weight, stored[name]) for name, weight in exported.items())
+    text = gpt.load(f"run-{number}", "cpu").generate("never", **options)
+    assert text and text == gpt.load("exported", "cpu").generate("never", **options)
+
+
+@pytest.mark.parametrize("number", BEFORE_1)
+@pytest.mark.parametrize("arguments", [[], ["horizon=6steps"]])
+def test_resuming_is_refused(earlier, number, arguments):
+    """One line has the format, the last version that can resume, and the remedy. No file changes."""
+    before = contents(f"run-{number}")
+    line = refused(f"resume=run-{number}", *arguments)
+    assert f"of format {number}," in line and "0.5.0" in line
+    assert line.endswith(f"init_from=run-{number}/checkpoints/last.ckpt")
+    assert contents(f"run-{number}") == before
+
+
+@pytest.mark.parametrize("number", BEFORE_1)
+def test_its_configuration_is_repeated_and_its_model_evaluated(earlier, monkeypatch, capsys, number):
+    """In the repeated run, a key that came later has the value that stands for what the code did before.
+
+    gpt.evaluate measures the loss that the old run measured at its end.
+    """
+    assert train(f"rerun=run-{number}", "run_dir=new", "horizon=1steps").stderr == ""
+    settings = flatten(read_yaml(Path("new/config.yaml")))
+    assert {key: settings[key] for key in CAME if key not in NOTES} == {k: v for k, v in CAME.items() if k not in NOTES}
+    monkeypatch.setattr(evaluate, "CACHE", Path("cache"))
+    evaluate.main(["--checkpoint", f"run-{number}", "--json"])
+    assert json.loads(capsys.readouterr().out)["nats_per_token"] == pytest.approx(last_loss(number), rel=1e-5)
+
+
+def test_every_key_that_came_is_known():
+    """If no run of format 1 has a key, the table has it, with what the code did before."""
+    stored = flatten(read_yaml(FORMATS / "run-1/config.yaml"))
+    assert {*flatten(Config().settings()), *NOTES} - stored.keys() == CAME.keys()
+    assert CAME.keys() <= flatten(upgraded({"trainer": {}, "data": {}, "model": {}})).keys()
+
+
+def test_value_that_went_is_renamed():
+    """What is no configuration stays as it is."""
+    assert upgraded({"trainer": {"strategy": "fsdp"}})["trainer"]["strategy"] == "auto"
+    assert upgraded({"trainer": 3})["trainer"] == 3
+
+
+def test_store_trains_as_it_is(earlier, tmp_path):
+    """A store of prepared text that an earlier version published needs no preparation."""
+    small = ["model.context_length=8", "model.d_model=8", "model.num_layers=1", "model.num_heads=2"]
+    folders = ["data.path=store-1", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    train(*small, "data=prepared", *folders, "horizon=1steps", "trainer.tokens_per_step=16")
+    assert (tmp_path / "run/checkpoints/last.ckpt").exists()
+
+
+def test_unknown_key_names_its_file(earlier):
+    """The line also has the version of the code that wrote the run."""
+    with open("run-1/config.yaml", "a") as file:
+        file.write("gradient_noise: 0.1\n")
+    line = refused("resume=run-1")
+    assert "run-1/config.yaml: there is no key 'gradient_noise'" in line and "(the run is of " in line

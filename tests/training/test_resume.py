@@ -1,0 +1,264 @@
+"""A run is resumed: to its horizon or a longer one, and only from a checkpoint that fits it."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt.exchange import checkpoint
+from gpt.training import loop
+from gpt.training.config.loading import read
+from gpt.training.optim import OptimConfig, lr_multiplier
+from harness import (
+    At,
+    StopAt,
+    begin_run,
+    differences,
+    fit,
+    flatten,
+    refusal,
+    refused,
+    resume_run,
+    tiny_config,
+    train,
+)
+
+WARMUP = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
+
+
+@pytest.fixture(scope="module")
+def trained(corpus_folder) -> Path:
+    """A run of 61 steps."""
+    run_dir = corpus_folder / "trained"
+    fit(begin_run(tiny_config(corpus_folder, WARMUP, "horizon=61steps", f"run_dir={run_dir}")))
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+
+
+# --- a longer horizon ---
+
+
+def test_learning_rate_rises_to_the_new_schedule():
+    """From a tenth of the peak at step 20 it rises by a quarter a step, and meets the schedule of 40 steps."""
+    config = OptimConfig(warmup_steps=4, schedule="linear", decay_from=0.5, final_lr=0.0)
+    multipliers = [lr_multiplier(step, 40, config, 20, 0.1) for step in (20, 21, 22, 23, 24, 30, 39, 40)]
+    assert multipliers == pytest.approx([0.35, 0.6, 0.85, 17 / 20, 16 / 20, 0.5, 0.05, 0.0], abs=1e-12)
+
+
+def test_run_extended_before_its_rates_fall_is_a_longer_run(corpus_folder, tmp_path):
+    """It is, bit for bit, the run that had the longer horizon from the start."""
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    fit(begin_run(tiny_config(corpus_folder, WARMUP, "horizon=61steps", f"run_dir={run_dir}")), [StopAt(13)])
+    fit(begin_run(tiny_config(corpus_folder, WARMUP, "horizon=83steps", f"run_dir={whole}")))
+    train(f"resume={run_dir}", "horizon=83steps")
+    assert [d for d in differences(run_dir, whole) if "restart_step" not in d] == []
+
+
+def test_complete_run_is_extended(run_dir):
+    """The rates rise again, the loss falls, and configuration and checkpoint have the new horizon."""
+    before = json.loads((run_dir / "metrics.json").read_text())
+    done = train(f"resume={run_dir}", "horizon=97steps")
+    assert "extending the run from horizon=61steps to 97steps, from step 61 on" in done.stdout
+    after = json.loads((run_dir / "metrics.json").read_text())
+    assert (after["steps"], before["steps"]) == (97, 61)
+    assert after["val_loss"] < before["val_loss"]
+    assert read(run_dir / "config.yaml").horizon == "97steps"
+    done = train(f"resume={run_dir}", "horizon=97steps")
+    assert "is complete: it has trained all of its 97 steps" in done.stdout
+
+
+def test_patience_counts_again_in_an_extended_run(corpus_folder, tmp_path):
+    """A run that ran out of patience while its rates were at their peak trains to the new horizon's validations."""
+    run_dir, high_rates = tmp_path / "run", ["optim.decay_from=1.0", "optim.lr=5.0"]
+    config = tiny_config(corpus_folder, WARMUP, "horizon=61steps", f"run_dir={run_dir}", *high_rates)
+    fit(begin_run(dataclasses.replace(config, patience=1)))
+    stopped_at = json.loads((run_dir / "metrics.json").read_text())["steps"]
+    assert stopped_at < 61
+    training = resume_run(run_dir, "83steps")
+    assert training.schedule.restart_step == stopped_at
+    fit(training)
+    assert training.metrics["steps"] > stopped_at + 1
+    assert resume_run(run_dir) is None  # it is complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_extension_continues_bit_for_bit(run_dir, tmp_path, number):
+    """A run that is stopped or killed while it is extended needs no second horizon."""
+    whole = Path(shutil.copytree(run_dir, tmp_path / "whole"))
+    train(f"resume={whole}", "horizon=97steps")
+    child = os.fork()
+    if child == 0:
+        try:
+            fit(resume_run(run_dir, "97steps"), [StopAt(79, number)])
+        finally:
+            os._exit(143)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (143 if number == signal.SIGTERM else -9)
+    train(f"resume={run_dir}")
+    assert differences(run_dir, whole) == []
+
+
+def test_kill_between_checkpoint_and_configuration_is_mended(run_dir):
+    """After the extended last.ckpt was written, config.yaml still has the old horizon. Resuming writes the new one."""
+    before = (run_dir / "config.yaml").read_bytes()
+    fit(resume_run(run_dir, "97steps"), [StopAt(62)])
+    extended = (run_dir / "config.yaml").read_bytes()
+    (run_dir / "config.yaml").write_bytes(before)
+    fit(resume_run(run_dir), [StopAt(63)])
+    assert (run_dir / "config.yaml").read_bytes() == extended != before
+
+
+def test_kept_checkpoint_that_a_kill_prevented_is_made(corpus_folder, tmp_path):
+    """Resuming at its step makes it."""
+    run_dir, keep = tmp_path / "run", ["horizon=9steps", "trainer.keep_every=4", "trainer.checkpoint_every=4"]
+    fit(begin_run(tiny_config(corpus_folder, *keep, f"run_dir={run_dir}")), [StopAt(4)])
+    kept = run_dir / "checkpoints/step-00000004.ckpt"
+    content = kept.read_bytes()
+    kept.unlink()
+    fit(resume_run(run_dir))
+    assert kept.read_bytes() == content
+
+
+def test_horizon_behind_the_run_is_refused(run_dir):
+    """The line has the steps and the time so far, and nothing changes."""
+    before = contents(run_dir)
+    line = refusal(resume_run, run_dir, "1epochs")
+    assert re.match(r"horizon=1epochs is behind this run, which has trained 61 steps in \d+s: give a longer", line)
+    assert contents(run_dir) == before
+
+
+# --- a run without a checkpoint ---
+
+
+@pytest.mark.parametrize("horizon", ["", "7steps"])
+def test_run_without_a_checkpoint_starts_at_its_first_step(corpus_folder, tmp_path, capsys, horizon):
+    """It trains in its own directory, and config.yaml has the new horizon if there is one."""
+    run_dir = tmp_path / "run"
+    started = begin_run(tiny_config(corpus_folder, "horizon=3steps", f"run_dir={run_dir}"))
+    started.run.close()
+    training = resume_run(run_dir, horizon)
+    assert "has no checkpoint yet: beginning at its first step" in capsys.readouterr().out
+    assert training.config == dataclasses.replace(started.config, horizon=horizon or "3steps")
+    fit(training)
+    assert training.metrics["steps"] == (7 if horizon else 3)
+    assert read(run_dir / "config.yaml") == training.config
+
+
+# --- memory ---
+
+
+def test_loaded_checkpoint_is_released(run_dir, monkeypatch):
+    """After it was restored, none of its tensors is left, and its file is not mapped into memory any more."""
+
+    class Average:
+        """A callback whose state is as large as weights."""
+
+        def on_train_start(self, module) -> None:
+            self.weights = module.model.token_embedding.weight.detach().clone()
+
+        def state_dict(self):
+            return {"weights": self.weights}
+
+        def load_state_dict(self, state) -> None:
+            self.weights = state["weights"]
+
+    loaded: list[weakref.ref] = []
+
+    def load(*arguments, **options):
+        payload = checkpoint.load(*arguments, **options)
+        loaded.extend(weakref.ref(leaf) for leaf in flatten(payload).values() if isinstance(leaf, torch.Tensor))
+        return payload
+
+    def count() -> None:
+        maps = Path("/proc/self/maps")
+        mapped = maps.exists() and ".ckpt" in maps.read_text()
+        counts.append((sum(reference() is not None for reference in loaded), mapped))
+
+    fit(resume_run(run_dir, "63steps"), [Average()])
+    monkeypatch.setattr(loop, "load", load)
+    counts: list[tuple[int, bool]] = []
+    weights = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state_dict"]
+    fit(resume_run(run_dir, "65steps"), [Average(), At(64, count)])
+    assert len(loaded) > 3 * len(weights)  # weights, two moments of each, and the callback's
+    assert counts == [(0, False)]
+
+
+# --- a checkpoint that does not fit ---
+
+
+def rewrite(run_dir: Path, change) -> None:
+    """Change what last.ckpt holds, with a matching checksum, and delete the other checkpoints."""
+    payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    change(payload)
+    for name in ("best", "previous"):
+        (run_dir / f"checkpoints/{name}.ckpt").unlink()
+    checkpoint.save(payload, run_dir / "checkpoints/last.ckpt")
+
+
+NORM = "final_norm.bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda p: p.pop("schedule"), "it has no 'schedule'"),
+        (lambda p: p["schedule"].update(more=1), "unexpected keyword argument 'more'"),
+        (lambda p: p["state"].pop("seconds"), "it has no 'seconds'"),
+        (lambda p: p["state"].pop("loss_sums"), "it has no 'loss_sums'"),
+        (lambda p: p["state"].update(overfit_count="2"), "its overfit_count is '2'"),
+        (lambda p: p.pop("threads"), "it has no 'threads'"),
+        (lambda p: p.pop("callbacks"), "it has no 'callbacks'"),
+        (lambda p: p["state_dict"].pop(NORM), "Missing key"),
+        (lambda p: p["state_dict"].update({NORM: p["state_dict"][NORM][:5]}), "size mismatch"),
+        (lambda p: p.pop("optimizer"), "it has no 'optimizer'"),
+        (lambda p: p["optimizer"]["state"].pop(0), "it has no 0"),
+        (
+            lambda p: p["optimizer"]["state"][0].update(exp_avg=p["state_dict"][NORM]),
+            "does not fit the model's weights",
+        ),
+        (lambda p: p["optimizer"]["param_groups"].pop(), "is shorter than"),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused_before_anything_changes(run_dir, change, problem):
+    """One line has the file, the problem and the remedy, the exit code is 2, and every file stays as it is."""
+    rewrite(run_dir, change)
+    before = contents(run_dir)
+    line = refused(f"resume={run_dir}", "horizon=97steps")
+    file = f"{run_dir}/checkpoints/last.ckpt"
+    assert line.startswith(f"train.py: {file}: cannot be resumed: ") and line.endswith(f"init_from={file}")
+    assert problem in line
+    assert contents(run_dir) == before
+
+
+def test_checkpoint_that_disagrees_with_the_configuration_is_refused(run_dir):
+    """The line has the key, both values and both files, and nothing changes."""
+    rewrite(run_dir, lambda p: p["config"]["data"].update(path="/etc/passwd", cache=str(run_dir / "elsewhere")))
+    before = contents(run_dir)
+    line = refused(f"resume={run_dir}", "horizon=97steps")
+    assert line.startswith(f"train.py: {run_dir}/config.yaml has data.path='") and "last.ckpt '/etc/passwd'" in line
+    assert contents(run_dir) == before
+
+
+def test_run_continues_only_on_its_own_text(run_dir):
+    """The line has the hash that differs, and the remedy."""
+    rewrite(run_dir, lambda p: p["corpus"].update(corpus="0" * 64))
+    line = refusal(resume_run, run_dir, "97steps")
+    assert "the corpus was 000000" in line
+    assert f"start a new run with init_from={run_dir}/checkpoints/last.ckpt" in line

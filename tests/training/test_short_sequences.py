@@ -1,0 +1,132 @@
+"""Short sequences: until 0.6 of a run, a step has more sequences of fewer tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpt import evaluate
+from gpt.exchange import checkpoint
+from gpt.model.loss import IGNORE
+from gpt.sampling.scoring import score
+from gpt.text.batches import validation_batches
+from gpt.training import resolve
+from gpt.training.batch_loader import micro_batch
+from gpt.training.module import GPTModule
+from gpt.training.start import load_dataset
+from harness import StopAt, begin_run, fit, read_table, refusal, resume_run, tiny_config
+
+
+class Lengths:
+    """Records the tokens of a sequence in each step."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def on_train_step_end(self, module) -> None:
+        self.lengths.append(module.sequence_length)
+
+
+@pytest.mark.parametrize(("window", "short"), [(8, 8), (4, 4), (0, 16)])
+def test_sequences_are_short_from_the_second_step_to_three_fifths(corpus_folder, tmp_path, window, short):
+    """The first step has full length, so that a lack of memory shows at once."""
+    lengths, changes = Lengths(), [f"trainer.short_window={window}", f"run_dir={tmp_path / 'run'}"]
+    fit(begin_run(tiny_config(corpus_folder, "horizon=10steps", *changes)), [lengths])
+    assert lengths.lengths == [16, *[short] * 5, *[16] * 4]
+
+
+def test_short_sequences_end_at_three_fifths_of_a_time(corpus_folder, tmp_path):
+    """The step at which they end is known only then."""
+    lengths = Lengths()
+    training = begin_run(tiny_config(corpus_folder, "horizon=2s", f"run_dir={tmp_path / 'run'}"))
+    fit(training, [lengths])
+    num_short, steps = training.schedule.full_length_from_step, training.schedule.total_steps
+    assert lengths.lengths == [16, *[8] * (num_short - 1), *[16] * (steps - num_short)][:steps]
+    assert num_short <= steps + 1
+
+
+def test_short_sequences_by_default(corpus_folder, tmp_path):
+    """They are for a context of 256 and random weights. Any other run has full length from the start."""
+    long = ["horizon=1steps", "trainer.tokens_per_step=512", "trainer.micro_batch_size=1", "trainer.short_window=null"]
+    for context, expected in (("256", 128), ("128", 0), ("512", 0)):
+        changes = [*long, f"model.context_length={context}", f"run_dir={tmp_path / context}"]
+        training = begin_run(tiny_config(corpus_folder, *changes))
+        config = training.config
+        assert (config.trainer.short_window, config.decided["trainer.short_window"]) == (expected, None)
+        fit(training)
+    changes = [*long, f"init_from={tmp_path / '256'}", f"run_dir={tmp_path / 'tuned'}"]
+    config = begin_run(tiny_config(corpus_folder, *changes)).config
+    assert (config.model.context_length, config.trainer.short_window) == (256, 0)
+
+
+def test_length_must_divide_the_context(corpus_folder):
+    """The line has both lengths."""
+    line = refusal(tiny_config, corpus_folder, "trainer.short_window=5")
+    assert line.startswith("trainer.short_window=5 does not divide model.context_length=16: ")
+
+
+def test_validation_has_the_length_of_the_last_step(corpus_folder, tmp_path, capsys):
+    """gpt.evaluate warns of a checkpoint that was trained only on short sequences."""
+    changes = ["horizon=10steps", "trainer.validate_every=6", f"run_dir={tmp_path / 'run'}"]
+    training = begin_run(tiny_config(corpus_folder, *changes))
+    fit(training, [StopAt(6)])
+    arguments = ["--checkpoint", str(training.path), "--text", str(corpus_folder / "corpus.txt"), "--json"]
+    evaluate.main(arguments)
+    assert "knows contexts of 8 tokens: its run learns those of 16 from 0.6 of" in capsys.readouterr().err
+    module = GPTModule(training.config, training.spec.dataset.tokenizer, training.schedule)
+    module.load_state_dict(checkpoint.load(training.path / "checkpoints/last.ckpt")["state_dict"])
+    [loss] = [value for step, value in read_table(training.path)["val/loss"] if step == 6]
+    [source] = training.spec.dataset.sources
+    for length, is_equal in ((8, True), (16, False)):
+        expected = score(module.model, validation_batches(source.validation, 1, length, IGNORE), 1).nats_per_token
+        assert (loss == pytest.approx(expected, rel=1e-5)) == is_equal
+    fit(resume_run(training.path))
+    evaluate.main(arguments)
+    assert "knows contexts of" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("horizon", "end", "full_length_from_step"), [(20, 5, 12), (20, 6, 6), (20, 10, 6), (7, 5, 5), (8, 7, 6)]
+)
+def test_short_sequences_do_not_come_back(corpus_folder, tmp_path, horizon, end, full_length_from_step):
+    """A run with a new horizon keeps full length if it has reached that, and else has short ones until 0.6 of it."""
+    fit(begin_run(tiny_config(corpus_folder, "horizon=10steps", f"run_dir={tmp_path / 'run'}")), [StopAt(end)])
+    training, lengths = resume_run(tmp_path / "run", f"{horizon}steps"), Lengths()
+    assert training.schedule.full_length_from_step == full_length_from_step
+    fit(training, [lengths])
+    assert lengths.lengths == [8] * (full_length_from_step - end) + [16] * (horizon - max(end, full_length_from_step))
+
+
+def test_best_checkpoint_is_the_best_at_full_length(corpus_folder, tmp_path):
+    """The first validation at full length replaces the best one on short sequences, even if its loss is higher."""
+
+    class Spoil:
+        def on_train_step_end(self, step, module) -> None:
+            if step == 7:
+                with torch.no_grad():
+                    module.model.token_embedding.weight.normal_()
+
+    changes = ["horizon=10steps", "trainer.validate_every=2", f"run_dir={tmp_path / 'run'}"]
+    training = begin_run(tiny_config(corpus_folder, *changes))
+    fit(training, [Spoil()])
+    losses = dict(read_table(training.path)["val/loss"])
+    assert losses.keys() == {2, 4, 6, 8, 10}
+    assert max(losses[2], losses[4], losses[6]) < min(losses[8], losses[10])
+    best = checkpoint.load(training.path / "checkpoints/best.ckpt")
+    assert training.metrics["best_val_loss"] == pytest.approx(min(losses[8], losses[10]))
+    assert training.metrics["best_step"] == best["step"] == best["state"]["best_step"] > 6
+
+
+def test_short_sequences_cover_the_same_text(corpus_folder):
+    """An epoch has the text once at either length, except for what does not fill a step."""
+    config = tiny_config(corpus_folder)
+    config = resolve.for_model(resolve.for_machine(config), config.model)
+    dataset = load_dataset(config, quiet=True)
+    [train], T = (source.train for source in dataset.sources), config.model.context_length
+    expected = np.bincount(train[0], minlength=257)
+    num_batches = len(train) // T // 3  # in an epoch
+    for length in (T, T // 2):
+        batches = [micro_batch(config, dataset, i, length) for i in range(num_batches)]
+        assert {tuple(idx.shape) for idx, _ in batches} == {(3 * T // length, length)}
+        counts = np.bincount(torch.cat([idx for idx, _ in batches]).flatten(), minlength=257)
+        assert np.abs(expected - counts).sum() < 4 * T
+        assert all(torch.equal(idx[:, 1:], targets[:, :-1]) for idx, targets in batches)

@@ -1,0 +1,236 @@
+"""How runs end: when their time is up, by patience, or by a signal; and the warning before they diverge."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpt.exchange import checkpoint
+from gpt.training import loop
+from gpt.training.config.loading import read
+from gpt.training.config.schedule import Schedule
+from gpt.training.metrics.report import report
+from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.stop_signals import REPEATED, StopSignals
+from harness import (
+    At,
+    StopAt,
+    Training,
+    begin_run,
+    differences,
+    fit,
+    read_curves,
+    read_table,
+    refusal,
+    resume_run,
+    tiny_config,
+)
+
+
+def begin(folder: Path, tmp_path: Path, *changes: str) -> Training:
+    """Begin a run of 23 steps of two micro-batches, which validates after every third."""
+    run = ["horizon=23steps", "trainer.validate_every=3", "data.prompts=[]", f"run_dir={tmp_path / 'run'}", *changes]
+    return begin_run(tiny_config(folder, *run))
+
+
+# --- a time ---
+
+
+class Machine:
+    """A machine whose steps take `paces`, from now on: (seconds from which on, seconds a step)."""
+
+    def __init__(self, monkeypatch, *paces: tuple[float, float]):
+        self.paces, self.now = paces, 0.0
+        fake_time = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.now)
+        monkeypatch.setattr("gpt.training.training_clock.time", fake_time)
+        train_step = loop.train_step
+
+        def timed_step(*arguments):
+            self.now += next(pace for begin, pace in reversed(self.paces) if self.now >= begin)
+            return train_step(*arguments)
+
+        monkeypatch.setattr(loop, "train_step", timed_step)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "paces", "steps"),
+    [
+        (10.0, [(0.0, 0.125)], 80),
+        (10.0, [(0.0, 0.125), (5.0, 0.5)], 50),  # it becomes four times as slow
+        (10.0, [(0.0, 0.5), (5.0, 0.125)], 50),
+        (10.0, [(0.0, 11.0)], 1),  # the time is shorter than a step
+        (3.0, [(0.0, 1.0)], 3),
+    ],
+)
+def test_a_time_is_met(corpus_folder, tmp_path, monkeypatch, seconds, paces, steps):
+    """A run ends within a step of its time, whatever the machine does. It validates and saves at each quarter."""
+    quiet = [f"horizon={seconds}s", "trainer.validate_every=100000", "trainer.checkpoint_every=100000"]
+    training = begin(corpus_folder, tmp_path, *quiet)
+    machine = Machine(monkeypatch, *paces)
+    fit(training)
+    assert seconds <= machine.now < seconds + paces[-1][1] + 1e-9
+    assert training.metrics["steps"] == training.schedule.total_steps == steps
+    points = [step for step, _ in read_curves(training.path)["val/loss"]]
+    assert len(points) == min(4, steps)
+    assert points[-1] == steps
+    last = checkpoint.load(training.path / "checkpoints/last.ckpt")
+    assert last["step"] == last["state"]["total_steps"] == steps
+    assert read(training.path / "config.yaml").horizon == last["config"]["horizon"] == f"{seconds}s"
+    assert resume_run(training.path) is None
+
+
+def test_learning_rate_follows_the_clock(corpus_folder, tmp_path, monkeypatch):
+    """At a fraction of the time it is that of a run at this fraction of its steps. It ends near zero."""
+    changes = ["horizon=10s", "optim=adamw", "optim.lr=0.01", "optim.warmup_steps=5", "trainer.log_every=1"]
+    training = begin(corpus_folder, tmp_path, *changes)
+    Machine(monkeypatch, (0.0, 0.0625), (5.0, 0.25))
+    fit(training)
+    lrs = dict(read_table(training.path)["train/lr"])
+    config = OptimConfig(lr=0.01, warmup_steps=5)
+    for step, progress in ((41, 0.25), (81, 0.5), (91, 0.75), (100, 0.975)):
+        assert lrs[step] / 0.01 == pytest.approx(lr_multiplier(round(1e6 * progress), 10**6, config), abs=0.01)
+    assert lrs[100] < 0.05 * 0.01
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_it_ends_in_time(corpus_folder, tmp_path, monkeypatch):
+    """It is resumed on a machine of half the speed, and with a longer time after its end."""
+    training = begin(corpus_folder, tmp_path, "horizon=10s")
+    machine = Machine(monkeypatch, (0.0, 0.125))
+    fit(training, [StopAt(17)])
+    machine.paces = ((0.0, 0.25),)
+    resumed = resume_run(tmp_path / "run")
+    fit(resumed)
+    assert (machine.now, resumed.schedule.total_steps) == (10.125, 17 + 32)
+    longer = resume_run(tmp_path / "run", "14s")
+    fit(longer)
+    assert (machine.now, longer.config.horizon) == (14.125, "14s")
+    assert "is behind this run, which has trained 65 steps in 14s" in refusal(resume_run, tmp_path / "run", "9s")
+
+
+@pytest.mark.slow
+def test_a_time_is_met_for_real(corpus_folder, tmp_path):
+    """A run trains for four real seconds, although its process is suspended for ten on the way."""
+    training = begin(corpus_folder, tmp_path, "horizon=4s", "trainer.validate_every=100000")
+    start = time.perf_counter()
+    fit(training, [At(10, lambda: time.sleep(10))])
+    assert time.perf_counter() - start > 13
+    assert training.metrics["train_seconds"] == pytest.approx(4.0, rel=0.05)
+    assert training.metrics["steps"] > 20
+
+
+# --- patience ---
+
+
+@pytest.mark.parametrize(
+    ("patience", "step", "best_step", "restart_step", "expected"),
+    [
+        (0, 1000, 3, 0, False),
+        (2, 8, 3, 0, False),
+        (2, 9, 3, 0, True),
+        (2, 10, 3, 0, True),  # had there been a step after the stop
+        (3, 9, -1, 0, True),
+        (2, 14, 3, 11, False),
+        (2, 15, 3, 11, True),
+    ],
+)
+def test_patience_counts_validations(patience, step, best_step, restart_step, expected):
+    """It follows from the steps alone. Extending a run starts the count again."""
+    schedule = Schedule(validate_every=3, restart_step=restart_step)
+    assert schedule.is_out_of_patience(patience, step, best_step) is expected
+
+
+def test_patience_ends_a_run(corpus_folder, tmp_path, worse, capfd):
+    """It ends two validations after the best step, prints why, keeps the best checkpoint, and is complete."""
+    training = begin(corpus_folder, tmp_path, "patience=2")
+    fit(training)
+    assert training.result.stop_reason == "patience"
+    report(training.spec, training.path, training.result)
+    printed = capfd.readouterr().out
+    assert "stopped early at step 12: no improvement in the last 2 validations (best at step 6)" in printed
+    assert "a shorter run, such as horizon=6steps, will probably do better\n" in printed
+    assert re.search(r"^trained +12  steps: 1,152 tokens, ", printed, re.M)
+    assert re.search(r"^best validation +\d\.\d{4}  nats per token, at step 6, which best.ckpt keeps$", printed, re.M)
+    assert f"\nrun shorter:  python train.py rerun={training.path} horizon=6steps\n" in printed
+    stored = json.loads((training.path / "metrics.json").read_text())
+    assert (stored["steps"], stored["best_step"]) == (12, 6)
+    steps = {name: checkpoint.load(training.path / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}
+    assert steps == {"best": 6, "last": 12}
+    assert resume_run(training.path) is None
+    assert "is complete: it stopped early at step 12, by patience=2; to train" in capfd.readouterr().out
+    assert resume_run(training.path, "31steps").schedule.total_steps == 31
+
+
+def test_patience_after_an_interruption(corpus_folder, tmp_path, worse):
+    """A resumed run stops where an uninterrupted one does, with the same files."""
+    (tmp_path / "other").mkdir()
+    uninterrupted = begin(corpus_folder, tmp_path, "patience=2")
+    fit(uninterrupted)
+    interrupted = begin(corpus_folder, tmp_path / "other", "patience=2")
+    fit(interrupted, [StopAt(10)])
+    resumed = resume_run(interrupted.path)
+    fit(resumed)
+    assert resumed.metrics["steps"] == 12
+    assert differences(interrupted.path, uninterrupted.path) == []
+
+
+# --- signals ---
+
+
+def test_first_signal_stops_after_the_step_and_second_at_once(capfd):
+    """The first is kept and answered on stderr. The second ends the process with 128 + signal."""
+    signals, handler = StopSignals(), signal.getsignal(signal.SIGTERM)
+    signals.install()
+    signals.install()  # as when memory runs out and the run is retried
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        assert "stopping after this step" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGTERM)  # as from `timeout`, which sends it to its child and then to its group
+        time.sleep(REPEATED)
+        with pytest.raises(SystemExit) as end:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert end.value.code == 130
+    finally:
+        signals.restore()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_signal_in_the_last_step(corpus_folder, tmp_path, monkeypatch):
+    """It changes nothing: the time is up, and the run is complete."""
+    training = begin(corpus_folder, tmp_path, "horizon=3s")
+    Machine(monkeypatch, (0.0, 1.0))
+    fit(training, [StopAt(3)])
+    assert (training.metrics["steps"], training.result.stop_reason, training.result.stop_signal) == (3, "horizon", 0)
+    assert resume_run(training.path) is None
+
+
+# --- divergence ---
+
+
+@pytest.mark.parametrize("stop", [0, 58, 80])
+def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys, stop):
+    """The warning names learning rates to try. It comes once, whether or not the run is stopped meanwhile."""
+    lrs = ["optim.lr=2", "optim.matrix_lr=2", "optim.warmup_steps=100", "trainer.log_every=2"]
+    run = ["horizon=120steps", "trainer.validate_every=20", "data.prompts=[]", f"run_dir={tmp_path / 'run'}"]
+    fit(begin_run(tiny_config(corpus_folder, *run, *lrs)), [StopAt(stop)] if stop else [])
+    if stop:
+        fit(resume_run(tmp_path / "run"))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "above its average" in line]
+    losses = dict(read_table(tmp_path / "run")["train/loss"])
+    warning = re.fullmatch(
+        r"train.py: training loss has been far above its average since step (\d+) \((.*), and (.*) before\): "
+        rf"best.ckpt of step 20 is from before; .* rerun={tmp_path}/run optim.lr=1 optim.matrix_lr=1",
+        *lines,
+    )
+    assert warning
+    healthy, high, lowest = int(warning[1]), float(warning[2]), float(warning[3])
+    assert high == pytest.approx(losses[healthy + 10], abs=0.01)
+    assert all(losses[healthy + 2 * i] > 1.2 * lowest + 0.3 for i in range(1, 6))
+    assert losses[healthy] <= 1.2 * lowest + 0.31

@@ -1,0 +1,20 @@
+"""Validations of a run: what they count, and what happens if their loss is no number."""
+
+import math
+
+import pytest
+
+from gpt.errors import NonFiniteError
+from gpt.sampling.scoring import Score
+from harness import begin_run, fit, read_table, tiny_config
+
+
+def test_validation_that_is_not_finite(corpus_folder, tmp_path, monkeypatch):
+    """A validation loss of nan ends the run. It is neither a result nor a best step."""
+    monkeypatch.setattr("gpt.training.validation.score", lambda *arguments: Score(math.nan, 10, 20))
+    training = begin_run(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={tmp_path / 'run'}"))
+    with pytest.raises(NonFiniteError, match="step 3: the validation loss is nan"):
+        fit(training)
+    assert not (training.path / "metrics.json").exists()
+    assert not list(training.path.glob("checkpoints/*"))
+    assert "val/loss" not in read_table(training.path)
