@@ -24,6 +24,8 @@ def sample(args: argparse.Namespace) -> None:
     """Load a model, read the prompts, and print how the model continues them."""
     import torch
 
+    from gpt.data import dataset_cache
+    from gpt.data.token_dataset import find_cached_dataset
     from gpt.exchange.loading import find_checkpoint, open_with_record
     from gpt.hardware.device import choose_device
     from gpt.sampling.generation import Sampling
@@ -31,8 +33,6 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
     from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several
-    from gpt.text import cache
-    from gpt.text.prepared import find_prepared
 
     # What is asked for
     sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
@@ -42,9 +42,11 @@ def sample(args: argparse.Namespace) -> None:
     # The model, packed for these rows
     path = find_checkpoint(args.checkpoint)
     model, tokenizer, record = open_with_record(path)
-    sources = find_prepared(record, tokenizer, cache.CACHE) if args.check else []
+    sources = find_cached_dataset(record, tokenizer, dataset_cache.CACHE) if args.check else []
     if args.check and not sources:
-        raise UserError(f"--check: the text that {path} was trained on is not in {cache.CACHE}: leave --check out")
+        raise UserError(
+            f"--check: the text that {path} was trained on is not in {dataset_cache.CACHE}: leave --check out"
+        )
     precision = choose_sampling_precision(args.precision, model.to(device))
     rows = len(prompts) or args.num_samples
     torch.set_num_threads(choose_threads(model, rows, args.compile))

@@ -121,7 +121,7 @@ import numpy as np, torch
 from gpt.hardware.device import choose_device
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.scoring import score, tokens_at_once
-from gpt.text.batches import validation_batches
+from gpt.data.batches import validation_batches
 
 T, sizes, config = 1024, (4096, 16384, 65536), GPTConfig(1024, 768, 12, 12)
 if os.environ["CPU"]:

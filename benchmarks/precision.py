@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from measuring import finish, machine, parser, table, train_as_user
 
+from gpt.data.batches import validation_batches
 from gpt.exchange.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
-from gpt.text.batches import validation_batches
 from gpt.training.config.loading import read
 from gpt.training.start import load_dataset
 
@@ -35,7 +35,7 @@ def score(run_dir: Path, precision: str) -> float:
         logits = model(idx).float().flatten(0, 1)  # not gpt.sampling.scoring.score, which passes the packed head by
         nats += F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum").item()
         tokens += int((targets != IGNORE).sum())
-    return Score(nats, tokens, text.manifest["splits"]["validation"]["bytes"]).bits_per_byte
+    return Score(nats, tokens, text.metadata["splits"]["validation"]["bytes"]).bits_per_byte
 
 
 def main() -> None:

@@ -17,17 +17,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 from measuring import Worker, configure, finish, machine, parser, table
 
-from gpt.text import prepared
-from gpt.text.batches import training_batch
-from gpt.text.cache import write_json
-from gpt.text.corpus import python_docs
-from gpt.text.corpus.config import DataConfig
-from gpt.text.prepare.prepare import prepare
-from gpt.text.shards import Shards
-from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
+from gpt.data import python_docs, token_dataset
+from gpt.data.batches import training_batch
+from gpt.data.data_config import DataConfig
+from gpt.data.dataset_cache import write_sealed_file
+from gpt.data.prepare import prepare
+from gpt.data.token_files import TokenSequence, map_tokens
+from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
 from gpt.training.start import load_dataset
 
 ROUNDS = 3
@@ -46,7 +44,7 @@ def documents(megabytes: float, seed: int = 1) -> Iterator[str]:
         left -= length
 
 
-def prepare_file(path: Path, **settings) -> prepared.PreparedText:
+def prepare_file(path: Path, **settings) -> token_dataset.TokenSource:
     """Prepare a text in a new cache beside it."""
     cache = tempfile.mkdtemp(dir=path.parent)
     data = DataConfig("text", str(path), **settings)
@@ -112,7 +110,7 @@ def formats_agree(folder: Path) -> bool:
     for number, text in enumerate(texts):
         (folder / f"same/{number:06d}.txt").write_bytes(text.encode("utf-8"))
     names = ("same", "same.jsonl", "same.jsonl.gz", "same.parquet")
-    hashes = [prepare_file(folder / name).manifest["splits"] for name in names]
+    hashes = [prepare_file(folder / name).metadata["splits"] for name in names]
     return all(splits == hashes[0] for splits in hashes)
 
 
@@ -161,9 +159,10 @@ def sparse(folder: Path, tokens: int) -> Path:
         with (folder / f"{split}.bin").open("w+b") as stream:
             stream.truncate(2 * length)
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        splits[split] = {"tokens": length, "bytes": length, "documents": 1, "sha256": digest}
-    manifest = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
-    write_json(folder / "manifest.json", manifest)
+        counts = {"tokens": length, "bytes": length, "documents": 1}
+        splits[split] = counts | {"files": [[f"{split}.bin", length, digest]]}
+    metadata = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
+    write_sealed_file(folder / "dataset.json", metadata)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 
@@ -175,14 +174,14 @@ def opening(folder: Path) -> dict[str, float]:
     sparse(ten, 5 * 10**9)
     for which in ("the first time", "again"):
         start = time.perf_counter()
-        prepared.open_folder(ten)
+        token_dataset.open_cached(ten)
         seconds[f"open 10 GB {which}"] = time.perf_counter() - start
     tokens = 128 * 10**9 + 1
     with billion.open("wb") as stream:
         stream.truncate(2 * tokens)
-    train = Shards([billion], [tokens], np.dtype("uint16"))
+    train = TokenSequence([map_tokens(billion, "uint16", 0, tokens)])
     start = time.perf_counter()
-    idx, _ = training_batch([train], (prepared.MIXTURE_WINDOWS,), 1, 0, 8, 128)
+    idx, _ = training_batch([train], (token_dataset.MIXTURE_BLOCK,), 1, 0, 8, 128)
     seconds["first batch of 10^9 windows"] = time.perf_counter() - start
     assert idx.shape == (8, 128)
     return seconds

@@ -35,11 +35,11 @@ from queue import SimpleQueue
 import numpy as np
 from measuring import ROOT, table
 
+from gpt.data.baselines import novelty
+from gpt.data.data_config import DataConfig
+from gpt.data.prepare import prepare
+from gpt.data.tokenizer import TokenizerConfig
 from gpt.model.transformer import ModelConfig
-from gpt.text.analysis.references import novelty
-from gpt.text.corpus.config import DataConfig
-from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config import law
 from gpt.training.optim import OptimConfig
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpt.data.tokenizer import Tokenizer
     from gpt.model.attention import MultiHeadAttention
     from gpt.model.transformer import GPT, GPTConfig
     from gpt.notebook import train
     from gpt.sampling.generation import generate
     from gpt.sampling.language_model import LanguageModel
-    from gpt.text.tokenizer import Tokenizer
 
 # The imports of a command take seconds, in which Ctrl-C ends it at once, without a traceback; then see gpt/console.py.
 _SCRIPTS = [Path(__file__).resolve().parents[1] / name for name in ("train.py", "generate.py")]
@@ -31,7 +31,7 @@ _HOMES = {
     "GPT": "gpt.model.transformer",
     "GPTConfig": "gpt.model.transformer",
     "MultiHeadAttention": "gpt.model.attention",
-    "Tokenizer": "gpt.text.tokenizer",
+    "Tokenizer": "gpt.data.tokenizer",
     "generate": "gpt.sampling.generation",
     "train": "gpt.notebook",
 }

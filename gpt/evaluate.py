@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt.console import Parser, command_line, say, warn
+from gpt.data.corpus import Corpus, open_corpus
+from gpt.data.data_config import add_reader_options, as_cli_options, data_config_from_args
+from gpt.data.dataset_cache import CACHE
+from gpt.data.token_dataset import find_cached_dataset
+from gpt.data.token_files import token_dtype
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
 from gpt.exchange.loading import find_checkpoint, open_with_record
-from gpt.text.cache import CACHE
-from gpt.text.corpus.config import add_reading, as_options, read_with
-from gpt.text.corpus.corpus import Corpus, open_corpus
-from gpt.text.prepared import find_prepared, width
-from gpt.text.tokenizer import Tokenizer
 
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
 
@@ -24,7 +25,7 @@ MOST_NATS = 700  # per token; beyond, the perplexity overflows
 def main(arguments: list[str] | None = None) -> None:
     """Print the model's figures as a table, or as JSON."""
     args = parse_arguments(arguments)
-    corpus = open_corpus(read_with(args), CACHE, lambda line: say(line, sys.stderr)) if args.text else None
+    corpus = open_corpus(data_config_from_args(args), CACHE, lambda line: say(line, sys.stderr)) if args.text else None
     path = find_checkpoint(args.checkpoint)
 
     from gpt.hardware.threads import giving_way
@@ -80,7 +81,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
     text = "files, folders or quoted globs, as for data.path (default: the validation text of the checkpoint's run)"
     add("--text", metavar="PATH", nargs="+", help=text)
-    add_reading(parser)
+    add_reader_options(parser)
     add("--stride", metavar="N", type=int, help="slide the context by N tokens (default: all of it, without overlap)")
     precisions = ["fp32", "bf16", "fp16"]
     add("--precision", default="fp32", choices=precisions, help="of the products, as in training (default: fp32)")
@@ -101,15 +102,15 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
     """Encode a text into a temporary file, because it may be larger than the memory."""
     documents = size = 0
     with tempfile.TemporaryFile() as stream:
-        for _, _, piece in corpus.pieces():
-            ids = tokenizer.encode_piece(piece.text)
-            if piece.begins:
+        for _, _, chunk in corpus.chunks():
+            ids = tokenizer.encode_chunk(chunk.text)
+            if chunk.begins:
                 ids = np.concatenate([[tokenizer.end_of_text], ids])
-            stream.write(ids.astype(width(tokenizer)).data)
-            documents, size = documents + piece.begins, size + len(piece.text.encode("utf-8"))
+            stream.write(ids.astype(token_dtype(tokenizer.vocab_size)).data)
+            documents, size = documents + chunk.begins, size + len(chunk.text.encode("utf-8"))
         corpus.require_text(size)
         stream.flush()
-        return Text(np.asarray(np.memmap(stream, width(tokenizer), mode="r")), documents, size)
+        return Text(np.asarray(np.memmap(stream, token_dtype(tokenizer.vocab_size), mode="r")), documents, size)
 
 
 def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> list[Text]:
@@ -117,12 +118,12 @@ def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -
 
     `record` is what the checkpoint says. `UserError` if the text is not in the cache, or if there is no run.
     """
-    if not (sources := find_prepared(record, tokenizer, CACHE)):
+    if not (sources := find_cached_dataset(record, tokenizer, CACHE)):
         raise UserError(f"{path}: the validation text of its run, if any, is not in {CACHE}: give a text with --text")
-    counts = [source.manifest["splits"]["validation"] for source in sources]
+    counts = [source.metadata["splits"]["validation"] for source in sources]
     return [Text(source.validation, n["documents"], n["bytes"]) for source, n in zip(sources, counts, strict=True)]
 
 
 if __name__ == "__main__":
-    with command_line("gpt.evaluate", "choose a smaller model or another --device", as_options):
+    with command_line("gpt.evaluate", "choose a smaller model or another --device", as_cli_options):
         main()

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt.console import Parser, command_line, quote
+from gpt.data.python_docs import builtin_docs
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
 from gpt.exchange import card, gguf, huggingface
 from gpt.exchange.loading import find_checkpoint, open_model
 from gpt.files import home_path, publish, sync
-from gpt.text.corpus.python_docs import builtin_docs
-from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
     from gpt.model.transformer import GPT

@@ -1,167 +1,47 @@
-"""Runs commands as on a machine that is neither Linux nor has CUDA: what macOS or Windows lack fails as it does there.
+"""Runs commands as on a machine whose device lacks float64, without fcntl, torch.distributed and hard links.
 
 `python tests/any_machine.py JSON` takes a list of command lines; each begins with a script of this project or, as after
-`python -m`, with a module. A line with `ENDED` follows the output of each. What cannot be seen from here: operations
-that PyTorch lacks on other systems, and how Windows behaves beyond what is taken away below.
+`python -m`, with a module. A line with `ENDED` follows the output of each.
 """
 
-import builtins
 import contextlib
-import ctypes
-import io
 import json
 import os
-import platform
-import re
 import runpy
-import shutil
-import signal
 import sys
 import traceback
-import warnings
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from unittest import mock
 
+ROOT = Path(__file__).resolve().parents[1]
+ENDED = "ended with exit code"
 
-class NoDistributed(MetaPathFinder):
-    """Has PyTorch come up as where it was built without `torch.distributed`, such as conda-forge's for Windows."""
+
+class Lacking(MetaPathFinder):
+    """Finds no torch.distributed, as in conda-forge's PyTorch for Windows, and later no fcntl."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "torch.distributed":
             for part in ("_c10d_init", "_distributed_c10d", "_rpc_init", "_distributed_autograd_init"):
                 vars(sys.modules["torch._C"]).pop(part, None)
-        if name.startswith("torch._C._distributed"):
+        if name.startswith("torch._C._distributed") or (name == "fcntl" and "lightning" in sys.modules):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, NoDistributed())
+    sys.meta_path.insert(0, Lacking())
 
-# Libraries know Linux when they are imported, and use what it has: only our own code must do without.
-import filelock  # noqa: E402, F401
-import hydra  # noqa: E402, F401
+import filelock  # noqa: E402, F401 - libraries may use what Linux has: only our own code must do without
 import lightning  # noqa: E402
 import torch  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
-ENDED = "ended with exit code"
-MODULES = {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"}
-FUNCTIONS = re.findall(
-    r"\w+",
-    """
-    chown chroot fchmod fchown fork forkpty getegid geteuid getgid getgroups getloadavg getpgid getpgrp getresuid getsid
-    getuid killpg lchown major mkfifo mknod nice openpty posix_fadvise posix_spawn pread preadv pwrite sched_getaffinity
-    sched_setaffinity sched_yield sendfile setpgid setsid setuid statvfs sync sysconf uname wait wait3 wait4
-    """,
-)
-SIGNALS = {"SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM"}  # of Windows
-SIGNAL_FUNCTIONS = ("alarm", "pause", "pthread_kill", "pthread_sigmask", "setitimer", "siginterrupt", "sigwait")
-LINUX = {name: getattr(os, name) for name in ("fsync", "kill", "open", "rename", "replace", "unlink")}
-OPEN = io.open
 
-
-# --- the system ---
-
-
-class Refuse(MetaPathFinder):
-    """Finds no module that Windows lacks."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name in MODULES:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def in_use(path) -> bool:
-    """Whether this process has a file open or mapped, or one below a folder: then Windows lets nobody move it."""
-    place = os.path.realpath(path)
-    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    names = [os.readlink(link) for link in links if os.path.islink(link)]
-    with OPEN("/proc/self/maps", encoding="utf-8") as maps:
-        names += [line.split(maxsplit=5)[5].strip() for line in maps if "/" in line]
-    return any(name == place or name.startswith(place + os.sep) for name in names)
-
-
-def without_proc(file, *args, **kwargs):
-    if isinstance(file, str | os.PathLike) and os.fspath(file).startswith(("/proc/", "/sys/")):
-        raise FileNotFoundError(2, "No such file or directory", str(file))
-    return OPEN(file, *args, **kwargs)
-
-
-def open_no_folder(path, *args, **kwargs):
-    if os.path.isdir(path):
-        raise PermissionError(13, "Permission denied", str(path))
-    return LINUX["open"](path, *args, **kwargs)
-
-
-def fsync_no_folder(descriptor) -> None:
-    assert not os.path.isdir(f"/proc/self/fd/{descriptor}"), "Windows cannot sync a folder"
-    LINUX["fsync"](descriptor)
-
-
-def kill_itself(process: int, number: int) -> None:
-    assert process == os.getpid(), "on Windows, os.kill ends another process whatever the signal"
-    LINUX["kill"](process, number)
-
-
-def moving(name: str):
-    """os.rename or os.replace of Windows."""
-
-    def move(source, target, **kwargs) -> None:
-        if name == "rename" and os.path.lexists(target):
-            raise FileExistsError(17, "File exists", str(source), None, str(target))
-        if used := [path for path in (source, target) if in_use(path)]:
-            raise PermissionError(13, "The process cannot access the file", str(used[0]))
-        LINUX[name](source, target, **kwargs)
-
-    return move
-
-
-def unlink(path, **kwargs) -> None:
-    if in_use(path) and sys._getframe(1).f_globals["__name__"] != "tempfile":
-        raise PermissionError(13, "The process cannot access the file", str(path))
-    LINUX["unlink"](path, **kwargs)
-
-
-def no_links(*names, **kwargs) -> None:
+def no_hard_links(*names, **kwargs) -> None:
     raise OSError(1, "Incorrect function")
-
-
-class Library(ctypes.CDLL):
-    """Any library but that of C, whose functions are other ones."""
-
-    def __init__(self, name, *args, **kwargs):
-        assert name is not None and "libc." not in str(name), "there is no such C library"
-        super().__init__(name, *args, **kwargs)
-
-
-def leave_linux() -> None:
-    """Take away what other systems lack, for the rest of this process."""
-    assert not torch.distributed.is_available()
-    sys.meta_path.insert(0, Refuse())
-    for name in MODULES:
-        sys.modules.pop(name, None)
-    for module, names in (
-        (os, FUNCTIONS),
-        (signal, [name for name in dir(signal) if re.match("SIG[A-Z]", name) and name not in SIGNALS]),
-        (signal, SIGNAL_FUNCTIONS),
-    ):
-        for name in names:
-            if hasattr(module, name):
-                delattr(module, name)
-    builtins.open = io.open = without_proc
-    os.open, os.fsync, os.kill, os.link, os.symlink = open_no_folder, fsync_no_folder, kill_itself, no_links, no_links
-    os.rename, os.replace = moving("rename"), moving("replace")
-    os.unlink = os.remove = unlink
-    shutil._use_fd_functions = shutil._USE_CP_SENDFILE = False
-    shutil.which = lambda *args, **kwargs: None  # no compilers
-    platform.libc_ver = lambda *args, **kwargs: ("", "")
-    ctypes.CDLL = Library
-    signal.valid_signals = lambda: {getattr(signal, name) for name in SIGNALS}
-    warnings.filterwarnings("error", category=EncodingWarning, module=r"(gpt\.|__main__|train|generate)")
 
 
 # --- the device ---
@@ -247,7 +127,8 @@ def attach_device() -> None:
 
 
 def main() -> None:
-    leave_linux()
+    sys.modules.pop("fcntl", None)
+    os.link = no_hard_links
     attach_device()
     for script, *arguments in json.loads(sys.argv[1]):
         sys.argv, code = [script, *arguments], 0

@@ -26,9 +26,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gpt.data.token_files import TokenSequence, map_tokens
 from gpt.errors import UserError
 from gpt.exchange import checkpoint
-from gpt.text.shards import Shards
 from gpt.training import loop
 from gpt.training import resume as resuming
 from gpt.training.config.asked import Asked
@@ -77,12 +77,12 @@ def write_corpus(folder: Path) -> Path:
 _FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 
-def on_disk(tokens: np.ndarray) -> Shards:
+def on_disk(tokens: np.ndarray) -> TokenSequence:
     """Tokens as train.py prepares them: in one file."""
     _FOLDERS.append(tempfile.TemporaryDirectory())
     file = Path(_FOLDERS[-1].name) / "train.bin"
     tokens.tofile(file)
-    return Shards([file], [len(tokens)], tokens.dtype)
+    return TokenSequence([map_tokens(file, tokens.dtype)])
 
 
 def needs(module: str) -> Any:

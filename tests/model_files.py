@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpt.data.dataset_cache import write_sealed_file
+from gpt.data.tokenizer import Tokenizer, byte_tokenizer
 from gpt.exchange import checkpoint
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.text.cache import write_json
-from gpt.text.tokenizer import Tokenizer, byte_tokenizer
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=2, num_heads=7)
 
@@ -72,16 +72,17 @@ def write_prepared(
     validation: Sequence[int] = range(31),
     **changes: object,
 ) -> Path:
-    """Write a prepared corpus in the obvious way: the ids of each split, and what the manifest says of them."""
+    """Write a prepared corpus in the obvious way: the ids of each split, and what dataset.json says of them."""
     tokenizer, splits = tokenizer or byte_tokenizer(), {}
     folder.mkdir(parents=True)
     for name, ids in (("train", train), ("validation", validation)):
         content = np.array(ids, "uint16" if tokenizer.vocab_size <= 65_536 else "uint32").tobytes()
         (folder / f"{name}.bin").write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        splits[name] = {"tokens": len(ids), "bytes": len(ids), "documents": 1, "sha256": digest}
-    manifest = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
-    write_json(folder / "manifest.json", manifest | changes)
+        counts = {"tokens": len(ids), "bytes": len(ids), "documents": 1}
+        splits[name] = counts | {"files": [[f"{name}.bin", len(ids), digest]]}
+    metadata = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
+    write_sealed_file(folder / "dataset.json", metadata | changes)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 

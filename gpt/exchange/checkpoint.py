@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
 from gpt.exchange.formats import upgraded
 from gpt.files import replacing, sync
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.tokenizer import Tokenizer
 
 FORMAT = 4  # final with version 1.0; raise it when older programs cannot read what is written
 SCHEMA = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}

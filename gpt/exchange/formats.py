@@ -10,6 +10,7 @@ CAME: dict[str, Any] = {  # keys that came later: what the code did before
     "data.encoding": "utf-8",
     "data.bpe_dropout": 0.0,
     "trainer.short_window": 0,
+    "data.validation_path": None,
 }
 DECIDED: dict[str, dict[str, Any]] = {  # of these, what the same command says today without them
     "data.bpe_dropout": {"data.bpe_dropout": None},

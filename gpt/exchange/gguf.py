@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt.data.chunking import replace_surrogates
+from gpt.data.tokenizer import END_OF_TEXT, Tokenizer
 from gpt.errors import UserError
 from gpt.exchange.huggingface import named_weights
 from gpt.exchange.vocabulary import merges, stand_ins
 from gpt.files import replacing
-from gpt.text.pieces import well_formed
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks its arguments needs only `KINDS`
     from gpt.model.transformer import GPT
@@ -44,7 +44,7 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
         raise UserError("GGUF files need the library gguf: pip install gguf") from None
     with replacing(file) as temporary:
         writer = gguf.GGUFWriter(temporary, "gpt2")
-        writer.add_name(well_formed(file.stem))
+        writer.add_name(replace_surrogates(file.stem))
         writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_context_length(config.context_length)

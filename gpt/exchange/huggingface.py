@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
 from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
 from gpt.exchange import vocabulary
 from gpt.files import write_text
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a directory's tokenizer does not need it
     from torch import Tensor

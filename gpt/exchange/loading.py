@@ -9,12 +9,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt.data.token_dataset import DATASET_FILE, MANIFEST_FILE, read_metadata
+from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
 from gpt.exchange import huggingface
 from gpt.files import TRAIN
-from gpt.text.prepared import read_manifest
-from gpt.text.store import Store
-from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 if TYPE_CHECKING:
     from gpt.model.transformer import GPT
@@ -123,6 +122,6 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
     path = Path(name_or_path)
     if huggingface.is_directory(path):
         return huggingface.load_tokenizer(path)[0]
-    if (path / "manifest.json").is_file():
-        return read_manifest(Store(path))[1]
+    if any((path / name).is_file() for name in (DATASET_FILE, MANIFEST_FILE)):
+        return read_metadata(path)[1]
     return open_model(path)[1]

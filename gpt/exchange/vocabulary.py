@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpt.data.tokenizer import BYTE_OF_STAND_IN, END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
-from gpt.text.tokenizer import BYTE_OF_STAND_IN, END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from gpt.console import Parser
+from gpt.data.chunking import decode_stream, replace_surrogates, strip_byte_order_mark
 from gpt.errors import UserError, require_range
 from gpt.files import explain, home_path
-from gpt.text.pieces import decoded, well_formed, without_mark
 
 LIMITS = {"max_new_tokens": (1, 10**7), "num_samples": (1, 10**4), "top_logprobs": (0, 100), "seed": (0, 2**63 - 1)}
 ESCAPES = str.maketrans("ntr", "\n\t\r")
@@ -70,11 +70,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, or else the one in a file or on standard input."""
     if args.prompt is not None:
-        return [well_formed(prompt) for prompt in args.prompt]
+        return [replace_surrogates(prompt) for prompt in args.prompt]
     source = args.prompt_file or Path("standard input")
     with explain(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
         content = b"" if stream.isatty() else stream.read()
-    return [re.sub(r"\r?\n\Z", "", "".join(without_mark(decoded([content], str(source)))))]
+    return [re.sub(r"\r?\n\Z", "", "".join(strip_byte_order_mark(decode_stream([content], str(source)))))]
 
 
 def unescaped(text: str) -> str:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.data.chunking import token_label
+from gpt.data.tokenizer import Tokenizer
 from gpt.files import ASSETS, home_path, write_text
 from gpt.model.attention import MultiHeadAttention
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import Sampling, filter_logits
-from gpt.text.pieces import label
-from gpt.text.tokenizer import Tokenizer
 
 ALTERNATIVES = 8  # likeliest tokens shown in place of each
 LAYER_GUESSES = 3  # likeliest tokens shown of each layer
@@ -83,7 +83,7 @@ def insight_page(
     }
     shown = set(ids) | {one[0] for row in data["expected"] for one in row["likeliest"]}
     shown |= {guess[0] for layer in data["layers"] for row in layer for guess in row}
-    data["vocabulary"] = {i: label(tokenizer.decode_bytes([i])) for i in sorted(shown)}
+    data["vocabulary"] = {i: token_label(tokenizer.decode_bytes([i])) for i in sorted(shown)}
     page = (ASSETS / "insight.html").read_text(encoding="utf-8")
     page = page.replace("/* style */", (ASSETS / "insight.css").read_text(encoding="utf-8"))
     page = page.replace("/* script */", (ASSETS / "insight.js").read_text(encoding="utf-8"))

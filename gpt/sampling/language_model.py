@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gpt.data.chunking import token_label
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import DAMAGED, Sampling, align, generate
-from gpt.text.pieces import label
-from gpt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -200,7 +200,7 @@ class LanguageModel:
 
         ids = self.tokenizer.encode(text)[-self.model.config.context_length :] or [self.tokenizer.end_of_text]
         maps = self.model.eval().attention_maps(torch.tensor([ids], device=self.device))[0].float().cpu().numpy()
-        tokens = [label(self.tokenizer.decode_bytes([i])) for i in ids]
+        tokens = [token_label(self.tokenizer.decode_bytes([i])) for i in ids]
         return attention_picture(maps, tokens, f"{len(ids)} tokens of a text", max(4, min(24, PICTURE // len(ids))))
 
     @property

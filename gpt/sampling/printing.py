@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gpt.console import say
+from gpt.data.chunking import token_label
+from gpt.data.overlap import MIN_COPY_TOKENS, drop_overlaps, find_copies
+from gpt.data.token_dataset import TokenSource
 from gpt.errors import UserError
 from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.language_model import Continuation, TokenLogprob
-from gpt.text.analysis.overlap import LEAST, apart, find_copies
-from gpt.text.pieces import label
-from gpt.text.prepared import PreparedText
 
 OPTION = re.compile(r"/([A-Za-z][\w-]*)(?:\s+|$)(\S*)\s*")  # a line that is no prompt; /usr/bin is one
 
@@ -32,7 +32,7 @@ def print_growing(steps: Iterator[list[Continuation]]) -> Iterator[list[Continua
     print(flush=True)
 
 
-def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sources: list[PreparedText]) -> None:
+def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sources: list[TokenSource]) -> None:
     """Print finished texts after their prompts, each under its number; with `sources`, also what they copied."""
     *_, texts = steps
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
@@ -111,7 +111,7 @@ def printable(text: Continuation, start: int = 0) -> str:
         return text.text[start:]
     rows = [] if start else [["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]]
     for token in text.logprobs[start:]:
-        rows.append([f"{label(one.token)} {100 * math.exp(one.logprob):.3g}%" for one in (token, *token.top)])
+        rows.append([f"{token_label(one.token)} {100 * math.exp(one.logprob):.3g}%" for one in (token, *token.top)])
     return "".join("\n  " + "  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
 
 
@@ -121,7 +121,7 @@ def token_as_json(token: TokenLogprob) -> dict:
     return own | ({"top_logprobs": list(map(token_as_json, token.top))} if token.top else {})
 
 
-def copied(ids: list[int], sources: list[PreparedText]) -> str:
+def copied(ids: list[int], sources: list[TokenSource]) -> str:
     """Say how much of a continuation stands in the training text, and show it with each passage in brackets.
 
     Nothing without `sources`.
@@ -132,7 +132,7 @@ def copied(ids: list[int], sources: list[PreparedText]) -> str:
     tokens = [sources[0].tokenizer.decode_bytes([token]) for token in ids]
     texts = [*map(decode, tokens), decode(b"", True)]
     marked, counts, at = "", [], 0
-    for start, end in apart(find_copies(ids, sources), texts):
+    for start, end in drop_overlaps(find_copies(ids, sources), texts):
         while start < end and 0x80 <= tokens[start][0] < 0xC0:  # which goes on with a character
             start += 1
         passage = "".join(texts[start:end])
@@ -140,7 +140,7 @@ def copied(ids: list[int], sources: list[PreparedText]) -> str:
         counts.append((len(passage), end - start))
         at = end
     if not counts:
-        return f"--- copied from the training text: nothing of {LEAST} tokens or more ---\n"
+        return f"--- copied from the training text: nothing of {MIN_COPY_TOKENS} tokens or more ---\n"
     line = f"{sum(size for _, size in counts)} of {len(ids)} tokens, in [[brackets]]"
     line += f"; the longest passage has {max(counts)[0]} characters"
     return f"--- copied from the training text: {line} ---\n{marked}{''.join(texts[at:])}\n"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gpt.console import bars
+from gpt.data.batches import validation_batches
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT
-from gpt.text.batches import validation_batches
 
 TOKENS_AT_ONCE = 4096
 

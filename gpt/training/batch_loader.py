@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from torch import Tensor, distributed
 
+from gpt.data.batches import training_batch, validation_batches
+from gpt.data.token_dataset import TokenDataset
 from gpt.model.loss import IGNORE
-from gpt.text.batches import training_batch, validation_batches
-from gpt.text.prepared import Corpora
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.state import RunSpec
@@ -20,7 +20,7 @@ def sequence_length(config: Config, schedule: Schedule, step: int) -> int:
     return (is_short and config.trainer.short_window) or config.model.context_length
 
 
-def micro_batch(config: Config, dataset: Corpora, number: int, sequence_length: int) -> Batch:
+def micro_batch(config: Config, dataset: TokenDataset, number: int, sequence_length: int) -> Batch:
     """Return inputs and targets, each (B, T), of the micro-batch with this number, counted over all steps and ranks.
 
     A micro-batch always has the same number of tokens: sequences of half the length are twice as many.
@@ -28,11 +28,11 @@ def micro_batch(config: Config, dataset: Corpora, number: int, sequence_length: 
     factor = config.model.context_length // sequence_length
     batch_size = config.micro_batch_size * factor
     tokens = [source.train for source in dataset.sources]
-    return training_batch(tokens, dataset.shares, config.order_seed, number * batch_size, batch_size, sequence_length)
+    return training_batch(tokens, dataset.weights, config.order_seed, number * batch_size, batch_size, sequence_length)
 
 
 def read_step(
-    config: Config, dataset: Corpora, step: int, sequence_length: int, rank: int = 0, pin: bool = False
+    config: Config, dataset: TokenDataset, step: int, sequence_length: int, rank: int = 0, pin: bool = False
 ) -> list[Batch]:
     """Return this rank's micro-batches for the step after `step` others.
 

@@ -93,21 +93,21 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
                     module.loss_scale.load_state_dict(state.loss_scale, state.skipped_steps)
                 config_changed = validate(checkpoint["config"]) != config
                 callback_states = dict(checkpoint["callbacks"])
-            checkpoint = None  # frees its memory
             hooks.load_state_dict(callback_states)
+            del checkpoint, callback_states  # frees their memory, which is mapped from the file
             run.restore_last(spec.checkpoint)
 
         # --- Open the logs and start the clock. Only the main process writes: on other ranks `run` does nothing ---
         run.truncate_logs(state.log_offsets)
         curves.open(step)
         record_code_version(state.commits, step)
+        hooks.call("on_train_start", step)
         checkpoints.start(step, config_changed)
         if config_changed:
             checkpoints.save_last(step)
         run.write_config(config)
         if step and trainer.keep_every and step % trainer.keep_every == 0:  # a kill may have come before
             run.keep_checkpoint(step)
-        hooks.call("on_train_start", step)
         clock.start()
         expected_steps = schedule.expected_steps(step, clock.progress)
         progress.open(run.path, step, expected_steps)

@@ -12,14 +12,14 @@ from lightning import LightningModule
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpt.data.bpe_dropout import apply_bpe_dropout, merge_table
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import NonFiniteError, UserError
 from gpt.exchange.checkpoint import is_finite
 from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.bpe_dropout import parts_of, split_tokens
-from gpt.text.tokenizer import Tokenizer
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.loss_scale import LossScale
@@ -47,7 +47,7 @@ class GPTModule(LightningModule):
         torch.manual_seed(config.seed)
         self.model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **asdict(config.model)))
         if config.data.bpe_dropout:
-            self.register_buffer("merge_table", parts_of(tokenizer), persistent=False)
+            self.register_buffer("merge_table", merge_table(tokenizer), persistent=False)
         self.model.compute_in(DTYPES.get(config.trainer.precision, torch.float32))
         self.loss_scale = LossScale(config.trainer.device) if config.trainer.precision == "fp16" else None
         self.model.checkpointing = config.trainer.activation_checkpointing
@@ -76,7 +76,7 @@ class GPTModule(LightningModule):
         seed = hash((self.config.seed, batch_idx, self._rank))
         if probability := self._bpe_dropout(batch_idx // self.config.accumulation):
             generator = torch.Generator(idx.device).manual_seed(seed)
-            idx, targets = split_tokens(idx, targets, self.merge_table, probability, generator)
+            idx, targets = apply_bpe_dropout(idx, targets, self.merge_table, probability, generator)
         if self.config.model.dropout:
             torch.manual_seed(seed)
         return self.loss(idx, targets)

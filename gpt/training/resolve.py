@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpt.console import say
+from gpt.data.data_config import BUILTIN_CORPORA
+from gpt.data.prompts import prompts_from
+from gpt.data.token_dataset import TokenDataset
+from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
 from gpt.model.memory import choose_micro_batch
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.text.analysis.prompts import prompts_from
-from gpt.text.corpus.config import ONE_WORD
-from gpt.text.prepared import Corpora
-from gpt.text.tokenizer import TokenizerConfig
 from gpt.training import distributed
 from gpt.training.config.advice import STEPS, suitable_split, suitable_steps
 from gpt.training.config.asked import Asked
@@ -37,17 +37,17 @@ AUTO_SECONDS = 600  # of training that horizon=auto takes at most, unless the le
 
 
 def resolve(
-    asked: Asked, config: Config, text: Corpora, longest: float = 0.0
+    asked: Asked, config: Config, text: TokenDataset, longest: float = 0.0
 ) -> tuple[Config, Schedule, Sequence["Member"]]:
     """Decide every open value of `config`, which is for this machine, and note what stood in `asked` before.
 
     Returns the models that model=auto has weighed as well: enough of them to tell the best in `longest` seconds, too.
     """
     members: Sequence[Member] = ()
-    if config.data.name == "prepared":  # with a tokenizer of its own
+    if config.data.name == "tokens":  # with a tokenizer of its own
         config = replace(config, tokenizer=TokenizerConfig(text.tokenizer.name, text.tokenizer.vocab_size))
     if config.data.prompts is None:
-        prompts = ONE_WORD.get(config.data.name) or prompts_from(text)
+        prompts = BUILTIN_CORPORA.get(config.data.name) or prompts_from(text)
         config = replace(config, data=replace(config.data, prompts=prompts))
     if asked.model == "auto":
         config, schedule, members = _with_best_model(config, text, longest)
@@ -116,7 +116,7 @@ def for_model(config: Config, model: ModelConfig) -> Config:
     return replace(config, model=model, trainer=trainer, optim=config.optim.for_model(model))
 
 
-def with_suitable_split(config: Config, schedule: Schedule, text: Corpora) -> Config:
+def with_suitable_split(config: Config, schedule: Schedule, text: TokenDataset) -> Config:
     """Set the chance to split tokens, if it was left open, to what suits a horizon in steps; 0 for trained weights."""
     if config.data.bpe_dropout is not None:
         return config
@@ -125,7 +125,7 @@ def with_suitable_split(config: Config, schedule: Schedule, text: Corpora) -> Co
     return replace(config, data=replace(config.data, bpe_dropout=chance), decided=decided)
 
 
-def _with_suitable_horizon(config: Config, text: Corpora) -> Config:
+def _with_suitable_horizon(config: Config, text: TokenDataset) -> Config:
     """Set the horizon to the steps that suit the text, within what this machine trains in `AUTO_SECONDS`."""
     steps = suitable_steps(config, text)
     config = replace(config, horizon=f"{steps}steps")
@@ -138,7 +138,7 @@ def _with_suitable_horizon(config: Config, text: Corpora) -> Config:
     return replace(config, horizon=f"{steps}steps")
 
 
-def _with_best_model(config: Config, text: Corpora, longest: float) -> tuple[Config, Schedule, Sequence["Member"]]:
+def _with_best_model(config: Config, text: TokenDataset, longest: float) -> tuple[Config, Schedule, Sequence["Member"]]:
     """Choose, for model=auto, the model that learns most of the text within the horizon, a time, or part of it."""
     from gpt.training.estimate.choice import announcement, best, choose  # imports Lightning
 

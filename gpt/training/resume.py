@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt.console import duration, say, warn
+from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import load
 from gpt.exchange.loading import find_path
 from gpt.files import flatten
-from gpt.text.prepared import Corpora
 from gpt.training import distributed
 from gpt.training.config.asked import Asked
 from gpt.training.config.horizon import parse_horizon
@@ -250,7 +250,7 @@ def extend(
     return replace(config, horizon=horizon), planned
 
 
-def _require_same_dataset(file: Path, checkpoint: dict[str, Any], dataset: Corpora) -> None:
+def _require_same_dataset(file: Path, checkpoint: dict[str, Any], dataset: TokenDataset) -> None:
     """Raise `UserError` if the text or its tokens are not those that the run began with."""
     stored = checkpoint["corpus"] | {"tokenizer's hash": checkpoint["tokenizer"]["sha256"]}
     present = dataset.key | {"tokenizer's hash": dataset.tokenizer.sha256}

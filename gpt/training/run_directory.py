@@ -19,11 +19,11 @@ from typing import Any
 from filelock import BaseFileLock
 
 from gpt.console import warn
+from gpt.data.data_config import DataConfig
 from gpt.errors import UserError, is_out_of_memory, reason
 from gpt.exchange.checkpoint import DamagedError, UnreadableError, load, step_of
 from gpt.exchange.loading import BEST, LAST, PREVIOUS, SAVED, find_run
 from gpt.files import HeldError, hold, link, replacing, sync, sync_parents, write_text
-from gpt.text.corpus.config import DataConfig
 from gpt.training.config.loading import to_yaml
 from gpt.training.config.schema import Config
 

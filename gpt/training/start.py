@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from gpt.console import say, warn
+from gpt.data.dataset_cache import CACHE
+from gpt.data.mixture import integer_weights, source_names
+from gpt.data.prepare import TooShortError, prepare
+from gpt.data.token_dataset import TokenDataset, find_cached_dataset
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
 from gpt.exchange.loading import find_checkpoint, open_model
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.text.cache import CACHE
-from gpt.text.prepare.mixture import names_of, shares_of
-from gpt.text.prepare.prepare import TooShortError, prepare
-from gpt.text.prepared import Corpora, find_prepared
-from gpt.text.tokenizer import Tokenizer
 from gpt.training import distributed
 from gpt.training.config.advice import fit_of_tokenizer, warnings
 from gpt.training.config.asked import Asked
@@ -77,7 +77,7 @@ def _run_name(request: Asked) -> str:
 # --- the weights and the text ---
 
 
-def open_dataset(request: Asked) -> tuple[Config, Corpora, Path | None]:
+def open_dataset(request: Asked) -> tuple[Config, TokenDataset, Path | None]:
     """Prepare the text of a new run.
 
     Returns:
@@ -117,7 +117,7 @@ def load_dataset(
     tokenizer: Tokenizer | None = None,
     quiet: bool = False,
     checkpoint: dict[str, Any] | None = None,
-) -> Corpora:
+) -> TokenDataset:
     """Return the dataset of a configuration.
 
     Args:
@@ -137,13 +137,13 @@ def load_dataset(
         hint = f", or set {settings} or less" if longest else ""
         raise UserError(f"{error}{hint}") from None
     except UserError as error:
-        if checkpoint is None or config.data.name == "prepared":
+        if checkpoint is None or config.data.name == "tokens":
             raise
-        sources = find_prepared(checkpoint, Tokenizer.from_dict(checkpoint["tokenizer"]), cache)
+        sources = find_cached_dataset(checkpoint, Tokenizer.from_dict(checkpoint["tokenizer"]), cache)
         if not sources:
             raise UserError(f"{error}; if the text is elsewhere now, add data.path=FILE") from None
         on_progress(f"{error}: continuing with the prepared text in {cache}")
-        return Corpora(tuple(sources), names_of(config.data), shares_of(config.data))
+        return TokenDataset(tuple(sources), source_names(config.data), integer_weights(config.data))
 
 
 def inherited_tokenizer(checkpoint: dict[str, Any]) -> Tokenizer | None:

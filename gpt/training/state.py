@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.text.prepared import Corpora
+from gpt.data.token_dataset import TokenDataset
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 
@@ -25,7 +25,7 @@ class RunSpec:
 
     config: Config
     schedule: Schedule
-    dataset: Corpora
+    dataset: TokenDataset
     checkpoint: Path | None = None
     initial_weights: Path | None = None
     in_python: bool = False

@@ -5,11 +5,11 @@ import math
 import torch
 from lightning import Fabric
 
+from gpt.data.batches import validation_batches
+from gpt.data.token_dataset import TokenSource
 from gpt.errors import NonFiniteError
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
-from gpt.text.batches import validation_batches
-from gpt.text.prepared import PreparedText
 from gpt.training.callbacks import Callbacks
 from gpt.training.health import warn_if_overfitting
 from gpt.training.metrics.curves import Curves
@@ -86,7 +86,7 @@ class Validator:
             self.samples, self.longest_copy = self._samples_file.write(self._module, step)
 
 
-def score_dataset(fabric: Fabric, module: GPTModule, source: PreparedText) -> Score:
+def score_dataset(fabric: Fabric, module: GPTModule, source: TokenSource) -> Score:
     """Return the score of the whole validation text of one corpus, which the ranks share.
 
     Sequences have the length of the last training step. Every rank must call this.
@@ -95,7 +95,7 @@ def score_dataset(fabric: Fabric, module: GPTModule, source: PreparedText) -> Sc
     batch_size = max(1, tokens_at_once(module.model, fabric.world_size) // T)
     batches = validation_batches(source.validation, batch_size, T, IGNORE)
     own_batches = (batch for i, batch in enumerate(batches) if i % fabric.world_size == fabric.global_rank)
-    part = score(module.model, own_batches, source.manifest["splits"]["validation"]["bytes"])
+    part = score(module.model, own_batches, source.metadata["splits"]["validation"]["bytes"])
     if fabric.world_size == 1:
         return part
     totals = torch.tensor([part.nats, part.tokens], dtype=torch.float64, device=module.device)

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 
 import harness
 from gpt import evaluate
+from gpt.data.batches import validation_batches
+from gpt.data.corpus import DataConfig
+from gpt.data.prepare import prepare
+from gpt.data.readers import Document
+from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling import scoring
 from gpt.sampling.scoring import score, sum_of
-from gpt.text.batches import validation_batches
-from gpt.text.corpus.corpus import DataConfig
-from gpt.text.corpus.plain import Document
-from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
 from harness import TINY, train, write_corpus
 from model_files import SHAPE, payload_of, small_model
 
@@ -82,7 +82,7 @@ def test_validation_text(home, capsys):
     """Without a text, the score is that of validation during training, to the bit; as a table, in a few lines."""
     prepared = prepare_text(home, "text", str(home / "corpus.txt")).sources[0]
     model, _ = open_model(home / "run")
-    [size] = {sum(map(len, prepared.validation_bytes()))}
+    [size] = {sum(map(len, prepared.validation_text()))}
     expected = score(model, validation_batches(prepared.validation, 4096 // T, T, IGNORE), size)
     found = figures(capsys, "--checkpoint", home / "run")
     assert (found["documents"], found["bytes"], found["tokens"]) == (1, size, len(prepared.validation) - 1)
@@ -103,7 +103,7 @@ def test_validation_text(home, capsys):
         f"bits per byte   {expected.bits_per_byte:.4f}\n"
     )
     text = home / "validation.txt"
-    text.write_bytes(b"".join(prepared.validation_bytes()))
+    text.write_bytes(b"".join(prepared.validation_text()))
     again = figures(capsys, "--checkpoint", home / "run", "--text", text)
     assert {name for name in found if found[name] != again[name]} == {"text"}
 
@@ -122,7 +122,7 @@ def test_mixture(home, capsys):
     corpora = prepare_text(home, "mix", paths, weights=[1.0, 2.0])
     file = save(home / "mixture.ckpt", corpora.key)
     model, _ = open_model(file)
-    splits = [source.manifest["splits"]["validation"] for source in corpora.sources]
+    splits = [source.metadata["splits"]["validation"] for source in corpora.sources]
     expected = sum_of(
         score(model, validation_batches(source.validation, 4096 // T, T, IGNORE), split["bytes"])
         for source, split in zip(corpora.sources, splits, strict=True)
@@ -286,9 +286,9 @@ def test_no_validation_text(home, theirs, tmp_path):
 
 
 def test_damaged_manifest(home, capsys):
-    """A prepared text whose manifest is damaged is passed over."""
+    """A prepared text whose dataset.json is damaged is passed over."""
     (home / "cache/another").mkdir()
-    (home / "cache/another/manifest.json").write_text("{")
+    (home / "cache/another/dataset.json").write_text("{")
     (home / "cache/another/train.bin").touch()
     assert figures(capsys, "--checkpoint", home / "run")["documents"] == 1
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import harness
 import model_files
 from gpt import export
+from gpt.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from gpt.exchange import huggingface
 from gpt.exchange.loading import open_model
 from gpt.model.transformer import GPT, ModelConfig
-from gpt.text.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
 ODD = ModelConfig(context_length=97, d_model=60, num_layers=3, num_heads=5)

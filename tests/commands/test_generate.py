@@ -21,13 +21,13 @@ import generate
 import gpt.sampling.generation
 import gpt.sampling.language_model
 import harness
+from gpt.data.corpus import DataConfig
+from gpt.data.prepare import prepare
+from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer
 from gpt.sampling.arguments import unescaped
 from gpt.sampling.generation import Sampling, window_start
 from gpt.sampling.language_model import Continuation, TokenLogprob
 from gpt.sampling.printing import copied, printable
-from gpt.text.corpus.corpus import DataConfig
-from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import TokenizerConfig, byte_tokenizer
 from harness import give_stdin
 from small_models import CONTEXT, EOT, make_writer, write_run
 

@@ -2,17 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 import harness
 from gpt import tokens
-from gpt.text import prepared
-from gpt.text.pieces import cut
-from gpt.text.tokenizer import byte_tokenizer, gpt2_tokenizer
+from gpt.data.chunking import split_into_chunks
+from gpt.data.tokenizer import byte_tokenizer, gpt2_tokenizer
 from harness import give_stdin
-from model_files import write_prepared
 
 GPT2, BYTE = gpt2_tokenizer(), byte_tokenizer()
 
@@ -66,7 +61,7 @@ def test_shows_what_cannot_be_seen(capsys):
     assert out.split("\n\n")[0] == ("a│→│b│·│⏎│\n⏎│\n<1b>│[│3│1│m│<0d>│<e2>│<80>│<8b>│<e2>│<82>│<ac>")
     assert "\n    10  0a                       ⏎\n    27  1b                       <1b>\n" in out
     assert "\x1b" not in out
-    assert tokens.visible("x\u3000é€\n\n\x85".encode() + b"\xe2\x82") == "x<e3><80><80>é€⏎\n⏎\n<c2><85><e2><82>"
+    assert tokens.show_token("x\u3000é€\n\n\x85".encode() + b"\xe2\x82") == "x<e3><80><80>é€⏎\n⏎\n<c2><85><e2><82>"
 
 
 def test_counts(capsys):
@@ -90,7 +85,7 @@ def test_lists_short_texts(capsys):
 def test_takes_a_long_text_in_pieces(capsys, tmp_path):
     """A thousand tokens are shown, and all are counted, from piece to piece and from block to block of bytes."""
     text = "€ and seven words\n" * 29_989
-    assert len(list(cut([text]))) == 5
+    assert len(list(split_into_chunks([text]))) == 5
     file = tmp_path / "long"
     file.write_text(text, encoding="utf-8")
     shown, _, last = output(capsys, "--file", str(file)).rpartition("\n\n")
@@ -138,48 +133,3 @@ def test_ends_quietly_with_its_reader():
         shown.stdin.close()
         assert shown.wait(30) == 0
         assert shown.stderr.read() == b""
-
-
-# --- prepared tokens ---
-
-IN_ORDER = "134 tokens in 2 files, vocabulary 257, every hash matches"
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    """A cache of two prepared corpora, a and b, of 103 and 31 tokens."""
-    monkeypatch.setattr(tokens, "CACHE", tmp_path / "cache")
-    for name in ("b", "a"):
-        write_prepared(tmp_path / "cache" / name)
-    return tmp_path / "cache"
-
-
-def flip(folder: Path) -> str:
-    """Flip one bit of the second split, and return how a line about it begins."""
-    content = bytearray((folder / "validation.bin").read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / "validation.bin").write_bytes(content)
-    return f"{folder}/validation.bin: cannot be read (its SHA-256"
-
-
-@pytest.mark.parametrize("hashed_when_opened", [prepared.VERIFY_BYTES, 0])
-def test_verify(cache, capsys, monkeypatch, hashed_when_opened):
-    """All of the cache, in order, except what is still being prepared, or what is named; large corpora are hashed."""
-    monkeypatch.setattr(prepared, "VERIFY_BYTES", hashed_when_opened)
-    (cache / "downloads").mkdir()
-    (cache / ".preparing-c").mkdir()
-    (cache / ".preparing-c/manifest.json").touch()
-    assert output(capsys, "--verify") == f"{cache}/a: {IN_ORDER}\n{cache}/b: {IN_ORDER}\n"
-    damage = flip(cache / "b")
-    assert output(capsys, "--verify", str(cache / "a")) == f"{cache}/a: {IN_ORDER}\n"
-    assert refusal("--verify").startswith(damage)
-    assert capsys.readouterr().out == f"{cache}/a: {IN_ORDER}\n"
-
-
-def test_nothing_to_verify(tmp_path, monkeypatch):
-    """No prepared corpus at all, and none in the folder named."""
-    monkeypatch.setattr(tokens, "CACHE", tmp_path)
-    assert refusal("--verify") == f"{tmp_path} holds no prepared corpus: name the folder of one"
-    for other in ("elsewhere", str(tmp_path), "/dev/zero", "a" * 300):  # never "delete it, and it will be made anew"
-        line = f"{other}: not a prepared corpus, which has a manifest.json: name a folder of {tmp_path}"
-        assert refusal("--verify", other) == line

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import harness
+from gpt.data.tokenizer import byte_tokenizer
 from gpt.errors import UserError
 from gpt.exchange.checkpoint import FORMAT, load, require_storable, save, to_model
 from gpt.exchange.formats import upgraded
 from gpt.model.transformer import ModelConfig
-from gpt.text.tokenizer import byte_tokenizer
 from model_files import Bomb, limited_files, small_model, trained_payload
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=1, num_heads=7, qkv_bias=False)

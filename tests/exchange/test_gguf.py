@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType, GGUFReader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import harness
+from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from gpt.exchange.gguf import AS_IT_IS, KINDS, write
 from gpt.exchange.huggingface import from_huggingface
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from model_files import limited_files
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from gpt.exchange import huggingface
 from gpt.exchange.checkpoint import save
 from gpt.exchange.loading import find_checkpoint, find_run, open_model, open_tokenizer
 from gpt.model.transformer import GPT
-from gpt.text.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from harness import ROOT, refusal
 from model_files import payload_of, small_model, write_prepared
 

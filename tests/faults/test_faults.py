@@ -164,7 +164,7 @@ def test_corrupt_tokens_are_refused(settings, tmp_path):
     arguments += ["horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     train(*arguments)
     shutil.rmtree(tmp_path / "run")
-    file = next(cache.glob("*/train.bin"))
+    file = next(cache.glob("*/train-*.bin"))
     flip_a_bit(file)
     line = refused(*arguments)
     assert line.startswith(f"train.py: {file}: cannot be read (its SHA-256")

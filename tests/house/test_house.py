@@ -17,15 +17,15 @@ FLOORS = (
     ("training",),
     ("generate", "commands"),
     ("sampling", "exchange"),
-    ("text", "model"),
+    ("data", "model"),
     GROUND,
 )
 LIBRARIES = {  # where a library may be imported; everything not named here may be imported anywhere
     "lightning": ("gpt/training/",),
     "hydra": ("train.py", "gpt/training/config/"),
     "omegaconf": ("train.py", "gpt/training/config/"),
-    "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware/", "gpt/text/batches.py",
-              "gpt/text/bpe_dropout.py", "gpt/export.py", "generate.py"),
+    "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware/", "gpt/data/batches.py",
+              "gpt/data/bpe_dropout.py", "gpt/export.py", "generate.py"),
 }  # fmt: skip
 FILES = [ROOT / "train.py", ROOT / "generate.py", *sorted((ROOT / "gpt").rglob("*.py"))]
 
@@ -138,7 +138,7 @@ def test_wheel_holds_every_module():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("gpt.text.prepare.prepare, gpt.text.corpus.remote", ["torch", "lightning", "hydra"]),
+        ("gpt.data.prepare, gpt.data.download", ["torch", "lightning", "hydra"]),
         ("gpt.compare, gpt.evaluate, gpt.export, gpt.tokens", ["torch", "lightning", "hydra", "tensorboard"]),
         ("gpt.training.start, gpt.training.resume", ["lightning", "hydra"]),
         ("gpt.model.transformer", ["lightning", "omegaconf", "tiktoken", "numpy.f2py"]),

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from gpt.data.corpus import DataConfig
+from gpt.data.dataset_cache import read_sealed_file, write_sealed_file
+from gpt.data.prepare import prepare
+from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
-from gpt.prepare import main
-from gpt.text.cache import read_json, write_json
-from gpt.text.corpus.corpus import DataConfig
-from gpt.text.prepare.prepare import prepare
-from gpt.text.prepared import open_folder
-from gpt.text.tokenizer import TokenizerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {  # "test_faults.py::test_full_disk" for each test, whatever its folder
@@ -86,7 +84,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "After any other exception": ["test_catalogue.py::test_exception_saves_the_last_whole_step"],
         "An example is a store": [
             "test_catalogue.py::test_exception_saves_the_last_whole_step",
-            "test_remote.py::test_away_for_a_while",
+            "test_download.py::test_away_for_a_while",
         ],
         "An exception within an update": ["test_catalogue.py::test_exception_saves_the_last_whole_step"],
         "The run then continues from": ["test_catalogue.py::test_exception_saves_the_last_whole_step"],
@@ -140,17 +138,19 @@ PROMISES: dict[str, dict[str, list[str]]] = {
             "test_faults.py::test_damaged_checkpoint_is_replaced_by_the_one_before"
         ],
         "Each file of prepared text": [
-            "test_prepared.py::test_damage_is_named",
-            "test_prepared.py::test_a_small_text_is_hashed_whenever_it_is_opened",
-            "test_checks.py::test_a_file_is_hashed_once_and_when_it_changes",
-            "test_checks.py::test_a_copy_is_hashed_when_it_changes",
+            "test_token_dataset.py::test_damage_is_named",
+            "test_token_dataset.py::test_a_small_text_is_hashed_whenever_it_is_opened",
         ],
-        "A manifest is refused if": [
-            "test_promises.py::test_names_in_a_manifest_are_not_followed",
-            "test_checks.py::test_the_shape_of_a_manifest",
-            "test_checks.py::test_ids_are_in_the_vocabulary",
+        "A dataset.json is refused if": [
+            "test_promises.py::test_names_in_a_dataset_are_not_followed",
+            "test_token_dataset.py::test_the_shape_of_the_metadata",
+            "test_token_dataset.py::test_ids_are_in_the_vocabulary",
         ],
-        "Downloads are only what you name": ["test_remote.py::test_wrong_hash", "test_loading.py::test_hub"],
+        "Token files of other programs": [
+            "test_token_files.py::test_what_is_wrong_is_one_line",
+            "test_token_files.py::test_what_identifies_a_dataset",
+        ],
+        "Downloads are only what you name": ["test_download.py::test_wrong_hash", "test_loading.py::test_hub"],
         "Lightning releases that were malicious": ["test_promises.py::test_unsafe_releases_are_excluded"],
         "Not promised": [],
     },
@@ -172,42 +172,33 @@ def test_every_promise_has_its_tests(page):
     assert {test for tests in promises.values() for test in tests} - TESTS == set()
 
 
-def test_names_in_a_manifest_are_not_followed(tmp_path):
-    """Whoever writes a manifest can seal it. In the cache it names no files, in a store only those of its tokens."""
+def test_names_in_a_dataset_are_not_followed(tmp_path):
+    """Whoever writes dataset.json can seal it: it names no files but those of its tokens, in its own folder."""
     (tmp_path / "text.txt").write_text("to be or not to be " * 50)
-    store, cache = tmp_path / "store", tmp_path / "cache"
+    made, cache = tmp_path / "made", tmp_path / "cache"
     config = DataConfig("text", str(tmp_path / "text.txt"))
-    [prepared] = prepare(config, TokenizerConfig("byte"), 8, cache).sources
-    [file] = cache.glob("*/manifest.json")
-    manifest = read_json(file)
-    manifest["files"] = manifest["splits"]["train"]["files"] = ["/etc/passwd", "../text.txt"]
-    manifest["splits"]["train"]["name"] = "../../text"
-    write_json(file, manifest)
-    assert open_folder(file.parent).at_hand.tolist() == prepared.at_hand.tolist()
-    main(["--to", str(store), "--text", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--cache", str(cache)])
+    prepare(config, TokenizerConfig("byte"), 8, cache, to=made)
 
     def opened() -> list[int]:
-        [text] = prepare(DataConfig("prepared", str(store)), TokenizerConfig(), 8, cache).sources
-        return text.train[0].tolist()
+        [source] = prepare(DataConfig("tokens", str(made)), TokenizerConfig(), 8, cache).sources
+        return source.train[:].tolist()
 
-    tokens, manifest = opened(), read_json(store / "manifest.json")
-    [[name, *of_name], *_] = manifest["shards"]
-    secret = shutil.copy(store / name, tmp_path / "secret.bin")
-    for other in ("../secret.bin", str(secret), "../store/" + name, "sub/" + name, name + "\n", "tokenizer.json", 7):
-        manifest["shards"][0] = [other, *of_name]
-        write_json(store / "manifest.json", manifest)
+    tokens, metadata = opened(), read_sealed_file(made / "dataset.json")
+    files = metadata["splits"]["train"]["files"]
+    [[name, *described]] = files
+    secret = shutil.copy(made / name, tmp_path / "secret.bin")
+    names = ("../secret.bin", str(secret), "../made/" + name, "sub/" + name, name + "\n", "tokenizer.json", 7)
+    for changed in (*([other, *described] for other in names), [name, described[0], "../" * 22]):  # a copy's name
+        files[0] = changed
+        write_sealed_file(made / "dataset.json", metadata)
         with pytest.raises(UserError, match="is damaged"):
             opened()
-    manifest["shards"][0] = [name, of_name[0], "../" * 22]  # of which a copy's name is made
-    write_json(store / "manifest.json", manifest)
-    with pytest.raises(UserError, match="is damaged"):
-        opened()
-    manifest["shards"][0] = [name, *of_name]
-    write_json(store / "manifest.json", manifest)
+    files[0] = [name, *described]
+    write_sealed_file(made / "dataset.json", metadata)
     assert opened() == tokens
-    (store / name).unlink()
-    (store / name).symlink_to(secret)
-    with pytest.raises(UserError, match=r"train-000000-00\.bin: cannot be read \(it is a link out of its folder\)"):
+    (made / name).unlink()
+    (made / name).symlink_to(secret)
+    with pytest.raises(UserError, match=rf"{name}: cannot be read \(it is a link out of its folder\)"):
         opened()
 
 

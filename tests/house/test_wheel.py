@@ -83,7 +83,7 @@ def test_installed(site, tmp_path):
     assert (
         "model='gpt2_smal' is not known: choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini" in shown
     )
-    assert list((tmp_path / "home/.cache/mini-gpt").glob("text-byte-*/train.bin"))
+    assert list((tmp_path / "home/.cache/mini-gpt").glob("text-byte-*/train-*.bin"))
     assert {file for file in site.rglob("*") if "__pycache__" not in file.parts} == before
     table = run(site, tmp_path, "-m", "gpt.compare")
     assert re.search(rf"code {re.escape(SETUP['project']['version'])}\+[0-9a-f]{{12}}$", table, re.M)

@@ -13,12 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import small_models
+from gpt.data.batches import validation_batches
 from gpt.exchange.huggingface import to_huggingface
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.scoring import score
-from gpt.text.batches import validation_batches
 from gpt.training.optim import OptimConfig, build_optimizer
 from harness import refusal
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from gpt.data.tokenizer import byte_tokenizer
 from gpt.errors import UserError
 from gpt.exchange import gguf, huggingface
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.packed import pack_weights
-from gpt.text.tokenizer import byte_tokenizer
 from harness import refusal
 from small_models import make_idx, make_model
 

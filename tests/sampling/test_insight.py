@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from gpt.data.tokenizer import byte_tokenizer
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, filter_logits, generate
 from gpt.sampling.insight import NUMBERS, insight_page
 from gpt.sampling.packed import pack_weights
-from gpt.text.tokenizer import byte_tokenizer
 from harness import needs
 
 PROMPT = "a</script><b>\n"

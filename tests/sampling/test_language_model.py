@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer
 from gpt.sampling.language_model import Continuation
-from gpt.text.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer
 
 EOT = 256  # the byte tokenizer's end-of-text
 BYTES = byte_tokenizer()
@@ -93,7 +93,7 @@ ANY_TEXT = st.text(alphabet="ab€😀\ufffd", min_size=1, max_size=5)
 @settings(max_examples=307, deadline=None)
 @given(ANY_TOKENS, ANY_TEXT)
 def test_streamed_text_is_decoded_then_cut(tokens, stop):
-    """With a stop string: decoded at once, then cut where it first stands."""
+    """With a stop string: decode_stream at once, then cut where it first stands."""
     *pieces, reason = pieces_of(tokens, (stop,))
     whole = BYTES.decode(tokens)
     assert "".join(pieces) == whole.split(stop)[0]
@@ -103,7 +103,7 @@ def test_streamed_text_is_decoded_then_cut(tokens, stop):
 @settings(max_examples=307, deadline=None)
 @given(ANY_TOKENS, st.lists(ANY_TEXT, max_size=5))
 def test_several_stop_strings(tokens, stops):
-    """No text before the cut holds one, and at the cut stands one; without any, it is all decoded at once."""
+    """No text before the cut holds one, and at the cut stands one; without any, it is all decode_stream at once."""
     *pieces, reason = pieces_of(tokens, tuple(stops))
     text, whole = "".join(pieces), BYTES.decode(tokens)
     assert whole.startswith(text)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from gpt.data.batches import validation_batches
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPTConfig
 from gpt.sampling import scoring
 from gpt.sampling.scoring import score, strided_score
-from gpt.text.batches import validation_batches
 from small_models import make_idx, make_model
 
 VOCAB, CONTEXT = 101, 13

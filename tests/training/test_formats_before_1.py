@@ -117,7 +117,7 @@ def test_store_trains_as_it_is(earlier, tmp_path):
     """A store of prepared text that an earlier version published needs no preparation."""
     small = ["model.context_length=8", "model.d_model=8", "model.num_layers=1", "model.num_heads=2"]
     folders = ["data.path=store-1", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
-    train(*small, "data=prepared", *folders, "horizon=1steps", "trainer.tokens_per_step=16")
+    train(*small, "data=tokens", *folders, "horizon=1steps", "trainer.tokens_per_step=16")
     assert (tmp_path / "run/checkpoints/last.ckpt").exists()
 
 

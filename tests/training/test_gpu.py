@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpt.data.token_dataset import TokenDataset
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
-from gpt.text.prepared import Corpora
 from gpt.training.batch_loader import read_step
 from gpt.training.config.schedule import Schedule
 from gpt.training.loop import train_step
@@ -39,7 +39,7 @@ def begin(folder: Path, run_dir: Path, *changes: str) -> Training:
 # --- a step that reads nothing from the device ---
 
 
-def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, Corpora]:
+def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, TokenDataset]:
     """A module as it is made for CUDA, still on the CPU."""
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
     config.optim = config.optim.for_model(config.model)

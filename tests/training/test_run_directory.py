@@ -14,9 +14,9 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from gpt.data.data_config import DataConfig
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import SAVED, find_checkpoint, find_run, open_model
-from gpt.text.corpus.corpus import DataConfig
 from gpt.training.config.loading import read
 from gpt.training.config.schema import Config
 from gpt.training.run_directory import EVENTS, RunDirectory, require_empty, text_name

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 import generate
-from gpt.text.corpus.corpus import DataConfig
-from gpt.text.prepare.prepare import prepare
-from gpt.text.tokenizer import TokenizerConfig
+from gpt.data.corpus import DataConfig
+from gpt.data.prepare import prepare
+from gpt.data.tokenizer import TokenizerConfig
 from gpt.training.metrics.samples import longest_copy
 from harness import TINY, begin_run, fit, read_events, tiny_config, train, write_corpus
 

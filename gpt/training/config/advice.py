@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from gpt.text.prepared import MIXTURE_WINDOWS, Corpora
-from gpt.text.tokenizer import train_bpe
+from gpt.data.token_dataset import MIXTURE_BLOCK, TokenDataset
+from gpt.data.token_files import TokenSequence
+from gpt.data.tokenizer import train_bpe
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 
@@ -23,7 +24,7 @@ NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up
 SAMPLE, SAMPLES = 1 << 14, 8  # tokens of a corpus to look at together, and in about how many places
 
 
-def warnings(config: Config, schedule: Schedule, text: Corpora) -> list[str]:
+def warnings(config: Config, schedule: Schedule, text: TokenDataset) -> list[str]:
     """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
     checks = [_repeats(config, schedule, text)]
     if not config.init_from:  # which brings its own vocabulary
@@ -32,29 +33,29 @@ def warnings(config: Config, schedule: Schedule, text: Corpora) -> list[str]:
     return [line for line in checks if line]
 
 
-def epochs(tokens: int, text: Corpora) -> dict[str, float]:
+def epochs(tokens: int, text: TokenDataset) -> dict[str, float]:
     """Return how often each corpus is seen in so many tokens of training."""
-    each = zip(text.names, text.sources, text.shares, strict=True)
-    return {name: tokens * share / MIXTURE_WINDOWS / len(source.train) for name, source, share in each}
+    each = zip(text.names, text.sources, text.weights, strict=True)
+    return {name: tokens * share / MIXTURE_BLOCK / len(source.train) for name, source, share in each}
 
 
-def suitable_steps(config: Config, text: Corpora) -> int:
+def suitable_steps(config: Config, text: TokenDataset) -> int:
     """Return the number of steps after which validation on a small text is about at its best."""
     return max(STEPS, EPOCHS * text.train_tokens // config.trainer.tokens_per_step)
 
 
-def suitable_split(config: Config, schedule: Schedule, text: Corpora) -> float:
+def suitable_split(config: Config, schedule: Schedule, text: TokenDataset) -> float:
     """Return the chance to split tokens that suits how often a text is seen, of several the one that is seen least."""
     seen = min(epochs(schedule.total_steps * config.trainer.tokens_per_step, text).values())
     return round(min(MOST_CHANCE, CHANCE * max(0.0, seen - UNSPLIT)), 3)
 
 
-def shorter_steps(config: Config, text: Corpora, best_step: int) -> int:
+def shorter_steps(config: Config, text: TokenDataset, best_step: int) -> int:
     """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
     return min(best_step, suitable_steps(config, text))
 
 
-def _repeats(config: Config, schedule: Schedule, text: Corpora) -> str:
+def _repeats(config: Config, schedule: Schedule, text: TokenDataset) -> str:
     if schedule.expected_bits:  # model=auto ends before that
         return ""
     tokens = schedule.total_steps * config.trainer.tokens_per_step
@@ -76,7 +77,7 @@ def _repeats(config: Config, schedule: Schedule, text: Corpora) -> str:
     )
 
 
-def _vocabulary(text: Corpora) -> str:
+def _vocabulary(text: TokenDataset) -> str:
     size, tokens, fitting = text.tokenizer.vocab_size, text.train_tokens, _suitable_size(text)
     if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
         return ""
@@ -86,13 +87,13 @@ def _vocabulary(text: Corpora) -> str:
     )
 
 
-def _suitable_size(text: Corpora) -> int:
+def _suitable_size(text: TokenDataset) -> int:
     """The vocabulary that suits the size of the text."""
     most = 6.5 * _bytes(text, "train") ** 0.5
     return max(size for size in VOCABULARIES if size <= max(most, VOCABULARIES[0]))
 
 
-def _validation(config: Config, text: Corpora) -> str:
+def _validation(config: Config, text: TokenDataset) -> str:
     tokens = sum(len(source.validation) for source in text.sources)
     if tokens >= VALIDATION_TOKENS:
         return ""
@@ -105,7 +106,7 @@ def _validation(config: Config, text: Corpora) -> str:
     )
 
 
-def fit_of_tokenizer(text: Corpora) -> str:
+def fit_of_tokenizer(text: TokenDataset) -> str:
     """Say how long the tokens of a tokenizer that came with weights are, and those of one of the text's own."""
     tokenizer = text.tokenizer
     encoded, each = _sampled(text)
@@ -118,7 +119,7 @@ def fit_of_tokenizer(text: Corpora) -> str:
     )
 
 
-def _cut_up(text: Corpora) -> str:
+def _cut_up(text: TokenDataset) -> str:
     if text.tokenizer.name != "gpt2":
         return ""
     encoded, each = _sampled(text)
@@ -130,18 +131,18 @@ def _cut_up(text: Corpora) -> str:
     )
 
 
-def _sampled(text: Corpora) -> tuple[bytes, float]:
+def _sampled(text: TokenDataset) -> tuple[bytes, float]:
     """Some of the training text, and its bytes per token."""
-    ids = np.concatenate([part for source in text.sources for part in _samples(source.at_hand)])
+    ids = np.concatenate([part for source in text.sources for part in _samples(source.train)])
     encoded = text.tokenizer.decode_bytes(ids[ids != text.tokenizer.end_of_text].tolist())
     return encoded, len(encoded) / len(ids)
 
 
-def _bytes(text: Corpora, split: str) -> int:
-    return sum(source.manifest["splits"][split]["bytes"] for source in text.sources)
+def _bytes(text: TokenDataset, split: str) -> int:
+    return sum(source.metadata["splits"][split]["bytes"] for source in text.sources)
 
 
-def _samples(tokens: np.ndarray) -> list[np.ndarray]:
+def _samples(tokens: TokenSequence) -> list[np.ndarray]:
     """Stretches of tokens, evenly spaced; all tokens if they are few."""
     every = max(SAMPLE, len(tokens) // SAMPLES)
     return [tokens[start : start + SAMPLE] for start in range(0, len(tokens), every)]

@@ -13,7 +13,8 @@ from gpt.training.config.schema import SHAPE, Config
 from gpt.training.optim import unread_settings
 
 # What may be said of a run that goes on.
-WITH_RESUME = {"resume", "horizon", "callbacks", "plan", "data.path", "trainer.devices", "trainer.num_nodes"}
+WITH_RESUME = {"resume", "horizon", "callbacks", "plan", "data.path", "data.validation_path"}
+WITH_RESUME |= {"trainer.devices", "trainer.num_nodes"}
 
 
 @dataclass(frozen=True)

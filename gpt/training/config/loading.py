@@ -15,12 +15,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt.console import warn
+from gpt.data.chunking import replace_surrogates
+from gpt.data.data_config import BUILTIN_CORPORA, DataConfig
 from gpt.errors import UserError
 from gpt.exchange.formats import upgraded
 from gpt.exchange.loading import find_run
 from gpt.files import ASSETS, flatten, read_yaml
-from gpt.text.corpus.config import ONE_WORD, DataConfig
-from gpt.text.pieces import well_formed
 from gpt.training.config.schema import Config
 from gpt.training.versions import code
 
@@ -40,7 +40,7 @@ def validate(values: DictConfig | dict) -> Config:
     plain = _resolved(values) if isinstance(values, DictConfig) else values
     config = _build(Config, plain)
     for key, value in flatten(dataclasses.asdict(config)).items():
-        if well_formed(given := " ".join(map(str, value)) if isinstance(value, list) else str(value)) != given:
+        if replace_surrogates(given := " ".join(map(str, value)) if isinstance(value, list) else str(value)) != given:
             raise UserError(f"{key}={value!r} has bytes that are not UTF-8: give it another name")
     return config
 
@@ -139,7 +139,7 @@ def composed_values(composed: DictConfig, names: list[str]) -> dict:
         config = _repeated(config, names)
     path = (config.get("data") or {}).get("path")
     if path and "data" not in names and config["data"].get("name") == DataConfig.name:
-        config["data"] |= {"name": path, "path": None} if path in list(ONE_WORD) else {"name": "text"}
+        config["data"] |= {"name": path, "path": None} if path in list(BUILTIN_CORPORA) else {"name": "text"}
     return config
 
 

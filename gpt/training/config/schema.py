@@ -5,11 +5,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gpt.data.data_config import DataConfig
+from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError, require_choice, require_range
 from gpt.files import flatten
 from gpt.model.transformer import ModelConfig
-from gpt.text.corpus.config import DataConfig
-from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config.horizon import parse_horizon
 from gpt.training.optim import OptimConfig
 

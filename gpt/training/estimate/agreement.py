@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gpt.console import say
+from gpt.data.dataset_cache import CACHE
 from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.hardware.device import DTYPES
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.transformer import GPT
-from gpt.text.cache import CACHE
 from gpt.training import distributed
 from gpt.training.module import GPTModule
 

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpt.console import duration, say
+from gpt.data.baselines import novelty
+from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
-from gpt.text.analysis.references import novelty
-from gpt.text.prepared import Corpora
 from gpt.training.config.advice import UNSPLIT
 from gpt.training.config.law import FAMILY, PROBE, Law
 from gpt.training.config.schedule import Schedule
@@ -58,7 +58,7 @@ def best(members: Sequence[Member], seconds: float) -> Member:
 
 
 def choose(
-    decided: Callable[[ModelConfig], tuple[Config, Schedule]], text: Corpora, seconds: float, longest: float
+    decided: Callable[[ModelConfig], tuple[Config, Schedule]], text: TokenDataset, seconds: float, longest: float
 ) -> list[Member]:
     """Probe a text, and time members from the smallest up, until a larger one learns less.
 
@@ -85,7 +85,7 @@ def choose(
     return members
 
 
-def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> Law:
+def probe(config: Config, schedule: Schedule, text: TokenDataset, seconds: float) -> Law:
     """Fit the law of a text to what a throwaway model learns of it in part of the given time."""
     if config.trainer.precision == "fp16":  # whose broken steps only training skips
         config = replace(config, trainer=replace(config.trainer, precision="fp32"))
@@ -96,7 +96,7 @@ def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> 
     with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
         for module, _ in throwaway_steps(config, replace(schedule, total_steps=steps), text):
             model = module.model
-        sizes = [source.manifest["splits"]["validation"]["bytes"] for source in text.sources]
+        sizes = [source.metadata["splits"]["validation"]["bytes"] for source in text.sources]
         each_source = zip(text.sources, sizes, strict=True)
         T = config.model.context_length
         found = sum_of(strided_score(model, source.validation, size, T) for source, size in each_source)
@@ -104,9 +104,9 @@ def probe(config: Config, schedule: Schedule, text: Corpora, seconds: float) -> 
     return law.through(config.model, steps * config.trainer.tokens_per_step, found.bits_per_byte)
 
 
-def announcement(members: Sequence[Member], seconds: float, text: Corpora) -> str:
+def announcement(members: Sequence[Member], seconds: float, text: TokenDataset) -> str:
     """A line about the model that was chosen for a time, and what to expect of it."""
-    chosen, size = best(members, seconds), sum(source.manifest["splits"]["train"]["bytes"] for source in text.sources)
+    chosen, size = best(members, seconds), sum(source.metadata["splits"]["train"]["bytes"] for source in text.sources)
     bits, useful = chosen.reached(seconds)
     line = (
         f"model=auto: {chosen}, {chosen.parameters / 1e6:.1f} million parameters, for {duration(seconds)} at "

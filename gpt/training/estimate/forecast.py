@@ -67,7 +67,7 @@ def forecast(asked: Asked) -> dict[str, Any]:
         | {"devices": settings.world_size, "micro_batch_size": config.micro_batch_size},
         "text": {
             "train_tokens": text.train_tokens,
-            "validation_bytes": sum(source.manifest["splits"]["validation"]["bytes"] for source in text.sources),
+            "validation_bytes": sum(source.metadata["splits"]["validation"]["bytes"] for source in text.sources),
         },
         "steps": steps,
         "tokens": tokens,

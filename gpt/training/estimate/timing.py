@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from gpt.data.baselines import measure_baselines
+from gpt.data.batches import validation_batches
+from gpt.data.token_dataset import TokenDataset
 from gpt.errors import is_out_of_memory
 from gpt.hardware.device import arithmetic
 from gpt.hardware.memory import keep_freed_memory, release_memory
 from gpt.hardware.threads import giving_way
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score, tokens_at_once
-from gpt.text.analysis.references import references
-from gpt.text.batches import validation_batches
-from gpt.text.prepared import Corpora
 from gpt.training.batch_loader import micro_batch
 from gpt.training.config.horizon import Horizon
 from gpt.training.config.schedule import Schedule
@@ -26,7 +26,9 @@ from gpt.training.metrics.samples import continue_prompt, longest_copy
 from gpt.training.module import GPTModule
 
 
-def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, Schedule, float]:
+def in_steps(
+    config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0
+) -> tuple[Config, Schedule, float]:
     """Measure, and return between the two results the schedule in steps, even where the horizon is a time."""
     config, seconds = measure(config, schedule, text, at_most)
     if schedule.seconds:
@@ -35,7 +37,7 @@ def in_steps(config: Config, schedule: Schedule, text: Corpora, at_most: float =
     return config, schedule, seconds
 
 
-def measure(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> tuple[Config, float]:
+def measure(config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0) -> tuple[Config, float]:
     """Return the configuration, with a smaller micro-batch if memory requires and allows it, and seconds per step."""
     keep_freed_memory()  # as training does
     while True:
@@ -49,7 +51,7 @@ def measure(config: Config, schedule: Schedule, text: Corpora, at_most: float = 
         config = config.with_smaller_micro_batch()
 
 
-def seconds_per_step(config: Config, schedule: Schedule, text: Corpora, at_most: float = 5.0) -> float:
+def seconds_per_step(config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0) -> float:
     """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100."""
     times: list[float] = []
     begin = time.perf_counter()
@@ -61,7 +63,7 @@ def seconds_per_step(config: Config, schedule: Schedule, text: Corpora, at_most:
     return statistics.fmean(times[len(times) // 2 :])
 
 
-def throwaway_steps(config: Config, schedule: Schedule, text: Corpora) -> Iterator[tuple[GPTModule, float]]:
+def throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) -> Iterator[tuple[GPTModule, float]]:
     """Train a model without a run: yield it after each step, and the seconds that the step takes.
 
     The step is that of a training, with at most two of its micro-batches: the first makes the gradients, and all others
@@ -90,12 +92,12 @@ def throwaway_steps(config: Config, schedule: Schedule, text: Corpora) -> Iterat
         yield module, gradient_seconds * config.accumulation / num_batches + update_seconds
 
 
-def throwaway_module(config: Config, schedule: Schedule, text: Corpora) -> GPTModule:
+def throwaway_module(config: Config, schedule: Schedule, text: TokenDataset) -> GPTModule:
     """A model that belongs to no run."""
     return GPTModule(config, text.tokenizer, schedule)
 
 
-def seconds_validating(config: Config, schedule: Schedule, text: Corpora) -> float:
+def seconds_validating(config: Config, schedule: Schedule, text: TokenDataset) -> float:
     """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
     module = throwaway_module(config, schedule, text).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
@@ -113,7 +115,7 @@ def seconds_validating(config: Config, schedule: Schedule, text: Corpora) -> flo
     del optimizer
     windows = sum(len(source.validation) for source in sources) / T
     scoring *= windows / len(batches[-1][0]) / config.trainer.world_size
-    return schedule.num_validations * (scoring + sampling) + _timed(references, sources)[0]
+    return schedule.num_validations * (scoring + sampling) + _timed(measure_baselines, sources)[0]
 
 
 def _timed(function: Callable, *arguments: Any) -> tuple[float, Any]:

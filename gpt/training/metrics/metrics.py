@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gpt.data.baselines import measure_baselines
+from gpt.data.batches import count_sequences
 from gpt.files import write_text
 from gpt.hardware.memory import peak_memory_bytes
 from gpt.sampling.scoring import Score
-from gpt.text.analysis.references import references
-from gpt.text.batches import windows_given
 from gpt.training import distributed
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
@@ -40,7 +40,7 @@ class Metrics:
         """
         if distributed.is_main_process():
             if not self._references:
-                self._references = references(self._spec.dataset.sources)
+                self._references = measure_baselines(self._spec.dataset.sources)
                 self._curves.draw_references(self._references, expected_steps)
             self._compare(step, score)
         figures = self._measure(module, step, score)
@@ -88,7 +88,7 @@ class Metrics:
     def _measure_mixture(self, step: int, by_corpus: Sequence[Score]) -> dict[str, dict[str, float]]:
         """How often the text of each corpus was seen and how well it is predicted, which go into curves as well."""
         config, text = self._spec.config, self._spec.dataset
-        windows = windows_given(step * config.windows_per_step, text.shares, config.order_seed)
+        windows = count_sequences(step * config.windows_per_step, text.weights, config.order_seed)
         mixture = {}
         for i, (name, source) in enumerate(zip(text.names, text.sources, strict=True)):
             epochs, bits = windows[i] * config.model.context_length / len(source.train), by_corpus[i].bits_per_byte

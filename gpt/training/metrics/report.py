@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.utils import disp_len, disp_trim
 
 from gpt.console import duration, quote, say
-from gpt.text.pieces import visible
+from gpt.data.chunking import show_token
 from gpt.training import distributed
 from gpt.training.config.advice import MEMORISED, TURNED, UNPASSED, shorter_steps
 from gpt.training.state import Result, RunSpec
@@ -155,7 +155,7 @@ def one_line(text: str, width: int) -> str:
     """Put text on a line of at most `width` columns, but 8, with signs for line ends and control characters."""
     width = max(8, width)
     text = re.sub(r"\s*\n\s*", " ⏎ ", text.strip()[: 4 * width])
-    line = " ".join(visible(word.encode()) for word in text.split(" "))  # it has a sign for spaces, too
+    line = " ".join(show_token(word.encode()) for word in text.split(" "))  # it has a sign for spaces, too
     return line if disp_len(line) <= width else disp_trim(line, width - 1) + "…"
 
 

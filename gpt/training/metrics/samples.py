@@ -5,16 +5,16 @@ import re
 import numpy as np
 import torch
 
+from gpt.data.baselines import sample
+from gpt.data.chunking import token_class, token_label
+from gpt.data.overlap import find_copies
+from gpt.data.token_dataset import TokenDataset
+from gpt.data.tokenizer import Tokenizer
 from gpt.files import replacing, write_text
 from gpt.hardware.device import arithmetic
 from gpt.sampling.generation import Sampling
 from gpt.sampling.language_model import Continuation, LanguageModel
 from gpt.sampling.pictures import attention_picture
-from gpt.text.analysis.overlap import find_copies
-from gpt.text.analysis.references import sample
-from gpt.text.pieces import kind, label
-from gpt.text.prepared import Corpora
-from gpt.text.tokenizer import Tokenizer
 from gpt.training.metrics.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.run_directory import SAMPLES, RunDirectory
@@ -79,7 +79,7 @@ class Samples:
         with torch.compiler.set_stance("force_eager"):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
-        tokens = [label(self._dataset.tokenizer.decode_bytes([i])) for i in ids]
+        tokens = [token_label(self._dataset.tokenizer.decode_bytes([i])) for i in ids]
         return np.asarray(
             attention_picture(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text")
         )
@@ -92,7 +92,7 @@ class Samples:
             weights = module.model.token_embedding.weight.detach().float().cpu()[ids]
             file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
         tokens = [tokenizer.decode_bytes([i]) for i in ids]
-        rows = ["token\tkind", *(f"{label(token)}\t{kind(token)}" for token in tokens)]
+        rows = ["token\tkind", *(f"{token_label(token)}\t{token_class(token)}" for token in tokens)]
         write_text(folder / "tokens.tsv", "\n".join(rows) + "\n")
         shape = f"tensor_shape: {len(ids)} tensor_shape: {module.config.model.d_model}"
         paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
@@ -109,7 +109,7 @@ def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, genera
     return text
 
 
-def longest_copy(samples: list[list[int]], text: Corpora) -> str:
+def longest_copy(samples: list[list[int]], text: TokenDataset) -> str:
     """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
     border = text.tokenizer.vocab_size  # a token that no corpus has
     ids = [token for sample in samples for token in (*sample, border)]
@@ -118,9 +118,9 @@ def longest_copy(samples: list[list[int]], text: Corpora) -> str:
     return text.tokenizer.decode(ids[start:end])
 
 
-def frequent(text: Corpora) -> list[int]:
+def frequent(text: TokenDataset) -> list[int]:
     """The ids of at most `MOST_TOKENS` tokens of the training text, most frequent first."""
     V = text.tokenizer.vocab_size
-    texts = [sample(source.at_hand, COUNTED // len(text.sources)) for source in text.sources]
+    texts = [sample(source.train, COUNTED // len(text.sources)) for source in text.sources]
     counts = np.bincount(np.concatenate([text.ravel() for text in texts]), minlength=V)
     return np.argsort(-counts, kind="stable")[:MOST_TOKENS].tolist()

@@ -69,7 +69,7 @@ def layout(config: Config) -> dict[str, dict[str, list]]:
     """
     charts: dict[str, dict[str, list[str]]] = {"Loss": {"nats per token": ["train/loss$", "val/loss$"]}}
     if config.data.name == "mix":
-        charts["Corpora"] = {"bits per byte": ["val_corpora/"], "epochs": ["val_epochs/"]}
+        charts["TokenDataset"] = {"bits per byte": ["val_corpora/"], "epochs": ["val_epochs/"]}
     charts["Updates"] = {"learning rates": ["train/lr$", "train/matrix_lr$"]}
     charts["Updates"]["update-to-weight ratio by layer"] = ["weights/update_ratio/"]
     return {name: {title: ["Multiline", tags] for title, tags in group.items()} for name, group in charts.items()}

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import gpt.training.config.command  # noqa: F401 (registers the defaults under which configs/train.yaml composes)
+from gpt.data.corpus import DataConfig
+from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.text.corpus.corpus import DataConfig
-from gpt.text.tokenizer import TokenizerConfig
 from gpt.training.config.horizon import Horizon, parse_horizon
 from gpt.training.config.loading import composed_values, read, to_yaml, unknown_key, validate
 from gpt.training.config.schema import Config, TrainerConfig
@@ -27,7 +27,7 @@ from harness import differences, refusal, tiny_arguments, train
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
-NEEDS_PATH = {"data=text", "data=prepared"}  # they are for what the user names
+NEEDS_PATH = {"data=text", "data=tokens"}  # they are for what the user names
 
 EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -95,7 +95,7 @@ def test_help():
         (["data.path=a.txt"], "text", None),
         (["+data.path=a.txt", "data.prompts=[b]"], "text", ["b"]),
         (["data.path=a.txt", "experiment=gpt2_small"], "text", None),
-        (["data.path=s3://texts/made", "data=prepared"], "prepared", None),
+        (["data.path=s3://texts/made", "data=tokens"], "tokens", None),
         (["data.path=[a,python_docs]", "data=mix", "data.weights=[1,2]"], "mix", None),
         (["data.cache=a"], "python_docs", None),
         (["data.path=python_stdlib"], "python_stdlib", None),
@@ -112,7 +112,10 @@ def test_a_path_contradicts_a_corpus():
     for choice in ("data=python_docs", "experiment=shakespeare"):
         overrides = [choice, "data.path=a.txt"]
         line = refusal(validate, composed_values(composed(*overrides), list(given_by(list(overrides)))))
-        assert line == "data.path='a.txt' works only with data=text: add that, or leave the path out"
+        assert (
+            line
+            == "data.path='a.txt' works only with data=text and data=tokens: add one of these, or leave the path out"
+        )
 
 
 def test_defaults_hold_every_key():
@@ -239,7 +242,7 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"data": {"name": "web"}}, r"data\.name='web' .*choose from python_docs, python_stdlib, tinyshakespeare"),
         ({"data": {"name": "text"}}, r"data\.path=FILE"),
         ({"data": {"path": "a.txt"}}, r"data\.path='a\.txt' .*data=text"),
-        ({"data": {"name": "prepared"}}, r"data=prepared needs data\.path=URL"),
+        ({"data": {"name": "tokens"}}, r"data=tokens needs data\.path=DIR"),
         ({"data": {"name": "mix", "path": "a.txt", "weights": [1]}}, r"data=mix needs .* two different corpora"),
         ({"data": {"name": "mix", "path": ["a", "a"], "weights": [1, 2]}}, r"data=mix needs .* two different corpora"),
         ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1]}}, r"data\.weights=\[1\.0\] does not fit"),

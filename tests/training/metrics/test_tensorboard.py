@@ -138,7 +138,7 @@ def test_charts_of_other_runs(run):
 
 def test_references_are_passed_once(tmp_path, monkeypatch):
     """Being equal does not pass one, and a later rise does not take it back."""
-    monkeypatch.setattr(gpt.training.metrics.metrics, "references", lambda sources: {"a": 2.0, "b": 1.0})
+    monkeypatch.setattr(gpt.training.metrics.metrics, "measure_baselines", lambda sources: {"a": 2.0, "b": 1.0})
     dataset = SimpleNamespace(sources=[], train_tokens=1)
     spec = RunSpec(Config(), Schedule(), dataset)  # type: ignore[arg-type]
     run, state = RunDirectory(tmp_path), TrainState(seconds=1.0, commits={"0": "none"})
@@ -303,6 +303,6 @@ def test_embeddings(run):
 def test_frequent_tokens(run):
     """Most frequent first, equally frequent ones by id."""
     corpora = run[0].spec.dataset
-    ids = corpora.sources[0].at_hand
+    ids = corpora.sources[0].train
     counts = np.bincount(ids, minlength=257)
     assert frequent(corpora) == sorted(range(257), key=lambda i: (-counts[i], i))

@@ -1,0 +1,144 @@
+"""Which text to train on: the keys below `data=`."""
+
+import argparse
+import codecs
+import os
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpt.errors import UserError, require_choice, require_range
+
+BUILTIN_CORPORA = {  # corpora that need no path, and the prompts to sample from them
+    "python_docs": ["", "Raise ValueError if", "Return a list of"],
+    "python_stdlib": ["", "class Error(", "def __init__(self"],
+    "tinyshakespeare": ["", "JULIET:", "ROMEO:"],
+}
+DATA_NAMES = (*BUILTIN_CORPORA, "text", "mix", "tokens")
+READER_OPTIONS = {  # how to read files: keys, which are options of commands
+    "text_field": "the key or column that holds the text in .jsonl and .parquet (default: text)",
+    "errors": "strict, or replace: U+FFFD for bytes that are not of the encoding (default: strict)",
+    "separator": "what stands between the documents of plain text (default: a file is one document)",
+    "encoding": "of plain text and JSON lines (default: utf-8)",
+}
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, and so not of a local file."""
+    return re.match(r"\w[\w+.-]+://", path) is not None
+
+
+@dataclass
+class DataConfig:
+    """Which text to train on, and how much of it is for validation."""
+
+    name: str = "python_docs"  # one of DATA_NAMES
+    path: Any = None  # text and tokens: a file, folder, glob or URL, or a list of these; mix: a list of texts
+    weights: list[float] = field(default_factory=list)  # mix: one for each path
+    text_field: str = "text"  # the key or column that holds the text in .jsonl, .parquet and data sets
+    errors: str = "strict"  # or replace: U+FFFD for bytes that are not of the encoding
+    separator: str | None = None  # what stands between the documents of a plain text, such as <|endoftext|>
+    encoding: str = "utf-8"  # of plain text and JSON lines: any that Python knows, such as windows-1252 or utf-16
+    sha256: str | None = None  # the hash that the file behind a URL must have
+    cache: str | None = None  # the folder for prepared text; by default data/cache
+    cache_bytes: int = 100_000_000_000  # that copies of remote files may take there
+    validation_path: Any = None  # text and tokens: what `path` takes, for validation; by default a part of `path`
+    validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much (tokens: tokens)
+    seed: int | None = None  # of the order of sequences; by default that of the run
+    bpe_dropout: float | None = None  # the probability that a token is split; by default what suits the epochs
+    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default the text's own
+
+    def __post_init__(self) -> None:
+        require_choice("data.name", self.name, DATA_NAMES)
+        require_choice("data.errors", self.errors, ("strict", "replace"))
+        try:
+            "".encode(self.encoding)
+            self.encoding = codecs.lookup(self.encoding).name  # one of the several that an encoding may have
+        except (LookupError, ValueError):
+            what = f"data.encoding={self.encoding!r} is not an encoding of text that Python knows"
+            raise UserError(f"{what}: give one such as utf-8, windows-1252, utf-16, gb18030 or shift_jis") from None
+        if self.separator == "":
+            raise UserError("data.separator= is empty: give what stands between two documents, or leave it out")
+        if self.name == "text" and not self.paths:
+            raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
+        if self.name == "tokens" and not self.paths:
+            raise UserError("data=tokens needs data.path=DIR: a prepared text, or token files such as 'DIR/*.bin'")
+        if self.validation_paths and self.name not in ("text", "tokens"):
+            what = f"data.validation_path={self.validation_path!r} works only with data=text and data=tokens"
+            raise UserError(f"{what}: leave it out, or add one of these")
+        if self.name in BUILTIN_CORPORA and self.paths:
+            what = f"data.path={self.path!r} works only with data=text and data=tokens"
+            raise UserError(f"{what}: add one of these, or leave the path out")
+        if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):
+            raise UserError("data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'")
+        if len(self.weights) != (len(self.paths) if self.name == "mix" else 0):
+            raise UserError(
+                f"data.weights={self.weights} does not fit: only data=mix takes weights, one for each data.path"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise UserError(f"data.weights={self.weights} is out of range: each must be above 0")
+        require_range("data.validation_bytes", self.validation_bytes, 1, 10**9)
+        require_range("data.cache_bytes", self.cache_bytes, 1)
+        require_range("data.bpe_dropout", self.bpe_dropout or 0, 0, 1)
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
+            raise UserError(f"data.sha256={self.sha256!r} is not 64 hex digits: give what sha256sum FILE prints")
+        is_one_url = (
+            self.name == "text" and len(self.paths) == 1 and is_url(self.paths[0]) and not self.validation_paths
+        )
+        if self.sha256 is not None and not is_one_url:
+            raise UserError(
+                "data.sha256 is the hash of one file behind a URL: leave it out, or give only data.path=URL"
+            )
+        if self.cache:
+            self.cache = os.path.expanduser(self.cache)
+
+    def with_absolute_paths(self) -> "DataConfig":
+        """The same text and cache, wherever one stands."""
+
+        def absolute(path: Any) -> Any:
+            known = not isinstance(path, str) or not path or is_url(path) or path in BUILTIN_CORPORA
+            return path if known else os.path.abspath(os.path.expanduser(path))
+
+        def all_absolute(path: Any) -> Any:
+            return [absolute(one) for one in path] if isinstance(path, list) else absolute(path)
+
+        paths = {key: all_absolute(getattr(self, key)) for key in ("path", "validation_path")}
+        return replace(self, **paths, cache=absolute(self.cache))
+
+    @property
+    def reading(self) -> dict[str, str]:
+        """The keys below that are set: text that was prepared before there were any keeps its hash."""
+        keys = ("separator", "encoding")
+        return {key: getattr(self, key) for key in keys if getattr(self, key) != getattr(DataConfig, key)}
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list."""
+        return _as_list(self.path)
+
+    @property
+    def validation_paths(self) -> list[str]:
+        """`validation_path` as a list."""
+        return _as_list(self.validation_path)
+
+
+def _as_list(path: Any) -> list[str]:
+    paths = path if isinstance(path, list) else [path]
+    return [str(path) for path in paths if path not in (None, "")]
+
+
+def add_reader_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how to read files."""
+    for key, meaning in READER_OPTIONS.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", metavar="X", default=getattr(DataConfig, key), help=meaning)
+
+
+def data_config_from_args(args: argparse.Namespace) -> DataConfig:
+    """Return the text that a command line names, and how to read it."""
+    return DataConfig("text", args.text, **{key: getattr(args, key) for key in READER_OPTIONS})
+
+
+def as_cli_options(message: str) -> str:
+    """Have a message of the readers of text name options in place of keys."""
+    message = message.replace("data.path=", "--text=")
+    return re.sub(r"data\.(\w+)=", lambda key: f"--{key[1].replace('_', '-')}=", message)

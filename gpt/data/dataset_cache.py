@@ -1,0 +1,96 @@
+"""The cache folder: locks, unfinished work, files that notice damage, and one-line errors."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gpt.errors import OutsideError, UserError, reason
+from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, sync_parents, write_text
+
+if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
+    from platformdirs import user_cache_path
+
+    CACHE = user_cache_path("mini-gpt", appauthor=False)
+else:
+    CACHE = PACKAGE.parent / "data" / "cache"
+CACHE_WRITE_HINT = ("written", "fix that or name another folder with data.cache=, and run the command again")
+PLAN_FILE = "plan.json"  # what is decided; without it, nothing in a working folder counts
+
+
+def make_cache(cache: Path) -> None:
+    """Make the folder of the cache, and mark it as one unless it holds other files already, which may be the user's."""
+    cache.mkdir(parents=True, exist_ok=True)
+    sync_parents(cache)
+    if all(entry.name.startswith(".") for entry in cache.iterdir()):
+        mark_as_cache(cache)
+
+
+def write_sealed_file(file: Path, content: dict) -> None:
+    """Replace a JSON file as a whole, with a hash of its content, by which `read_sealed_file` notices damage."""
+    write_text(file, sealed(content))
+
+
+def read_sealed_file(file: Path) -> dict:
+    """Return what `write_sealed_file` wrote; raise `ValueError` if it is damaged."""
+    return unsealed(file.read_text(encoding="utf-8"), file.name)
+
+
+def sealed(content: dict) -> str:
+    """Return JSON with its own hash in it."""
+    return json.dumps({**content, "seal": _seal(content)}, indent=2)
+
+
+def unsealed(text: str, name: str) -> dict:
+    """Return what `sealed` got; raise `ValueError` if it is damaged."""
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and content.pop("seal", None) == _seal(content):
+            return content
+    except RecursionError as error:
+        raise ValueError(reason(error)) from None
+    raise ValueError(f"the content of {name} does not match its seal")
+
+
+def _seal(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock_file: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock; if another process has it, say so once and wait for it.
+
+    `task` says what the lock is for, as in "preparing this text". The lock file stays.
+    """
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    lock = hold(lock_file, lambda holder: say(f"process {holder} is {task}: waiting for it"))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Give this process alone the hidden path beside `folder` under which to make it; the caller renames it.
+
+    Whatever an interruption leaves there is for the next process to continue with. A user's mistake deletes it.
+    """
+    make_cache(folder.parent)
+    with one_at_a_time(folder.parent / f".{folder.name}.lock", "preparing this text", say):
+        working = folder.with_name(f".preparing-{folder.name}")
+        try:
+            yield working
+        except UserError as error:
+            if not isinstance(error, OutsideError):
+                delete(working)
+            raise
+
+
+def delete(working: Path) -> None:
+    """Delete a working folder so that a kill in the midst of it leaves nothing that looks usable."""
+    with contextlib.suppress(OSError):
+        (working / PLAN_FILE).unlink(missing_ok=True)
+        shutil.rmtree(working)

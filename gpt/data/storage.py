@@ -1,0 +1,109 @@
+"""A directory of few and large files, on this machine or behind a URL. Files come into it whole or not at all."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpt.console import say
+from gpt.data.data_config import is_url
+from gpt.data.dataset_cache import make_cache, sealed, unsealed
+from gpt.data.download import open_filesystem, retry, store_errors
+from gpt.errors import OutsideError
+from gpt.files import explain, home_path, replacing, sync_parents
+
+Directory = Path | str  # a string is a URL
+
+
+def as_directory(path: str | Path) -> Directory:
+    """Return an absolute path, or a URL without its last slash."""
+    if not is_url(str(path)):
+        return home_path(path).absolute()
+    return Path(str(path)[7:]) if str(path).startswith("file://") else str(path).rstrip("/")
+
+
+def read_bytes(directory: Directory, name: str) -> bytes | None:
+    """Return the content of a small file, None if there is none."""
+
+    def content() -> bytes | None:
+        try:
+            if isinstance(directory, Path):
+                return (directory / name).read_bytes()
+            filesystem, path = open_filesystem(directory)
+            filesystem.invalidate_cache()  # of an earlier listing, which may lack the file
+            return filesystem.cat_file(f"{path}/{name}")
+        except FileNotFoundError:
+            return None
+
+    return _access(directory, name, content)
+
+
+def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
+    """Return what `write_sealed` wrote, None if there is none; `OutsideError` with the hint if it is damaged."""
+    content = read_bytes(directory, name)
+    try:
+        return None if content is None else unsealed(content.decode("utf-8"), name)
+    except ValueError as error:
+        raise OutsideError(f"{directory}: is damaged ({error}); {hint}") from None
+
+
+def write_bytes(directory: Directory, name: str, content: bytes) -> None:
+    """Put a small file into a directory, in place of an older one."""
+    if isinstance(directory, Path):
+        with new_file(directory, name, directory) as file:
+            file.write_bytes(content)
+        return
+    filesystem, path = open_filesystem(directory)
+    _access(directory, name, lambda: filesystem.pipe_file(f"{path}/{name}", content))
+
+
+def write_sealed(directory: Directory, name: str, content: dict) -> None:
+    """Put JSON into a directory with a hash of its content, by which `read_sealed` notices damage."""
+    write_bytes(directory, name, sealed(content).encode())
+
+
+def file_size(directory: Directory, name: str) -> int | None:
+    """Return the size of a file in a directory, None if there is none."""
+
+    def size() -> int | None:
+        try:
+            if isinstance(directory, Path):
+                return (directory / name).stat().st_size
+            filesystem, path = open_filesystem(directory)
+            filesystem.invalidate_cache()
+            return filesystem.info(f"{path}/{name}")["size"]
+        except FileNotFoundError:
+            return None
+
+    return _access(directory, name, size)
+
+
+@contextlib.contextmanager
+def new_file(directory: Directory, name: str, scratch: Path) -> Iterator[Path]:
+    """Yield a path to write to. The file comes into the directory, whole, when the block succeeds.
+
+    For a directory behind a URL the path is in the folder `scratch`.
+    """
+    if isinstance(directory, Path):
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_parents(directory)
+        with replacing(directory / name) as file:
+            yield file
+        return
+    make_cache(scratch)
+    filesystem, path = open_filesystem(directory)
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".upload-") as folder:
+        yield (file := Path(folder) / name)
+        _access(directory, name, lambda: filesystem.put_file(str(file), f"{path}/{name}"))
+
+
+def _access(directory: Directory, name: str, request: Callable[[], Any]) -> Any:
+    """Return the answer to a request. Wait for a store that does not answer."""
+    if isinstance(directory, Path):
+        with explain(directory / name):
+            return request()
+    url = f"{directory}/{name}"
+    with store_errors(url):
+        return retry(lambda _: request(), url, say)

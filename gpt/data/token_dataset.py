@@ -1,0 +1,219 @@
+"""The dataset of a run: token ids for training and validation, checked when they are opened, and what is known of them.
+
+A prepared text is a directory with dataset.json, tokenizer.json, validation.bin and files for training. Its hashes and
+counts are in dataset.json. Token files of other programs have none of these.
+"""
+
+import contextlib
+import errno
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpt.data.dataset_cache import read_sealed_file
+from gpt.data.download import RemoteFile, local_path, require_room
+from gpt.data.storage import Directory, read_bytes, read_sealed
+from gpt.data.token_files import TokenSequence, allow_open_files, hash_tokens, map_tokens, token_dtype
+from gpt.data.tokenizer import Tokenizer
+from gpt.errors import OutsideError, UserError, reason
+
+SPLITS = ("train", "validation")
+DATASET_FILE, TOKENIZER_FILE = "dataset.json", "tokenizer.json"
+MANIFEST_FILE = "manifest.json"  # version 0.5's name of the first
+MIXTURE_BLOCK = 1000  # sequences, of which each source of a mixture provides a whole number
+VERIFY_BYTES = 1 << 28  # text up to this size is hashed whenever it is opened: it takes a fraction of a second
+DECODED_TOKENS = 1 << 16  # to decode at once
+DAMAGE_HINT = "put an intact copy in its place, or prepare the text again, in an empty folder"
+_TOKEN_FILE = r"(train|validation)(-[0-9]+){0,2}\.bin"
+_COUNTS = ("tokens", "bytes", "documents")
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """The token ids of one text, with end-of-text before each document.
+
+    `metadata` holds `key`, which determines the tokens, and the counts of tokens, bytes and documents of both splits.
+    """
+
+    train: TokenSequence
+    validation: np.ndarray  # (tokens,)
+    tokenizer: Tokenizer
+    metadata: dict
+
+    def validation_text(self) -> Iterator[bytes]:
+        """Yield the validation text in blocks of bounded size, without end-of-text."""
+        for start in range(0, len(self.validation), DECODED_TOKENS):
+            ids = self.validation[start : start + DECODED_TOKENS]
+            yield self.tokenizer.decode_bytes(ids[ids != self.tokenizer.end_of_text].tolist())
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """What a run trains on: one source of tokens, or several, each with its weight.
+
+    `names` are short and unique. `weights` are whole numbers that sum to `MIXTURE_BLOCK`.
+    """
+
+    sources: tuple[TokenSource, ...]
+    names: tuple[str, ...]
+    weights: tuple[int, ...]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.sources[0].tokenizer
+
+    @property
+    def key(self) -> dict:
+        """Everything that determines the tokens and their order, as plain types."""
+        keys = [source.metadata["key"] for source in self.sources]
+        if len(keys) == 1:
+            return keys[0]
+        return {"mix": keys, "shares": list(self.weights), "tokenizer": keys[0]["tokenizer"]}
+
+    @property
+    def train_tokens(self) -> int:
+        return sum(len(source.train) for source in self.sources)
+
+
+def open_source(
+    directory: Directory, cache: Path, room: int = 0, hint: str = DAMAGE_HINT, tokenizer: Tokenizer | None = None
+) -> TokenSource:
+    """Open a prepared text. Files behind a URL are all fetched first; the cache may take `room` bytes of them.
+
+    Raises `UserError` naming what is wrong and what to do about it, also if the tokenizer is not the given one.
+    """
+    metadata, prepared_tokenizer = read_metadata(directory, hint)
+    if tokenizer is not None and tokenizer.sha256 != prepared_tokenizer.sha256:
+        raise UserError(
+            f"{directory}: was prepared with another tokenizer than the model's: give its text, or that model"
+        )
+    dtype = token_dtype(prepared_tokenizer.vocab_size)
+    listed = [tuple(entry) for split in SPLITS for entry in metadata["splits"][split]["files"]]
+    files: list[Path | RemoteFile] = [
+        directory / name
+        if isinstance(directory, Path)
+        else RemoteFile(f"{directory}/{name}", tokens * dtype.itemsize, "", cache, room, sha256)
+        for name, tokens, sha256 in listed
+    ]
+    require_room(files, cache, room)
+    allow_open_files(len(files))
+    is_small = sum(tokens for _, tokens, _ in listed) * dtype.itemsize <= VERIFY_BYTES
+    arrays = []
+    for file, (_, tokens, sha256) in zip(files, listed, strict=True):
+        local_hint = hint if isinstance(file, Path) else "delete it, and run the command again"
+        path = _fetched(file)
+        with token_file_errors(path, local_hint):
+            if path.resolve().parent != path.parent.resolve():
+                raise ValueError("it is a link out of its folder")
+            arrays.append(map_tokens(path, dtype, 0, tokens))
+            found, highest = hash_tokens(path, arrays[-1], None if is_small else cache)
+            if found != sha256:
+                raise ValueError(f"its SHA-256 is not the one in {DATASET_FILE}")
+            require_in_vocabulary(highest, prepared_tokenizer.vocab_size)
+    count = len(metadata["splits"]["train"]["files"])
+    validation = TokenSequence(arrays[count:])
+    return TokenSource(TokenSequence(arrays[:count]), validation[:], prepared_tokenizer, metadata)
+
+
+def _fetched(file: Path | RemoteFile) -> Path:
+    try:
+        return local_path(file)
+    except UserError as error:  # such as a name that is gone, which no user has given
+        raise OutsideError(str(error)) from None
+
+
+@contextlib.contextmanager
+def token_file_errors(file: object, hint: str) -> Iterator[None]:
+    """Turn what is wrong with a token file into one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        if getattr(error, "errno", None) == errno.EMFILE:
+            hint = "allow more open files with ulimit -n, and run the command again"
+        raise OutsideError(f"{file}: cannot be read ({reason(error)}); {hint}") from None
+
+
+def require_in_vocabulary(highest: int, vocab_size: int) -> None:
+    """Raise `ValueError` if an id is beyond the vocabulary."""
+    if highest >= vocab_size:
+        raise ValueError(f"it has the id {highest:,}, and the vocabulary {vocab_size:,} entries")
+
+
+def holds_dataset(directory: Directory) -> bool:
+    """Return True if a directory holds a prepared text."""
+    return any(read_bytes(directory, name) is not None for name in (DATASET_FILE, MANIFEST_FILE))
+
+
+def read_metadata(directory: Directory, hint: str = DAMAGE_HINT) -> tuple[dict, Tokenizer]:
+    """Return what dataset.json says, and the tokenizer; `UserError` if they are not such as this project writes."""
+    metadata = read_sealed(directory, DATASET_FILE, hint)
+    earlier = read_sealed(directory, MANIFEST_FILE, hint) if metadata is None else None
+    stored_tokenizer = read_bytes(directory, TOKENIZER_FILE)
+    if (metadata or earlier) is None or stored_tokenizer is None:
+        raise UserError(f"{directory}: holds no prepared text: make it with prepare() of gpt.data.prepare")
+    try:
+        metadata = metadata or _from_manifest(earlier or {})
+        _require_shape(metadata)
+        tokenizer = Tokenizer.from_dict(json.loads(stored_tokenizer))
+        if metadata["tokenizer"] != tokenizer.sha256:
+            raise ValueError(f"the tokenizer is not the one in {DATASET_FILE}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise OutsideError(f"{directory}: is damaged ({reason(error)}); {hint}") from None
+    return metadata, tokenizer
+
+
+def _from_manifest(manifest: dict) -> dict:
+    """Return the metadata of a text that version 0.5 prepared: one file for each split, or a list of shards."""
+    splits = {}
+    for name in SPLITS:
+        split = manifest["splits"][name]
+        files = [[f"{name}.bin", split["tokens"], split["sha256"]]]
+        splits[name] = split | {"files": manifest.get("shards", files) if name == "train" else files}
+    return manifest | {"splits": splits}
+
+
+def _require_shape(metadata: dict) -> None:
+    """Raise `ValueError`, `KeyError` or `TypeError` unless names, hashes and counts are as this project writes them."""
+    if not isinstance(metadata["key"]["tokenizer"], dict):
+        raise ValueError("its key names no tokenizer")
+    for split in SPLITS:
+        stored = metadata["splits"][split]
+        counts = {(split, kind): stored[kind] for kind in _COUNTS}
+        for name, tokens, sha256 in stored["files"]:
+            if not (re.fullmatch(_TOKEN_FILE, name) and re.fullmatch("[0-9a-f]{64}", sha256)):
+                raise ValueError(f"{name!r}, of hash {sha256!r}, is not the name of a token file and its hash")
+            counts[name, "tokens"] = tokens
+        for (place, kind), count in counts.items():
+            if type(count) is not int or not 0 < count < 1 << 48:
+                raise ValueError(f"{place} has {count!r} {kind}")
+        if sum(tokens for _, tokens, _ in stored["files"]) != stored["tokens"]:
+            raise ValueError(f"the tokens of its {split} files do not add up")
+
+
+def find_cached_dataset(checkpoint: dict, tokenizer: Tokenizer, cache: Path) -> list[TokenSource]:
+    """Open the prepared text of a checkpoint's run, or the several of a mixture; none if the cache lacks one.
+
+    They are found by the hashes in the checkpoint, which names no path that is opened.
+    """
+    corpus = checkpoint.get("corpus")
+    keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
+    wanted = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
+    prepared = {}
+    for name in (MANIFEST_FILE, DATASET_FILE):
+        for file in cache.glob(f"[!.]*/{name}"):
+            with contextlib.suppress(OSError, ValueError):  # damaged, so it is not found
+                metadata = read_sealed_file(file)
+                if metadata.get("tokenizer") == tokenizer.sha256:
+                    prepared[json.dumps(metadata.get("key"))] = file.parent
+    return [open_cached(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
+
+
+def open_cached(folder: Path) -> TokenSource:
+    """Open a prepared text of the cache."""
+    return open_source(folder, folder.parent, hint=f"delete {folder}, and it will be prepared again")

@@ -1,1 +1,0 @@
-"""Looking at a text: simple predictors of it, passages copied from it, prompts found in it."""

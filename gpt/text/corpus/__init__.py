@@ -1,1 +1,0 @@
-"""What is read: which files hold a text, and the documents in them."""

@@ -1,1 +1,0 @@
-"""From a text to token ids on disk."""

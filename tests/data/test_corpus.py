@@ -1,0 +1,483 @@
+"""TokenDataset: their documents in pieces, their configuration, their hash, and one line for each mistake."""
+
+import dataclasses
+import errno
+import functools
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpt.data.corpus
+import gpt.data.file_hashes
+import gpt.data.readers
+from gpt.data import compression, readers
+from gpt.data.chunking import split_into_chunks
+from gpt.data.corpus import Chunk, Corpus, ShardStart, open_corpus
+from gpt.data.data_config import DATA_NAMES, DataConfig
+from gpt.data.dataset_cache import read_sealed_file, write_sealed_file
+from gpt.data.readers import Document
+from gpt.files import CACHE_TAG
+from harness import ROOT, refusal
+
+TEXT = "Naïve text: 10 € for a café, 中文 and 😀.\r\n\tIts lines\nstay as they are. \n"
+NOWHERE = Path("no cache is needed")
+
+
+def open_quietly(path: object, **more) -> Corpus:
+    """The corpus of the text at a path; whatever is said of it fails the test."""
+    return open_corpus(DataConfig("text", path if isinstance(path, list) else str(path), **more), NOWHERE, pytest.fail)
+
+
+def documents_of(corpus: Corpus) -> list[str]:
+    """The documents that a corpus consists of."""
+    return [text for _, text in whole(list(corpus.chunks()))]
+
+
+def read(path: object, **more) -> list[str]:
+    """The documents of the text at a path."""
+    return documents_of(open_quietly(path, **more))
+
+
+# --- documents ---
+
+
+def test_a_folder_of_every_format(tmp_path, fill):
+    """Each file as its name says, in one order; tables that are no format of ours are named, as they are raw text."""
+    fill(tmp_path, a__txt=TEXT, b__jsonl='{"text": "two"}\n{"text": "three"}', d__json="[4]", g__csv="eight,nine")
+    pq.write_table(pa.table({"text": ["five", None, "six"]}), tmp_path / "c.parquet")
+    said: list[str] = []
+    corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
+    assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
+    raw, d = "taken as raw text, markup included; for the text alone:", tmp_path / "d.json"
+    json_line = f"""d.json: JSON, {raw} jq -c '.. | objects | select(has("text"))' {d} > {d}.jsonl"""
+    table_line = f"a table, {raw} convert it to .jsonl or .parquet and set data.text_field=COLUMN"
+    assert said == [json_line, f"g.csv: {table_line}"]
+    fill(tmp_path, h__csv="ten,11")
+    open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
+    assert said[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="NOT TESTED without jq")
+def test_the_printed_jq_works(tmp_path, fill):
+    """It finds the objects with a text in an array, below a key, and where several follow each other."""
+    rows = [{"id": i, "text": f"row {i}"} for i in range(3)]
+    several = "\n".join(json.dumps(row, indent=2) for row in rows)
+    fill(tmp_path, a__json=json.dumps(rows), b__json=json.dumps({"v": 1, "rows": rows}, indent=2), c__json=several)
+    for name in ("a.json", "b.json", "c.json"):
+        said: list[str] = []
+        open_corpus(DataConfig("text", str(tmp_path / name)), NOWHERE, said.append)
+        subprocess.run(said[0].partition("alone: ")[2], shell=True, check=True)
+        assert read(tmp_path / f"{name}.jsonl") == ["row 0", "row 1", "row 2"]
+
+
+def test_text_field_and_errors(tmp_path, fill):
+    """What is configured reaches the reader."""
+    fill(tmp_path, a__jsonl=b'{"body": "caf\xe9", "text": "no"}')
+    assert read(tmp_path, text_field="body", errors="replace") == ["caf\ufffd"]
+    line = refusal(read, tmp_path, text_field="title", errors="replace")
+    keys = "name the key with data.text_field= (body, text)"
+    assert line == f"{tmp_path / 'a.jsonl'}: line 1 has no text under 'title'; {keys}"
+    file = fill(tmp_path, b__txt="café|río".encode("latin-1")) / "b.txt"
+    assert read(file, encoding="latin-1", separator="|") == ["café", "río"]
+
+
+def test_keys_of_older_text(tmp_path, fill):
+    """A separator and an encoding belong to the hash of a text only where they are set, by whatever name."""
+    file = fill(tmp_path, a__txt="a|b") / "a.txt"
+
+    def hash_with(**more: str) -> str:
+        return open_quietly(file, **more).sha256(tmp_path)
+
+    assert hash_with() == "db295fa05c8db947a4458f141a4011f1a4d15538d4a8b1f60cfb4fba7a99d77e"
+    assert hash_with(encoding="UTF8", separator=None) == hash_with()
+    assert hash_with(encoding="latin-1") == hash_with(encoding="ISO-8859-1")
+    assert len({hash_with(), hash_with(encoding="latin-1"), *(hash_with(separator=one) for one in "|a")}) == 4
+
+
+# --- mistakes ---
+
+
+def test_language_c(tmp_path, fill):
+    """Names, texts and messages do not depend on the language of the system."""
+    fill(tmp_path, **{"café__txt": TEXT, "中文__jsonl": '{"text": "一"}'})
+    code = (
+        "import sys; from pathlib import Path; from gpt.console import command_line; "
+        "from gpt.data.corpus import *\n"
+        "with command_line('x'):\n"
+        "    corpus = open_corpus(DataConfig('text', sys.argv[1]), Path(sys.argv[2]))\n"
+        "    texts = [*map(str().join, (blocks for file in corpus.files for blocks, _ in corpus.read(file, 0)))]\n"
+        "    print(corpus.sha256(Path(sys.argv[2])), ascii(texts))\n"
+        "    from gpt.data.find_files import *; find_text_files(sys.argv[1] + '/\\xe9', Path())"
+    )
+    for more in ({}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path, tmp_path / "cache"],
+            env={"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONPATH": str(ROOT), **more},
+            capture_output=True,
+        )
+        expected = f"{open_quietly(tmp_path).sha256(tmp_path / 'cache')} {[TEXT, '一']!a}"
+        assert done.stdout.decode("ascii").splitlines() == [expected]
+        assert done.returncode == 2
+        assert done.stderr.count(b"\n") == 1 and done.stderr.startswith(b"x: data.path=")
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "in a folder"])
+def test_file_that_fails(tmp_path, named, monkeypatch, fill):
+    """A file that can be opened but not read is named, and not passed over."""
+    file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
+
+    class Failing(io.FileIO):
+        def readinto(self, buffer):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    opened = Path.open
+
+    def open_failing(path: Path, *how, **more):
+        return io.BufferedReader(Failing(path)) if path == file else opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", open_failing)
+    reason = "cannot be read (Stale file handle); fix that, or move the file away"
+    assert refusal(read, file if named else tmp_path) == f"{file}: {reason}"
+    assert refusal(open_quietly(tmp_path).sha256, tmp_path / "cache") == f"{file}: {reason}"
+
+
+def test_file_that_goes_away(tmp_path, fill):
+    """A file that vanishes after it was found."""
+    file = fill(tmp_path, a__txt="a", b__txt="b") / "b.txt"
+    corpus = open_quietly(tmp_path)
+    file.unlink()
+    reason = "cannot be read (No such file or directory); fix that, or move the file away"
+    for attempt in (corpus.fingerprints, lambda: corpus.sha256(tmp_path), lambda: list(corpus.chunks())):
+        assert refusal(attempt) == f"{file}: {reason}"
+
+
+# --- the configuration ---
+
+
+def test_config_that_is_valid():
+    """The default, and the least of each."""
+    assert dataclasses.asdict(DataConfig())["name"] == "python_docs"
+    assert DataConfig("text", "a", validation_bytes=1).paths == ["a"]
+    assert DataConfig("text", ["a", None, 1984, ""], validation_bytes=1_000_000_000).paths == ["a", "1984"]
+    assert DataConfig("text", 0).paths == ["0"]
+    assert DataConfig().paths == []
+    assert DataConfig("tinyshakespeare", errors="replace").paths == []
+    assert DataConfig("mix", ["a.txt", "python_docs"], [0.001, 3]).paths == ["a.txt", "python_docs"]
+
+
+MIX = {"name": "mix", "path": ["a", "b"]}
+NEEDS_A_FILE = "data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'"
+NEEDS_A_MIX = "data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'"
+ONLY_WITH_TEXT = "works only with data=text and data=tokens: add one of these, or leave the path out"
+NO_FIT = "does not fit: only data=mix takes weights, one for each data.path"
+RANGE = "is out of range: it must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (f"data.name='bible' is not known: choose from {', '.join(DATA_NAMES)}", {"name": "bible"}),
+        ("data.errors='ignore' is not known: choose from strict, replace", {"errors": "ignore"}),
+        *((NEEDS_A_FILE, {"name": "text", "path": path}) for path in (None, "", [], [""])),
+        (f"data.path='a.txt' {ONLY_WITH_TEXT}", {"path": "a.txt"}),
+        (f"data.path=['a', 'b'] {ONLY_WITH_TEXT}", {"name": "tinyshakespeare", "path": ["a", "b"]}),
+        (NEEDS_A_MIX, {"name": "mix"}),
+        (NEEDS_A_MIX, {"name": "mix", "path": "a.txt", "weights": [1]}),
+        (NEEDS_A_MIX, {"name": "mix", "path": ["a.txt", "a.txt"], "weights": [1, 2]}),
+        (f"data.weights=[] {NO_FIT}", MIX),
+        (f"data.weights=[1, 2, 3] {NO_FIT}", MIX | {"weights": [1, 2, 3]}),
+        (f"data.weights=[1] {NO_FIT}", {"name": "text", "path": "a", "weights": [1]}),
+        *(
+            (f"data.weights=[3, {weight}] is out of range: each must be above 0", MIX | {"weights": [3, weight]})
+            for weight in (0, -0.5, float("inf"), float("nan"))
+        ),
+        (f"data.validation_bytes=0 {RANGE} and at most 1000000000", {"validation_bytes": 0}),
+        (f"data.validation_bytes=1000000001 {RANGE} and at most 1000000000", {"validation_bytes": 1_000_000_001}),
+    ],
+    ids=lambda value: str(value)[:37],
+)
+def test_config_that_contradicts_itself(message, arguments):
+    """What is wrong is named with its remedy."""
+    assert refusal(DataConfig, **arguments) == message
+
+
+# --- the hash ---
+
+
+def test_hash_by_hand(tmp_path, fill):
+    """Of the corpus and how it is read, then the suffixes and the hash of each file; these two are public."""
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    fill(tmp_path, a__txt="", b__jsonl__gz="abc")
+    expected = hashlib.sha256(f"text\nbody\nreplace\n.txt\n{empty}\n.jsonl.gz\n{abc}\n".encode()).hexdigest()
+    corpus = open_quietly(f"{tmp_path}/*", text_field="body", errors="replace")
+    assert corpus.sha256(tmp_path / "cache") == expected
+    assert not (tmp_path / "cache").exists()
+
+
+def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
+    """The same bytes under another suffix are other documents, and so they are to a new or a changed reader."""
+    lines = '{"text": "a"}\n'
+    fill(tmp_path, a__txt=lines, a__jsonl=lines, a__xyz=lines)
+
+    def hashes() -> list[str]:
+        texts = [DataConfig("text", str(tmp_path / f"a.{kind}")) for kind in ("txt", "jsonl", "xyz")]
+        return [open_corpus(text, NOWHERE, lambda line: None).sha256(tmp_path) for text in texts]
+
+    before = hashes()
+    assert len(set(before)) == 3
+    lines_reader, version = readers.READERS[".jsonl"]
+    monkeypatch.setitem(readers.READERS, ".xyz", (lines_reader, 1))
+    monkeypatch.setitem(readers.READERS, ".jsonl", (lines_reader, version + 1))
+    after = hashes()
+    assert read(tmp_path / "a.xyz") == ["a"]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
+    assert len({*before, *after}) == 5
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The time as the hash memory sees it, `ahead` of the real one, over files of which eleven bytes are much."""
+    clock = SimpleNamespace(ahead=0, time=lambda: time.time() + clock.ahead)
+    monkeypatch.setattr(gpt.data.file_hashes, "time", clock)
+    monkeypatch.setattr(gpt.data.file_hashes, "REMEMBERED_BYTES", 11)
+    return clock
+
+
+def remembered(file: Path, digest: str | None = None) -> dict:
+    """What is to be kept of a file: its size, inode and times, with its hash or another one."""
+    status = file.stat()
+    stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+    return {str(file): [stamp, digest or hashlib.sha256(file.read_bytes()).hexdigest()]}
+
+
+@pytest.fixture
+def large(tmp_path, fill) -> Path:
+    """A file of eleven bytes, in a folder with a smaller one."""
+    return fill(tmp_path / "text", a__txt="hello world", b__txt="small") / "a.txt"
+
+
+def test_large_files_are_remembered(tmp_path, clock, large, fill):
+    """Once it has stood still for some seconds; another corpus with the file knows it, and adds its own."""
+    cache = tmp_path / "made" / "for it"
+    clock.ahead = 3
+    first = open_quietly(large.parent).sha256(cache)
+    assert read_sealed_file(cache / "hashes.json") == remembered(large)
+    assert {file.name for file in cache.iterdir()} == {"hashes.json", CACHE_TAG}
+    other = fill(tmp_path / "other", c__txt="hello again") / "c.txt"
+    open_quietly(other).sha256(cache)
+    assert read_sealed_file(cache / "hashes.json") == remembered(large) | remembered(other)
+    assert open_quietly(large.parent).sha256(cache) == first
+
+
+def test_a_remembered_file_is_not_read(tmp_path, clock, large):
+    """Another hash under its stamp is taken for its own, which without the memory it is not."""
+    true = open_quietly(large).sha256(tmp_path)
+    write_sealed_file(tmp_path / "hashes.json", remembered(large, "0" * 64))
+    expected = hashlib.sha256(f"text\ntext\nstrict\n.txt\n{'0' * 64}\n".encode()).hexdigest()
+    assert open_quietly(large).sha256(tmp_path) == expected != true
+    clock.ahead = 3
+    assert open_quietly(large).sha256(tmp_path) == expected
+    (tmp_path / "hashes.json").unlink()
+    assert open_quietly(large).sha256(tmp_path) == true
+
+
+def test_a_file_just_written_is_not_remembered(tmp_path, clock, large):
+    """It could change once more within the same tick of the clock, also where it was given the time of long ago."""
+    first = open_quietly(large).sha256(tmp_path)
+    assert not (tmp_path / "hashes.json").exists()
+    clock.ahead = 1
+    os.utime(large, ns=(7, 11))
+    assert open_quietly(large).sha256(tmp_path) == first
+    assert not (tmp_path / "hashes.json").exists()
+
+
+def test_a_changed_file_is_read_again(tmp_path, clock, large, fill):
+    """Of the same size and with its time put back: the time of change of the file itself cannot be."""
+    clock.ahead = 3
+    first = open_quietly(large).sha256(tmp_path)
+    before = large.stat()
+    while large.stat().st_ctime_ns == before.st_ctime_ns:  # until the clock ticks
+        large.write_text("HELLO WORLD")
+        os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = large.stat()
+    assert (after.st_size, after.st_ino, after.st_mtime_ns) == (11, before.st_ino, before.st_mtime_ns)
+    second = open_quietly(large).sha256(tmp_path)
+    assert second != first
+    assert read_sealed_file(tmp_path / "hashes.json") == remembered(large)
+    replacement = fill(tmp_path, new="hello world") / "new"
+    replacement.replace(large)
+    assert open_quietly(large).sha256(tmp_path) == first
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"7", b"{}", b'{"PATH": [STAMP, "0"]}'], ids=ascii)
+def test_damaged_memory_is_made_anew(tmp_path, clock, large, content):
+    """Whatever it has become, the file is read again, and remembered again."""
+    true = open_quietly(large).sha256(tmp_path)
+    [(path, (stamp, _))] = remembered(large).items()
+    content = content.replace(b"PATH", path.encode()).replace(b"STAMP", json.dumps(stamp).encode())
+    (tmp_path / "hashes.json").write_bytes(content)
+    clock.ahead = 3
+    assert open_quietly(large).sha256(tmp_path) == true
+    assert read_sealed_file(tmp_path / "hashes.json") == remembered(large)
+
+
+def test_memory_that_cannot_be_written(tmp_path, clock, large):
+    """The hash is the same where the cache is a file or the memory a folder."""
+    clock.ahead = 3
+    true = open_quietly(large).sha256(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "3" / "hashes.json").mkdir(parents=True)
+    assert [open_quietly(large).sha256(tmp_path / name) for name in ("file", "3")] == [true] * 2
+
+
+# --- pieces ---
+
+
+def whole(pieces: list[tuple[int, int | None, Chunk]]) -> list[tuple[int, str]]:
+    """The documents that pieces make, each with the number of its file, after a check of their order and flags."""
+    documents: list[tuple[int, str]] = []
+    open_document = False
+    for number, _, piece in pieces:
+        assert not documents or number >= documents[-1][0]
+        assert piece.begins != open_document
+        documents.append((number, piece.text) if piece.begins else (number, documents.pop()[1] + piece.text))
+        assert documents[-1][0] == number
+        assert piece.text
+        open_document = not piece.ends
+    assert not open_document
+    return documents
+
+
+WORDS = st.text(st.sampled_from("ab é\n"), max_size=31)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.lists(WORDS, max_size=3), max_size=5), max_size=4))
+def test_pieces_are_the_documents(files):
+    """Whatever the documents and their blocks, and from whichever file on."""
+
+    def open_file(file: Path, start: int) -> Iterator[Document]:
+        assert start == 0
+        return (Document(iter(blocks)) for blocks in files[int(file.name)])
+
+    paths = tuple(Path(str(number)) for number in range(len(files)))
+    corpus = Corpus("examples", paths, open_file)
+    documents = [(number, "".join(blocks)) for number, file in enumerate(files) for blocks in file]
+    documents = [(number, text) for number, text in documents if text]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.data.corpus, "split_into_chunks", functools.partial(split_into_chunks, size=5))
+        pieces = list(corpus.chunks())
+        assert whole(pieces) == documents
+        assert all(len(piece.text) <= 20 for _, _, piece in pieces)
+        for start in range(len(files) + 1):
+            place = ShardStart(start, 0, True, 0)
+            assert list(corpus.chunks(place)) == [piece for piece in pieces if piece[0] >= start]
+            assert list(corpus.up_to(place).chunks()) == [piece for piece in pieces if piece[0] < start]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(st.sampled_from("ab é😀\r\n|"), min_size=1, max_size=53), min_size=1, max_size=3),
+    st.sampled_from([None, "|", "\r\n", "a"]),
+    st.booleans(),
+    st.sampled_from([3, 7, 1 << 20]),
+)
+def test_pieces_from_any_place(folder, texts, separator, marked, block):
+    """Read from any piece of plain text on, with or without separators: the very pieces that all of the text has."""
+    for old in folder.iterdir():
+        old.unlink()
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_bytes(("\ufeff" * marked + text).encode())
+    data = DataConfig("text", [str(folder / f"{i}.txt") for i in range(len(texts))], separator=separator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.data.corpus, "split_into_chunks", functools.partial(split_into_chunks, size=5))
+        patch.setattr(gpt.data.readers, "BLOCK_BYTES", block)
+        corpus = open_corpus(data, NOWHERE, lambda line: None)
+        pieces = list(corpus.chunks())
+        for i, (file, byte, piece) in enumerate(pieces):
+            assert byte is not None
+            assert list(corpus.chunks(ShardStart(file, byte, piece.begins, 0))) == pieces[i:]
+
+
+def test_where_reading_cannot_begin(tmp_path, fill):
+    """Within a compressed file, JSON lines, and text of another encoding or with replacements."""
+    fill(tmp_path, a__txt="a b " * 9, b__jsonl='{"text": "a"}')
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"a b " * 9))
+    for how, places in (({}, 1), ({"errors": "replace"}, 0), ({"encoding": "latin-1"}, 0)):
+        corpus = open_corpus(DataConfig("text", str(tmp_path), **how), NOWHERE, lambda line: None)
+        assert sum(byte is not None for _, byte, _ in corpus.chunks()) == places
+
+
+def test_error_behind_a_place(tmp_path):
+    """The byte is that of the file, wherever reading has begun."""
+    (tmp_path / "a.txt").write_bytes(b"a" * 1000 + b"\xff")
+    corpus = open_corpus(DataConfig("text", str(tmp_path / "a.txt")), NOWHERE)
+    assert "(byte 0xff at offset 1000)" in refusal(lambda: list(corpus.chunks(ShardStart(0, 7, False, 7))))
+
+
+# --- memory ---
+
+
+PEAK = """if True:
+    import sys
+    from pathlib import Path
+    import pyarrow.parquet  # what is imported later is not what reading takes
+    from gpt.data.corpus import DataConfig, open_corpus
+
+    def peak() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+    corpus = open_corpus(DataConfig("text", sys.argv[1]), Path("cache"), lambda line: None)
+    before = peak()
+    characters = sum(len(piece.text) for _, _, piece in corpus.chunks())
+    print(characters, peak() - before)
+"""
+MEGABYTES = 64
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the peak of memory from /proc/self/status")
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a.txt.zst", "a.json"])
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    """64 megabytes of text are read in less than 48 megabytes of memory above what the process had before."""
+    megabyte = "".join(f"line {i * i % 1009} of the text\n" for i in range(60_000))[: 1 << 20]
+    documents = [megabyte[i : i + 4096] for i in range(0, len(megabyte), 4096)]
+    file = tmp_path / name
+    match name:
+        case "a.parquet":
+            how = {"compression": "none", "use_dictionary": False}
+            with pq.ParquetWriter(file, pa.schema({"text": pa.string()}), **how) as writer:
+                writer.write_table(pa.table({"text": documents * MEGABYTES}))
+            assert file.stat().st_size > MEGABYTES << 20
+            assert pq.ParquetFile(file).num_row_groups == 1
+        case "a.jsonl":
+            file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents) * MEGABYTES)
+        case "a.json":
+            file.write_text("[" + f"{megabyte!r}, " * MEGABYTES)
+        case "a.txt.gz":
+            file.write_bytes(gzip.compress(megabyte.encode(), 1) * MEGABYTES)
+        case "a.txt.zst":
+            file.write_bytes(compression.zstd.compress(megabyte.encode() * MEGABYTES))  # a frame of a few kilobytes
+        case _:
+            file.write_bytes(megabyte.encode() * MEGABYTES)
+    command = [sys.executable, "-c", PEAK, str(file)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    characters, growth = map(int, ended.stdout.split())
+    assert characters >= MEGABYTES << 20
+    assert growth < 48_000_000

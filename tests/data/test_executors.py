@@ -1,0 +1,288 @@
+"""prepare() into a directory, by any executor: the same bytes, and what is made is kept whatever fails or is killed."""
+
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt.data.data_config import DataConfig
+from gpt.data.prepare import encode_shard, prepare
+from gpt.data.scan import CorpusScanner, make_plan
+from gpt.data.token_dataset import TokenSource
+from gpt.data.tokenizer import TokenizerConfig
+from gpt.errors import UserError
+from harness import needs, refusal
+from workshop import DOCUMENTS, content, lists, write_documents, write_files
+
+BPE = TokenizerConfig("bpe", 307)
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr("gpt.data.scan.SHARD_BYTES", 900)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    """Documents in 53 files."""
+    return str(write_files(tmp_path_factory.mktemp("text"), [document * 3 for document in DOCUMENTS]).path)
+
+
+@pytest.fixture(scope="module")
+def long_texts(tmp_path_factory) -> str:
+    """Three texts, too few to validate with whole ones: the end of the last does."""
+    return str(write_files(tmp_path_factory.mktemp("long"), ["".join(DOCUMENTS[i::3]) for i in range(3)]).path)
+
+
+def into(to: Path | str, text: str, cache: Path, executor: Executor | None = None, **more) -> TokenSource:
+    """Prepare a text into a directory without a word."""
+    data = DataConfig("text", text, **more)
+    [source] = prepare(data, BPE, cache=cache, say=[].append, to=to, executor=executor).sources
+    return source
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in content(folder).items() if not name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory) -> dict[str, bytes]:
+    """What it comes to in this process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpt.data.scan.SHARD_BYTES", 900)
+        into(folder / "made", text, folder / "cache")
+    made = files_of(folder / "made")
+    assert len([name for name in made if name.startswith("shard-")]) > 10
+    return made
+
+
+ENGINES: dict[str, Callable[[], Executor]] = {
+    "threads": lambda: ThreadPoolExecutor(3),
+    "processes": lambda: ProcessPoolExecutor(2, SPAWN),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_executor_makes_the_same(tmp_path, text, undisturbed, engine):
+    """Byte for byte, and a second time nothing changes."""
+    with ENGINES[engine]() as executor:
+        for _ in range(2):
+            into(tmp_path / "made", text, tmp_path / "cache", executor)
+            assert files_of(tmp_path / "made") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["text", "long_texts"])
+def test_the_cache_holds_the_same(request, tmp_path, name):
+    """The tokens, the split and the key are those that train.py makes of the text, here on an executor as well."""
+    path = request.getfixturevalue(name)
+    there = into(tmp_path / "made", path, tmp_path / "cache")
+    for executor in (None, ThreadPoolExecutor(2)):
+        cache = tmp_path / f"cache {executor is None}"
+        data = DataConfig("text", path)
+        [here] = prepare(data, BPE, 13, cache, [].append, executor=executor).sources
+        assert lists(here) == lists(there)
+        assert here.metadata == there.metadata
+
+
+@pytest.mark.slow
+def test_into_a_store(s3, tmp_path, text, undisturbed):
+    """The very files, by processes that all reach an S3 server; and they are opened from there."""
+    with ENGINES["processes"]() as executor:
+        there = into("s3://texts/made", text, tmp_path / "cache", executor)
+    made = {Path(name).name: s3.cat_file(name) for name in s3.find("texts/made")}
+    assert made == {name: data for name, data in undisturbed.items() if name != "CACHEDIR.TAG"}
+    data = DataConfig("tokens", "s3://texts/made", cache_bytes=10**6)
+    [again] = prepare(data, TokenizerConfig(), 13, tmp_path / "other", [].append).sources
+    assert lists(again) == lists(there)
+    little = DataConfig("tokens", "s3://texts/made", cache_bytes=1000)
+    line = refusal(prepare, little, TokenizerConfig(), 13, tmp_path / "other", [].append)
+    assert re.match(
+        r"data\.cache_bytes=1,000 does not hold the \d+ files of this dataset, [\d,]+ bytes: raise it", line
+    )
+
+
+def test_shards_from_anywhere(tmp_path, text, undisturbed):
+    """`encode_shard` is a plain function of a planned directory: in any order, some twice; prepare() then publishes."""
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    scanner = CorpusScanner(DataConfig("text", text), cache, [].append)
+    plan, _ = make_plan(scanner, BPE, hash_all=False)
+    plan.write(made)
+    numbers = [*range(len(plan.starts)), 0, 3]
+    random.Random(3).shuffle(numbers)
+    for number in numbers:
+        assert encode_shard(made, number, tmp_path / "another machine's") > 0
+    assert not (made / "dataset.json").exists()
+    into(made, text, cache)
+    assert files_of(made) == undisturbed
+
+
+def test_an_executor_that_is_broken(tmp_path, text):
+    """One line, and what is planned stays."""
+    with ProcessPoolExecutor(1, SPAWN) as executor:
+        with pytest.raises(BrokenExecutor):
+            executor.submit(os.kill, executor.submit(os.getpid).result(), signal.SIGKILL).result()
+        with pytest.raises(UserError, match=r"made: nothing was encoded .*: give another executor"):
+            into(tmp_path / "made", text, tmp_path / "cache", executor)
+    assert (tmp_path / "made/plan.json").exists()
+
+
+def test_shards_that_fail(tmp_path, text, undisturbed):
+    """They are named with their reason, in one line, and the others are kept."""
+    copy, made, cache = tmp_path / "text", tmp_path / "made", tmp_path / "cache"
+    shutil.copytree(text, copy)
+    lost = copy / "007.txt"
+
+    class Losing(ThreadPoolExecutor):
+        def submit(self, *arguments, **more):
+            if lost.exists():
+                lost.rename(tmp_path / "lost")
+            return super().submit(*arguments, **more)
+
+    line = rf"{made}: 1 of \d+ shards failed \(shard \d+: {lost}: cannot be read \(No such file or directory\)"
+    with pytest.raises(UserError, match=line) as caught:
+        into(made, str(copy), cache, Losing(2))
+    assert str(caught.value).endswith("fix that and prepare it again, which keeps the others")
+    kept = {file.name: file.stat().st_mtime_ns for file in made.glob("shard-*.json")}
+    (tmp_path / "lost").rename(lost)
+    into(made, str(copy), cache)
+    assert {name: (made / name).stat().st_mtime_ns for name in kept} == kept
+    names = [name for name in undisturbed if name.endswith(".bin")]
+    assert {name: content(made)[name] for name in names} == {name: undisturbed[name] for name in names}
+
+
+def kill_after(made: Path, count: int, kill: Callable[[], object]) -> threading.Thread:
+    """A thread that does something once there are so many records."""
+
+    def wait() -> None:
+        while len(list(made.glob("shard-*.json"))) < count:
+            time.sleep(0.001)
+        kill()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_process_that_dies(tmp_path, text, undisturbed):
+    """One line, and the next call makes the rest."""
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    thread = kill_after(made, 1, lambda: [child.kill() for child in multiprocessing.active_children()])
+    died = pytest.raises(UserError, match=r"shards failed \(shard \d+: A process in the process pool was terminated")
+    with ProcessPoolExecutor(1, SPAWN) as executor, died:
+        into(made, text, cache, executor)
+    thread.join()
+    into(made, text, cache)
+    assert files_of(made) == undisturbed
+
+
+@pytest.mark.slow
+def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
+    """A real cluster of two workers; Dask makes elsewhere what the killed one had in hand."""
+    distributed = needs("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        [worker, _] = client.run(os.getpid).values()
+        thread = kill_after(tmp_path / "made", 3, lambda: os.kill(worker, signal.SIGKILL))
+        into(tmp_path / "made", text, tmp_path / "cache", client.get_executor())
+        thread.join()
+    assert files_of(tmp_path / "made") == undisturbed
+
+
+def test_what_is_there_is_checked(tmp_path, text, undisturbed):
+    """A shard that is gone, shorter or changed is made again, and no other."""
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    into(made, text, cache)
+    (made / "train-000001.bin").unlink()
+    os.truncate(made / "train-000003.bin", 10)
+    tokens = np.fromfile(made / "train-000005.bin", "uint16")
+    tokens[7] ^= 1
+    tokens.tofile(made / "train-000005.bin")
+    before = {file.name: file.stat().st_mtime_ns for file in made.glob("train-*.bin")}
+    into(made, text, cache)
+    changed = {file.name for file in made.glob("train-*.bin") if before.get(file.name) != file.stat().st_mtime_ns}
+    assert changed == {"train-000001.bin", "train-000003.bin", "train-000005.bin"}
+    assert files_of(made) == undisturbed
+
+
+def test_another_text_in_the_directory(tmp_path, text, long_texts):
+    """It is refused, as is one that has changed, and nothing is overwritten."""
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    into(made, text, cache)
+    before = files_of(made)
+    for other in (lambda: into(made, long_texts, cache), lambda: into(made, text, cache, errors="replace")):
+        said = refusal(other)
+        assert said == f"{made}: holds another text, or one that has changed since: name an empty folder"
+    assert files_of(made) == before
+    data = DataConfig("mix", ["python_docs", text], [1, 1])
+    assert "takes one text, not a mixture" in refusal(prepare, data, BPE, 13, cache, to=made)
+
+
+def test_separators_and_encodings(tmp_path):
+    """In shards as in one, from the plan on."""
+    (tmp_path / "text").mkdir()
+    for i in range(7):
+        text = "<|endoftext|>".join(f"Café {i}, table {j * j}." for j in range(31))
+        (tmp_path / f"text/{i}.txt").write_text(text, encoding="latin-1")
+    how = {"separator": "<|endoftext|>", "encoding": "latin-1"}
+    with ENGINES["processes"]() as executor:
+        there = into(tmp_path / "made", str(tmp_path / "text"), tmp_path / "cache", executor, **how)
+    data = DataConfig("text", f"{tmp_path}/text/?.txt", **how)
+    [here] = prepare(data, BPE, 13, tmp_path / "cache", [].append).sources
+    assert sum(split["documents"] for split in here.metadata["splits"].values()) == 7 * 31
+    assert there.metadata == here.metadata
+
+
+def test_of_a_large_text_the_scan_reads_some(tmp_path, monkeypatch, text):
+    """Files at even distances; of all of it, about as much is for validation as would be otherwise."""
+    monkeypatch.setattr("gpt.data.scan.MAX_SCAN_BYTES", 4000)
+    for i in range(20):
+        write_documents(tmp_path / f"text/{i:02}", [f"{i} {document}" for document in DOCUMENTS])
+    splits = into(tmp_path / "made", str(tmp_path / "text"), tmp_path / "cache").metadata["splits"]
+    share = splits["validation"]["bytes"] / (splits["train"]["bytes"] + splits["validation"]["bytes"])
+    assert 0.001 < share < 0.02  # a tenth of one file in about twenty
+    assert sum(split["documents"] for split in splits.values()) == 20 * len(DOCUMENTS)
+    monkeypatch.setattr("gpt.data.split.MIN_DOCUMENTS", 10**6)  # then the end of the text, which takes a reading of all
+    [whole] = prepare(DataConfig("text", str(tmp_path / "text")), BPE, 13, tmp_path / "cache", [].append).sources
+    splits = whole.metadata["splits"]
+    assert splits["validation"]["bytes"] == pytest.approx(splits["train"]["bytes"] / 9, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path, text, undisturbed):
+    """Two processes at a time make random shards, each killed at any moment: in the end the same bytes."""
+    chance, made, kills = random.Random(3), tmp_path / "made", 0
+    scanner = CorpusScanner(DataConfig("text", text), tmp_path / "cache", [].append)
+    plan, _ = make_plan(scanner, BPE, hash_all=False)
+    plan.write(made)
+    context = multiprocessing.get_context("fork")
+    while kills < 100:
+        running = []
+        for _ in range(2):
+            number, cache = chance.randrange(len(plan.starts)), tmp_path / chance.choice(["one", "another"])
+            running.append(context.Process(target=encode_shard, args=(made, number, cache)))
+            running[-1].start()
+        time.sleep(chance.uniform(0, 0.03))
+        for process in running:
+            process.kill()
+            process.join()
+            kills += process.exitcode == -signal.SIGKILL
+        if chance.random() < 0.1:  # so that there is always something left to make
+            for file in sorted(made.glob("shard-*.json"))[::3]:
+                file.unlink()
+    into(made, text, tmp_path / "cache")
+    assert files_of(made) == undisturbed
+    assert list(made.glob(".*.bin.*")) == []

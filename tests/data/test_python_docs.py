@@ -1,0 +1,126 @@
+"""The standard library as text: English, all of it, and the same whatever runs in the process."""
+
+import io
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gpt.data import python_docs as stdlib
+from gpt.data.corpus import Corpus, open_corpus
+from gpt.data.data_config import DataConfig
+from gpt.data.python_docs import builtin_docs, files, read_docstrings, read_source
+from harness import refusal
+
+NOWHERE = Path("no cache is needed")
+
+
+def documents_of(corpus: Corpus) -> list[str]:
+    """The documents that are not empty, which are those that have pieces."""
+    documents: list[str] = []
+    for _, _, piece in corpus.chunks():
+        documents += [piece.text] if piece.begins else [documents.pop() + piece.text]
+    return documents
+
+
+@pytest.fixture(scope="module")
+def python_docs() -> list[str]:
+    """The documents of the default corpus."""
+    return documents_of(open_corpus(DataConfig(), NOWHERE))
+
+
+def assert_english(documents: list[str]) -> None:
+    """Nearly all ASCII, and the commonest words are those of English."""
+    text = "".join(documents)
+    assert sum(character.isascii() for character in text) > 0.99 * len(text)
+    assert "the" in [word for word, _ in Counter(re.findall("[a-z]+", text)).most_common(3)]
+
+
+def test_python_docs(python_docs):
+    """More than a megabyte of English in hundreds of documents, none of them blank."""
+    assert sum(len(document.encode()) for document in python_docs) > 1_000_000
+    assert len(python_docs) > 300
+    assert all(document.strip() for document in python_docs)
+    assert all(document.endswith("\n") for document in python_docs)
+    assert_english(python_docs)
+
+
+def test_python_docs_hold_every_kind(python_docs):
+    """Docstrings of Python, the topics of the language reference, and docstrings of what is written in C."""
+    assert sum(document.startswith('The "assert" statement\n') for document in python_docs) == 1
+    assert sum(document.startswith("json\n\nJSON (JavaScript Object Notation)") for document in python_docs) == 1
+    assert sum("\n\nbuiltins.len\n\nReturn the number of items in a container." in d for d in python_docs) == 1
+
+
+def test_built_in_documents_come_last(python_docs):
+    """After those of the last file."""
+    builtin = [document for document in builtin_docs() if document]
+    assert python_docs[-len(builtin) - 1 :] == [*read_docstrings(files()[-1]), *builtin]
+
+
+def test_docstrings_by_hand(tmp_path, monkeypatch):
+    """Classes, methods, functions of both kinds and what is inside them; what has no docstring gives nothing."""
+    monkeypatch.setattr(stdlib.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    (tmp_path / "shop").mkdir()
+    module = tmp_path / "shop" / "till.py"
+    module.write_text(
+        'class Till:\n    """Keeps\n    money."""\n    def take(self, n: int = 7) -> int:\n        """Take it."""\n'
+        '        def inner():\n            """Inside."""\n    async def wait(self, *, s):\n        """Wait. """\n'
+        "def silent(): pass\n"
+    )
+    assert list(read_docstrings(module)) == [
+        "shop.till.Till\n\nKeeps\nmoney.\n\nshop.till.Till.take(self, n: int=7)\n\nTake it.\n\n"
+        "shop.till.Till.take.inner()\n\nInside.\n\nshop.till.Till.wait(self, *, s)\n\nWait.\n"
+    ]
+    module.with_name("__init__.py").write_text("'The shop.'")
+    assert list(read_docstrings(module.with_name("__init__.py"))) == ["shop\n\nThe shop.\n"]
+    module.write_text("x = 7\n")
+    assert list(read_docstrings(module)) == []
+
+
+def test_python_docs_do_not_depend_on_the_process(monkeypatch):
+    """The documents are those that the hash stands for, whatever runs in this process: here another stderr."""
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    first = list(builtin_docs())
+    assert first == list(builtin_docs())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert first == list(builtin_docs())
+
+
+def test_python_stdlib():
+    """More than five megabytes of source, without tests, the same each time."""
+    corpus = open_corpus(DataConfig("python_stdlib"), NOWHERE)
+    documents = documents_of(corpus)
+    same = documents_of(corpus) == documents
+    assert same  # said so, pytest does not print megabytes
+    assert sum(len(document.encode()) for document in documents) > 5_000_000
+    assert all(documents)
+    assert Path(json.__file__).read_text(encoding="utf-8") in documents
+    assert_english(documents)
+
+
+def test_interpreter_without_sources(tmp_path, monkeypatch):
+    """An interpreter that was installed without its library as text."""
+    monkeypatch.setattr(stdlib.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    for name in ("python_docs", "python_stdlib"):
+        assert refusal(open_corpus, DataConfig(name), NOWHERE) == (
+            f"{tmp_path} holds no Python sources, so this interpreter has no documentation: use data=text"
+        )
+
+
+def test_source_in_its_own_encoding(tmp_path):
+    """A module says in which encoding it is written."""
+    file = tmp_path / "a.py"
+    file.write_bytes(b"# -*- coding: latin-1 -*-\nname = 'caf\xe9'\n")
+    assert list(read_source(file)) == ["# -*- coding: latin-1 -*-\nname = 'café'\n"]
+
+
+def test_hash_follows_the_interpreter(tmp_path):
+    """Both corpora have the same files and other documents; what is built in changes with the version."""
+    docs, sources = (open_corpus(DataConfig(name), NOWHERE) for name in ("python_docs", "python_stdlib"))
+    assert docs.files == sources.files
+    assert docs.sha256(tmp_path) != sources.sha256(tmp_path)
+    assert docs.version == sys.version

@@ -1,0 +1,280 @@
+"""Texts to prepare, and real processes that prepare them and may be hurt."""
+
+import contextlib
+import functools
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from gpt.console import command_line
+from gpt.data.chunking import split_into_chunks
+from gpt.data.corpus import open_corpus
+from gpt.data.data_config import DataConfig
+from gpt.data.prepare import prepare
+from gpt.data.split import scan_chunks
+from gpt.data.token_dataset import TokenSource
+from gpt.data.tokenizer import Tokenizer, TokenizerConfig
+from gpt.files import CACHE_TAG
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 13
+BYTE = TokenizerConfig("byte")
+EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
+# Of a small text many pieces, tasks and shards, read a second time to encode it.
+SMALL = {
+    "gpt.data.corpus.split_into_chunks": 31,
+    "gpt.data.split.SAMPLE_BYTES": 10_007,
+    "gpt.data.prepare.TASK_CHARS": 199,
+    "gpt.data.scan.SHARD_BYTES": 1511,
+}
+# All of it is kept from the first reading, and is one shard.
+LARGE = SMALL | {"gpt.data.split.SAMPLE_BYTES": 10**9, "gpt.data.scan.SHARD_BYTES": 10**9}
+
+
+def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
+    """The configuration that reads the documents from a file of JSON lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return DataConfig("text", str(file))
+
+
+def write_files(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
+    """The configuration that reads the documents from a file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, document in enumerate(documents):
+        (folder / f"{i:03}.txt").write_text(document, encoding="utf-8", newline="")
+    return DataConfig("text", str(folder))
+
+
+def write_text(folder: Path, text: str) -> DataConfig:
+    """The configuration that reads a single text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text(text, encoding="utf-8", newline="")
+    return DataConfig("text", str(folder / "text.txt"))
+
+
+def make(
+    data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
+) -> TokenSource:
+    """Prepare one corpus without a word."""
+    [prepared] = prepare(data, tokenizer, context_length, cache, **({"say": [].append} | more)).sources
+    return prepared
+
+
+@contextlib.contextmanager
+def constants(values: dict[str, int]) -> Iterator[None]:
+    """Other constants for a while; that of `split_into_chunks` is their size."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            is_size = name == "gpt.data.corpus.split_into_chunks"
+            patch.setattr(name, functools.partial(split_into_chunks, size=value) if is_size else value)
+        yield
+
+
+def folder_of(cache: Path) -> Path:
+    """The one folder in a cache, which holds nothing else, hidden or not."""
+    [folder] = entries(cache)
+    return folder
+
+
+def entries(cache: Path) -> list[Path]:
+    """All that is in a cache, hidden or not, but for its mark and the locks beside its folders."""
+    return [entry for entry in cache.iterdir() if entry.suffix != ".lock" and CACHE_TAG not in entry.name]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All that is in a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def whole(folder: Path) -> dict[str, bytes]:
+    """What a folder comes to, in however many shards: all tokens for training as one, and the others."""
+    files = sorted(content(folder).items())
+    parts = {name: data for name, data in files if name in ("validation.bin", "tokenizer.json")}
+    return parts | {"train": b"".join(data for name, data in files if name.startswith("train-"))}
+
+
+def lists(prepared: TokenSource) -> tuple[list[int], list[int]]:
+    """The ids of both parts."""
+    return prepared.train[:].tolist(), prepared.validation.tolist()
+
+
+def halves(data: DataConfig) -> tuple[list[str], list[str]]:
+    """The documents to learn from, and those that validate."""
+    corpus = open_corpus(data, Path("unused"))
+    pieces = [piece for _, _, piece in corpus.chunks()]
+    split = scan_chunks(pieces, data.validation_bytes).split
+    parts: tuple[list[str], list[str]] = ([], [])
+    characters = 0
+    for whole in pieces:
+        for piece, validates in split.assign(whole, characters):
+            parts[validates].extend([""] * piece.begins)
+            parts[validates][-1] += piece.text
+        characters += len(whole.text)
+    return parts
+
+
+def obvious(documents: list[str], tokenizer: Tokenizer) -> list[int]:
+    """The ids of documents, each after an end-of-text."""
+    return [id for document in documents for id in (tokenizer.end_of_text, *tokenizer.encode(document))]
+
+
+@contextlib.contextmanager
+def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
+    """The pieces that are encoded meanwhile, on whatever thread; before piece number `at`, something happens."""
+    pieces: list[str] = []
+    encode_chunk = Tokenizer.encode_chunk
+
+    def watched(tokenizer: Tokenizer, piece: str) -> np.ndarray:
+        pieces.append(piece)
+        if len(pieces) == at:
+            happens()
+        return encode_chunk(tokenizer, piece)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "encode_chunk", watched)
+        yield pieces
+
+
+def fail_with(error: BaseException) -> Callable[[], None]:
+    """What raises an error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+# --- processes to be hurt: they are forked from one that has everything imported, since that takes seconds ---
+
+
+def serve() -> None:
+    """For each order on stdin begin a process, or wait until one has stopped or ended; its number, or how it ended."""
+    gc.freeze()
+    print("null", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], os.WUNTRACED)
+            print("null" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status), flush=True)
+        elif number := os.fork():
+            print(number, flush=True)
+        else:
+            obey(**order)
+
+
+def obey(
+    path: str, cache: str, output: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
+) -> NoReturn:
+    """Prepare as a command line would; `at` is what is done to the file system, how many times, when a signal comes."""
+    signal.alarm(60)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stream = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    if at:
+        what, number, signal_number = at
+        touches = itertools.count(1)
+
+        def touch(event: str, arguments: tuple) -> None:
+            changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.fsync", "fcntl.flock")
+            here = changes or (event == "open" and cache in str(arguments))
+            if here and what in f"{event} {arguments}" and next(touches) == number:
+                os.kill(os.getpid(), signal_number)
+
+        os.fsync = lambda descriptor: touch("os.fsync", ())  # a signal spares what the system has not yet written
+        sys.addaudithook(touch)
+    code: object = 0
+    try:
+        with constants(values), command_line("prepare"):
+            say = functools.partial(print, flush=True)
+            prepare(DataConfig("text", path), TokenizerConfig(tokenizer, 307), context_length, Path(cache), say=say)
+    except SystemExit as end:
+        code = end.code
+    sys.stderr.flush()
+    os._exit(int(str(code)))  # the way out of Python takes a second that has nothing to do with this
+
+
+class Workshop:
+    """Real processes that prepare."""
+
+    def __init__(self, outputs: Path):
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "default::ResourceWarning", "-c", "import workshop; workshop.serve()"],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/data'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._outputs = outputs
+        self._living: set[int] = set()
+        assert self._answer() is None
+
+    def _ask(self, order: dict) -> int | None:
+        assert self._server.stdin is not None
+        print(json.dumps(order), file=self._server.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> int | None:
+        assert self._server.stdout is not None
+        return json.loads(self._server.stdout.readline())
+
+    def start(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, **more) -> int:
+        """The number of a process that prepares, with `more` for `obey`."""
+        output = self._outputs / str(time.monotonic_ns())
+        output.touch()
+        paths = {"path": data.path, "cache": str(cache), "output": str(output)}
+        number = self._ask(paths | {"values": values} | more)
+        assert number is not None
+        self._living.add(number)
+        (self._outputs / f"of {number}").unlink(missing_ok=True)  # numbers come round again
+        (self._outputs / f"of {number}").symlink_to(output)
+        return number
+
+    def wait(self, number: int) -> int | None:
+        """Its exit code, negative where a signal ended it; None where one has stopped it."""
+        code = self._ask({"wait": number})
+        if code is not None:
+            self._living.remove(number)
+        return code
+
+    def said(self, number: int) -> str:
+        """What a process has printed so far."""
+        return (self._outputs / f"of {number}").read_text()
+
+    def run(self, *arguments, **more) -> tuple[int | None, str]:
+        """Prepare to the end: the exit code, and all that was printed."""
+        number = self.start(*arguments, **more)
+        return self.wait(number), self.said(number)
+
+    def wait_until_said(self, number: int, text: str) -> None:
+        """Wait for a line of a process."""
+        deadline = time.monotonic() + 30
+        while text not in self.said(number):
+            assert time.monotonic() < deadline, self.said(number)
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """End all that is left."""
+        for number in self._living:
+            os.kill(number, signal.SIGKILL)
+        self._server.communicate()
+
+
+def remount(disk: Path, options: str) -> None:
+    """Give a disk another size, or make it read-only."""
+    subprocess.run(["mount", "-o", f"remount,{options}", disk], check=True)

@@ -1,0 +1,134 @@
+"""Callbacks named on the command line: how they are found, what is refused, and that no run brings its own."""
+
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt.exchange import checkpoint
+from gpt.training.callbacks import load_callbacks
+from gpt.training.config.loading import validate
+from harness import TINY, begin_run, fit, refusal, refused, resume_run, tiny_arguments, tiny_config, train
+
+MODULE = """
+class Counter:
+    def __init__(self):
+        self.steps = 0
+    def on_train_step_end(self):
+        self.steps += 1
+    def on_train_end(self):
+        print("counted", self.steps)
+    def state_dict(self):
+        return {"steps": self.steps}
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+class StopAt5:
+    def on_train_step_end(self, step, stop):
+        if step == 5:
+            stop()
+
+def make():
+    return Counter()
+
+made = Counter()
+seven = 7
+
+def fails():
+    raise RuntimeError("no\\nluck")
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The current directory, with a module of callbacks."""
+    (tmp_path / "of_mine.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def (:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield tmp_path
+    for name in ("of_mine", "broken"):
+        sys.modules.pop(name, None)
+
+
+def test_functions_classes_and_objects_are_loaded(place):
+    """A name may stand for a callback, for its class, or for a function that makes one."""
+    for name in ("make", "Counter", "made"):
+        (callback,) = load_callbacks([f"of_mine:{name}"])
+        assert type(callback) is sys.modules["of_mine"].Counter
+        assert (callback is sys.modules["of_mine"].made) == (name == "made")
+    assert load_callbacks([]) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["of_mine"], "'of_mine' is not of the form module:name, as in my_callbacks:PrintNorm"),
+        ([":make"], "':make' is not of the form module:name, .*"),
+        (["nowhere:make"], r"nowhere:make cannot be .* \(ModuleNotFoundError: No module named 'nowhere'\)"),
+        (["of_mine:missing"], r"of_mine:missing cannot be .* \(AttributeError: .* has no attribute 'missing'\)"),
+        (["broken:make"], r"broken:make cannot be .* \(SyntaxError: .*\)"),
+        (["of_mine:fails"], r"of_mine:fails cannot be .* \(RuntimeError: no luck\)"),
+        (["of_mine:seven"], "of_mine:seven is of type int, with none of on_train_start, .*"),
+        (["lightning.pytorch.callbacks:Timer"], ".*:Timer is a callback of lightning.Trainer: .*docs/experiments.md.*"),
+        (["of_mine:make", "of_mine:Counter"], "2 of class Counter have a state_dict: give each a class name"),
+    ],
+)
+def test_names_that_are_refused(place, names, words):
+    """One line names the callback and the reason."""
+    assert re.fullmatch(f"callbacks: {words}", refusal(load_callbacks, names))
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("of_mine:fails", "of_mine:fails cannot be imported and made (RuntimeError: no luck)"),
+        ("[of_mine:make,of_mine:made]", "2 of class Counter have a state_dict"),
+        ("7", "'7' is not of the form module:name"),
+    ],
+)
+def test_mistakes_are_found_first(place, names, words):
+    """A callback that cannot be used ends the command before text is read and a directory is made."""
+    line = refused(*TINY, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", f"callbacks={names}")
+    assert words in line
+    assert not (place / "run").exists()
+    assert words in refused(f"callbacks={names}", "plan=true")
+
+
+@pytest.mark.slow
+def test_names_are_given_again_on_resuming(place, corpus_folder):
+    """A callback continues with its state when it is named again. The run does not store its name."""
+    run_dir = place / "run"
+    run = tiny_arguments(corpus_folder, f"run_dir={run_dir}", "logger=[]", "horizon=7steps")
+    done = train(*run, "callbacks=[of_mine:make,of_mine:StopAt5]")
+    assert "counted 5" in done.stdout
+    assert "of_mine" not in (run_dir / "config.yaml").read_text()
+    stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    assert stored["callbacks"] == {"Counter": {"steps": 5}}
+    assert "callbacks" not in stored["config"]
+    done = train(f"resume={run_dir}", "callbacks=of_mine:make")
+    assert done.stderr == ""
+    assert "counted 7" in done.stdout
+
+
+def test_runs_name_no_callbacks(place, corpus_folder):
+    """A forged checkpoint or config.yaml that names a callback is refused, and nothing is imported."""
+    (place / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
+    training = begin_run(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={place / 'run'}"))
+    training.run.close()
+    file = training.path / "config.yaml"
+    stored = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(stored | {"callbacks": ["evil:make"]}))
+    assert "there is no key 'callbacks'" in refusal(resume_run, training.path)
+    file.write_text(yaml.safe_dump(stored))
+    fit(resume_run(training.path))
+    last = training.path / "checkpoints/last.ckpt"
+    forged = checkpoint.load(last)
+    forged["config"]["callbacks"] = ["evil:make"]
+    checkpoint.save(forged, last)
+    assert "cannot be resumed: there is no key 'callbacks'" in refusal(resume_run, training.path)
+    assert "there is no key 'callbacks'" in refusal(validate, asdict(training.config) | {"callbacks": []})
+    assert not (place / "ran").exists()
