@@ -103,7 +103,7 @@ def test_changed_object(s3, here, tmp_path):
     first = open_corpus(data, tmp_path)
     assert texts_of(data, tmp_path) == TEXTS[4:]
     s3.pipe_file("texts/all/b/e.txt", TEXTS[0].encode())
-    assert first.stamp() != open_corpus(data, tmp_path).stamp()
+    assert first.fingerprints() != open_corpus(data, tmp_path).fingerprints()
     assert texts_of(data, tmp_path) == TEXTS[:1]
     assert first.sha256(tmp_path) != open_corpus(data, tmp_path).sha256(tmp_path)
 
