@@ -73,9 +73,9 @@ class Bench:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         for module, name, value in [
             (gpt.data.split, "SAMPLE_BYTES", 2003),  # the text is read a second time to encode it
-            (gpt.data.prepare, "TASK", 199),
+            (gpt.data.prepare, "TASK_CHARS", 199),
             (gpt.data.scan, "SHARD_BYTES", 1511),
-            (gpt.data.file_hashes, "REMEMBERED", 11),
+            (gpt.data.file_hashes, "REMEMBERED_BYTES", 11),
             (gpt.data.file_hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),
             (os, "fsync", lambda descriptor: None),
         ]:
@@ -170,4 +170,4 @@ def test_mutations(bench, state, names):
 
     attack()
     assert sum(came.values()) >= 300
-    assert min(came.values()) > 10, came
+    assert min(came.values()) > 5, came

@@ -65,7 +65,7 @@ def test_failed_save_ends_the_run_in_one_line(faults, settings, reference, tmp_p
         ("corpus.txt", errno.EIO),
         ("last.ckpt", errno.ESTALE),
         ("config.yaml", errno.EIO),
-        ("manifest.json", errno.ESTALE),
+        ("dataset.json", errno.ESTALE),
     ],
     ids=lambda value: value if isinstance(value, str) else errno.errorcode[value],
 )
@@ -80,7 +80,7 @@ def test_failed_read_is_one_line_or_an_older_checkpoint(faults, corpus_folder, r
     if file == "corpus.txt":  # prepared text would do
         shutil.rmtree(tmp_path / "cache")
     command = None
-    if file in ("corpus.txt", "manifest.json"):
+    if file in ("corpus.txt", "dataset.json"):
         command = tiny_arguments(tmp_path, *RUN, f"run_dir={tmp_path / 'new'}")
     done = train_apart(*(command or [f"resume={run_dir}"]), code=None, env=broken)
     assert "Traceback" not in done.stderr

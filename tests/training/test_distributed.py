@@ -467,7 +467,7 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
         (run_dir / "checkpoints/last.ckpt").write_bytes((tmp_path / "2/checkpoints/step-00000020.ckpt").read_bytes())
         done = train_apart(f"resume={run_dir}", f"trainer.devices={devices}")
         assert done.stderr == ""
-        assert f"continuing on {devices} devices instead of 2: the same windows in each step" in done.stdout
+        assert f"continuing on {devices} devices instead of 2: the same sequences in each step" in done.stdout
         losses[run_dir.name] = dict(read_curves(run_dir)["train/loss"])
         stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
         assert stored["config"]["trainer"]["devices"] == read(run_dir / "config.yaml").trainer.devices == devices
@@ -492,5 +492,5 @@ def test_rank_0_decides_the_horizon(settings, tmp_path):
     assert read(auto / "config.yaml").horizon == "31steps"
     assert train_apart(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
     payload = checkpoint.load(timed / "checkpoints/last.ckpt")
-    assert payload["schedule"]["total_steps"] == payload["step"]
+    assert payload["state"]["total_steps"] == payload["step"]
     assert 3 <= payload["state"]["seconds"] < 4
