@@ -97,13 +97,3 @@ def show_token(token: bytes) -> str:
 def token_label(token: bytes) -> str:
     """Make a token visible on one line."""
     return show_token(token).replace("\n", "")
-
-
-def token_class(token: bytes) -> str:
-    """Return in a few words what a token is made of."""
-    text = token.decode(errors="replace").strip()
-    if "\N{REPLACEMENT CHARACTER}" in text:
-        return "part of a character"
-    if text.isalpha():
-        return "space and letters" if token[:1].isspace() else "letters"
-    return "white space" if not text else "digits" if text.isnumeric() else "punctuation"

@@ -28,7 +28,6 @@ from gpt.training.config.loading import to_yaml
 from gpt.training.config.schema import Config
 
 TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
-REFERENCES = "9999-references"  # lines for TensorBoard; the name sorts them behind runs, which begin with a date
 SUFFIX = ".run"  # ends the names of our event files, and tells them from those of other programs
 EVENTS = f"events.out.tfevents.*{SUFFIX}"
 
@@ -259,7 +258,7 @@ def _acquire_lock(directory: Path) -> BaseFileLock:
 
 def _require_own_files(directory: Path) -> None:
     """Raise `UserError` if what a run would write to leads out of its directory, or is no file."""
-    for folder in (directory, directory / "checkpoints", directory / "embeddings"):
+    for folder in (directory, directory / "checkpoints"):
         for entry in folder.iterdir() if folder.is_dir() else ():
             mode = entry.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):

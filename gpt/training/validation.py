@@ -68,7 +68,7 @@ class Validator:
             self._curves.write({"val/loss": total.nats_per_token, "val/bits_per_byte": total.bits_per_byte}, step)
             warn_if_overfitting(self._spec, state, step, total)
             self._sample(step)
-            self.metrics = self._metrics_file.write(self._module, step, total, scores, expected_steps)
+            self.metrics = self._metrics_file.write(self._module, step, total, scores)
             self._progress.report(step, expected_steps, total, self.samples)
             self._callbacks.call("on_validation_end", step, score=total)
 

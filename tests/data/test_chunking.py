@@ -10,7 +10,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpt.data.chunking import CHUNK_CHARS, SPACE, replace_surrogates, split_into_chunks, token_class
+from gpt.data.chunking import CHUNK_CHARS, SPACE, replace_surrogates, split_into_chunks
 
 WHITE = regex.compile(r"\p{White_Space}")
 EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
@@ -143,25 +143,3 @@ def test_well_formed(text):
 def _join(high: str, low: str) -> str:
     """The character of a surrogate pair (Unicode 3.9, D91)."""
     return chr(0x10000 + (ord(high) - 0xD800) * 0x400 + ord(low) - 0xDC00)
-
-
-# --- what a token is made of ---
-
-
-@pytest.mark.parametrize(
-    ("token", "expected"),
-    [
-        (" the", "space and letters"),
-        ("ing", "letters"),
-        ("é", "letters"),
-        (" 42", "digits"),
-        ("\n  ", "white space"),
-        (" (", "punctuation"),
-        ("'s", "punctuation"),
-        (b"\xe4\xb8", "part of a character"),
-        (b" \xe4", "part of a character"),
-    ],
-)
-def test_kind(token, expected):
-    """One of few kinds, by which TensorBoard's projector colours tokens."""
-    assert token_class(token if isinstance(token, bytes) else token.encode()) == expected

@@ -55,10 +55,7 @@ FILES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "event file deleted": (lambda run: [file.unlink() for file in run.glob("events.*")], False),
     "the user's own event file": (lambda run: (run / "events.out.tfevents.backup").write_text("mine"), True),
     "the user's own notes": (lambda run: (run / "notes.txt").write_text("mine"), True),
-    "metrics.json and embeddings deleted": (
-        lambda run: ((run / "metrics.json").unlink(), shutil.rmtree(run / "embeddings")),
-        True,
-    ),
+    "metrics.json deleted": (lambda run: (run / "metrics.json").unlink(), True),
     "lock file deleted": (lambda run: (run / ".lock").unlink(), True),
     "half a checkpoint of a kill": (lambda run: (run / "checkpoints/.last.ckpt.77").write_bytes(b"PK"), True),
     "a folder among the checkpoints": (lambda run: (run / "checkpoints/mine").mkdir(), True),

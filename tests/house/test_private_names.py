@@ -14,7 +14,6 @@ import hydra._internal.utils
 import pytest
 import torch
 from torch import distributed
-from torch.utils.tensorboard import SummaryWriter
 
 from harness import ROOT
 
@@ -35,7 +34,6 @@ PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: torch.ops.mkldnn._reorder_linear_weight,
     ),
     "torch.ops.mkldnn._linear_pointwise": ("products with them", lambda: torch.ops.mkldnn._linear_pointwise),
-    "SummaryWriter._get_file_writer": ("curves without a second copy", lambda: SummaryWriter._get_file_writer),
     "distributed.distributed_c10d._set_pg_timeout": (
         "how long a rank is waited for, before torch 2.15",
         lambda: getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout,

@@ -356,9 +356,7 @@ def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_p
     assert all(last_sync[log.stat().st_ino] < last_sync[run_dir.stat().st_ino] for log in logs)
 
 
-@pytest.mark.parametrize(
-    "name", ["samples.md", "metrics.csv", "metrics.json", ".lock", "checkpoints", "embeddings/new"]
-)
+@pytest.mark.parametrize("name", ["samples.md", "metrics.csv", "metrics.json", ".lock", "checkpoints"])
 def test_link_out_of_a_run_is_refused(copied, tmp_path, name):
     """A run writes only to its own files. A link in a stranger's run is refused, and its target stays as it was."""
     target = tmp_path / "mine"

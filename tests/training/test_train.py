@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.exchange import checkpoint
 from gpt.sampling.pictures import CELL, GAP, LINE
-from gpt.training.config.loading import read
-from gpt.training.run_directory import REFERENCES, text_name
 from harness import CONCERNS, ROOT, Done, read_curves, read_events, refused, tiny_arguments, train
 
 SCALARS = {
@@ -53,7 +50,7 @@ def test_run_prints_its_figures_and_the_next_commands(run):
     assert len(re.findall(line, done.stdout, re.M)) == 4
     assert re.search(r"^trained +40  steps: 3,840 tokens, \d\.\d\d epochs$", done.stdout, re.M)
     metrics = json.loads((run_dir / "metrics.json").read_text())
-    bits = metrics["references"]["unigram"]["bits_per_byte"]  # the text is too short for compressors
+    bits = metrics["baselines"]["unigram"]["bits_per_byte"]  # the text is too short for compressors
     scored = f"validation       {metrics['val_bits_per_byte']:.4f}  bits per byte"
     assert f"\n{scored}\n  unigram        {bits:.4f}  " in done.stdout
     assert f"\nthe run:      {run_dir}\n" in done.stdout
@@ -69,9 +66,8 @@ def test_run_writes_its_files(run):
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
     assert len(events) == 1
-    projector = {"projector_config.pbtxt", "embeddings/tokens.bytes", "embeddings/tokens.tsv"}
     others = {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
-    assert names >= checkpoints | projector | others
+    assert names >= checkpoints | others
 
 
 def test_metrics_agree_with_each_other(run):
@@ -90,7 +86,7 @@ def test_tensorboard_reads_scalars_samples_and_a_picture(run):
     events = read_events(run[0])
     tags = events.Tags()
     assert set(tags["scalars"]) >= SCALARS
-    assert set(tags["tensors"]) == {"custom_scalars__config__", "samples/text_summary"}
+    assert set(tags["tensors"]) == {"custom_scalars__config__", "samples/text_summary", "_hparams_/session_start_info"}
     assert tags["images"] == ["weights/attention"]
     image = events.Images("weights/attention")[0]  # two layers of three heads of 16 x 16 weights, and words
     words = image.width - 3 * (16 * CELL + GAP)
@@ -116,7 +112,7 @@ def test_checkpoint_needs_no_other_file(run):
 
 @pytest.mark.slow
 def test_tensorboard_serves_the_run(run):
-    """`tensorboard --logdir` shows curves, text, images, the layout of charts and embeddings over HTTP."""
+    """`tensorboard --logdir` shows curves, text, images, the layout of charts and the settings over HTTP."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -126,11 +122,8 @@ def test_tensorboard_serves_the_run(run):
     )
 
     def get(path: str):
-        return json.loads(fetch(path))
-
-    def fetch(path: str) -> bytes:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/{path}", timeout=10) as answer:
-            return answer.read()
+            return json.loads(answer.read())
 
     try:
         deadline = time.monotonic() + 60
@@ -145,25 +138,15 @@ def test_tensorboard_serves_the_run(run):
         assert len(get("scalars/scalars?run=run&tag=val/loss")) == 4
         assert get("text/tags")["run"] == ["samples/text_summary"]
         assert set(get("images/tags")["run"]) == {"weights/attention"}
-        assert get("custom_scalars/layout")["category"][0]["title"] == "Loss"
-        references = json.loads((run[0] / "metrics.json").read_text())["references"]
-        for name, reference in references.items():
-            name = f"{text_name(read(run[0] / 'config.yaml').data)} {name} {reference['bits_per_byte']:.4f}"
-            line = urllib.parse.quote(f"run/{REFERENCES}/{name}")
-            points = get(f"scalars/scalars?run={line}&tag=val/bits_per_byte")
-            assert [step for _, step, _ in points] == [0, 40]
-        settings = get("hparams/experiment?request=%7B%7D")["hparamInfos"]
-        rates = ["optim.lr", "optim.matrix_lr"]
-        assert [one["name"] for one in settings[:5]] == ["model.d_model", "model.num_layers", *rates, "seed"]
-        assert get("projector/runs") == ["run"]
-        (embeddings,) = get("projector/info?run=run")["embeddings"]
-        assert embeddings["tensorShape"] == [285, 24]
-        about = f"run=run&name={embeddings['tensorName']}"
-        stored = checkpoint.load(run[0] / "checkpoints/last.ckpt")["state_dict"]["token_embedding.weight"]
-        rows = torch.frombuffer(bytearray(fetch(f"projector/tensor?{about}")), dtype=torch.float32).view(285, 24)
-        header, *tokens = fetch(f"projector/metadata?{about}").decode().splitlines()
-        assert header == "token\tkind"
-        assert torch.equal(rows[tokens.index("z\tletters")], stored[ord("z")])
+        charts = [chart["title"] for chart in get("custom_scalars/layout")["category"][0]["chart"]]
+        assert charts[:2] == ["nats per token", "bits per byte"]
+        bits = json.loads((run[0] / "metrics.json").read_text())["baselines"]["unigram"]["bits_per_byte"]
+        points = get("scalars/scalars?run=run&tag=val_baselines/unigram")
+        assert [(step, value) for _, step, value in points] == [
+            (step, pytest.approx(bits)) for step in (10, 20, 30, 40)
+        ]
+        settings = {info["name"] for info in get("hparams/experiment?request=%7B%7D")["hparamInfos"]}
+        assert settings >= {"model.d_model", "optim.lr", "optim.matrix_lr", "seed"}
     finally:
         server.terminate()
         server.wait(timeout=30)

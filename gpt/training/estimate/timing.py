@@ -98,7 +98,7 @@ def throwaway_module(config: Config, schedule: Schedule, text: TokenDataset) -> 
 
 
 def seconds_validating(config: Config, schedule: Schedule, text: TokenDataset) -> float:
-    """The time of all of a run's validations with their samples, from one batch, one sample and the references."""
+    """The time of all of a run's validations with their samples, from one batch, one sample and the baselines."""
     module = throwaway_module(config, schedule, text).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
     optimizer = module.build_optimizer()

@@ -19,7 +19,7 @@ from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.loggers import close_loggers, open_loggers
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.run_directory import EVENTS, REFERENCES, SUFFIX, TABLE, RunDirectory, text_name
+from gpt.training.run_directory import TABLE, RunDirectory
 from gpt.training.state import RunSpec, TrainState
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
@@ -59,18 +59,11 @@ class Curves:
             self._table = (self._run.path / TABLE).open("a", encoding="utf-8", newline="")
             if self._table.tell() == 0:
                 self._table.write("step,tag,value\n")
-        if "tensorboard" not in logger:
-            return
-        from torch.utils.tensorboard import SummaryWriter
+        if "tensorboard" in logger:
+            from gpt.training.metrics.tensorboard import open_writer
 
-        from gpt.training.metrics.tensorboard import named_after, opening
-
-        threading.excepthook = self._on_thread_error
-        # Tells a TensorBoard that is running to drop what an interrupted process wrote past the checkpoint.
-        with named_after(max(self._run.path.glob(EVENTS), default=None)):
-            self.writer = SummaryWriter(self._run.path, purge_step=step + 1, filename_suffix=SUFFIX)
-        for summary in opening(self._spec.config) if step == 0 else ():
-            self.writer._get_file_writer().add_summary(summary, 0)
+            threading.excepthook = self._on_thread_error
+            self.writer = open_writer(self._spec.config, self._run.path, step)
 
     def _on_thread_error(self, error: threading.ExceptHookArgs) -> None:
         """Ignore write errors of TensorBoard's thread, which the next call of its writer raises."""
@@ -133,23 +126,11 @@ class Curves:
         ratios = ((_rows(module) - before).norm(dim=1) / before.norm(dim=1)).tolist()
         return {f"weights/update_ratio/layer_{i}": ratio for i, ratio in enumerate(ratios, start=1)}
 
-    def draw_references(self, bits: dict[str, float], steps: int) -> None:
-        """Show the best two references of a text as lines beside val/bits_per_byte, which the runs in runs/ share."""
-        if self.writer is not None:
-            from gpt.training.metrics.tensorboard import draw_line
-
-            place = self._run.path if self._spec.config.run_dir else self._run.path.parent
-            text = text_name(self._spec.config.data)
-            with contextlib.suppress(OSError):  # as where runs/ is somebody else's: a run does without these lines
-                for name, value in sorted(bits.items(), key=lambda item: item[1])[:2]:
-                    draw_line(place / REFERENCES / f"{text} {name} {value:.4f}", "val/bits_per_byte", value, steps)
-
     def write(self, scalars: dict[str, float], step: int) -> None:
         """Add a point to each of the named curves; do nothing on ranks above 0."""
         if self.writer is not None:
             for tag, value in scalars.items():
-                if not tag.startswith("val_references/"):  # which are drawn already
-                    self.writer.add_scalar(tag, value, step)
+                self.writer.add_scalar(tag, value, step)
         if self._table is not None:
             csv.writer(self._table, lineterminator="\n").writerows([step, *point] for point in scalars.items())
             self._table.flush()

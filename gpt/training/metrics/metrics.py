@@ -1,4 +1,4 @@
-"""metrics.json: the figures of a run at its last validation, and the references that it has passed."""
+"""metrics.json: the figures of a run at its last validation, and the baselines that it has beaten."""
 
 import json
 from collections.abc import Sequence
@@ -18,30 +18,26 @@ from gpt.training.versions import current_commit
 
 
 class Metrics:
-    """Writes metrics.json after each validation, the curves of each corpus of a mixture, and those of the references.
+    """Writes metrics.json after each validation, the curves of each corpus of a mixture, and those of the baselines.
 
-    References are what simple predictors make of the validation text. One is passed at the first validation whose bits
+    Baselines are what simple predictors make of the validation text. One is beaten at the first validation whose bits
     per byte are below it.
     """
 
     def __init__(self, spec: RunSpec, run: RunDirectory, state: TrainState, curves: Curves):
         self._spec, self._run, self._state, self._curves = spec, run, state, curves
-        self._references: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a process on
+        self._baselines: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a process on
 
-    def write(
-        self, module: GPTModule, step: int, score: Score, by_corpus: Sequence[Score], expected_steps: int
-    ) -> dict[str, Any]:
+    def write(self, module: GPTModule, step: int, score: Score, by_corpus: Sequence[Score]) -> dict[str, Any]:
         """Return the figures of a validation, on every rank, and write them to metrics.json.
 
         Args:
             score: Of the whole validation text.
             by_corpus: Of each corpus.
-            expected_steps: Of the whole run.
         """
         if distributed.is_main_process():
-            if not self._references:
-                self._references = measure_baselines(self._spec.dataset.sources)
-                self._curves.draw_references(self._references, expected_steps)
+            if not self._baselines:
+                self._baselines = measure_baselines(self._spec.dataset.sources)
             self._compare(step, score)
         figures = self._measure(module, step, score)
         if len(by_corpus) > 1:
@@ -51,9 +47,9 @@ class Metrics:
         return figures
 
     def _compare(self, step: int, score: Score) -> None:
-        """Write the curves of the references, and note which the model has passed."""
-        self._curves.write({f"val_references/{name}": bits for name, bits in self._references.items()}, step)
-        for name, bits in self._references.items():
+        """Write the curves of the baselines, and note which the model has beaten."""
+        self._curves.write({f"val_baselines/{name}": bits for name, bits in self._baselines.items()}, step)
+        for name, bits in self._baselines.items():
             if score.bits_per_byte < bits:
                 self._state.beaten_at_step.setdefault(name, step)
 
@@ -79,9 +75,9 @@ class Metrics:
             "peak_memory_bytes": peak_memory_bytes(module.device),
             "git_commit": current_commit(state.commits),
             "commits": state.commits,
-            "references": {
-                name: {"bits_per_byte": bits, "passed_at": state.beaten_at_step.get(name)}
-                for name, bits in self._references.items()
+            "baselines": {
+                name: {"bits_per_byte": bits, "beaten_at_step": state.beaten_at_step.get(name)}
+                for name, bits in self._baselines.items()
             },
         }
 

@@ -12,7 +12,7 @@ from tqdm.utils import disp_len, disp_trim
 from gpt.console import duration, quote, say
 from gpt.data.chunking import show_token
 from gpt.training import distributed
-from gpt.training.config.advice import MEMORISED, TURNED, UNPASSED, shorter_steps
+from gpt.training.config.advice import MEMORISED, TURNED, UNBEATEN, shorter_steps
 from gpt.training.state import Result, RunSpec
 
 MOST_SAMPLES = 3
@@ -103,10 +103,13 @@ def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "  expected", f"{expected:.4f}", came
     for name, part in figures.get("mix", {}).items():
         yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"bits per byte, after {part['epochs']:.2f} epochs"
-    for name, reference in figures["references"].items():
-        step = reference["passed_at"]
-        passed = "not passed" if step is None else f"passed at step {step}"
-        yield f"  {name}", f"{reference['bits_per_byte']:.4f}", passed
+    for name, baseline in figures["baselines"].items():
+        step = baseline["beaten_at_step"]
+        yield (
+            f"  {name}",
+            f"{baseline['bits_per_byte']:.4f}",
+            "not beaten" if step is None else f"beaten at step {step}",
+        )
 
 
 def resume_command(run_dir: Path, in_python: bool, horizon: str = "") -> str:
@@ -143,8 +146,8 @@ def _next(
 
 def _memorises(figures: dict[str, Any]) -> bool:
     """Whether the training loss is so far below validation that more steps would only memorise more of the text."""
-    passed = [reference["passed_at"] for reference in figures["references"].values()]
-    gap = UNPASSED if passed and not any(passed) else MEMORISED
+    beaten = [baseline["beaten_at_step"] for baseline in figures["baselines"].values()]
+    gap = UNBEATEN if beaten and not any(beaten) else MEMORISED
     return "train_loss" in figures and figures["val_loss"] > gap * figures["train_loss"]
 
 

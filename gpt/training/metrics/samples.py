@@ -1,16 +1,14 @@
-"""A look at the model after each validation: samples, what every head attends to, and the embeddings."""
+"""A look at the model after each validation: samples, and what every head attends to."""
 
 import re
 
 import numpy as np
 import torch
 
-from gpt.data.baselines import sample
-from gpt.data.chunking import token_class, token_label
+from gpt.data.chunking import token_label
 from gpt.data.overlap import find_copies
 from gpt.data.token_dataset import TokenDataset
 from gpt.data.tokenizer import Tokenizer
-from gpt.files import replacing, write_text
 from gpt.hardware.device import arithmetic
 from gpt.sampling.generation import Sampling
 from gpt.sampling.language_model import Continuation, LanguageModel
@@ -22,18 +20,13 @@ from gpt.training.state import RunSpec
 
 SAMPLE_TOKENS = 80
 PICTURED_TOKENS, PICTURED_HEADS = 32, 300  # tokens of a picture, and times the heads of a layer
-FOLDER = "embeddings"
-CONFIG = "projector_config.pbtxt"  # the name and the place that TensorBoard looks for
-MOST_TOKENS = 4096
-COUNTED = 1 << 20  # training tokens that tell which are frequent
 
 
 class Samples:
     """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
 
     `val_samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
-    TensorBoard also gets a picture of what all heads attend to, always on the first tokens of the validation text, and
-    for its projector the embeddings of the most frequent tokens, which take the place of the last ones.
+    TensorBoard also gets a picture of what all heads attend to, always on the first tokens of the validation text.
     """
 
     def __init__(self, spec: RunSpec, run: RunDirectory, curves: Curves):
@@ -67,7 +60,6 @@ class Samples:
         if (writer := self._curves.writer) is not None:
             writer.add_text("samples", text, step)
             writer.add_image("weights/attention", self._draw_attention(module), step, dataformats="HWC")
-            self._write_embeddings(module)
         return samples, len(copied)
 
     def _draw_attention(self, module: GPTModule) -> np.ndarray:
@@ -83,21 +75,6 @@ class Samples:
         return np.asarray(
             attention_picture(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text")
         )
-
-    def _write_embeddings(self, module: GPTModule) -> None:
-        folder, tokenizer = self._run.path / FOLDER, self._dataset.tokenizer
-        folder.mkdir(exist_ok=True)
-        ids = frequent(self._dataset)
-        with replacing(folder / "tokens.bytes") as file:
-            weights = module.model.token_embedding.weight.detach().float().cpu()[ids]
-            file.write_bytes(weights.numpy().tobytes())  # numpy's own error does not say that the disk is full
-        tokens = [tokenizer.decode_bytes([i]) for i in ids]
-        rows = ["token\tkind", *(f"{token_label(token)}\t{token_class(token)}" for token in tokens)]
-        write_text(folder / "tokens.tsv", "\n".join(rows) + "\n")
-        shape = f"tensor_shape: {len(ids)} tensor_shape: {module.config.model.d_model}"
-        paths = f'tensor_path: "{FOLDER}/tokens.bytes" metadata_path: "{FOLDER}/tokens.tsv"'
-        content = f'embeddings {{ tensor_name: "token_embedding" {shape} {paths} }}\n'
-        write_text(self._run.path / CONFIG, content)  # last: TensorBoard looks for the others once it is there
 
 
 def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Continuation:
@@ -116,11 +93,3 @@ def longest_copy(samples: list[list[int]], text: TokenDataset) -> str:
     passages = find_copies(ids, text.sources)
     start, end = max(passages, key=lambda passage: passage[1] - passage[0], default=(0, 0))
     return text.tokenizer.decode(ids[start:end])
-
-
-def frequent(text: TokenDataset) -> list[int]:
-    """The ids of at most `MOST_TOKENS` tokens of the training text, most frequent first."""
-    V = text.tokenizer.vocab_size
-    texts = [sample(source.train, COUNTED // len(text.sources)) for source in text.sources]
-    counts = np.bincount(np.concatenate([text.ravel() for text in texts]), minlength=V)
-    return np.argsort(-counts, kind="stable")[:MOST_TOKENS].tolist()

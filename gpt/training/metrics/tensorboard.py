@@ -1,75 +1,47 @@
-"""TensorBoard beyond curves: a run's settings, the charts of CUSTOM SCALARS, and lines to compare with."""
+"""TensorBoard: the event file of a run, its settings, and charts of several curves."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from tensorboard.summary.writer import event_file_writer
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import custom_scalars, hparams, scalar
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from torch.utils.tensorboard import SummaryWriter
 
 from gpt.training.config.schema import Config
+from gpt.training.run_directory import EVENTS, SUFFIX
 
-# The HPARAMS tab shows the first five settings: by name, but those first that are said to differ between runs.
-FIRST = ("model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "seed", "tokenizer.vocab_size")
-
-
-def opening(config: Config) -> list[Summary]:
-    """The summaries that belong at step 0."""
-    # As text, or else 128 channels would be shown as 128.00.
-    settings = {key: str(v) if type(v) in (list, int) else v for key, v in config.settings().items()}
-    compared = dict.fromkeys(("val/loss", "val/bits_per_byte", "train/loss"))  # beside them in the HPARAMS tab
-    experiment, *session = hparams(settings, compared)
-    plugin = experiment.value[0].metadata.plugin_data
-    data = HParamsPluginData.FromString(plugin.content)
-    for info in data.experiment.hparam_infos:
-        info.differs = info.name in FIRST
-    plugin.content = data.SerializeToString()
-    return [experiment, *session, custom_scalars(layout(config))]
+# The charts of the CUSTOM SCALARS tab. A chart draws the curves whose names match its patterns.
+CHARTS = {
+    "nats per token": ["train/loss$", "val/loss$"],
+    "bits per byte": ["val/bits_per_byte$", "val_baselines/", "val_corpora/"],
+    "learning rates": ["train/lr$", "train/matrix_lr$"],
+    "update-to-weight ratio by layer": ["weights/update_ratio/"],
+}
 
 
-@contextmanager
-def named_after(last: Path | None) -> Iterator[None]:
-    """Name event files that are made here by a later second than `last`, even if the clock was set back.
+def open_writer(config: Config, run_dir: Path, step: int) -> SummaryWriter:
+    """Return a writer to a new event file, for the steps after `step`. At step 0 it writes the settings and charts.
 
-    TensorBoard reads files in the order of their names, and a later one drops what was cut off from those before.
+    A running TensorBoard then drops what an interrupted process wrote after the checkpoint.
     """
-    least = int(last.name.split(".")[3]) + 1 if last else 0
-    event_file_writer.time = SimpleNamespace(time=lambda: max(least, time.time()))
-    try:
-        yield
-    finally:
-        event_file_writer.time = time
+    newest = max(run_dir.glob(EVENTS), default=None)
+    if newest is not None and newest.name.split(".")[3] == f"{int(time.time()):010}":
+        # TensorBoard reads the files in the order of their names, and these begin with the second.
+        time.sleep(1 - time.time() % 1)
+    writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
+    if step == 0:
+        charts = {title: ["Multiline", patterns] for title, patterns in CHARTS.items()}
+        writer.add_custom_scalars({"Charts": charts})
+        assert writer.file_writer is not None
+        # `writer.add_hparams` would make another run of it, in a folder of its own.
+        writer.file_writer.add_summary(hparams_pb(comparable_settings(config), trial_id=run_dir.name), 0)
+    return writer
 
 
-def draw_line(folder: Path, tag: str, value: float, steps: int) -> None:
-    """Add a flat line to the chart of a tag, which TensorBoard names by its folder, as if it were a run.
-
-    Of several files in a folder, TensorBoard shows the one that it reads last, so a shorter line adds none.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"events.out.tfevents.{steps:013}"
-    if any(file.name >= name for file in folder.glob("events.*")):
-        return
-    with (folder / name).open("wb") as stream:
-        for step in (0, steps):
-            event = Event(wall_time=time.time(), step=step, summary=scalar(tag, value))
-            RecordWriter(stream).write(event.SerializeToString())
-
-
-def layout(config: Config) -> dict[str, dict[str, list]]:
-    """The charts of several curves by category and title. A chart shows the tags that match its patterns.
-
-    Charts that this run has no points for are left out. TensorBoard merges equal categories and charts of several runs.
-    """
-    charts: dict[str, dict[str, list[str]]] = {"Loss": {"nats per token": ["train/loss$", "val/loss$"]}}
-    if config.data.name == "mix":
-        charts["TokenDataset"] = {"bits per byte": ["val_corpora/"], "epochs": ["val_epochs/"]}
-    charts["Updates"] = {"learning rates": ["train/lr$", "train/matrix_lr$"]}
-    charts["Updates"]["update-to-weight ratio by layer"] = ["weights/update_ratio/"]
-    return {name: {title: ["Multiline", tags] for title, tags in group.items()} for name, group in charts.items()}
+def comparable_settings(config: Config) -> dict[str, str | float | bool]:
+    """Return every setting as the HPARAMS tab can show it. It shows first what differs between runs."""
+    settings = {}
+    for key, value in config.settings().items():
+        if value is not None and key != "run_dir":
+            # As text, since TensorBoard would show 128 channels as 128.00.
+            settings[key] = str(value) if isinstance(value, list) or type(value) is int else value
+    return settings

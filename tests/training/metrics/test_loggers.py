@@ -86,24 +86,15 @@ def test_each_rank_restores_its_own_sum(tmp_path, monkeypatch, stored, world_siz
 
 
 def test_hparams_tab(trained):
-    """TensorBoard's HPARAMS tab gets every setting, beside the curves that it compares by, without a run of its own.
-
-    It shows the first five, in the order of test_train.py::test_tensorboard_serves_the_run: sizes and learning rates.
-    """
-    events = read_events(trained.path)
-    start, experiment = (
-        HParamsPluginData.FromString(events.SummaryMetadata(f"_hparams_/{name}").plugin_data.content)
-        for name in ("session_start_info", "experiment")
-    )
-    hparams = start.session_start_info.hparams
+    """TensorBoard's HPARAMS tab gets every setting, without a run of its own."""
+    metadata = read_events(trained.path).SummaryMetadata("_hparams_/session_start_info")
+    hparams = HParamsPluginData.FromString(metadata.plugin_data.content).session_start_info.hparams
     assert hparams["optim.lr"].number_value == trained.config.optim.lr
     assert hparams["optim.betas"].string_value == str(trained.config.optim.betas)
     assert hparams["horizon"].string_value == "13steps"
-    infos = sorted(experiment.experiment.hparam_infos, key=lambda info: (not info.differs, info.name))
-    names = ["model.d_model", "model.num_layers", "optim.lr", "optim.matrix_lr", "seed"]
-    assert [info.name for info in infos[:5]] == names
-    assert [info.name.tag for info in experiment.experiment.metric_infos][:2] == ["val/loss", "val/bits_per_byte"]
+    assert hparams["model.d_model"].string_value == "24"
     assert len(list(trained.path.glob("events.*"))) == 1
+    assert not [path for path in trained.path.iterdir() if path.is_dir() and path.name != "checkpoints"]
 
 
 def test_no_loggers(trained, tmp_path):

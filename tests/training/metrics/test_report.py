@@ -21,9 +21,9 @@ FIGURES = {
     "tokens_per_second": 155.03,
     "parameters": 1006336,
     "peak_memory_bytes": 558345748,
-    "references": {
-        "unigram": {"bits_per_byte": 3.51234, "passed_at": 100},
-        "xz -9e": {"bits_per_byte": 1.50004, "passed_at": None},
+    "baselines": {
+        "unigram": {"bits_per_byte": 3.51234, "beaten_at_step": 100},
+        "xz -9e": {"bits_per_byte": 1.50004, "beaten_at_step": None},
     },
     "mix": {
         "docs": {"epochs": 2.5, "val_bits_per_byte": 1.25},
@@ -48,8 +48,8 @@ best validation  2.8100  nats per token, at step 700, which best.ckpt keeps
 validation       1.5206  bits per byte
   docs           1.2500  bits per byte, after 2.50 epochs
   book           2.0625  bits per byte, after 0.12 epochs
-  unigram        3.5123  passed at step 100
-  xz -9e         1.5000  not passed
+  unigram        3.5123  beaten at step 100
+  xz -9e         1.5000  not beaten
 
 samples after step 1100, more in samples.md:
 - Once ⏎ upon a time
@@ -66,8 +66,8 @@ run shorter:  python train.py 'rerun=runs/a b' horizon=500steps"""
 
 
 def test_what_is_not_known_is_left_out():
-    """The report needs no training loss, samples, peak memory, second corpus or references."""
-    missing = {"peak_memory_bytes": 0, "references": {}, "best_step": 1100, "train_seconds": 3.21}
+    """The report needs no training loss, samples, peak memory, second corpus or baselines."""
+    missing = {"peak_memory_bytes": 0, "baselines": {}, "best_step": 1100, "train_seconds": 3.21}
     figures = {key: value for key, value in FIGURES.items() if key not in ("train_loss", "mix")} | missing
     lines = list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))
     assert "time                3.2  seconds: 155 tokens/s" in lines
@@ -105,7 +105,7 @@ def test_the_last_command_fits_the_outcome(best, longer, command):
     assert list(closing_lines(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
 
 
-UNPASSED = {"references": {"unigram": {"bits_per_byte": 3.5, "passed_at": None}}}
+UNBEATEN = {"baselines": {"unigram": {"bits_per_byte": 3.5, "beaten_at_step": None}}}
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ UNPASSED = {"references": {"unigram": {"bits_per_byte": 3.5, "passed_at": None}}
         ({"train_loss": 0.09, "val_loss": 8.01, "steps": 2000}, "rerun=runs/a horizon=500steps"),
         ({"train_loss": 0.09, "val_loss": 8.01, "steps": 1}, "rerun=runs/a horizon=1steps"),
         ({"train_loss": 1.0, "val_loss": 1.9}, "resume=runs/a horizon=2200steps"),
-        ({"train_loss": 3.0, "val_loss": 3.9} | UNPASSED, "rerun=runs/a horizon=500steps"),
-        ({"train_loss": 3.0, "val_loss": 3.7} | UNPASSED, "resume=runs/a horizon=2200steps"),
-        ({"train_loss": 3.0, "val_loss": 3.9, "references": {}}, "resume=runs/a horizon=2200steps"),
+        ({"train_loss": 3.0, "val_loss": 3.9} | UNBEATEN, "rerun=runs/a horizon=500steps"),
+        ({"train_loss": 3.0, "val_loss": 3.7} | UNBEATEN, "resume=runs/a horizon=2200steps"),
+        ({"train_loss": 3.0, "val_loss": 3.9, "baselines": {}}, "resume=runs/a horizon=2200steps"),
     ],
 )
 def test_a_run_that_memorises_is_not_made_longer(changes, command):
-    """A training loss far below validation is enough for a shorter run, and sooner if no reference was passed."""
+    """A training loss far below validation is enough for a shorter run, and sooner if no baseline was beaten."""
     figures = FIGURES | {"best_step": 1100} | changes
     figures |= {"best_val_loss": figures["val_loss"]}
     assert list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))[-1].endswith(f" {command}")

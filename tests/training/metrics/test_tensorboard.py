@@ -1,34 +1,28 @@
-"""TensorBoard and metrics.json of a run: figures, charts, references, update ratios and embeddings."""
+"""TensorBoard and metrics.json of a run: figures, charts, baselines and update ratios."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from google.protobuf import text_format
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
 
 import gpt.training.metrics.metrics
 from gpt.exchange import checkpoint
 from gpt.sampling.scoring import Score
-from gpt.training.config.loading import validate
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import ROWS, Curves
 from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.report import report
-from gpt.training.metrics.samples import frequent
-from gpt.training.metrics.tensorboard import layout
-from gpt.training.run_directory import REFERENCES, RunDirectory, text_name
+from gpt.training.metrics.tensorboard import CHARTS, open_writer
+from gpt.training.run_directory import EVENTS, RunDirectory
 from gpt.training.state import RunSpec, TrainState
 from harness import (
     StopAt,
@@ -58,7 +52,7 @@ class Weights:
 
 @pytest.fixture(scope="module")
 def run(corpus_folder) -> tuple[Training, Weights]:
-    """A run that passes one reference of two."""
+    """A run that beats one baseline of two."""
     training = begin_run(tiny_config(corpus_folder, *EXPERIMENT, f"run_dir={corpus_folder / 'run'}"))
     weights = Weights()
     fit(training, [weights])
@@ -74,15 +68,12 @@ def events(run) -> EventAccumulator:
 
 
 def test_files_events_and_closing_lines_agree(run, events, capsys):
-    """Every point is in metrics.csv and, rounded to float32, in TensorBoard. metrics.json has the last of them.
-
-    TensorBoard shows references as lines instead.
-    """
+    """Every point is in metrics.csv and, rounded to float32, in TensorBoard. metrics.json has the last of them."""
     training, _ = run
     table = read_table(training.path)
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
-    assert {tag: points for tag, points in expected.items() if not tag.startswith("val_references/")} == shown
+    assert expected == shown
     assert all(len(dict(points)) == len(points) for points in table.values())
     figures = json.loads((training.path / "metrics.json").read_text())
     assert figures == training.metrics
@@ -91,53 +82,43 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
     assert last["val/loss"] == (43, figures["val_loss"])
     assert last["val/bits_per_byte"] == (43, figures["val_bits_per_byte"])
     assert min(table["val/loss"], key=lambda point: point[1])[::-1] == (figures["best_val_loss"], figures["best_step"])
-    assert list(figures["references"]) == ["unigram", "bigram"]
-    for name, reference in figures["references"].items():
-        points = table[f"val_references/{name}"]
-        assert points == [(step, reference["bits_per_byte"]) for step, _ in table["val/bits_per_byte"]]
-        below = [step for step, bits in table["val/bits_per_byte"] if bits < reference["bits_per_byte"]]
-        assert reference["passed_at"] == (below[0] if below else None)
-    assert [one["passed_at"] is None for one in figures["references"].values()] == [False, True]
+    assert list(figures["baselines"]) == ["unigram", "bigram"]
+    for name, baseline in figures["baselines"].items():
+        points = table[f"val_baselines/{name}"]
+        assert points == [(step, baseline["bits_per_byte"]) for step, _ in table["val/bits_per_byte"]]
+        below = [step for step, bits in table["val/bits_per_byte"] if bits < baseline["bits_per_byte"]]
+        assert baseline["beaten_at_step"] == (below[0] if below else None)
+    assert [one["beaten_at_step"] is None for one in figures["baselines"].values()] == [False, True]
     report(training.spec, training.path, training.result)
     printed = capsys.readouterr().out
     for key in ("train_loss", "val_loss", "best_val_loss", "val_bits_per_byte"):
         assert re.search(rf"(?<!\S){figures[key]:.4f}(?!\S)", printed), key
-    for name, reference in figures["references"].items():
-        when = "not passed" if reference["passed_at"] is None else f"passed at step {reference['passed_at']}"
-        assert re.search(rf"^ *{name} +{reference['bits_per_byte']:.4f} +{when}$", printed, re.M)
+    for name, baseline in figures["baselines"].items():
+        when = "not beaten" if baseline["beaten_at_step"] is None else f"beaten at step {baseline['beaten_at_step']}"
+        assert re.search(rf"^ *{name} +{baseline['bits_per_byte']:.4f} +{when}$", printed, re.M)
 
 
-def test_custom_scalars(run, events):
+def test_custom_scalars(events):
     """The charts of the CUSTOM SCALARS tab, as TensorBoard reads them: none is empty."""
     (written,) = events.Tensors("custom_scalars__config__")
     read = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in read.category for chart in category.chart}
-    expected = [one for group in layout(run[0].config).values() for one in group.items()]
-    assert charts == {title: tags for title, (_, tags) in expected}
+    assert charts == CHARTS
     tags = events.Tags()["scalars"]
     shown = {
         title: {tag for tag in tags if any(re.match(p, tag) for p in patterns)} for title, patterns in charts.items()
     }
     assert all(shown.values())
-    assert next(iter(shown.values())) == {"train/loss", "val/loss"}
+    assert shown["nats per token"] == {"train/loss", "val/loss"}
+    assert shown["bits per byte"] == {"val/bits_per_byte", "val_baselines/unigram", "val_baselines/bigram"}
     assert {"weights/update_ratio/layer_1", "weights/update_ratio/layer_2"} in shown.values()
 
 
-def test_charts_of_other_runs(run):
-    """A mixture has charts of its corpora."""
-    titles = lambda config: {title for group in layout(config).values() for title in group}  # noqa: E731
-    data = {"name": "mix", "path": ["python_docs", "x.txt"], "weights": [1, 1]}
-    other = validate({"data": data})
-    mine, theirs = titles(run[0].config), titles(other)
-    assert theirs - mine == {"bits per byte", "epochs"}
-    assert mine - theirs == set()
+# --- baselines ---
 
 
-# --- references ---
-
-
-def test_references_are_passed_once(tmp_path, monkeypatch):
-    """Being equal does not pass one, and a later rise does not take it back."""
+def test_baselines_are_beaten_once(tmp_path, monkeypatch):
+    """An equal score does not beat a baseline, and a later rise does not take it back."""
     monkeypatch.setattr(gpt.training.metrics.metrics, "measure_baselines", lambda sources: {"a": 2.0, "b": 1.0})
     dataset = SimpleNamespace(sources=[], train_tokens=1)
     spec = RunSpec(Config(), Schedule(), dataset)  # type: ignore[arg-type]
@@ -148,15 +129,18 @@ def test_references_are_passed_once(tmp_path, monkeypatch):
     curves.open(0)
     for step, bits in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
         module, score = SimpleNamespace(model=model, device=torch.device("cpu")), Score(bits * np.log(2), 1, 1)
-        metrics.write(module, step, score, [], 5)  # type: ignore[arg-type]
+        metrics.write(module, step, score, [])  # type: ignore[arg-type]
     curves.close()
-    stored = json.loads((tmp_path / "metrics.json").read_text())["references"]
-    assert stored == {"a": {"bits_per_byte": 2.0, "passed_at": 2}, "b": {"bits_per_byte": 1.0, "passed_at": 4}}
-    assert read_table(tmp_path)["val_references/a"] == [(step, 2.0) for step in range(6)]
+    stored = json.loads((tmp_path / "metrics.json").read_text())["baselines"]
+    assert stored == {
+        "a": {"bits_per_byte": 2.0, "beaten_at_step": 2},
+        "b": {"bits_per_byte": 1.0, "beaten_at_step": 4},
+    }
+    assert read_table(tmp_path)["val_baselines/a"] == [(step, 2.0) for step in range(6)]
 
 
 def test_resumed_run(run, corpus_folder, tmp_path):
-    """A resumed run has the references that it has passed, and its last training loss.
+    """A resumed run has the baselines that it has beaten, and its last training loss.
 
     It is stopped between a log point (33) and a validation (35), and after that validation.
     """
@@ -164,63 +148,22 @@ def test_resumed_run(run, corpus_folder, tmp_path):
     training = begin_run(config)
     fit(training, [StopAt(34)])
     fit(resume_run(training.path), [StopAt(35)])
-    passed_at = run[0].metrics["references"]["unigram"]["passed_at"]
+    beaten_at_step = run[0].metrics["baselines"]["unigram"]["beaten_at_step"]
     state = checkpoint.load(training.path / "checkpoints/last.ckpt")["state"]
-    assert state["beaten_at_step"] == {"unigram": passed_at}
+    assert state["beaten_at_step"] == {"unigram": beaten_at_step}
     last = dict(read_table(run[0].path)["train/loss"])[33]
     assert json.loads((training.path / "metrics.json").read_text())["train_loss"] == last
     fit(resume_run(training.path))
     assert differences(training.path, run[0].path) == []
 
 
-def lines(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the lines that TensorBoard shows of the references in a folder: name to points."""
-    return {
-        line.name: [(event.step, event.value) for event in read_events(line).Scalars("val/bits_per_byte")]
-        for line in (folder / REFERENCES).iterdir()
-    }
-
-
-def test_a_clock_that_was_set_back(corpus_folder, tmp_path, monkeypatch):
-    """The curves of a process whose clock is an hour behind follow those of the process before."""
-    real, config = time.time, tiny_config(corpus_folder, "horizon=12steps", f"run_dir={tmp_path / 'run'}")
-    monkeypatch.setattr(time, "time", lambda: real() + 3600)
-    fit(begin_run(config), [StopAt(6)])
-    monkeypatch.setattr(time, "time", real)
-    fit(resume_run(tmp_path / "run"))
-    steps = [event.step for event in read_events(tmp_path / "run").Scalars("train/loss")]
-    assert steps == [3, 6, 9, 12]
-
-
-def test_lines(run, corpus_folder, tmp_path, monkeypatch):
-    """The best two references are a line each, named by text and figure. The runs in runs/ share them.
-
-    The line of the longest run counts, so that none is cut off in an open page.
-    """
-    references = {name: float(np.float32(one["bits_per_byte"])) for name, one in run[0].metrics["references"].items()}
-    expected = lambda steps: {f"{text} {name} {y:.4f}": [(0, y), (steps, y)] for name, y in references.items()}  # noqa: E731
-    text = text_name(run[0].config.data)
-    assert lines(run[0].path) == expected(43)
-    monkeypatch.chdir(tmp_path)
-    for steps in (2, 5, 3):
-        fit(begin_run(tiny_config(corpus_folder, f"horizon={steps}steps", "data.prompts=[]"), "tiny"))
-    assert lines(tmp_path / "runs") == expected(5)
-    drawn = [list(line.iterdir()) for line in (tmp_path / "runs" / REFERENCES).iterdir()]
-    assert [len(files) for files in drawn] == [2, 2]  # of 2 steps and of 5
-    assert sorted((tmp_path / "runs").iterdir())[-1].name == REFERENCES
-
-
-def test_only_the_best_two_references_are_drawn(tmp_path):
-    """A text may have more of them."""
-    spec = RunSpec(Config(run_dir=str(tmp_path)), Schedule(), dataset=None)  # type: ignore[arg-type]
-    curves = Curves(spec, RunDirectory(tmp_path), TrainState())
-    curves.open(0)
-    curves.draw_references({"unigram": 3.2, "bigram": 2.15, "gzip -9": 2.4, "xz -9e": 2.1}, 5)
-    curves.close()
-    assert {line.name for line in (tmp_path / REFERENCES).iterdir()} == {
-        "python_docs xz -9e 2.1000",
-        "python_docs bigram 2.1500",
-    }
+def test_event_files_of_one_second(tmp_path):
+    """A writer waits for the next second: TensorBoard reads files in the order of names, and 10 sorts before 9."""
+    seconds = []
+    for step in (0, 5, 9):
+        open_writer(Config(), tmp_path, step).close()
+        seconds.append(max(file.name for file in tmp_path.glob(EVENTS)).split(".")[3])
+    assert len(set(seconds)) == 3
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit of a file's size")
@@ -232,7 +175,7 @@ from pathlib import Path
 from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import Curves
-from gpt.training.run_directory import RunDirectory
+from gpt.training.run_directory import EVENTS, RunDirectory
 from gpt.training.state import RunSpec, TrainState
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -253,14 +196,6 @@ except OSError as error:
     assert (done.stdout, done.stderr) == ("File too large\n", "")
 
 
-def test_lines_that_cannot_be_drawn(corpus_folder, tmp_path):
-    """A run continues without them."""
-    training = begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    (tmp_path / "run" / REFERENCES).write_text("a file")
-    fit(training)
-    assert list(training.metrics["references"]) == ["unigram", "bigram"]
-
-
 # --- updates ---
 
 
@@ -279,30 +214,3 @@ def test_update_ratios(run, events):
                 ratios.append(float((new - old).norm() / old.norm()))
             assert point.value == pytest.approx(ratios[0], rel=1e-4)
             assert point.value == pytest.approx(ratios[1], rel=0.05)
-
-
-# --- embeddings ---
-
-
-def test_embeddings(run):
-    """The projector's files, as it reads them: the last weights of each token, beside the token."""
-    training, _ = run
-    (config,) = text_format.Parse((training.path / "projector_config.pbtxt").read_text(), ProjectorConfig()).embeddings
-    shape = list(config.tensor_shape)
-    found = np.fromfile(training.path / config.tensor_path, "<f4").reshape(shape)
-    header, *rows = (training.path / config.metadata_path).read_text(encoding="utf-8").splitlines()
-    tokens, kinds = zip(*(row.split("\t") for row in rows), strict=True)
-    assert header == "token\tkind"
-    assert kinds[:2] == ("letters", "white space") and len(set(kinds)) == 5  # no token of bytes is "space and letters"
-    assert shape == [257, 36] and len(tokens) == 257
-    assert tokens[:2] == ("a", "·") and "<|endoftext|>" in tokens and "⏎" in tokens
-    weight = checkpoint.load(training.path / "checkpoints/last.ckpt")["state_dict"]["token_embedding.weight"]
-    assert np.array_equal(found[tokens.index("z")], weight[ord("z")].numpy())
-
-
-def test_frequent_tokens(run):
-    """Most frequent first, equally frequent ones by id."""
-    corpora = run[0].spec.dataset
-    ids = corpora.sources[0].train
-    counts = np.bincount(ids, minlength=257)
-    assert frequent(corpora) == sorted(range(257), key=lambda i: (-counts[i], i))
