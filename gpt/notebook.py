@@ -1,13 +1,13 @@
 """Training from Python, in a notebook or a script: `gpt.train` takes the keys of `python train.py`, without Hydra."""
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.compare import read_curves
 from gpt.console import say
-from gpt.errors import UserError, require_choice
+from gpt.errors import UserError, reason, require_choice
 from gpt.exchange.loading import find_run, open_model
 from gpt.files import CONFIGS, flatten, read_yaml
 from gpt.hardware.device import choose_device
@@ -46,8 +46,10 @@ class TrainedModel(LanguageModel):
         except ImportError:
             raise UserError("plot() needs a package that is not installed: pip install matplotlib") from None
         axes: Axes = plt.subplots(figsize=(8, 3.5), layout="constrained")[1]
-        for tag, points in read_curves(self.run_dir, ("train/loss", "val/loss")).items():
-            axes.plot(*zip(*points, strict=True), label=tag) if points else None
+        curves = read_curves(self.run_dir)
+        for tag in ("train/loss", "val/loss"):
+            if tag in curves:
+                axes.plot(*zip(*curves[tag], strict=True), label=tag)
         axes.set(xlabel="step", ylabel="nats per token")
         axes.legend()
         return axes
@@ -113,6 +115,20 @@ def train(
         result = run_training(spec, run, callbacks)
     best, own_tokenizer = open_model(run.path)
     return TrainedModel(best.to(spec.config.trainer.device), own_tokenizer, run.path, spec, result)
+
+
+def read_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the (step, value) points of each curve in metrics.csv; none without that file."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    file = run_dir / "metrics.csv"
+    if file.is_file():
+        try:
+            with file.open(encoding="utf-8", newline="") as stream:
+                for row in csv.DictReader(stream):
+                    curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
+        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+            raise UserError(f"{file}: damaged ({reason(error)}): move it away") from None
+    return curves
 
 
 def make_request(text: str | Path | Sequence[str | Path] | None = None, **settings: Any) -> Asked:

@@ -1,6 +1,7 @@
 """Warnings about a run whose numbers are finite and yet go wrong. Each is printed once."""
 
 import math
+from typing import Any
 
 from gpt.console import quote, warn
 from gpt.sampling.scoring import Score
@@ -14,6 +15,9 @@ OVERFIT_VALIDATIONS = 2  # in a row, before the warning
 # A training loss this many times its moving average, and this many nats above it, is not the noise of a batch.
 DIVERGED_FACTOR, DIVERGED_NATS = 1.2, 0.3
 DIVERGED_POINTS = 5  # of the curve in a row, before the warning
+# A model memorizes its text if its validation loss is this many times the training loss. Models that beat no baseline
+# have learnt little else, so less is enough.
+MEMORIZED_FACTOR, MEMORIZED_FACTOR_UNBEATEN = 2.0, 1.25
 
 
 def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Score) -> None:
@@ -61,3 +65,13 @@ def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step:
             f"({state.train_loss:.2f}, and {state.min_loss_ema:.2f} before): {best}try a lower learning rate with "
             f"{' '.join(map(quote, words))}"
         )
+
+
+def is_memorizing(metrics: dict[str, Any]) -> bool:
+    """Return True if training loss is so far below validation loss that more steps would only memorize more text."""
+    if "train_loss" not in metrics:
+        return False
+    steps = metrics["beaten_at_step"].values()
+    has_beaten_none = bool(steps) and not any(steps)
+    factor = MEMORIZED_FACTOR_UNBEATEN if has_beaten_none else MEMORIZED_FACTOR
+    return metrics["val_loss"] > factor * metrics["train_loss"]

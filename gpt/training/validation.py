@@ -1,25 +1,31 @@
 """Validation: the score of the whole validation text, and all that is recorded with it."""
 
+import json
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning import Fabric
 
-from gpt.data.batches import validation_batches
+from gpt.data.baselines import measure_baselines
+from gpt.data.batches import count_sequences, validation_batches
 from gpt.data.token_dataset import TokenSource
 from gpt.errors import NonFiniteError
+from gpt.files import write_text
+from gpt.hardware.memory import peak_memory_bytes
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
 from gpt.training.callbacks import Callbacks
 from gpt.training.health import warn_if_overfitting
 from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.metrics import Metrics
 from gpt.training.metrics.progress import Progress
 from gpt.training.metrics.samples import Samples
 from gpt.training.module import NON_FINITE_HINT, GPTModule
 from gpt.training.run_directory import RunDirectory
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.training_clock import TrainingClock
+from gpt.training.versions import current_commit
 
 
 class Validator:
@@ -40,7 +46,7 @@ class Validator:
         self._spec, self._run, self._state, self._clock = spec, run, state, clock
         self._fabric, self._module, self._callbacks = fabric, module, callbacks
         self._curves, self._progress = curves, progress
-        self._metrics_file = Metrics(spec, run, state, curves)
+        self._baselines: dict[str, float] = {}  # bits per byte, on rank 0 from this process's first validation on
         self._samples_file = Samples(spec, run, curves)
         self.last_validated_step = -1
         self.metrics: dict = {}  # as in metrics.json
@@ -65,10 +71,13 @@ class Validator:
             if total.nats_per_token < state.best_loss or is_first_full_length:
                 state.best_loss, state.best_step = total.nats_per_token, step
             self.last_validated_step = step
-            self._curves.write({"val/loss": total.nats_per_token, "val/bits_per_byte": total.bits_per_byte}, step)
+            metrics = self._score_metrics(step, total, scores)
+            self._curves.record(metrics, step)
             warn_if_overfitting(self._spec, state, step, total)
             self._sample(step)
-            self.metrics = self._metrics_file.write(self._module, step, total, scores)
+            self.metrics = metrics | self._training_metrics(step)
+            if self._fabric.is_global_zero:
+                write_text(self._run.path / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
             self._progress.report(step, expected_steps, total, self.samples)
             self._callbacks.call("on_validation_end", step, score=total)
 
@@ -77,13 +86,67 @@ class Validator:
         with self._clock.paused():
             scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
             total = sum_of(scores)
-            self._curves.write({"val/loss": total.nats_per_token, "val/bits_per_byte": total.bits_per_byte}, 0)
+            self._curves.record({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
             self._sample(0)
             self._progress.report(0, expected_steps, total, self.samples)
+
+    def _score_metrics(self, step: int, total: Score, by_corpus: Sequence[Score]) -> dict[str, Any]:
+        """Return the metrics that depend on the scores. Baselines are compared on rank 0 only."""
+        metrics: dict[str, Any] = {
+            "val_loss": total.nats_per_token,
+            "val_nats_per_byte": total.nats_per_byte,
+            "val_bits_per_byte": total.bits_per_byte,
+        }
+        config, dataset = self._spec.config, self._spec.dataset
+        if len(by_corpus) > 1:
+            sequences = count_sequences(step * config.windows_per_step, dataset.weights, config.order_seed)
+            tokens = [count * config.model.context_length for count in sequences]
+            epochs = [seen / len(source.train) for seen, source in zip(tokens, dataset.sources, strict=True)]
+            bits = [corpus.bits_per_byte for corpus in by_corpus]
+            metrics["corpus_bits_per_byte"] = dict(zip(dataset.names, bits, strict=True))
+            metrics["corpus_epochs"] = dict(zip(dataset.names, epochs, strict=True))
+        if self._fabric.is_global_zero:
+            self._baselines = self._baselines or measure_baselines(dataset.sources)
+            metrics["baselines"] = self._baselines
+            metrics["beaten_at_step"] = beat_baselines(self._state, self._baselines, total.bits_per_byte, step)
+        return metrics
+
+    def _training_metrics(self, step: int) -> dict[str, Any]:
+        """Return the metrics of the training so far. They have curves of their own, or none."""
+        spec, state = self._spec, self._state
+        tokens = step * spec.config.trainer.tokens_per_step
+        metrics: dict[str, Any] = {
+            "best_val_loss": state.best_loss,
+            "best_step": state.best_step,
+            "steps": step,
+            "tokens": tokens,
+            "epochs": tokens / spec.dataset.train_tokens,
+            "train_seconds": state.seconds,
+            "tokens_per_second": tokens / state.seconds,
+            "parameters": self._module.model.config.num_parameters,
+            "peak_memory_bytes": peak_memory_bytes(self._module.device),
+            "git_commit": current_commit(state.commits),
+            "commits": state.commits,
+        }
+        if state.train_loss is not None:
+            metrics["train_loss"] = state.train_loss
+        if spec.schedule.expected_bits and step == state.total_steps:
+            metrics["expected_bits_per_byte"] = spec.schedule.expected_bits
+        return metrics
 
     def _sample(self, step: int) -> None:
         if self._fabric.is_global_zero:
             self.samples, self.longest_copy = self._samples_file.write(self._module, step)
+
+
+def beat_baselines(
+    state: TrainState, baselines: dict[str, float], bits_per_byte: float, step: int
+) -> dict[str, int | None]:
+    """Return the first validation that beat each baseline, or None, after this validation at `step`."""
+    for name, baseline in baselines.items():
+        if bits_per_byte < baseline:
+            state.beaten_at_step.setdefault(name, step)
+    return {name: state.beaten_at_step.get(name) for name in baselines}
 
 
 def score_dataset(fabric: Fabric, module: GPTModule, source: TokenSource) -> Score:

@@ -189,7 +189,7 @@ def test_run_on_a_mixture_continues_bit_for_bit(settings, tmp_path):
     done = train(f"resume={hurt}")
     assert "continuing" in done.stdout
     assert differences(hurt, tmp_path / "whole") == []
-    assert list(json.loads((hurt / "metrics.json").read_text())["mix"]) == ["corpus", "more"]
+    assert list(json.loads((hurt / "metrics.json").read_text())["corpus_epochs"]) == ["corpus", "more"]
 
 
 LARGE = ["model.d_model=384", "model.num_layers=4", "model.context_length=512", "model.dropout=0.0"]

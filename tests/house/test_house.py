@@ -14,8 +14,8 @@ GROUND = ("errors", "console", "files", "hardware")
 # Each room may import itself and the rooms of the rows below it; rooms in one row do not know each other.
 FLOORS = (
     ("train", "notebook"),
-    ("training",),
     ("generate", "commands"),
+    ("training",),
     ("sampling", "exchange"),
     ("data", "model"),
     GROUND,

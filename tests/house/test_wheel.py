@@ -1,5 +1,6 @@
 """What pip installs: a wheel with all that gpt/ reads, which works from any folder and writes nothing beside itself."""
 
+import json
 import os
 import re
 import subprocess
@@ -85,8 +86,9 @@ def test_installed(site, tmp_path):
     )
     assert list((tmp_path / "home/.cache/mini-gpt").glob("text-byte-*/train-*.bin"))
     assert {file for file in site.rglob("*") if "__pycache__" not in file.parts} == before
-    table = run(site, tmp_path, "-m", "gpt.compare")
-    assert re.search(rf"code {re.escape(SETUP['project']['version'])}\+[0-9a-f]{{12}}$", table, re.M)
+    assert folder.removeprefix("runs/") in run(site, tmp_path, "-m", "gpt.compare")
+    code = json.loads((tmp_path / folder / "metrics.json").read_text())["git_commit"]
+    assert re.fullmatch(rf"{re.escape(SETUP['project']['version'])}\+[0-9a-f]{{12}}", code)
     run(site, tmp_path, "-m", "gpt.evaluate", "--checkpoint", folder, "--text", "corpus.txt")
     (tmp_path / "empty").mkdir()
     nothing = "import gpt\ntry: gpt.load()\nexcept ValueError as error: print(error)"

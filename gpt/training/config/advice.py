@@ -10,8 +10,6 @@ from gpt.training.config.schema import Config
 
 # benchmarks/LOG.md says how these were measured.
 TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
-MEMORISED = 2.0  # a text is learnt by heart if its validation loss is so many times the training loss
-UNBEATEN = 1.25  # the same, where validation has beaten no baseline
 # Beyond so many epochs a small text is learnt by heart: with split tokens, without, and with dropout.
 MOST_EPOCHS, MOST_UNSPLIT, MOST_DROPPED = 20, 15, 30
 DROPOUT = 0.2  # from which on it counts

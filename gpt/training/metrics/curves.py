@@ -4,8 +4,9 @@ import contextlib
 import csv
 import math
 import threading
+from collections.abc import Mapping
 from statistics import fmean
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning import Fabric
@@ -17,6 +18,7 @@ from gpt.hardware.memory import peak_memory_bytes
 from gpt.training import distributed
 from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.loggers import close_loggers, open_loggers
+from gpt.training.metrics.metrics import curve_points
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
 from gpt.training.run_directory import TABLE, RunDirectory
@@ -31,7 +33,7 @@ ROWS = 64  # of the largest matrix, at most: enough for a few per cent, and next
 class Curves:
     """Writes loss, learning rates, gradient norm, throughput and update ratios, and what callbacks log.
 
-    TensorBoard shows the first two groups of tags open, so all others have names that sort behind `train` and `val`.
+    metrics.py lists every curve of the project.
     """
 
     def __init__(self, spec: RunSpec, run: RunDirectory, state: TrainState):
@@ -99,21 +101,22 @@ class Curves:
             raise module.broken_gradient(last_step, step, loss, "nothing was saved after it")
         self._last_point = (step, state.seconds)
         self.tokens_per_second = (step - last_step) * settings.tokens_per_step / (state.seconds - last_seconds)
-        scalars = {"train/loss": mean_loss, "weights/grad_norm": float(module.grad_norm)}
+        values: dict[str, Any] = {"train_loss": mean_loss, "grad_norm": float(module.grad_norm)}
         rules = OPTIMIZERS[self._spec.config.optim.name]
-        for group in optimizer.param_groups:  # train/lr, and train/matrix_lr where that is another
-            scalars[f"train/{rules[group['param_type']].settings['lr']}"] = group["lr"]
-        scalars["work/tokens_per_second"] = self.tokens_per_second
-        if peak := peak_flops(module.device, settings.precision):  # work/mfu is the share of it in use
+        for group in optimizer.param_groups:  # lr, and matrix_lr where that is another
+            values[rules[group["param_type"]].settings["lr"]] = group["lr"]
+        values["tokens_per_second"] = self.tokens_per_second
+        if peak := peak_flops(module.device, settings.precision):
             flops = module.model.flops_per_token(module.sequence_length) * self.tokens_per_second
-            scalars["work/mfu"] = flops / (peak * fabric.world_size)
+            values["mfu"] = flops / (peak * fabric.world_size)
         if memory := peak_memory_bytes(module.device):
-            scalars["work/peak_memory_gib"] = memory / 2**30
+            values["peak_memory_gib"] = memory / 2**30
         if module.loss_scale is not None:
-            scalars["train/loss_scale"] = float(module.loss_scale.of(module.device))
-            scalars["train/skipped_steps"] = module.loss_scale.skipped_steps
-        scalars |= self._update_ratios(module)
-        self.write({tag: value for tag, value in scalars.items() if math.isfinite(value)}, step)
+            values["loss_scale"] = float(module.loss_scale.of(module.device))
+            values["skipped_steps"] = module.loss_scale.skipped_steps
+        values["update_ratio"] = self._update_ratios(module)
+        points = curve_points(values)
+        self.write({curve: value for curve, value in points.items() if math.isfinite(value)}, step)
 
     def _update_ratios(self, module: GPTModule) -> dict[str, float]:
         """The norm of a step's change to a layer's matrices over the norm of these, measured on every n-th row.
@@ -124,7 +127,11 @@ class Curves:
         if before is None or (module.loss_scale is not None and module.loss_scale.skipped):
             return {}
         ratios = ((_rows(module) - before).norm(dim=1) / before.norm(dim=1)).tolist()
-        return {f"weights/update_ratio/layer_{i}": ratio for i, ratio in enumerate(ratios, start=1)}
+        return {f"layer_{i}": ratio for i, ratio in enumerate(ratios, start=1)}
+
+    def record(self, values: Mapping[str, Any], step: int) -> None:
+        """Add a point to the curves of metrics, whose values are as for `curve_points`."""
+        self.write(curve_points(values), step)
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         """Add a point to each of the named curves; do nothing on ranks above 0."""

@@ -1,93 +1,99 @@
-"""metrics.json: the figures of a run at its last validation, and the baselines that it has beaten."""
+"""Every metric of a run: its unit, and where it is shown.
 
-import json
-from collections.abc import Sequence
+A new metric needs an entry here, and code that computes it: in curves.py at each log point, or in validation.py at each
+validation. Curves, TensorBoard's charts, metrics.csv, the closing report and `gpt.compare` read this table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from gpt.data.baselines import measure_baselines
-from gpt.data.batches import count_sequences
-from gpt.files import write_text
-from gpt.hardware.memory import peak_memory_bytes
-from gpt.sampling.scoring import Score
-from gpt.training import distributed
-from gpt.training.metrics.curves import Curves
-from gpt.training.module import GPTModule
-from gpt.training.run_directory import RunDirectory
-from gpt.training.state import RunSpec, TrainState
-from gpt.training.versions import current_commit
 
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a run. Some have a value for each corpus, baseline or layer.
 
-class Metrics:
-    """Writes metrics.json after each validation, the curves of each corpus of a mixture, and those of the baselines.
-
-    Baselines are what simple predictors make of the validation text. One is beaten at the first validation whose bits
-    per byte are below it.
+    Args:
+        name: Its key in metrics.json, if it is measured at validations.
+        unit: Empty for plain numbers.
+        curve: Its curve, or the folder of its curves, which ends with a slash. Empty if it has none.
+        chart: The chart in TensorBoard's CUSTOM SCALARS tab that draws the curve, beside others.
+        label: Its row in the closing report, with `{}` for the corpus or baseline.
+        column: Its column in the tables of `gpt.compare`, which is a mean over seeds.
+        format: How the report and the tables print it.
     """
 
-    def __init__(self, spec: RunSpec, run: RunDirectory, state: TrainState, curves: Curves):
-        self._spec, self._run, self._state, self._curves = spec, run, state, curves
-        self._baselines: dict[str, float] = {}  # bits per byte, on rank 0 from the first validation of a process on
+    name: str
+    unit: str
+    curve: str = ""
+    chart: str = ""
+    label: str = ""
+    column: str = ""
+    format: str = ".4f"
 
-    def write(self, module: GPTModule, step: int, score: Score, by_corpus: Sequence[Score]) -> dict[str, Any]:
-        """Return the figures of a validation, on every rank, and write them to metrics.json.
 
-        Args:
-            score: Of the whole validation text.
-            by_corpus: Of each corpus.
-        """
-        if distributed.is_main_process():
-            if not self._baselines:
-                self._baselines = measure_baselines(self._spec.dataset.sources)
-            self._compare(step, score)
-        figures = self._measure(module, step, score)
-        if len(by_corpus) > 1:
-            figures["mix"] = self._measure_mixture(step, by_corpus)
-        if distributed.is_main_process():
-            write_text(self._run.path / "metrics.json", json.dumps(figures, indent=2) + "\n")
-        return figures
+NATS, BITS = "nats per token", "bits per byte"
+RATES, UPDATES = "learning rates", "update-to-weight ratio by layer"
 
-    def _compare(self, step: int, score: Score) -> None:
-        """Write the curves of the baselines, and note which the model has beaten."""
-        self._curves.write({f"val_baselines/{name}": bits for name, bits in self._baselines.items()}, step)
-        for name, bits in self._baselines.items():
-            if score.bits_per_byte < bits:
-                self._state.beaten_at_step.setdefault(name, step)
+# In the order of the report. TensorBoard opens the first two folders of curves, so others sort after `train` and `val`.
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("steps", "steps", label="trained", column="steps", format=".0f"),
+        Metric("tokens", "tokens"),
+        Metric("epochs", "epochs"),
+        Metric("train_seconds", "seconds", label="time", column="seconds", format=".1f"),
+        Metric("tokens_per_second", "tokens/s", "work/tokens_per_second"),
+        Metric("mfu", "fraction of the device's peak", "work/mfu"),
+        Metric("peak_memory_bytes", "bytes"),
+        Metric("peak_memory_gib", "GiB", "work/peak_memory_gib"),
+        Metric("parameters", "parameters"),
+        Metric("train_loss", NATS, "train/loss", chart=NATS, label="training loss"),
+        Metric("val_loss", NATS, "val/loss", chart=NATS, label="validation loss"),
+        Metric("best_val_loss", NATS, label="best validation"),
+        Metric("best_step", "step"),
+        Metric("val_nats_per_byte", "nats per byte"),
+        Metric("val_bits_per_byte", BITS, "val/bits_per_byte", chart=BITS, label="validation"),
+        Metric("expected_bits_per_byte", BITS, label="  expected"),
+        Metric("corpus_bits_per_byte", BITS, "val_corpora/", chart=BITS, label="  {}"),
+        Metric("corpus_epochs", "epochs", "val_epochs/"),
+        Metric("baselines", BITS, "val_baselines/", chart=BITS, label="  {}"),
+        Metric("beaten_at_step", "step"),
+        Metric("longest_copy", "characters", "val_samples/longest_copy"),
+        Metric("lr", "", "train/lr", chart=RATES),
+        Metric("matrix_lr", "", "train/matrix_lr", chart=RATES),
+        Metric("loss_scale", "", "train/loss_scale"),
+        Metric("skipped_steps", "steps", "train/skipped_steps"),
+        Metric("grad_norm", "", "weights/grad_norm"),
+        Metric("update_ratio", "fraction of the norm", "weights/update_ratio/", chart=UPDATES),
+    )
+}
 
-    def _measure(self, module: GPTModule, step: int, score: Score) -> dict[str, Any]:
-        """The contents of metrics.json; docs/runs.md explains each key."""
-        spec, state = self._spec, self._state
-        tokens = step * spec.config.trainer.tokens_per_step
-        known = {} if state.train_loss is None else {"train_loss": state.train_loss}
-        if spec.schedule.expected_bits and step == state.total_steps:
-            known["expected_bits_per_byte"] = spec.schedule.expected_bits
-        return known | {
-            "val_loss": score.nats_per_token,
-            "val_nats_per_byte": score.nats_per_byte,
-            "val_bits_per_byte": score.bits_per_byte,
-            "best_val_loss": state.best_loss,
-            "best_step": state.best_step,
-            "steps": step,
-            "tokens": tokens,
-            "epochs": tokens / spec.dataset.train_tokens,
-            "train_seconds": state.seconds,
-            "tokens_per_second": tokens / state.seconds,
-            "parameters": module.model.config.num_parameters,
-            "peak_memory_bytes": peak_memory_bytes(module.device),
-            "git_commit": current_commit(state.commits),
-            "commits": state.commits,
-            "baselines": {
-                name: {"bits_per_byte": bits, "beaten_at_step": state.beaten_at_step.get(name)}
-                for name, bits in self._baselines.items()
-            },
-        }
 
-    def _measure_mixture(self, step: int, by_corpus: Sequence[Score]) -> dict[str, dict[str, float]]:
-        """How often the text of each corpus was seen and how well it is predicted, which go into curves as well."""
-        config, text = self._spec.config, self._spec.dataset
-        windows = count_sequences(step * config.windows_per_step, text.weights, config.order_seed)
-        mixture = {}
-        for i, (name, source) in enumerate(zip(text.names, text.sources, strict=True)):
-            epochs, bits = windows[i] * config.model.context_length / len(source.train), by_corpus[i].bits_per_byte
-            self._curves.write({f"val_corpora/{name}": bits, f"val_epochs/{name}": epochs}, step)
-            mixture[name] = {"epochs": epochs, "val_bits_per_byte": bits}
-        return mixture
+def curve_points(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the points of metrics that have curves: names of curves to numbers.
+
+    Args:
+        values: By the names of metrics: a number, or a number for each corpus, baseline or layer.
+
+    Raises:
+        KeyError: A metric is not in `METRICS`.
+    """
+    points: dict[str, float] = {}
+    for name, value in values.items():
+        curve = METRICS[name].curve
+        if curve.endswith("/"):
+            points |= {f"{curve}{part}": number for part, number in value.items()}
+        elif curve:
+            points[curve] = value
+    return points
+
+
+def chart_patterns() -> dict[str, list[str]]:
+    """Return the charts of several curves: titles to the patterns that the names of their curves match."""
+    charts: dict[str, list[str]] = {}
+    for metric in METRICS.values():
+        if metric.chart:
+            end = "" if metric.curve.endswith("/") else "$"
+            charts.setdefault(metric.chart, []).append(metric.curve + end)
+    return charts

@@ -12,7 +12,9 @@ from tqdm.utils import disp_len, disp_trim
 from gpt.console import duration, quote, say
 from gpt.data.chunking import show_token
 from gpt.training import distributed
-from gpt.training.config.advice import MEMORISED, TURNED, UNBEATEN, shorter_steps
+from gpt.training.config.advice import TURNED, shorter_steps
+from gpt.training.health import is_memorizing
+from gpt.training.metrics.metrics import METRICS
 from gpt.training.state import Result, RunSpec
 
 MOST_SAMPLES = 3
@@ -67,14 +69,14 @@ def closing_lines(
     before its own.
     """
     yield ""
-    rows = list(_figures(figures))
+    rows = list(_metric_rows(figures))
     label, value = (max(len(row[i]) for row in rows) for i in range(2))
     yield from (f"{row[0]:{label}}  {row[1]:>{value}}  {row[2]}" for row in rows)
     if samples:
         yield f"\nsamples after step {figures['steps']}, more in samples.md:"
         for sample in samples[-MOST_SAMPLES:]:
             yield from _item(sample, shutil.get_terminal_size().columns)
-    if _memorises(figures):
+    if is_memorizing(figures):
         losses = f"{figures['train_loss']:.2f} nats per token on it, {figures['val_loss']:.2f} on other text"
         copied = figures.get("longest_copy", 0)
         copy = f", and a copied passage of {copied} characters" if copied > LONG_COPY else ""
@@ -84,32 +86,45 @@ def closing_lines(
         yield f"{what + ':':13} {command}"
 
 
-def _figures(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Each figure: what it is of, its value and its unit."""
-    steps, best, peak = figures["steps"], figures["best_step"], figures["peak_memory_bytes"] / 2**30
-    seconds, memory = figures["train_seconds"], f", {peak:.2f} GiB at peak" if peak else ""
-    speed = f"{figures['tokens_per_second']:,.0f} tokens/s{memory}"
-    yield "trained", f"{steps}", f"steps: {figures['tokens']:,} tokens, {figures['epochs']:.2f} epochs"
-    yield "time", f"{seconds:.1f}", f"seconds{f' ({duration(seconds)})' if seconds >= 60 else ''}: {speed}"
-    if "train_loss" in figures:
-        yield "training loss", f"{figures['train_loss']:.4f}", "nats per token"
-    yield "validation loss", f"{figures['val_loss']:.4f}", "nats per token"
-    since = "the last" if best == steps else "which best.ckpt keeps"
-    yield "best validation", f"{figures['best_val_loss']:.4f}", f"nats per token, at step {best}, {since}"
-    yield "validation", f"{figures['val_bits_per_byte']:.4f}", "bits per byte"
-    if expected := figures.get("expected_bits_per_byte"):
-        off = 100 * (figures["val_bits_per_byte"] / expected - 1)
-        came = f"by model=auto; the result is {abs(off):.1f}% {'worse' if off > 0 else 'better'}"
-        yield "  expected", f"{expected:.4f}", came
-    for name, part in figures.get("mix", {}).items():
-        yield f"  {name}", f"{part['val_bits_per_byte']:.4f}", f"bits per byte, after {part['epochs']:.2f} epochs"
-    for name, baseline in figures["baselines"].items():
-        step = baseline["beaten_at_step"]
-        yield (
-            f"  {name}",
-            f"{baseline['bits_per_byte']:.4f}",
-            "not beaten" if step is None else f"beaten at step {step}",
-        )
+def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the label, the value and the unit of each metric that has a label, with a note on some."""
+    notes = _notes(metrics)
+    for metric in METRICS.values():
+        if not metric.label or metric.name not in metrics:
+            continue
+        value = metrics[metric.name]
+        if isinstance(value, dict):
+            for part, number in value.items():
+                note = notes.get(metric.name, {}).get(part, "")
+                yield metric.label.format(part), format(number, metric.format), metric.unit + note
+        else:
+            yield metric.label, format(value, metric.format), metric.unit + notes.get(metric.name, "")
+
+
+def _notes(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return what follows the units of some metrics, by their names."""
+    seconds, best_step = metrics["train_seconds"], metrics["best_step"]
+    peak = metrics["peak_memory_bytes"] / 2**30
+    time_note = f" ({duration(seconds)})" if seconds >= 60 else ""
+    time_note += f": {metrics['tokens_per_second']:,.0f} tokens/s"
+    time_note += f", {peak:.2f} GiB at peak" if peak else ""
+    notes: dict[str, Any] = {
+        "steps": f": {metrics['tokens']:,} tokens, {metrics['epochs']:.2f} epochs",
+        "train_seconds": time_note,
+        "best_val_loss": f", at step {best_step}, " + ("the last" if best_step == metrics["steps"] else "in best.ckpt"),
+        "corpus_bits_per_byte": {
+            name: f", after {epochs:.2f} epochs" for name, epochs in metrics.get("corpus_epochs", {}).items()
+        },
+        "baselines": {
+            name: ", not beaten" if step is None else f", beaten at step {step}"
+            for name, step in metrics["beaten_at_step"].items()
+        },
+    }
+    if "expected_bits_per_byte" in metrics:
+        excess = 100 * (metrics["val_bits_per_byte"] / metrics["expected_bits_per_byte"] - 1)
+        verdict = "worse" if excess > 0 else "better"
+        notes["expected_bits_per_byte"] = f", by model=auto; the result is {abs(excess):.1f}% {verdict}"
+    return notes
 
 
 def resume_command(run_dir: Path, in_python: bool, horizon: str = "") -> str:
@@ -135,20 +150,13 @@ def _next(
         yield "see why", "the same with --insight page.html"
     yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}, and {UNSMOOTHED}"
     turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
-    if turned or _memorises(figures):  # it may have turned unseen, between too few validations
+    if turned or is_memorizing(figures):  # it may have turned unseen, between too few validations
         steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))
         rerun = f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
         yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else rerun
     else:
         call = f"lm.resume({f'horizon={longer!r}' if longer else ''})"  # of the model whose report this is
         yield "train longer" if longer else "go on", call if in_python else resume_command(run_dir, in_python, longer)
-
-
-def _memorises(figures: dict[str, Any]) -> bool:
-    """Whether the training loss is so far below validation that more steps would only memorise more of the text."""
-    beaten = [baseline["beaten_at_step"] for baseline in figures["baselines"].values()]
-    gap = UNBEATEN if beaten and not any(beaten) else MEMORISED
-    return "train_loss" in figures and figures["val_loss"] > gap * figures["train_loss"]
 
 
 # --- text that fits a terminal ---

@@ -49,7 +49,7 @@ class Samples:
         samples, copied = parts.copy(), ""
         if streams:
             copied = longest_copy([one.tokens for one in streams], self._dataset)
-            self._curves.write({"val_samples/longest_copy": len(copied)}, step)
+            self._curves.record({"longest_copy": len(copied)}, step)
             if copied:
                 parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)

@@ -7,15 +7,8 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from torch.utils.tensorboard import SummaryWriter
 
 from gpt.training.config.schema import Config
+from gpt.training.metrics.metrics import chart_patterns
 from gpt.training.run_directory import EVENTS, SUFFIX
-
-# The charts of the CUSTOM SCALARS tab. A chart draws the curves whose names match its patterns.
-CHARTS = {
-    "nats per token": ["train/loss$", "val/loss$"],
-    "bits per byte": ["val/bits_per_byte$", "val_baselines/", "val_corpora/"],
-    "learning rates": ["train/lr$", "train/matrix_lr$"],
-    "update-to-weight ratio by layer": ["weights/update_ratio/"],
-}
 
 
 def open_writer(config: Config, run_dir: Path, step: int) -> SummaryWriter:
@@ -29,7 +22,7 @@ def open_writer(config: Config, run_dir: Path, step: int) -> SummaryWriter:
         time.sleep(1 - time.time() % 1)
     writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
     if step == 0:
-        charts = {title: ["Multiline", patterns] for title, patterns in CHARTS.items()}
+        charts = {title: ["Multiline", patterns] for title, patterns in chart_patterns().items()}
         writer.add_custom_scalars({"Charts": charts})
         assert writer.file_writer is not None
         # `writer.add_hparams` would make another run of it, in a folder of its own.

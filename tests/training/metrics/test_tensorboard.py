@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +12,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-import gpt.training.metrics.metrics
 from gpt.exchange import checkpoint
-from gpt.sampling.scoring import Score
-from gpt.training.config.schedule import Schedule
 from gpt.training.config.schema import Config
-from gpt.training.metrics.curves import ROWS, Curves
-from gpt.training.metrics.metrics import Metrics
+from gpt.training.metrics.curves import ROWS
+from gpt.training.metrics.metrics import METRICS, chart_patterns
 from gpt.training.metrics.report import report
-from gpt.training.metrics.tensorboard import CHARTS, open_writer
-from gpt.training.run_directory import EVENTS, RunDirectory
-from gpt.training.state import RunSpec, TrainState
+from gpt.training.metrics.tensorboard import open_writer
+from gpt.training.run_directory import EVENTS
+from gpt.training.state import TrainState
+from gpt.training.validation import beat_baselines
 from harness import (
     StopAt,
     Training,
@@ -82,20 +79,32 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
     assert last["val/loss"] == (43, figures["val_loss"])
     assert last["val/bits_per_byte"] == (43, figures["val_bits_per_byte"])
     assert min(table["val/loss"], key=lambda point: point[1])[::-1] == (figures["best_val_loss"], figures["best_step"])
-    assert list(figures["baselines"]) == ["unigram", "bigram"]
-    for name, baseline in figures["baselines"].items():
-        points = table[f"val_baselines/{name}"]
-        assert points == [(step, baseline["bits_per_byte"]) for step, _ in table["val/bits_per_byte"]]
-        below = [step for step, bits in table["val/bits_per_byte"] if bits < baseline["bits_per_byte"]]
-        assert baseline["beaten_at_step"] == (below[0] if below else None)
-    assert [one["beaten_at_step"] is None for one in figures["baselines"].values()] == [False, True]
+    assert list(figures["baselines"]) == list(figures["beaten_at_step"]) == ["unigram", "bigram"]
+    for name, bits_per_byte in figures["baselines"].items():
+        assert table[f"val_baselines/{name}"] == [(step, bits_per_byte) for step, _ in table["val/bits_per_byte"]]
+        below = [step for step, bits in table["val/bits_per_byte"] if bits < bits_per_byte]
+        assert figures["beaten_at_step"][name] == (below[0] if below else None)
+    assert [step is None for step in figures["beaten_at_step"].values()] == [False, True]
     report(training.spec, training.path, training.result)
     printed = capsys.readouterr().out
     for key in ("train_loss", "val_loss", "best_val_loss", "val_bits_per_byte"):
         assert re.search(rf"(?<!\S){figures[key]:.4f}(?!\S)", printed), key
-    for name, baseline in figures["baselines"].items():
-        when = "not beaten" if baseline["beaten_at_step"] is None else f"beaten at step {baseline['beaten_at_step']}"
-        assert re.search(rf"^ *{name} +{baseline['bits_per_byte']:.4f} +{when}$", printed, re.M)
+    for name, bits_per_byte in figures["baselines"].items():
+        step = figures["beaten_at_step"][name]
+        note = "not beaten" if step is None else f"beaten at step {step}"
+        assert re.search(rf"^ *{name} +{bits_per_byte:.4f} +bits per byte, {note}$", printed, re.M)
+
+
+def test_every_metric_has_an_entry(run):
+    """The table of metrics has every curve of a run and every number in metrics.json."""
+    curves = [metric.curve for metric in METRICS.values() if metric.curve]
+    unknown = [
+        tag
+        for tag in read_table(run[0].path)
+        if not any(tag.startswith(curve) if curve.endswith("/") else tag == curve for curve in curves)
+    ]
+    assert unknown == []
+    assert run[0].metrics.keys() - METRICS.keys() == {"git_commit", "commits"}
 
 
 def test_custom_scalars(events):
@@ -103,7 +112,7 @@ def test_custom_scalars(events):
     (written,) = events.Tensors("custom_scalars__config__")
     read = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in read.category for chart in category.chart}
-    assert charts == CHARTS
+    assert charts == chart_patterns()
     tags = events.Tags()["scalars"]
     shown = {
         title: {tag for tag in tags if any(re.match(p, tag) for p in patterns)} for title, patterns in charts.items()
@@ -117,26 +126,13 @@ def test_custom_scalars(events):
 # --- baselines ---
 
 
-def test_baselines_are_beaten_once(tmp_path, monkeypatch):
+def test_baselines_are_beaten_once():
     """An equal score does not beat a baseline, and a later rise does not take it back."""
-    monkeypatch.setattr(gpt.training.metrics.metrics, "measure_baselines", lambda sources: {"a": 2.0, "b": 1.0})
-    dataset = SimpleNamespace(sources=[], train_tokens=1)
-    spec = RunSpec(Config(), Schedule(), dataset)  # type: ignore[arg-type]
-    run, state = RunDirectory(tmp_path), TrainState(seconds=1.0, commits={"0": "none"})
-    model = SimpleNamespace(config=SimpleNamespace(num_parameters=1))
-    curves = Curves(spec, run, state)
-    metrics = Metrics(spec, run, state, curves)
-    curves.open(0)
-    for step, bits in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
-        module, score = SimpleNamespace(model=model, device=torch.device("cpu")), Score(bits * np.log(2), 1, 1)
-        metrics.write(module, step, score, [])  # type: ignore[arg-type]
-    curves.close()
-    stored = json.loads((tmp_path / "metrics.json").read_text())["baselines"]
-    assert stored == {
-        "a": {"bits_per_byte": 2.0, "beaten_at_step": 2},
-        "b": {"bits_per_byte": 1.0, "beaten_at_step": 4},
-    }
-    assert read_table(tmp_path)["val_baselines/a"] == [(step, 2.0) for step in range(6)]
+    state, baselines = TrainState(), {"a": 2.0, "b": 1.0, "c": 0.1}
+    for step, bits_per_byte in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
+        beaten_at_step = beat_baselines(state, baselines, bits_per_byte, step)
+    assert beaten_at_step == {"a": 2, "b": 4, "c": None}
+    assert state.beaten_at_step == {"a": 2, "b": 4}
 
 
 def test_resumed_run(run, corpus_folder, tmp_path):
@@ -148,7 +144,7 @@ def test_resumed_run(run, corpus_folder, tmp_path):
     training = begin_run(config)
     fit(training, [StopAt(34)])
     fit(resume_run(training.path), [StopAt(35)])
-    beaten_at_step = run[0].metrics["baselines"]["unigram"]["beaten_at_step"]
+    beaten_at_step = run[0].metrics["beaten_at_step"]["unigram"]
     state = checkpoint.load(training.path / "checkpoints/last.ckpt")["state"]
     assert state["beaten_at_step"] == {"unigram": beaten_at_step}
     last = dict(read_table(run[0].path)["train/loss"])[33]
@@ -177,6 +173,7 @@ from gpt.training.config.schema import Config
 from gpt.training.metrics.curves import Curves
 from gpt.training.run_directory import EVENTS, RunDirectory
 from gpt.training.state import RunSpec, TrainState
+from gpt.training.validation import beat_baselines
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 spec = RunSpec(Config(run_dir=sys.argv[1]), Schedule(), dataset=None)
