@@ -10,6 +10,9 @@ from gpt.training.config.schema import Config
 from gpt.training.metrics.metrics import chart_patterns
 from gpt.training.run_directory import EVENTS, SUFFIX
 
+# Settings without an effect on the model.
+INCOMPARABLE_KEYS = {"run_dir", "logger", "data.cache", "data.cache_bytes", "data.prompts"}
+
 
 def open_writer(config: Config, run_dir: Path, step: int) -> SummaryWriter:
     """Return a writer to a new event file, for the steps after `step`. At step 0 it writes the settings and charts.
@@ -31,10 +34,10 @@ def open_writer(config: Config, run_dir: Path, step: int) -> SummaryWriter:
 
 
 def comparable_settings(config: Config) -> dict[str, str | float | bool]:
-    """Return every setting as the HPARAMS tab can show it. It shows first what differs between runs."""
+    """Return the settings as the HPARAMS tab can show them. It shows first what differs between runs."""
     settings = {}
     for key, value in config.settings().items():
-        if value is not None and key != "run_dir":
+        if value is not None and key not in INCOMPARABLE_KEYS:
             # As text, since TensorBoard would show 128 channels as 128.00.
             settings[key] = str(value) if isinstance(value, list) or type(value) is int else value
     return settings
