@@ -9,16 +9,16 @@ import hydra
 from omegaconf import DictConfig
 
 from gpt.training.callbacks import load_callbacks
-from gpt.training.config.asked import Asked
-from gpt.training.config.command import ask, compose_and_run, in_one_line
+from gpt.training.cli import compose_and_run, one_line_errors, parse_composition, print_settings
 from gpt.training.distributed import distributed_errors, launch
 from gpt.training.estimate.forecast import print_plan
 from gpt.training.metrics.report import report
-from gpt.training.resume import resume_run
+from gpt.training.request import Request
+from gpt.training.resume import resolve_resume_auto, resume_run
 from gpt.training.start import start_run
 
 
-def train(request: Asked) -> float | None:
+def train(request: Request) -> float | None:
     """Start or resume a run, train it to its horizon, and report; returns its validation loss in bits per byte."""
     callbacks = load_callbacks(request.callbacks)
     started = resume_run(request) if request.config.resume else start_run(request)
@@ -38,14 +38,15 @@ def train(request: Asked) -> float | None:
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def job(composed: DictConfig) -> float | None:
     """Do what one composed configuration requests; returns the bits per byte, which a sweeper minimises."""
-    with in_one_line():
-        request = ask(composed)
+    with one_line_errors():
+        request = resolve_resume_auto(parse_composition(composed))
+        print_settings(request)
         if request.plan:
             load_callbacks(request.callbacks)
             print_plan(request)
             return None
-        if request.processes > 1:
-            return launch(train, request, request.processes)
+        if request.num_processes > 1:
+            return launch(train, request, request.num_processes)
         return train(request)
 
 

@@ -29,7 +29,7 @@ from gpt.hardware.device import DTYPES, choose_device, choose_precision  # noqa:
 from gpt.hardware.memory import peak_memory_bytes  # noqa: E402
 
 if TYPE_CHECKING:  # a benchmark that does not train measures memory without it
-    from gpt.training.config.schema import Config
+    from gpt.training.config import Config
 
 
 class Worker:
@@ -140,7 +140,7 @@ def configure(*overrides: str) -> "Config":
     """Compose the configuration of `python train.py GROUP=NAME ... KEY=VALUE ...` (no experiments) without Hydra."""
     from omegaconf import DictConfig, OmegaConf
 
-    from gpt.training.config.loading import validate
+    from gpt.training.config import parse_config
 
     root = OmegaConf.load(ROOT / "configs/train.yaml")
     choices = OmegaConf.merge(*(entry for entry in root.pop("defaults") if isinstance(entry, DictConfig)))
@@ -150,7 +150,9 @@ def configure(*overrides: str) -> "Config":
     values = [f"{key}={value}" for key, value in pairs if key not in groups]
     del root["hydra"]
     files = {group: OmegaConf.load(ROOT / f"configs/{group}/{name}.yaml") for group, name in groups.items()}
-    return validate(OmegaConf.merge(root, files, OmegaConf.from_dotlist(values)))
+    composed = OmegaConf.merge(root, files, OmegaConf.from_dotlist(values))
+    plain = OmegaConf.to_container(composed, resolve=True)
+    return parse_config({key: value for key, value in plain.items() if key not in ("callbacks", "plan")})
 
 
 def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:

@@ -19,12 +19,12 @@ from unittest import mock
 from measuring import configure, finish, machine, parser, synchronize, table
 
 from gpt.training.batch_loader import micro_batch
-from gpt.training.config.asked import Asked
 from gpt.training.loop import run_training
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.progress import Progress
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
+from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory
 from gpt.training.start import start_run
 from gpt.training.state import RunSpec
@@ -39,7 +39,7 @@ PRESETS = {  # overrides, steps in each turn, turns
             "tokenizer=gpt2",
             "optim=adamw",
             "trainer.micro_batch_size=4",
-            "trainer.short_window=0",
+            "trainer.short_sequences=0",
         ],
         1,
         40,
@@ -119,7 +119,7 @@ def measure(preset: str) -> dict:
     overrides, steps, turns = PRESETS[preset]
     horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
-        spec, run = start_run(Asked(configure(f"run_dir={folder}", horizon, *overrides)))
+        spec, run = start_run(Request(configure(f"run_dir={folder}", horizon, *overrides)))
         assert spec.config.accumulation == 1  # a step of the bare loop is one micro-batch
         spec = replace(spec, schedule=replace(spec.schedule, validate_every=10**9))
         bare = BareLoop(spec, steps, turns)

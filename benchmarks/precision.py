@@ -17,14 +17,14 @@ from gpt.exchange.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
-from gpt.training.config.loading import read
+from gpt.training.config import load_config
 from gpt.training.start import load_dataset
 
 
 @torch.no_grad()
 def score(run_dir: Path, precision: str) -> float:
     """Bits per byte of the validation text under the run's best model, packed as for sampling."""
-    config = read(run_dir / "config.yaml")
+    config = load_config(run_dir / "config.yaml")
     dataset = load_dataset(config, quiet=True)
     model, tokenizer = open_model(run_dir)
     assert tokenizer.sha256 == dataset.tokenizer.sha256

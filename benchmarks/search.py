@@ -13,7 +13,7 @@ model, a text and a horizon: bits per byte with the rule and with its neighbours
 best of them, and the range of two seeds with the rule.
 
 With --law, the members of model=auto train on the texts, if any are given, and their results join those in law.csv.
-Then the numbers of gpt/training/config/law.py are fitted to all of them anew, and printed beside what they predict.
+Then the numbers of gpt/training/scaling_law.py are fitted to all of them anew, and printed beside what they predict.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from gpt.data.data_config import DataConfig
 from gpt.data.prepare import prepare
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.model.transformer import ModelConfig
-from gpt.training.config import law
+from gpt.training import scaling_law as law
 from gpt.training.optim import OptimConfig
 
 SHAPES = ((2, 64), (4, 128), (6, 192), (8, 256))  # layers and channels; heads of 32

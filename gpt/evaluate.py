@@ -53,7 +53,7 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     if full_length_from_step is None:  # before format 4
         full_length_from_step = (record.get("schedule") or {}).get("whole_from", 0)
     if 1 < record.get("step", 0) <= full_length_from_step:
-        short = record["config"]["trainer"]["short_window"]
+        short = record["config"]["trainer"]["short_sequences"]
         warn(f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on")
     stride = context if args.stride is None else args.stride
     require_range("--stride", stride, 1, context, note="(the model's context)")

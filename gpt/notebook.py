@@ -13,9 +13,8 @@ from gpt.files import CONFIGS, flatten, read_yaml
 from gpt.hardware.device import choose_device
 from gpt.sampling.language_model import LanguageModel
 from gpt.training.callbacks import check_callbacks
-from gpt.training.config.asked import Asked
-from gpt.training.config.loading import validate
 from gpt.training.metrics.report import report
+from gpt.training.request import Request, parse_request
 from gpt.training.resume import resolve_resume_auto, resume_run
 from gpt.training.start import start_run
 from gpt.training.state import Result, RunSpec
@@ -131,7 +130,7 @@ def read_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def make_request(text: str | Path | Sequence[str | Path] | None = None, **settings: Any) -> Asked:
+def make_request(text: str | Path | Sequence[str | Path] | None = None, **settings: Any) -> Request:
     """Return the checked request of a call of `train`, whose parameters these are; None leaves a setting out."""
     settings = {key: value for key, value in settings.items() if value is not None}
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
@@ -140,15 +139,13 @@ def make_request(text: str | Path | Sequence[str | Path] | None = None, **settin
         for group in ("model", "tokenizer", "data", "optim", "trainer")
         if group in plain
     }
-    values: dict[str, Any] = plain | {group: _with_file(group, keys) for group, keys in groups.items()}
     if text is not None:
-        path = str(text) if isinstance(text, str | Path) else [str(one) for one in text]
+        path = str(text) if isinstance(text, str | Path) else [str(file) for file in text]
         groups["data"] = {"path": path} | groups.get("data", {})
-        values["data"] = {"name": "text", "path": path} | values.get("data", {})
-    given = {key.removesuffix(".name"): value for key, value in flatten(plain | groups).items()}
-    words = {key: f"{key}={value}" for key, value in given.items()}
+    values = plain | {group: _with_file(group, keys) for group, keys in groups.items()}
+    overrides = {key.removesuffix(".name"): value for key, value in flatten(plain | groups).items()}
     model_name = groups.get("model", {}).get("name", "")
-    return resolve_resume_auto(Asked(validate(values), words, model_name, in_python=True))
+    return resolve_resume_auto(parse_request(values, overrides, model=model_name, in_python=True))
 
 
 def _with_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:

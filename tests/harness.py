@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import importlib
 import io
 import json
@@ -31,11 +32,11 @@ from gpt.errors import UserError
 from gpt.exchange import checkpoint
 from gpt.training import loop
 from gpt.training import resume as resuming
-from gpt.training.config.asked import Asked
-from gpt.training.config.loading import validate
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config, parse_config, with_values
+from gpt.training.finalize import check_machine, finalize_model
+from gpt.training.request import Request, parse_request
 from gpt.training.run_directory import RunDirectory
+from gpt.training.schedule import Schedule
 from gpt.training.start import start_run
 from gpt.training.state import Result, RunSpec
 
@@ -50,7 +51,7 @@ TINY = [
     "model.dropout=0.1",
     "trainer.tokens_per_step=96",
     "trainer.micro_batch_size=3",
-    "trainer.short_window=8",
+    "trainer.short_sequences=8",
     "trainer.log_every=3",
     "trainer.validate_every=17",
     "trainer.checkpoint_every=11",
@@ -161,10 +162,21 @@ def tiny_arguments(folder: Path, *changes: str) -> list[str]:
 
 
 def tiny_config(folder: Path, *changes: str) -> Config:
-    """The configuration of a tiny run on the corpus in `folder`, with the changes written as on the command line."""
+    """The configuration of a tiny run on the corpus in `folder`, which `changes` override as on the command line."""
     values = dict(argument.split("=", 1) for argument in tiny_arguments(folder, *changes))
     values = {f"{key}.name" if key in ("data", "tokenizer", "optim") else key: value for key, value in values.items()}
-    return validate(OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()]))
+    nested = OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()])
+    config = parse_config(OmegaConf.to_container(nested, resolve=True))
+    settings = config.with_absolute_paths().settings()
+    overridden = [change.partition("=")[0] for change in changes]
+    return with_values(config, {"overrides": {key: settings[key] for key in overridden if key in settings}})
+
+
+def finalized(config: Config) -> Config:
+    """The configuration with what the machine and the model determine, without a dataset."""
+    machine = dataclasses.asdict(check_machine(Request(config)))
+    config = with_values(config, {f"trainer.{key}": value for key, value in machine.items()})
+    return finalize_model(config, config.model)
 
 
 @dataclass
@@ -196,13 +208,13 @@ class Training:
 
 def begin_run(config: Config, model: str = "") -> Training:
     """Prepare a new run, which this process holds until it was trained."""
-    return Training(*start_run(Asked(config, model=model)))
+    return Training(*start_run(Request(config, model=model)))
 
 
 def resume_run(path: str | Path, horizon: str = "") -> Training | None:
     """Prepare to resume a run, which this process holds until it was trained; None if it is complete."""
     values = {"resume": str(path)} | ({"horizon": horizon} if horizon else {})
-    started = resuming.resume_run(Asked(validate(values), {key: f"{key}={value}" for key, value in values.items()}))
+    started = resuming.resume_run(parse_request(values, values))
     return started and Training(*started)
 
 
@@ -337,8 +349,8 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
         for key in sorted(leaves[0].keys() | leaves[1].keys()):
             a, b = (side.get(key) for side in leaves)
             same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-            asked = ("run_dir", ".config.decided", ".config.amended")
-            if not same and not any(name in key for name in (".state.seconds", ".state.log_offsets", *asked)):
+            ignored = ("run_dir", ".config.overrides", ".state.seconds", ".state.log_offsets")
+            if not same and not any(name in key for name in ignored):
                 found.append(f"{name}.ckpt{key}: {a} and {b}")
     mine, theirs = read_curves(run_dir), read_curves(reference)
     found += [f"curve {tag}" for tag in sorted(mine.keys() | theirs.keys()) if mine.get(tag) != theirs.get(tag)]

@@ -11,7 +11,7 @@ import torch
 
 from any_machine import ENDED
 from gpt.errors import UserError
-from gpt.training.resolve import require_devices
+from gpt.training.finalize import require_devices
 from harness import ROOT, TINY, tiny_config
 
 TEXT = "naïve “αβγ” → ∀x 中文 "  # of which a console in western Europe lacks most

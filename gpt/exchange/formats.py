@@ -3,31 +3,32 @@
 from typing import Any
 
 CAME: dict[str, Any] = {  # keys that came later: what the code did before
-    "decided": None,  # not recorded
-    "amended": [],
+    "overrides": {},  # not recorded
     "trainer.answer_minutes": 10.0,
     "data.separator": None,
     "data.encoding": "utf-8",
     "data.bpe_dropout": 0.0,
-    "trainer.short_window": 0,
+    "trainer.short_sequences": 0,
     "data.validation_path": None,
 }
-DECIDED: dict[str, dict[str, Any]] = {  # of these, what the same command says today without them
-    "data.bpe_dropout": {"data.bpe_dropout": None},
-    "trainer.short_window": {"trainer.short_window": None, "model.context_length": 256},  # of mini, which had 128
-}
+RENAMED = {"trainer.short_window": "trainer.short_sequences"}
 GONE: dict[str, dict[Any, Any] | None] = {  # keys that went, which drops them, or values: what these are called now
     "trainer.strategy": {"fsdp": "auto"},
+    "rerun": None,
+    "decided": None,
+    "amended": None,
 }
 
 
 def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a run of any earlier version, nested, as this one would have written it."""
     config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for old, name in RENAMED.items():
+        group, key = _place(config, old)
+        if key in group:
+            group[name.rpartition(".")[2]] = group.pop(key)
     for name, value in CAME.items():
         group, key = _place(config, name)
-        if name in DECIDED and key not in group and config["decided"] is not None:
-            config["decided"] = config["decided"] | DECIDED[name]
         group.setdefault(key, value)
     for name, values in GONE.items():
         group, key = _place(config, name)

@@ -7,8 +7,8 @@ from torch import Tensor, distributed
 from gpt.data.batches import training_batch, validation_batches
 from gpt.data.token_dataset import TokenDataset
 from gpt.model.loss import IGNORE
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
+from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
 def sequence_length(config: Config, schedule: Schedule, step: int) -> int:
     """Return the tokens of a sequence in the step after `step` others."""
     is_short = schedule.uses_short_sequences(step)
-    return (is_short and config.trainer.short_window) or config.model.context_length
+    return (is_short and config.trainer.short_sequences) or config.model.context_length
 
 
 def micro_batch(config: Config, dataset: TokenDataset, number: int, sequence_length: int) -> Batch:

@@ -70,6 +70,13 @@ def num_nodes() -> int:
     return world_size() // local_world_size()
 
 
+def launch_command() -> str:
+    """Return the beginning of the command that starts as many processes as there are."""
+    if world_size() == 1:
+        return "python train.py"
+    return f"torchrun --nnodes={num_nodes()} --nproc-per-node={local_world_size()} train.py"
+
+
 def is_main_process() -> bool:
     """Return True if this is rank 0."""
     return rank() == 0

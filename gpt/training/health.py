@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-from gpt.console import quote, warn
+from gpt.console import warn
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
-from gpt.training.config.advice import TURNED, shorter_steps
+from gpt.training.advice import TURNED, shorter_steps
 from gpt.training.optim import unread_settings
-from gpt.training.run_directory import RunDirectory
+from gpt.training.run_directory import RunDirectory, repeat_command
 from gpt.training.state import RunSpec, TrainState
 
 OVERFIT_VALIDATIONS = 2  # in a row, before the warning
@@ -55,15 +55,14 @@ def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step:
     state.high_loss_count += 1
     if state.high_loss_count == DIVERGED_POINTS and distributed.is_main_process():
         names = {"lr", "matrix_lr"} - unread_settings(optim.name)
-        words = [f"rerun={run.path}"]
-        words += [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(names)]
+        rates = [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(names)]
         best_step = state.best_step
         is_from_before = 0 < best_step <= state.last_healthy_step
         best = f"best.ckpt of step {best_step} is from before; " if is_from_before else ""
         warn(
             f"training loss has been far above its average since step {state.last_healthy_step} "
             f"({state.train_loss:.2f}, and {state.min_loss_ema:.2f} before): {best}try a lower learning rate with "
-            f"{' '.join(map(quote, words))}"
+            f"{repeat_command(run.path, *rates)}"
         )
 
 

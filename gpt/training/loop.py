@@ -28,13 +28,11 @@ from gpt.hardware.memory import keep_freed_memory, release_memory
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPTConfig
 from gpt.training import distributed
+from gpt.training.advice import shorter_steps
 from gpt.training.batch_loader import Batch, read_step, sequence_length
 from gpt.training.callbacks import Callbacks, check_callbacks
 from gpt.training.checkpoint_writer import CheckpointWriter
-from gpt.training.config.advice import shorter_steps
-from gpt.training.config.loading import validate
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import TrainerConfig
+from gpt.training.config import TrainerConfig, parse_config
 from gpt.training.estimate.agreement import require_agreement
 from gpt.training.health import warn_if_diverging
 from gpt.training.metrics.curves import Curves
@@ -43,6 +41,7 @@ from gpt.training.metrics.report import resume_command
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
 from gpt.training.run_directory import RunDirectory, checkpoint_errors
+from gpt.training.schedule import Schedule
 from gpt.training.state import Result, RunSpec, TrainState
 from gpt.training.stop_signals import StopSignals
 from gpt.training.training_clock import TrainingClock
@@ -91,7 +90,7 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
                 optimizer.load_state_dict(checkpoint["optimizer"])
                 if module.loss_scale is not None:
                     module.loss_scale.load_state_dict(state.loss_scale, state.skipped_steps)
-                config_changed = validate(checkpoint["config"]) != config
+                config_changed = parse_config(checkpoint["config"]) != config
                 callback_states = dict(checkpoint["callbacks"])
             hooks.load_state_dict(callback_states)
             del checkpoint, callback_states  # frees their memory, which is mapped from the file
@@ -105,7 +104,7 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
         checkpoints.start(step, config_changed)
         if config_changed:
             checkpoints.save_last(step)
-        run.write_config(config)
+        run.write_config(config, step, spec.command)
         if step and trainer.keep_every and step % trainer.keep_every == 0:  # a kill may have come before
             run.keep_checkpoint(step)
         clock.start()
@@ -270,7 +269,7 @@ def load_checkpoint(spec: RunSpec) -> dict[str, Any]:
     assert spec.checkpoint is not None
     checkpoint = load(spec.checkpoint, mmap=True)
     with checkpoint_errors(spec.checkpoint):
-        if validate(checkpoint["config"]).trainer.world_size == spec.config.trainer.world_size:
+        if parse_config(checkpoint["config"]).trainer.world_size == spec.config.trainer.world_size:
             torch.set_num_threads(checkpoint["threads"])
             os.environ["OMP_NUM_THREADS"] = str(checkpoint["threads"])  # otherwise Lightning changes it
     return checkpoint
@@ -373,11 +372,9 @@ def with_smaller_micro_batch(spec: RunSpec, run: RunDirectory) -> RunSpec:
     release_memory()
     newest = run.load_newest()  # saved on the way out, unless memory ran out within an update
     if newest is None:
-        return replace(spec, config=config, checkpoint=None)  # from the first step, as `spec` has it
-    file, checkpoint = newest
-    if checkpoint["step"]:
-        config = config.amending(spec.config, checkpoint["step"])
-    return replace(spec, config=config, checkpoint=file, initial_weights=None)
+        return replace(spec, config=config, checkpoint=None, command="")  # from the first step, as `spec` has it
+    file, _ = newest
+    return replace(spec, config=config, checkpoint=file, initial_weights=None, command="")
 
 
 def announce(spec: RunSpec, run: RunDirectory) -> None:

@@ -20,10 +20,10 @@ from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
 from gpt.training.loss_scale import LossScale
 from gpt.training.optim import build_optimizer
+from gpt.training.schedule import Schedule
 from gpt.training.training_clock import TrainingClock
 
 NON_FINITE_HINT = "the last checkpoint is intact: start a new run from it with init_from= and a lower learning rate"
@@ -54,7 +54,7 @@ class GPTModule(LightningModule):
         if config.trainer.compile == "true":
             for block in self.model.blocks:  # one graph serves them all
                 # One graph for each sequence length. A dynamic graph would differ in a resumed run.
-                block.compile(dynamic=False if config.trainer.short_window else None)
+                block.compile(dynamic=False if config.trainer.short_sequences else None)
         self._weights = list(self.model.parameters())  # collecting them takes a third as long as their norm
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
         self.sequence_length = config.model.context_length  # of the last micro-batch

@@ -11,13 +11,11 @@ from gpt.exchange.checkpoint import load
 from gpt.exchange.loading import find_path
 from gpt.files import flatten
 from gpt.training import distributed
-from gpt.training.config.asked import Asked
-from gpt.training.config.horizon import parse_horizon
-from gpt.training.config.loading import read, validate
-from gpt.training.config.schedule import MAX_STEPS, Schedule
-from gpt.training.config.schema import Config
-from gpt.training.resolve import require_devices
+from gpt.training.config import Config, load_config, parse_config, parse_horizon, with_values
+from gpt.training.finalize import require_devices
+from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory, checkpoint_errors
+from gpt.training.schedule import MAX_STEPS, Schedule
 from gpt.training.start import inherited_tokenizer, load_dataset, on_every_rank, start_in_directory
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.versions import code, versions
@@ -28,36 +26,46 @@ MAY_LAG = {"horizon", *(f"trainer.{name}" for name in ("devices", "num_nodes", "
 MAY_DIFFER = ("run_dir", "resume", "trainer.devices", "trainer.num_nodes")  # when resume=auto repeats a command
 
 
-def resolve_resume_auto(request: Asked) -> Asked:
+def resolve_resume_auto(request: Request) -> Request:
     """Resolve `resume=auto`: continue the run in `run_dir` if there is one, otherwise begin one there.
 
     Raises:
-        UserError: There is no `run_dir`, or its run was requested with other settings.
+        UserError: The run there was started with other settings.
     """
     config = request.config
+    file = Path(config.run_dir or "") / "config.yaml"
     if config.resume != "auto":
         return request
-    if not config.run_dir:
-        raise UserError("resume=auto continues the run in run_dir, or begins it there: add run_dir=DIR")
-    file = Path(config.run_dir) / "config.yaml"
     if not file.exists():
-        return replace(request, config=replace(config, resume=None))
-    run = read(file)
-    stored, wanted = run.settings(), config.anywhere().settings()
-    before = stored | (run.decided or {})
-    for key, value in wanted.items() if run.decided is not None else ():
-        began_with = any(line.startswith(f"{key}={value} until step ") for line in run.amended)
-        if key in MAY_DIFFER or value in (stored[key], before[key], "auto") or began_with:
+        return replace(request, config=with_values(config, {"resume": None}))
+    _require_same_overrides(config, load_config(file))
+    values: dict[str, Any] = {"resume": config.run_dir, "init_from": None, "overrides": {}}
+    return replace(request, config=with_values(config, values), model="")
+
+
+def _require_same_overrides(config: Config, run: Config) -> None:
+    """Raise `UserError` if a command sets other values than the command that started the run.
+
+    A key that only one of them sets is compared with the other's value of it. The horizon may also be the run's own:
+    it changes if the run is extended.
+    """
+    values = config.settings() | config.overrides
+    run_values = run.settings() | run.overrides
+    for key in {**config.overrides, **run.overrides}:
+        value, run_value = values.get(key), run_values.get(key)
+        is_open = value in ("auto", None) and key not in run.overrides
+        is_current_horizon = key == "horizon" and value == run.horizon
+        if key in MAY_DIFFER or value == run_value or is_open or is_current_horizon:
             continue
-        remedy = "give the same settings as before, or another run_dir"
+        hint = "give the same settings as before, or another run_dir"
         if key == "horizon":
-            remedy = f"to train that run longer, use resume={config.run_dir} horizon={value}"
-        where = f"{stored[key]} in the run of run_dir={config.run_dir}"
-        raise UserError(f"resume=auto: {key}={value} here, and {where}: {remedy}")
-    return replace(request, config=replace(config, resume=config.run_dir, init_from=None), given={}, model="")
+            hint = f"to train that run longer, use resume={config.run_dir} horizon={value}"
+        raise UserError(
+            f"resume=auto: {key}={value} here, and {run_value} in the run of run_dir={config.run_dir}: {hint}"
+        )
 
 
-def resume_run(request: Asked) -> tuple[RunSpec, RunDirectory] | None:
+def resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
     """Open the run that `resume` names, to continue from its newest checkpoint; None if nothing is left to train.
 
     A request may bring a `horizon`, until which it trains whether it is complete or not, `trainer.devices`,
@@ -66,17 +74,15 @@ def resume_run(request: Asked) -> tuple[RunSpec, RunDirectory] | None:
     return on_every_rank(lambda: _resume_run(request))
 
 
-def _resume_run(request: Asked) -> tuple[RunSpec, RunDirectory] | None:
-    horizon = request.config.horizon if "horizon" in request.given else ""
-    if horizon == "auto":
-        raise UserError("horizon=auto is for a new run: to extend one, give its end, such as horizon=8000steps")
+def _resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
+    horizon = request.config.horizon if "horizon" in request.overrides else ""
     run = RunDirectory.open(request.config.resume or "")
     try:
-        config = read(run.path / "config.yaml")
+        config = load_config(run.path / "config.yaml")
         newest = run.load_newest()
         if newest is None:
             say(f"{run.path} has no checkpoint yet: beginning at its first step")
-            return start_in_directory(run, replace(request, config=_changed(config, request, horizon), given={}))
+            return start_in_directory(run, replace(request, config=_changed(config, request, horizon)))
         file, checkpoint = newest
         _require_format(file, checkpoint)
         _require_same_config(config, run, file, checkpoint)
@@ -91,11 +97,15 @@ def _resume_run(request: Asked) -> tuple[RunSpec, RunDirectory] | None:
     return spec, run
 
 
-def _changed(config: Config, request: Asked, horizon: str) -> Config:
+def _changed(config: Config, request: Request, horizon: str) -> Config:
     """Return the configuration of a run without a checkpoint, with the requested changes."""
-    path = request.config.data.path if "data.path" in request.given else config.data.path
-    config = replace(config, horizon=horizon or config.horizon, data=replace(config.data, path=path))
+    config = with_values(config, {"horizon": horizon or config.horizon} | _moved_text(request))
     return on_devices(config, *_devices(request, config))
+
+
+def _moved_text(request: Request) -> dict[str, Any]:
+    """Return the keys that name where the text of a run is now, if the request has them."""
+    return {key: request.overrides[key] for key in ("data.path", "data.validation_path") if key in request.overrides}
 
 
 def _require_format(file: Path, checkpoint: dict[str, Any]) -> None:
@@ -132,11 +142,11 @@ def _refuse_going_back(run: RunDirectory, newest: Path, checkpoint: dict[str, An
 
 
 def _continue(
-    run: RunDirectory, file: Path, checkpoint: dict[str, Any], request: Asked, horizon: str
+    run: RunDirectory, file: Path, checkpoint: dict[str, Any], request: Request, horizon: str
 ) -> RunSpec | None:
     """Return how a run continues from its newest checkpoint; None if it is complete."""
     with checkpoint_errors(file):
-        stored = validate(checkpoint["config"])
+        stored = parse_config(checkpoint["config"])
         schedule = Schedule(**checkpoint["schedule"])
         state = TrainState.from_checkpoint(checkpoint, schedule)
         tokenizer = inherited_tokenizer(checkpoint)
@@ -152,9 +162,7 @@ def _continue(
     distributed.require_processes(config.trainer.devices, config.trainer.world_size)
     if config != stored:
         _announce_devices(stored, config)
-    path = request.config.data.path if "data.path" in request.given else config.data.path
-    moved = replace(config, data=replace(config.data, path=path))
-    dataset = load_dataset(moved, tokenizer, checkpoint=checkpoint)
+    dataset = load_dataset(with_values(config, _moved_text(request)), tokenizer, checkpoint=checkpoint)
     _require_same_dataset(file, checkpoint, dataset)
     if horizon not in ("", stored.horizon):
         config, schedule = extend(
@@ -167,7 +175,7 @@ def _continue(
     )
     end = f" of {total_steps}" if total_steps < MAX_STEPS else f", until {config.horizon} are up"
     say(f"continuing {run.path} at step {step}{end}")
-    return RunSpec(config.amending(stored, step), schedule, dataset, checkpoint=file, in_python=request.in_python)
+    return RunSpec(config, schedule, dataset, checkpoint=file, command=request.command, in_python=request.in_python)
 
 
 def _announce_devices(stored: Config, config: Config) -> None:
@@ -185,7 +193,7 @@ def _warn_of_other_versions(file: Path, checkpoint: dict[str, Any]) -> None:
         warn(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changed)})")
 
 
-def _devices(request: Asked, stored: Config) -> tuple[int, int]:
+def _devices(request: Request, stored: Config) -> tuple[int, int]:
     """Return the devices per machine, and the machines, to continue on: as given, as launched, or as before."""
     devices, num_nodes = request.config.trainer.devices, request.config.trainer.num_nodes
     if distributed.world_size() == 1:
@@ -201,16 +209,21 @@ def on_devices(config: Config, devices: int, num_nodes: int) -> Config:
     trainer, world_size = config.trainer, devices * num_nodes
     if world_size == trainer.world_size and devices == (trainer.devices or 1):
         return config
-    windows, rest = divmod(config.windows_per_step, world_size)
+    sequences, rest = divmod(config.sequences_per_step, world_size)
     if rest:
         raise UserError(
-            f"a step of this run has {config.windows_per_step} windows, which {world_size} devices cannot share "
+            f"a step of this run has {config.sequences_per_step} sequences, which {world_size} devices cannot share "
             "evenly: continue on a number that divides them"
         )
-    size = max(size for size in range(1, min(windows, config.micro_batch_size) + 1) if windows % size == 0)
-    strategy = "auto" if world_size == 1 else trainer.strategy  # one device has nothing to split
-    trainer = replace(trainer, devices=devices, num_nodes=num_nodes, strategy=strategy, micro_batch_size=size)
-    return replace(config, trainer=trainer)
+    values = {
+        "trainer.devices": devices,
+        "trainer.num_nodes": num_nodes,
+        "trainer.strategy": "auto" if world_size == 1 else trainer.strategy,  # one device has nothing to split
+        "trainer.micro_batch_size": max(
+            size for size in range(1, min(sequences, config.micro_batch_size) + 1) if sequences % size == 0
+        ),
+    }
+    return with_values(config, values)
 
 
 def extend(
@@ -247,7 +260,7 @@ def extend(
     planned = replace(
         planned, full_length_from_step=full_length_from_step, restart_step=step, restart_lr_multiplier=multiplier
     )
-    return replace(config, horizon=horizon), planned
+    return with_values(config, {"horizon": horizon}), planned
 
 
 def _require_same_dataset(file: Path, checkpoint: dict[str, Any], dataset: TokenDataset) -> None:

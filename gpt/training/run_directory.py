@@ -1,6 +1,6 @@
-"""A run directory: lock, configuration, checkpoints, and logs that only grow.
+"""A run directory: lock, configuration, commands, checkpoints, and logs that only grow.
 
-with RunDirectory.create("runs/mine", "book-mini", config) as run:  # or RunDirectory.open("runs/mine")
+with RunDirectory.create("runs/mine", "book-mini", config, command) as run:  # or RunDirectory.open("runs/mine")
     run.save_last(write, step=20)
 """
 
@@ -23,11 +23,11 @@ from gpt.data.data_config import DataConfig
 from gpt.errors import UserError, is_out_of_memory, reason
 from gpt.exchange.checkpoint import DamagedError, UnreadableError, load, step_of
 from gpt.exchange.loading import BEST, LAST, PREVIOUS, SAVED, find_run
-from gpt.files import HeldError, hold, link, replacing, sync, sync_parents, write_text
-from gpt.training.config.loading import to_yaml
-from gpt.training.config.schema import Config
+from gpt.files import HeldError, hold, link, read_text, replacing, sync, sync_parents, write_text
+from gpt.training.config import Config, load_config, to_yaml
 
 TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
+COMMANDS = "command.txt"
 SUFFIX = ".run"  # ends the names of our event files, and tells them from those of other programs
 EVENTS = f"events.out.tfevents.*{SUFFIX}"
 
@@ -48,8 +48,10 @@ class RunDirectory:
         self._inode = _inode(path)
 
     @classmethod
-    def create(cls, run_dir: str | None, name: str, config: Config) -> "RunDirectory":
-        """Make a directory for a new run, with its config.yaml: `run_dir`, or one below runs/ with `name` in it.
+    def create(cls, run_dir: str | None, name: str, config: Config, command: str) -> "RunDirectory":
+        """Make a directory for a new run: `run_dir`, or one below runs/ with `name` in it.
+
+        It holds `command`, which starts the run, in command.txt, and then `config` in config.yaml.
 
         Raises:
             UserError: `run_dir` cannot be made, or holds anything already.
@@ -68,6 +70,7 @@ class RunDirectory:
         sync_parents(path)
         lock = _acquire_lock(path)
         require_empty(path)  # again, now that nobody else can fill it
+        write_text(path / COMMANDS, f"{command}\n")
         write_text(path / "config.yaml", to_yaml(config))
         return cls(path, lock)
 
@@ -175,11 +178,25 @@ class RunDirectory:
 
     # --- the other files ---
 
-    def write_config(self, config: Config) -> None:
-        """Write config.yaml, if it has changed."""
-        file, text = self.path / "config.yaml", to_yaml(config)
-        if self._lock is not None and file.read_bytes() != text.encode():
-            write_text(file, text)
+    def write_config(self, config: Config, step: int, command: str = "") -> None:
+        """Write config.yaml if it has changed, and before it what command.txt is to hold.
+
+        Args:
+            config: The configuration of the next steps.
+            step: The steps so far.
+            command: The command that resumes the run; empty if it is in command.txt already.
+        """
+        if self._lock is None:
+            return
+        file = self.path / "config.yaml"
+        old, new = load_config(file).settings(), config.settings()
+        changed = [key for key in new if new[key] != old[key]]
+        lines = [f"# after step {step}: {key}={new[key]}, was {old[key]}" for key in changed]
+        if command or lines:
+            commands = read_text(self.path / COMMANDS) if (self.path / COMMANDS).exists() else ""
+            write_text(self.path / COMMANDS, "\n".join([*commands.splitlines(), *filter(None, [command]), *lines, ""]))
+        if file.read_bytes() != to_yaml(config).encode():
+            write_text(file, to_yaml(config))
 
     def sync_logs(self) -> dict[str, int]:
         """Sync samples.md, metrics.csv and our event files with their folder, and return their sizes in bytes."""
@@ -218,9 +235,22 @@ def checkpoint_errors(file: Path) -> Iterator[None]:
 
 
 def require_empty(run_dir: Path) -> None:
-    """Raise `UserError` if a directory holds a run, or anything else that a run could harm."""
-    if run_dir.is_dir() and any(not file.name.startswith((".lock", ".config.yaml.")) for file in run_dir.iterdir()):
+    """Raise `UserError` if a directory holds a run, or anything else that a run could harm.
+
+    A kill at the start of a run may have left its lock, beside it its command, and a file that was half written.
+    """
+    names = [file.name for file in run_dir.iterdir()] if run_dir.is_dir() else []
+    remains = (".lock", f".{COMMANDS}.", ".config.yaml.", *([COMMANDS] if ".lock" in names else []))
+    if any(not name.startswith(remains) for name in names):
         raise UserError(f"run_dir={run_dir} is not empty: choose another, or continue the run in it with resume=")
+
+
+def repeat_command(run_dir: Path, *changes: str) -> str:
+    """Return the command that starts a run again, in a new directory, with changes appended."""
+    file = run_dir / COMMANDS
+    command = read_text(file).split("\n")[0] if file.exists() else "python train.py"
+    elsewhere = [f"{key}=null" for key in ("run_dir", "resume") if re.search(rf"\s'?{key}=", command)]
+    return " ".join([command, *elsewhere, *changes])
 
 
 def text_name(data: DataConfig) -> str:

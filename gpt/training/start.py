@@ -1,7 +1,7 @@
 """Starting a run: its initial weights, its dataset, every value that was left open, and its directory."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,22 @@ from gpt.data.dataset_cache import CACHE
 from gpt.data.mixture import integer_weights, source_names
 from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenDataset, find_cached_dataset
-from gpt.data.tokenizer import Tokenizer
+from gpt.data.tokenizer import Tokenizer, TokenizerConfig
 from gpt.errors import UserError
 from gpt.exchange.loading import find_checkpoint, open_model
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
-from gpt.training.config.advice import fit_of_tokenizer, warnings
-from gpt.training.config.asked import Asked
-from gpt.training.config.loading import validate
-from gpt.training.config.schema import Config
-from gpt.training.resolve import for_machine, require_devices, resolve, with_suitable_split
+from gpt.training.advice import fit_of_tokenizer, warnings
+from gpt.training.config import Config
+from gpt.training.finalize import Machine, check_machine, finalize, require_devices
+from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory, require_empty, text_name
 from gpt.training.state import RunSpec
 
 MAX_JOB_CHARS = 80  # of a run's name that say how it differs in a sweep
 
 
-def start_run(request: Asked) -> tuple[RunSpec, RunDirectory]:
+def start_run(request: Request) -> tuple[RunSpec, RunDirectory]:
     """Prepare a new run, and make its directory: `run_dir`, or one below runs/ named after its text and its model.
 
     Rank 0 decides for all.
@@ -36,26 +35,22 @@ def start_run(request: Asked) -> tuple[RunSpec, RunDirectory]:
     return started
 
 
-def start_in_directory(run: RunDirectory | None, request: Asked) -> tuple[RunSpec, RunDirectory]:
+def start_in_directory(run: RunDirectory | None, request: Request) -> tuple[RunSpec, RunDirectory]:
     """Prepare a run that begins at its first step, in a new directory, or in that of a run without a checkpoint."""
     config = request.config
     distributed.require_processes(config.trainer.devices, config.trainer.world_size)
     if run is None and config.run_dir:
         require_empty(Path(config.run_dir))
     spec = plan_run(request)
-    return spec, run or RunDirectory.create(spec.config.run_dir, _run_name(request), spec.config)
+    if run is not None:
+        return replace(spec, command=request.command), run
+    return spec, RunDirectory.create(spec.config.run_dir, _run_name(request), spec.config, request.command)
 
 
-def plan_run(request: Asked) -> RunSpec:
+def plan_run(request: Request) -> RunSpec:
     """Return the specification of a new run, without a directory; print warnings about its settings."""
-    config, dataset, initial_weights = open_dataset(request)
-    config, schedule, _ = resolve(request, config, dataset)
-    schedule_in_steps = schedule
-    if schedule.seconds:
-        from gpt.training.estimate import timing  # imports Lightning
-
-        _, schedule_in_steps, _ = timing.in_steps(config, schedule, dataset, at_most=1.0)
-    config = with_suitable_split(config, schedule_in_steps, dataset)
+    request, machine, dataset, initial_weights = open_dataset(request)
+    config, schedule, schedule_in_steps = finalize(request, machine, dataset)
     if initial_weights is not None:
         say(fit_of_tokenizer(dataset))
     for line in warnings(config, schedule_in_steps, dataset):
@@ -63,7 +58,7 @@ def plan_run(request: Asked) -> RunSpec:
     return RunSpec(config, schedule, dataset, initial_weights=initial_weights, in_python=request.in_python)
 
 
-def _run_name(request: Asked) -> str:
+def _run_name(request: Request) -> str:
     """Return a name of a run: its text, its model or that one's shape, and what varies in a sweep."""
     model, shape = request.model, request.config.model
     if request.config.init_from:
@@ -77,39 +72,38 @@ def _run_name(request: Asked) -> str:
 # --- the weights and the text ---
 
 
-def open_dataset(request: Asked) -> tuple[Config, TokenDataset, Path | None]:
-    """Prepare the text of a new run.
+def open_dataset(request: Request) -> tuple[Request, Machine, TokenDataset, Path | None]:
+    """Prepare the text of a new run, after everything that can be checked without it.
 
     Returns:
-        The configuration for this machine, the dataset, and the model to start from, if any. That model brings its
-        shape and its tokenizer.
+        The request, with the shape and the tokenizer of the initial weights if there are any, what it uses of the
+        machine, the dataset, and the file of the initial weights.
     """
-    config, initial_weights, tokenizer = request.config, None, None
-    if config.init_from:
-        initial_weights = find_checkpoint(config.init_from)
+    initial_weights, tokenizer = None, None
+    if request.config.init_from:
+        initial_weights = find_checkpoint(request.config.init_from)
         model, tokenizer = open_model(initial_weights)
-        config = _with_shape_of(model.config, tokenizer, request)
+        request = replace(request, config=_with_shape_of(model.config, tokenizer, request))
         del model  # training opens it again: here it would take memory while text is prepared
-    config = for_machine(config)
-    return config, load_dataset(config, tokenizer), initial_weights
+    machine = check_machine(request)
+    return request, machine, load_dataset(request.config, tokenizer), initial_weights
 
 
-def _with_shape_of(model: GPTConfig, tokenizer: Tokenizer, request: Asked) -> Config:
+def _with_shape_of(model: GPTConfig, tokenizer: Tokenizer, request: Request) -> Config:
     """Return the configuration with the shape and the tokenizer of a model.
 
     Raises:
-        UserError: A key of `model` was given that does not fit its weights.
+        UserError: An override of `model` does not fit its weights.
     """
-    given_keys = [key.removeprefix("model.") for key in request.given if key.startswith("model.")]
-    given = {key: getattr(request.config.model, key) for key in ("dropout", *given_keys)}
-    shape = {key: value for key, value in asdict(model).items() if key != "vocab_size"} | given
+    config = request.config
+    overridden = [key.removeprefix("model.") for key in request.overrides if key.startswith("model.")]
+    values = {key: getattr(config.model, key) for key in ("dropout", *overridden)}
+    shape = {key: value for key, value in asdict(model).items() if key != "vocab_size"} | values
     if GPTConfig(**shape, vocab_size=model.vocab_size).num_parameters != model.num_parameters:
-        changed = " ".join(f"model.{key}={given[key]}" for key in given_keys)
-        init_from = request.config.init_from
-        raise UserError(f"{changed}: the weights of init_from={init_from} have other shapes: leave it out")
-    vocabulary = {"vocab_size": tokenizer.vocab_size} if tokenizer.name == "bpe" else {}
-    tokenizer_config = {"name": tokenizer.name} | vocabulary
-    return validate(asdict(request.config) | {"model": shape, "tokenizer": tokenizer_config})
+        changes = " ".join(f"model.{key}={values[key]}" for key in overridden)
+        raise UserError(f"{changes}: the weights of init_from={config.init_from} have other shapes: leave it out")
+    vocab_size = tokenizer.vocab_size if tokenizer.name == "bpe" else TokenizerConfig.vocab_size
+    return replace(config, model=ModelConfig(**shape), tokenizer=TokenizerConfig(tokenizer.name, vocab_size))
 
 
 def load_dataset(
@@ -180,6 +174,7 @@ def _describe(spec: RunSpec, run: RunDirectory) -> tuple[dict[str, Any], dict[st
         "schedule": spec.schedule,
         "checkpoint": spec.checkpoint and spec.checkpoint.absolute(),
         "initial_weights": spec.initial_weights and spec.initial_weights.absolute(),
+        "command": spec.command,
         "in_python": spec.in_python,
     }
     identity = {"corpus": spec.dataset.key, "tokenizer": spec.dataset.tokenizer.to_dict()}

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt.data.token_dataset import TokenDataset
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
+from gpt.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class RunSpec:
         dataset: The token ids to train and to validate on.
         checkpoint: The run's own checkpoint to resume from; None at the first step.
         initial_weights: The model whose weights a new run starts from; None for random weights.
+        command: The command that resumes the run, for command.txt; empty for a new run.
         in_python: True if `gpt.train` was called, so that hints are Python calls and not commands.
     """
 
@@ -28,6 +29,7 @@ class RunSpec:
     dataset: TokenDataset
     checkpoint: Path | None = None
     initial_weights: Path | None = None
+    command: str = ""
     in_python: bool = False
 
 

@@ -99,7 +99,7 @@ class Validator:
         }
         config, dataset = self._spec.config, self._spec.dataset
         if len(by_corpus) > 1:
-            sequences = count_sequences(step * config.windows_per_step, dataset.weights, config.order_seed)
+            sequences = count_sequences(step * config.sequences_per_step, dataset.weights, config.order_seed)
             tokens = [count * config.model.context_length for count in sequences]
             epochs = [seen / len(source.train) for seen, source in zip(tokens, dataset.sources, strict=True)]
             bits = [corpus.bits_per_byte for corpus in by_corpus]

@@ -22,8 +22,8 @@ FLOORS = (
 )
 LIBRARIES = {  # where a library may be imported; everything not named here may be imported anywhere
     "lightning": ("gpt/training/",),
-    "hydra": ("train.py", "gpt/training/config/"),
-    "omegaconf": ("train.py", "gpt/training/config/"),
+    "hydra": ("train.py", "gpt/training/cli.py"),
+    "omegaconf": ("train.py", "gpt/training/cli.py"),
     "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware/", "gpt/data/batches.py",
               "gpt/data/bpe_dropout.py", "gpt/export.py", "generate.py"),
 }  # fmt: skip

@@ -67,7 +67,7 @@ PROMISES: dict[str, dict[str, list[str]]] = {
         "Every later version resumes a run of 1.0": ["test_formats_before_1.py::test_every_format_has_a_run"],
         "Checkpoints of 0.x": [
             "test_formats_before_1.py::test_its_model_generates_and_is_exported",
-            "test_formats_before_1.py::test_its_configuration_is_repeated_and_its_model_evaluated",
+            "test_formats_before_1.py::test_its_configuration_is_read_and_its_model_evaluated",
             "test_formats_before_1.py::test_new_run_starts_from_its_weights",
         ],
         "Their training cannot be resumed": ["test_formats_before_1.py::test_resuming_is_refused"],

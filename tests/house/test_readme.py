@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -24,14 +23,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import generate
-import gpt.training.config.command  # noqa: F401 - which gives Hydra the defaults
 from gpt.files import flatten
-from gpt.training.config.asked import Asked
-from gpt.training.config.horizon import parse_horizon
-from gpt.training.config.loading import composed_values, validate
-from gpt.training.config.schema import Config
-from gpt.training.config.words import given_by
+from gpt.training.cli import parse_overrides, plain_values
+from gpt.training.config import Config, parse_horizon
 from gpt.training.metrics.metrics import METRICS
+from gpt.training.request import parse_request
 from harness import ROOT, needs, train
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "data/README.md"]
@@ -152,9 +148,9 @@ def composed(folder: Path, overrides: list[str]) -> Config:
     """The configuration of a command line, with the files of that folder's configs/."""
     if overrides[:1] == ["--config-dir"]:
         overrides = [f"hydra.searchpath=[file://{folder / overrides[1]}]", *overrides[2:]]
-    overrides = [override for override in overrides if not override.startswith("rerun=")]  # of a run that is not there
     with initialize_config_dir(str(folder / "configs"), version_base="1.3"):
-        return validate(composed_values(compose("train", overrides), list(given_by(overrides))))
+        values, model = plain_values(compose("train", overrides)), "auto" if "model=auto" in overrides else ""
+    return parse_request(values, parse_overrides(overrides), model=model).config
 
 
 @pytest.mark.parametrize("command", TRAININGS)
@@ -173,7 +169,7 @@ def test_training_command_composes(command, house):
     jobs = list(itertools.product(*choices))
     assert len(jobs) == (6 if "seed=1,2,3" in command else 2 if " -m optim" in command else 1)
     for job in jobs:
-        Asked(composed(house, [*extra, *job]), given_by(list(job)), "auto" if "model=auto" in job else "")
+        composed(house, [*extra, *job])
 
 
 @pytest.mark.parametrize("command", [command for command in RUN if re.search(r"generate\.py|-m gpt", command)])
@@ -195,10 +191,10 @@ def test_recipe(house, name):
     overrides = [f"{group}={Path(file).stem}"] + (["data.path=poem.txt"] if file == "poem.yaml" else [])
     folder = Path(name).parts[0]
     config = composed(house, [*(["--config-dir", folder] if folder != "configs" else []), *overrides])
-    assert said.items() <= flatten(asdict(config)).items()
+    assert said.items() <= config.settings().items()
     if group == "model":
-        plain = flatten(asdict(composed(house, [])))
-        assert {key for key, value in flatten(asdict(config)).items() if value != plain[key]} == set(said)
+        plain = composed(house, []).settings()
+        assert {key for key, value in config.settings().items() if value != plain[key]} == set(said)
 
 
 def test_cheap_commands_run(tmp_path, monkeypatch, capsys):

@@ -16,9 +16,9 @@ import torch
 
 from gpt.exchange import checkpoint
 from gpt.training import distributed, stop_signals
-from gpt.training.config.asked import Asked
-from gpt.training.config.loading import read, validate
+from gpt.training.config import load_config, parse_config, with_values
 from gpt.training.distributed import init_process_group, resolve_devices
+from gpt.training.request import Request
 from gpt.training.resume import on_devices, resolve_resume_auto
 from harness import (
     CONCERNS,
@@ -171,26 +171,25 @@ def test_a_process_group_that_does_not_fit(make_group, set_variables, monkeypatc
 # --- other numbers of devices ---
 
 
-def test_windows_stay_the_same(corpus_folder):
-    """Any number of devices that divides the windows of a step has the same windows in each step."""
-    config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 windows
+def test_sequences_stay_the_same(corpus_folder):
+    """Any number of devices that divides the sequences of a step has the same sequences in each step."""
+    config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 sequences
     for devices, num_nodes, size, accumulation in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
         changed = on_devices(config, devices, num_nodes)
         assert (changed.micro_batch_size, changed.accumulation) == (size, accumulation)
         assert changed.trainer.world_size == devices * num_nodes
-        assert validate(dataclasses.asdict(changed)) == changed
+        assert parse_config(dataclasses.asdict(changed)) == changed
     assert on_devices(config, 1, 1) == config
-    assert "12 windows, which 5 devices cannot share evenly" in refusal(on_devices, config, 5, 1)
+    assert "12 sequences, which 5 devices cannot share evenly" in refusal(on_devices, config, 5, 1)
 
 
 def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
     """A job queue may give `resume=auto` other devices each time."""
     training = begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
-    config = dataclasses.replace(training.config, resume="auto", run_dir=str(training.path))
+    config = with_values(training.config, {"resume": "auto", "run_dir": str(training.path)})
     for devices in (None, 2):
-        asked = Asked(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, devices=devices)))
-        decided = resolve_resume_auto(asked).config
-        assert (decided.resume, decided.trainer.devices) == (str(training.path), devices)
+        resolved = resolve_resume_auto(Request(with_values(config, {"trainer.devices": devices}))).config
+        assert (resolved.resume, resolved.trainer.devices) == (str(training.path), devices)
 
 
 # --- signals ---
@@ -423,7 +422,7 @@ def test_machines_are_started_again(settings, tmp_path, undisturbed):
     second = Training("machines", 2, *words)
     assert "continuing" in "".join(second.outputs())
     assert [process.returncode for process in second.processes] == [0, 0]
-    trainer = read(tmp_path / "run/config.yaml").trainer
+    trainer = load_config(tmp_path / "run/config.yaml").trainer
     assert (trainer.devices, trainer.num_nodes) == (1, 2)
     assert read_curves(tmp_path / "run") == read_curves(undisturbed)
 
@@ -470,7 +469,7 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
         assert f"continuing on {devices} devices instead of 2: the same sequences in each step" in done.stdout
         losses[run_dir.name] = dict(read_curves(run_dir)["train/loss"])
         stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
-        assert stored["config"]["trainer"]["devices"] == read(run_dir / "config.yaml").trainer.devices == devices
+        assert stored["config"]["trainer"]["devices"] == load_config(run_dir / "config.yaml").trainer.devices == devices
     with capsys.disabled():
         print("\nstep " + "".join(f"{name:>12}" for name in losses))
         for step in (1, 20, 21, 35, 50):
@@ -489,7 +488,7 @@ def test_rank_0_decides_the_horizon(settings, tmp_path):
     assert done.stderr == ""
     assert done.stdout.count("horizon=31steps suits this text and this machine") == 1
     assert checkpoint.load(auto / "checkpoints/last.ckpt")["step"] == 31
-    assert read(auto / "config.yaml").horizon == "31steps"
+    assert load_config(auto / "config.yaml").horizon == "31steps"
     assert train_apart(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
     payload = checkpoint.load(timed / "checkpoints/last.ckpt")
     assert payload["state"]["total_steps"] == payload["step"]

@@ -168,7 +168,7 @@ def test_several_processes(folder, tmp_path):
     """Every rank skips the same steps: two processes make the run of one."""
     settings = [FP16, "horizon=17steps", "model.context_length=3", "trainer.tokens_per_step=6"]
     settings += ["trainer.micro_batch_size=1", "model.dropout=0", "optim=adamw", "trainer.log_every=1"]
-    settings += ["trainer.short_window=0", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
+    settings += ["trainer.short_sequences=0", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
         train(*TINY, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
     one, two = (read_table(tmp_path / name) for name in "12")

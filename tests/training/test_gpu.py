@@ -18,9 +18,9 @@ from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
 from gpt.training.batch_loader import read_step
-from gpt.training.config.schedule import Schedule
 from gpt.training.loop import train_step
 from gpt.training.module import GPTModule
+from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
 from harness import ROOT, Training, begin_run, differences, fit, resume_run, tiny_config
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.training.config.loading import read
+from gpt.training.config import load_config
 from gpt.training.estimate.forecast import optimizer_bytes
 from gpt.training.optim import (
     OPTIMIZERS,
@@ -437,5 +437,5 @@ def test_rates_suit_the_model(corpus_folder, tmp_path, layers, channels, matrix_
     assert (found.matrix_lr, found.lr) == pytest.approx((matrix_lr, lr))
     assert OptimConfig(matrix_lr=0.5, lr=0.25).for_model(shape) == OptimConfig(matrix_lr=0.5, lr=0.25)
     changes = ["horizon=1steps", "optim.lr=0.125", f"run_dir={tmp_path / 'run'}"]
-    stored = read(begin_run(tiny_config(corpus_folder, *changes)).path / "config.yaml")
+    stored = load_config(begin_run(tiny_config(corpus_folder, *changes)).path / "config.yaml")
     assert (stored.optim.matrix_lr, stored.optim.lr) == (OptimConfig().for_model(stored.model).matrix_lr, 0.125)

@@ -10,7 +10,7 @@ import torch
 
 from gpt.exchange import checkpoint
 from gpt.training import training_clock
-from gpt.training.config.loading import read
+from gpt.training.config import load_config
 from gpt.training.module import GPTModule
 from harness import begin_run, fit, read_table, refusal, tiny_config
 
@@ -54,9 +54,9 @@ def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monke
     warnings = capsys.readouterr().err
     for before, after in ((6, 3), (3, 1)):
         assert f"out of memory at trainer.micro_batch_size={before}: continuing with {after} and as many" in warnings
-    stored = read(training.path / "config.yaml")
-    assert (stored.trainer.micro_batch_size, stored.decided["trainer.micro_batch_size"]) == (1, "auto")
-    assert stored.amended == []  # the size changed before the first step, so the run can be repeated
+    assert load_config(training.path / "config.yaml").trainer.micro_batch_size == 1
+    changes = [f"# after step 0: trainer.micro_batch_size={size}" for size in ("3, was 6", "1, was 3")]
+    assert (training.path / "command.txt").read_text().splitlines()[1:] == changes
     assert [step for step, _ in read_table(training.path)["val/loss"]] == [0, 1]  # each is written once
     start, end = (checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (first, training.path))
     for name in start:
@@ -80,7 +80,8 @@ def test_run_continues_from_its_last_whole_step(corpus_folder, tmp_path, monkeyp
     training = begin_run(tiny_config(corpus_folder, *changes, f"run_dir={tmp_path / 'run'}"))
     fit(training)
     step = 4 if when == "before the update" else 3
-    assert read(training.path / "config.yaml").amended == [f"trainer.micro_batch_size=6 until step {step}"]
+    change = f"# after step {step}: trainer.micro_batch_size=3, was 6"
+    assert (training.path / "command.txt").read_text().splitlines()[1:] == [change]
     assert training.metrics["steps"] == 13
     if when == "within the update":
         assert len(calls) == 5 + 10  # steps 4 and 5 are made again

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from gpt.errors import NonFiniteError
 from gpt.exchange import checkpoint
 from gpt.training.batch_loader import TrainBatches, ValidationBatches
-from gpt.training.config.asked import Asked
 from gpt.training.module import GPTModule
+from gpt.training.request import Request
 from gpt.training.start import plan_run
 from gpt.training.state import RunSpec
 from harness import ROOT, begin_run, fit, read_table, refusal, tiny_arguments, tiny_config, train_apart
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def make_spec(folder: Path, *changes: str) -> RunSpec:
-    return plan_run(Asked(tiny_config(folder, "horizon=10steps", *changes)))
+    return plan_run(Request(tiny_config(folder, "horizon=10steps", *changes)))
 
 
 def make_trainer(spec: RunSpec, folder: Path, **options) -> lightning.Trainer:
@@ -62,7 +62,7 @@ def require_equal_weights(weights: dict, run_dir: Path) -> None:
     [
         (),  # dropout, two micro-batches, short sequences
         ("optim=adamw", "optim.clip=0.5", "trainer.micro_batch_size=1", "data.bpe_dropout=0.3", "tokenizer=bpe"),
-        ("trainer.precision=bf16", "trainer.micro_batch_size=6", "horizon=700tokens", "trainer.short_window=0"),
+        ("trainer.precision=bf16", "trainer.micro_batch_size=6", "horizon=700tokens", "trainer.short_sequences=0"),
     ],
 )
 def test_trainer_gives_the_same_weights(corpus_folder, tmp_path, changes):
@@ -109,7 +109,7 @@ def test_lightnings_callbacks_work(corpus_folder, tmp_path):
 
 def test_trainer_resumes_exactly(corpus_folder, tmp_path):
     """From Lightning's checkpoint of step 5, the last steps give the same weights."""
-    spec = make_spec(corpus_folder, "trainer.short_window=0")
+    spec = make_spec(corpus_folder, "trainer.short_sequences=0")
     whole, part, rest = make_module(spec), make_module(spec), make_module(spec)
     make_trainer(spec, tmp_path).fit(whole, TrainBatches(spec))
     trainer = make_trainer(spec, tmp_path, max_steps=5)

@@ -14,7 +14,7 @@ import torch
 
 from gpt.exchange import checkpoint
 from gpt.training import loop
-from gpt.training.config.loading import read
+from gpt.training.config import load_config
 from gpt.training.optim import OptimConfig, lr_multiplier
 from harness import (
     At,
@@ -78,7 +78,7 @@ def test_complete_run_is_extended(run_dir):
     after = json.loads((run_dir / "metrics.json").read_text())
     assert (after["steps"], before["steps"]) == (97, 61)
     assert after["val_loss"] < before["val_loss"]
-    assert read(run_dir / "config.yaml").horizon == "97steps"
+    assert load_config(run_dir / "config.yaml").horizon == "97steps"
     done = train(f"resume={run_dir}", "horizon=97steps")
     assert "is complete: it has trained all of its 97 steps" in done.stdout
 
@@ -158,7 +158,7 @@ def test_run_without_a_checkpoint_starts_at_its_first_step(corpus_folder, tmp_pa
     assert training.config == dataclasses.replace(started.config, horizon=horizon or "3steps")
     fit(training)
     assert training.metrics["steps"] == (7 if horizon else 3)
-    assert read(run_dir / "config.yaml") == training.config
+    assert load_config(run_dir / "config.yaml") == training.config
 
 
 # --- memory ---

@@ -1,28 +1,36 @@
 """`resume=auto`: a repeated command starts a run, resumes it, and ends if it is complete."""
 
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from gpt.training.config.asked import Asked
-from gpt.training.config.schema import Config
+import gpt
+from gpt.training.config import with_values
+from gpt.training.request import Request, parse_request
 from gpt.training.resume import resolve_resume_auto
 from gpt.training.run_directory import RunDirectory
 from harness import differences, refusal, tiny_arguments, tiny_config, train
 
 
-def create(folder: Path, config: Config) -> str:
+def tiny_request(folder: Path, *changes: str) -> Request:
+    """Return the request of `python train.py` with the arguments of a tiny run and these changes."""
+    arguments = dict(argument.split("=", 1) for argument in tiny_arguments(folder, *changes))
+    groups = {key: arguments.pop(key) for key in ("data", "tokenizer")}
+    dotted = arguments | {f"{group}.name": name for group, name in groups.items()}
+    values = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}" for key, value in dotted.items()]))
+    return parse_request(values, arguments | groups)
+
+
+def create(folder: Path, request: Request) -> str:
     """Make the directory of a run, as its start does, and return its path."""
-    run = RunDirectory.create(str(folder / "run"), "", config)
+    run = RunDirectory.create(str(folder / "run"), "", request.config, request.command)
     run.close()
     return str(run.path)
-
-
-def resolve(folder: Path, *changes: str) -> Asked:
-    """Resolve the request of a tiny run with these changes."""
-    return resolve_resume_auto(Asked(tiny_config(folder, *changes)))
 
 
 @pytest.fixture
@@ -40,10 +48,11 @@ def test_command_starts_resumes_and_completes_a_run(arguments, tmp_path):
     assert (stored["resume"], stored["run_dir"]) == (None, str(tmp_path / "run"))
     assert len(stored["data"]["prompts"]) == 2  # taken from the text
 
-    # A kill at the start leaves only the lock and a half-written file.
+    # A kill at the start leaves only the lock, the command and a half-written file.
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").touch()
     (tmp_path / "run/.config.yaml.4321").touch()
+    (tmp_path / "run/command.txt").touch()
     started = train(*arguments)
     assert started.stderr == ""
     assert "continuing" not in started.stdout
@@ -65,90 +74,81 @@ def test_command_starts_resumes_and_completes_a_run(arguments, tmp_path):
         ("horizon=7steps", "horizon=7steps here, and 5steps in the run of"),
         ("data.prompts=[once]", "data.prompts=['once'] here, and ['', 'beta'] in the run of"),
         ("trainer.micro_batch_size=2", "trainer.micro_batch_size=2 here, and 3 in the run of"),
+        ("optim.clip=0.5", "optim.clip=0.5 here, and 0.0 in the run of"),
     ],
 )
 def test_command_with_other_settings_is_refused(corpus_folder, tmp_path, change, line):
     """The line has the key, both values and the remedy."""
-    config = tiny_config(corpus_folder, "horizon=5steps", "data.prompts=['',beta]")
-    requested = tiny_config(corpus_folder, "horizon=5steps", "data.prompts=null")
-    run_dir = create(tmp_path, config.as_decided_from(requested))
-    words = ["data.prompts=null", "resume=auto", f"run_dir={run_dir}", "horizon=5steps"]
-    message = refusal(resolve_resume_auto, Asked(tiny_config(corpus_folder, *words, change)))
+    words = ["data.prompts=['',beta]", "horizon=5steps"]
+    run_dir = create(tmp_path, tiny_request(corpus_folder, *words))
+    words += ["resume=auto", f"run_dir={run_dir}"]
+    message = refusal(resolve_resume_auto, tiny_request(corpus_folder, *words, change))
     assert line in message and "resume=" in message
-    assert resolve(corpus_folder, *words).config.resume == run_dir
+    assert resolve_resume_auto(tiny_request(corpus_folder, *words)).config.resume == run_dir
 
 
-def test_choices_of_the_run_are_no_differences(corpus_folder, tmp_path):
-    """They are what stood as `auto`, and a model that came with its weights. A run_dir is needed."""
-    requested = tiny_config(corpus_folder, "horizon=2h", "init_from=gpt2")
-    config = tiny_config(corpus_folder, "horizon=2h", "init_from=gpt2", "model.num_layers=7")
-    run_dir = create(tmp_path, config.as_decided_from(requested))
-    words = ["resume=auto", "init_from=gpt2", "trainer.micro_batch_size=auto", "horizon=2h"]
-    assert resolve(corpus_folder, *words, f"run_dir={run_dir}").config.resume == run_dir
-    dropout = tiny_config(corpus_folder, *words, f"run_dir={run_dir}", "model.dropout=0.2")
-    assert "model.dropout=0.2 here" in refusal(resolve_resume_auto, Asked(dropout))
-    assert "add run_dir=DIR" in refusal(resolve_resume_auto, Asked(tiny_config(corpus_folder, *words)))
+def test_setting_that_is_left_out_is_refused(corpus_folder, tmp_path):
+    """The run was started with a seed, and the default is another."""
+    run_dir = create(tmp_path, tiny_request(corpus_folder, "seed=3"))
+    words = ["resume=auto", f"run_dir={run_dir}"]
+    assert "seed=1 here, and 3 in the run of" in refusal(resolve_resume_auto, tiny_request(corpus_folder, *words))
+    assert resolve_resume_auto(tiny_request(corpus_folder, *words, "seed=3")).config.resume == run_dir
 
 
-def test_key_that_came_later_is_no_difference(corpus_folder, tmp_path):
-    """The run began before the key existed. Another value than the one of that time is refused."""
-    config = tiny_config(corpus_folder, "horizon=5steps")
-    run_dir = create(tmp_path, config.as_decided_from(config))
-    file = Path(run_dir) / "config.yaml"
-    stored = yaml.safe_load(file.read_text(encoding="utf-8"))
-    del stored["data"]["bpe_dropout"]
-    file.write_text(yaml.safe_dump(stored), encoding="utf-8")
-    words = ["horizon=5steps", "resume=auto", f"run_dir={run_dir}"]
-    assert resolve(corpus_folder, *words).config.resume == run_dir
-    dropout = tiny_config(corpus_folder, *words, "data.bpe_dropout=0.1")
-    assert "data.bpe_dropout=0.1 here, and 0.0 in the run of" in refusal(resolve_resume_auto, Asked(dropout))
+def test_final_values_of_the_run_are_no_differences(corpus_folder, tmp_path):
+    """Only what the user set is compared. A value may be written out that the run has anyway."""
+    request = tiny_request(corpus_folder, "horizon=2h", "trainer.micro_batch_size=auto")
+    final = with_values(request.config, {"trainer.micro_batch_size": 3, "optim.lr": 0.01, "model.qkv_bias": False})
+    run_dir = create(tmp_path, replace(request, config=final))
+    words = ["horizon=2h", "resume=auto", f"run_dir={run_dir}", "trainer.micro_batch_size=auto"]
+    for changes in ([], ["optim.lr=null"], ["optim.lr=0.01"]):
+        assert resolve_resume_auto(tiny_request(corpus_folder, *words, *changes)).config.resume == run_dir
+    line = refusal(resolve_resume_auto, tiny_request(corpus_folder, *words, "optim.lr=0.02"))
+    assert "optim.lr=0.02 here, and 0.01 in the run of" in line
 
 
-@pytest.mark.parametrize(
-    ("is_old", "requested", "may_resume"),
-    [(True, 128, True), (True, 256, True), (True, 64, False), (False, 256, False)],
-)
-def test_default_that_changed_is_no_difference(corpus_folder, tmp_path, is_old, requested, may_resume):
-    """`mini` once had a context of 128. Its default is 256 now, and any other context is refused."""
-
-    def config(length: int, *changes: str) -> Config:
-        step = ["trainer.tokens_per_step=1024", "trainer.micro_batch_size=8", "trainer.short_window=null"]
-        return tiny_config(corpus_folder, f"model.context_length={length}", *step, *changes)
-
-    run_dir = create(tmp_path, config(128).as_decided_from(config(128)))
-    file = Path(run_dir) / "config.yaml"
-    stored = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if is_old:
-        del stored["trainer"]["short_window"]
-    file.write_text(yaml.safe_dump(stored), encoding="utf-8")
-    request = Asked(config(requested, "resume=auto", f"run_dir={run_dir}"))
-    if may_resume:
-        assert resolve_resume_auto(request).config.resume == run_dir
-    else:
-        line = refusal(resolve_resume_auto, request)
-        assert f"model.context_length={requested} here, and 128 in the run of" in line
+def test_resume_auto_needs_a_directory(corpus_folder):
+    """The line has the remedy."""
+    assert "add run_dir=DIR" in refusal(tiny_request, corpus_folder, "resume=auto")
 
 
 def test_first_command_of_a_changed_run_may_be_repeated(corpus_folder, tmp_path):
     """The run got another horizon meanwhile, or other devices and so smaller micro-batches."""
-    first = tiny_config(corpus_folder, "horizon=5steps", "trainer.micro_batch_size=6")
-    changes = ["horizon=9steps", "trainer.micro_batch_size=3", "trainer.devices=2"]
-    changed = tiny_config(corpus_folder, *changes).amending(first, 4)
-    assert {line.partition("=")[0] for line in changed.amended} == {line.partition("=")[0] for line in changes}
-    run_dir = create(tmp_path, changed)
+    first = tiny_request(corpus_folder, "horizon=5steps", "trainer.micro_batch_size=6")
+    changes = {"horizon": "9steps", "trainer.micro_batch_size": 3, "trainer.devices": 2}
+    run_dir = create(tmp_path, replace(first, config=with_values(first.config, changes)))
     words = ["resume=auto", f"run_dir={run_dir}", "trainer.micro_batch_size=6"]
     for horizon in ("horizon=5steps", "horizon=9steps"):
-        request = resolve(corpus_folder, *words, horizon)
-        assert (request.config.resume, request.given) == (run_dir, {})
-    line = refusal(resolve_resume_auto, Asked(tiny_config(corpus_folder, *words, "horizon=7steps")))
+        request = resolve_resume_auto(tiny_request(corpus_folder, *words, horizon))
+        assert (request.config.resume, request.overrides) == (run_dir, {})
+    line = refusal(resolve_resume_auto, tiny_request(corpus_folder, *words, "horizon=7steps"))
     assert "horizon=7steps" in line
+
+
+def test_python_and_the_command_line_continue_each_other(arguments, corpus_folder, tmp_path):
+    """Both set the same keys, and `gpt.train` writes the command that would do the same."""
+    train(*arguments)
+    model = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
+    trainer = {"tokens_per_step": 96, "micro_batch_size": 3, "short_sequences": 8}
+    trainer |= {"log_every": 3, "validate_every": 17, "checkpoint_every": 2}
+    settings = {"model": model, "trainer": trainer, "tokenizer": "byte", "horizon": "5steps"}
+    data = {"name": "text", "cache": str(corpus_folder / "cache"), "prompts": None}
+    text, run_dir = str(corpus_folder / "corpus.txt"), str(tmp_path / "run")
+    settings |= {"text": text, "data": data, "run_dir": run_dir, "resume": "auto"}
+    assert gpt.train(**settings).spec is None  # it is complete
+    assert "seed=3 here, and 1 in" in refusal(gpt.train, **settings, seed=3)
+    gpt.train(**settings | {"run_dir": str(tmp_path / "other")})
+    (line,) = (tmp_path / "other/command.txt").read_text().splitlines()
+    assert line.startswith("python train.py ") and f"data.path={text}" in line
+    assert "is complete" in train(*shlex.split(line)[2:]).stdout
+    assert differences(tmp_path / "run", tmp_path / "other") == []
 
 
 def test_run_of_two_machines_resumes_on_one(corpus_folder, tmp_path):
     """It then has as many processes as each machine had."""
     on_two = tiny_config(corpus_folder, "trainer.devices=2", "trainer.num_nodes=2", "trainer.tokens_per_step=192")
-    run_dir = create(tmp_path, on_two)
+    run_dir = create(tmp_path, Request(on_two))
     resumed = tiny_config(corpus_folder, f"resume={run_dir}", "trainer.devices=null")
-    assert Asked(resumed).processes == 1  # a launcher starts four of it
+    assert Request(resumed).num_processes == 1  # a launcher starts four of it
     resumed.trainer.num_nodes = 1
-    assert Asked(resumed).processes == 2
+    assert Request(resumed).num_processes == 2

@@ -17,8 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from gpt.data.data_config import DataConfig
 from gpt.exchange import checkpoint
 from gpt.exchange.loading import SAVED, find_checkpoint, find_run, open_model
-from gpt.training.config.loading import read
-from gpt.training.config.schema import Config
+from gpt.training.config import Config, load_config
 from gpt.training.run_directory import EVENTS, RunDirectory, require_empty, text_name
 from gpt.training.versions import code
 from harness import (
@@ -40,7 +39,7 @@ from harness import (
 @pytest.fixture
 def run_dir(tmp_path):
     """A new run directory that no process holds."""
-    with RunDirectory.create(str(tmp_path / "run"), "", Config(seed=7)) as run:
+    with RunDirectory.create(str(tmp_path / "run"), "", Config(seed=7), "python train.py seed=7") as run:
         return run.path
 
 
@@ -48,15 +47,16 @@ def run_dir(tmp_path):
 
 
 def test_new_run_has_a_configuration_and_a_lock(run_dir):
-    """There is nothing else in it."""
-    assert sorted(os.listdir(run_dir)) == [".lock", "config.yaml"]
-    assert read(run_dir / "config.yaml") == Config(seed=7)
+    """Its command is there too, and nothing else."""
+    assert sorted(os.listdir(run_dir)) == [".lock", "command.txt", "config.yaml"]
+    assert (run_dir / "command.txt").read_text() == "python train.py seed=7\n"
+    assert load_config(run_dir / "config.yaml") == Config(seed=7)
 
 
 def test_names_do_not_collide(tmp_path, monkeypatch):
     """Runs that begin in the same second get a number."""
     monkeypatch.chdir(tmp_path)
-    folders = [RunDirectory.create(None, "text-mini", Config()).path for _ in range(3)]
+    folders = [RunDirectory.create(None, "text-mini", Config(), "").path for _ in range(3)]
     assert len({folder.name for folder in folders}) == 3
     assert all(folder.parent.name == "runs" and "_text-mini" in folder.name for folder in folders)
     assert "=" not in "".join(folder.name for folder in folders)
@@ -66,7 +66,7 @@ def test_names_do_not_collide_in_parallel(tmp_path, monkeypatch):
     """Runs that begin at the same moment get a number, too."""
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(7) as pool:
-        folders = list(pool.map(lambda _: RunDirectory.create(None, "text-mini", Config()).path, range(31)))
+        folders = list(pool.map(lambda _: RunDirectory.create(None, "text-mini", Config(), "").path, range(31)))
     assert len(set(folders)) == len(os.listdir("runs")) == 31
 
 
@@ -103,25 +103,27 @@ def test_run_is_named_after_other_data():
 def test_name_makes_no_folder(tmp_path, monkeypatch):
     """The name of a model file in a folder contains a slash, and the run's name must not."""
     monkeypatch.chdir(tmp_path)
-    assert RunDirectory.create(None, "book-mine/small", Config()).path.name.endswith("_book-mine_small")
+    assert RunDirectory.create(None, "book-mine/small", Config(), "").path.name.endswith("_book-mine_small")
 
 
 def test_directory_is_for_one_run(run_dir, tmp_path):
     """A directory that holds a run or a user's file is refused, and so is a file."""
-    assert "is not empty" in refusal(RunDirectory.create, str(run_dir), "", Config())
+    assert "is not empty" in refusal(RunDirectory.create, str(run_dir), "", Config(), "")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
     assert "is not empty" in refusal(require_empty, tmp_path / "mine")
+    (tmp_path / "mine/notes.txt").rename(tmp_path / "mine/command.txt")  # without a lock, no run has left it
+    assert "is not empty" in refusal(require_empty, tmp_path / "mine")
     (tmp_path / "file").touch()
-    assert "cannot be made" in refusal(RunDirectory.create, str(tmp_path / "file"), "", Config())
-    assert (tmp_path / "mine/notes.txt").exists()
+    assert "cannot be made" in refusal(RunDirectory.create, str(tmp_path / "file"), "", Config(), "")
+    assert (tmp_path / "mine/command.txt").exists()
 
 
 def test_link_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
     """runs/ may be a link to a disk that is not mounted."""
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to("/nowhere/runs")
-    assert "runs: File exists); a link may lead nowhere" in refusal(RunDirectory.create, None, "book", Config())
+    assert "runs: File exists); a link may lead nowhere" in refusal(RunDirectory.create, None, "book", Config(), "")
 
 
 # --- finding and locking ---
@@ -218,7 +220,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     write_corpus(folder)
     changes = ["trainer.checkpoint_every=5", "trainer.validate_every=6", "optim.lr=0.5", "optim.matrix_lr=0.5"]
-    changes += ["trainer.short_window=0"]
+    changes += ["trainer.short_sequences=0"]
     train(*tiny_arguments(folder, "horizon=12steps", f"run_dir={folder / 'run'}", *changes, "optim.final_lr=1"))
     assert checkpoint.load(folder / "run/checkpoints/best.ckpt")["step"] == 6
     return folder / "run"
@@ -414,6 +416,10 @@ def test_text_may_have_moved(copied, trained, tmp_path, monkeypatch):
         cache.rename(trained.parent / "cache")
     finally:
         moved.rename(text)
-    config = read(copied / "config.yaml")
+    config = load_config(copied / "config.yaml")
     assert config.data.path == str(text)  # the old place
-    assert config.amended == [f"horizon={n}steps until step {n}" for n in (12, 13)]
+    lines = (copied / "command.txt").read_text().splitlines()
+    assert [line for line in lines if line.startswith("#")] == [
+        f"# after step {n}: horizon={n + 1}steps, was {n}steps" for n in (12, 13)
+    ]
+    assert lines[-2] == f"python train.py resume={copied} horizon=14steps data.path=moved.txt"

@@ -9,11 +9,10 @@ from gpt.data.batches import validation_batches
 from gpt.exchange import checkpoint
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score
-from gpt.training import resolve
 from gpt.training.batch_loader import micro_batch
 from gpt.training.module import GPTModule
 from gpt.training.start import load_dataset
-from harness import StopAt, begin_run, fit, read_table, refusal, resume_run, tiny_config
+from harness import StopAt, begin_run, finalized, fit, read_table, refusal, resume_run, tiny_config
 
 
 class Lengths:
@@ -29,7 +28,7 @@ class Lengths:
 @pytest.mark.parametrize(("window", "short"), [(8, 8), (4, 4), (0, 16)])
 def test_sequences_are_short_from_the_second_step_to_three_fifths(corpus_folder, tmp_path, window, short):
     """The first step has full length, so that a lack of memory shows at once."""
-    lengths, changes = Lengths(), [f"trainer.short_window={window}", f"run_dir={tmp_path / 'run'}"]
+    lengths, changes = Lengths(), [f"trainer.short_sequences={window}", f"run_dir={tmp_path / 'run'}"]
     fit(begin_run(tiny_config(corpus_folder, "horizon=10steps", *changes)), [lengths])
     assert lengths.lengths == [16, *[short] * 5, *[16] * 4]
 
@@ -46,22 +45,27 @@ def test_short_sequences_end_at_three_fifths_of_a_time(corpus_folder, tmp_path):
 
 def test_short_sequences_by_default(corpus_folder, tmp_path):
     """They are for a context of 256 and random weights. Any other run has full length from the start."""
-    long = ["horizon=1steps", "trainer.tokens_per_step=512", "trainer.micro_batch_size=1", "trainer.short_window=null"]
+    long = [
+        "horizon=1steps",
+        "trainer.tokens_per_step=512",
+        "trainer.micro_batch_size=1",
+        "trainer.short_sequences=null",
+    ]
     for context, expected in (("256", 128), ("128", 0), ("512", 0)):
         changes = [*long, f"model.context_length={context}", f"run_dir={tmp_path / context}"]
         training = begin_run(tiny_config(corpus_folder, *changes))
         config = training.config
-        assert (config.trainer.short_window, config.decided["trainer.short_window"]) == (expected, None)
+        assert config.trainer.short_sequences == expected
         fit(training)
     changes = [*long, f"init_from={tmp_path / '256'}", f"run_dir={tmp_path / 'tuned'}"]
     config = begin_run(tiny_config(corpus_folder, *changes)).config
-    assert (config.model.context_length, config.trainer.short_window) == (256, 0)
+    assert (config.model.context_length, config.trainer.short_sequences) == (256, 0)
 
 
 def test_length_must_divide_the_context(corpus_folder):
     """The line has both lengths."""
-    line = refusal(tiny_config, corpus_folder, "trainer.short_window=5")
-    assert line.startswith("trainer.short_window=5 does not divide model.context_length=16: ")
+    line = refusal(tiny_config, corpus_folder, "trainer.short_sequences=5")
+    assert line.startswith("trainer.short_sequences=5 does not divide model.context_length=16: ")
 
 
 def test_validation_has_the_length_of_the_last_step(corpus_folder, tmp_path, capsys):
@@ -119,7 +123,7 @@ def test_best_checkpoint_is_the_best_at_full_length(corpus_folder, tmp_path):
 def test_short_sequences_cover_the_same_text(corpus_folder):
     """An epoch has the text once at either length, except for what does not fill a step."""
     config = tiny_config(corpus_folder)
-    config = resolve.for_model(resolve.for_machine(config), config.model)
+    config = finalized(config)
     dataset = load_dataset(config, quiet=True)
     [train], T = (source.train for source in dataset.sources), config.model.context_length
     expected = np.bincount(train[np.arange(len(train))], minlength=257)

@@ -1,4 +1,4 @@
-"""A new run: every setting is decided and recorded, and its weights come from a seed or from a checkpoint."""
+"""A new run: every setting is final and recorded, and its weights come from a seed or from a checkpoint."""
 
 import re
 import weakref
@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from gpt.exchange.loading import open_model
-from gpt.training import loop, resolve
+from gpt.training import loop
 from gpt.training.batch_loader import micro_batch
-from gpt.training.config.loading import read
-from gpt.training.config.schedule import Schedule
+from gpt.training.config import load_config
+from gpt.training.finalize import check_machine
 from gpt.training.module import GPTModule
+from gpt.training.request import Request
+from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
-from harness import At, begin_run, fit, refusal, resume_run, tiny_config
+from harness import At, begin_run, finalized, fit, refusal, resume_run, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +25,8 @@ def folder(corpus_folder) -> Path:
     return corpus_folder
 
 
-def test_every_setting_is_decided_and_recorded(corpus_folder, tmp_path):
-    """config.yaml has each choice of the program, and what stood there before, also for a run that is begun again."""
+def test_every_setting_is_final_and_recorded(corpus_folder, tmp_path):
+    """config.yaml has the final values and what the user set, also for a run that starts again without a checkpoint."""
     changes = ["trainer.micro_batch_size=auto", "data.prompts=null", f"run_dir={tmp_path / 'run'}"]
     training = begin_run(tiny_config(corpus_folder, *changes))
     training.run.close()
@@ -32,9 +34,9 @@ def test_every_setting_is_decided_and_recorded(corpus_folder, tmp_path):
     assert "auto" not in (config.trainer.device, config.trainer.precision, config.trainer.compile)
     assert config.trainer.micro_batch_size == 6 and config.may_shrink
     assert None not in (config.data.bpe_dropout, config.data.prompts)
-    decided = {"trainer.micro_batch_size": "auto", "data.prompts": None, "data.bpe_dropout": None}
-    assert decided.items() <= config.decided.items() and "seed" not in config.decided
-    assert read(training.path / "config.yaml") == config
+    overrides = {"trainer.micro_batch_size": "auto", "data.prompts": None, "run_dir": str(tmp_path / "run")}
+    assert config.overrides == overrides
+    assert load_config(training.path / "config.yaml") == config
     again = resume_run(training.path)
     again.run.close()
     assert again.config.may_shrink
@@ -45,7 +47,7 @@ def test_seeds_draw_weights_and_order(corpus_folder):
 
     def draw(*changes: str) -> tuple[bytes, bytes]:
         config = tiny_config(corpus_folder, "horizon=6steps", *changes)
-        config = resolve.for_model(resolve.for_machine(config), config.model)
+        config = finalized(config)
         dataset = load_dataset(config, quiet=True)
         module = GPTModule(config, dataset.tokenizer, Schedule.plan(config, dataset.train_tokens))
         weights = module.model.position_embedding.weight.detach().numpy().tobytes()
@@ -97,8 +99,10 @@ def test_bpe_dropout_suits_the_epochs(folder, tmp_path, monkeypatch, changes, pr
 def test_too_many_devices_are_refused(corpus_folder, monkeypatch):
     """The line has the number of devices of this machine."""
     config = tiny_config(corpus_folder, "trainer.devices=2", "trainer.micro_batch_size=auto")
-    monkeypatch.setattr("gpt.training.resolve.device_count", lambda device: 1)
-    assert refusal(resolve.for_machine, config) == "trainer.devices=2 is more than this machine has: at most 1 of cpu"
+    monkeypatch.setattr("gpt.training.finalize.device_count", lambda device: 1)
+    assert (
+        refusal(check_machine, Request(config)) == "trainer.devices=2 is more than this machine has: at most 1 of cpu"
+    )
 
 
 def test_too_short_a_text_is_refused(corpus_folder, tmp_path):

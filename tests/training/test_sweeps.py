@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import gpt.training.loop
-from gpt.training.config.command import naming_jobs
+from gpt.training.cli import name_jobs
 from harness import ROOT, differences, needs, read_curves, refused, tiny_arguments, train
 
 
@@ -71,7 +71,7 @@ def test_runs_are_named_by_what_varies():
     """Options of Hydra, and settings that all jobs share or that have long values, are left out of the name."""
     words = ["-m", "--config-dir", "recipes", "hydra/launcher=joblib", "seed=1,2", "horizon=2steps", "data.path='a,b'"]
     excluded = '["hydra/launcher", "horizon", "data.path"]'
-    assert naming_jobs(words) == f"hydra.job.config.override_dirname.exclude_keys={excluded}"
+    assert name_jobs(words) == f"hydra.job.config.override_dirname.exclude_keys={excluded}"
 
 
 def test_a_job_of_a_sweep_trains_again(settings, tmp_path):

@@ -4,22 +4,21 @@ import time
 
 import pytest
 
-from gpt.training import resolve
-from gpt.training.config.loading import read
-from gpt.training.config.schedule import Schedule
+from gpt.training.config import load_config
 from gpt.training.estimate.timing import seconds_per_step
+from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
-from harness import begin_run, differences, fit, refusal, resume_run, tiny_config
+from harness import begin_run, differences, finalized, fit, refusal, resume_run, tiny_config
 
 
 @pytest.mark.parametrize(("limit", "horizon"), [(600, "377steps"), (1e-6, "30steps")])
 def test_auto_is_ten_epochs_or_what_fits_into_the_time(corpus_folder, tmp_path, monkeypatch, capsys, limit, horizon):
     """The run is, bit for bit, that of the same horizon in steps."""
-    monkeypatch.setattr(resolve, "AUTO_SECONDS", limit)
+    monkeypatch.setattr("gpt.training.finalize.AUTO_HORIZON_SECONDS", limit)
     training = begin_run(tiny_config(corpus_folder, "horizon=auto", f"run_dir={tmp_path / 'auto'}"))
     assert f"horizon={horizon} suits this text and this machine\n" in capsys.readouterr().out
     assert training.schedule.total_steps == int(horizon.removesuffix("steps"))
-    assert read(tmp_path / "auto/config.yaml").horizon == training.config.horizon == horizon
+    assert load_config(tmp_path / "auto/config.yaml").horizon == training.config.horizon == horizon
     if horizon == "30steps":
         fit(training)
         fit(begin_run(tiny_config(corpus_folder, f"horizon={horizon}", f"run_dir={tmp_path / 'given'}")))
@@ -38,7 +37,7 @@ def test_shortest_auto_horizon_is_not_timed(corpus_folder, tmp_path, monkeypatch
 def test_timing_takes_a_few_steps(corpus_folder):
     """Steps of a throwaway model are timed, within the limit."""
     config = tiny_config(corpus_folder)
-    config = resolve.for_model(resolve.for_machine(config), config.model)
+    config = finalized(config)
     dataset = load_dataset(config)
     start = time.monotonic()
     seconds = seconds_per_step(config, Schedule.plan(config, dataset.train_tokens), dataset, at_most=0.2)

@@ -13,12 +13,12 @@ from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
-from gpt.training.config.advice import UNSPLIT
-from gpt.training.config.law import FAMILY, PROBE, Law
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.advice import UNSPLIT
+from gpt.training.config import Config, with_values
 from gpt.training.estimate.timing import measure, throwaway_steps
 from gpt.training.optim import MINI
+from gpt.training.scaling_law import FAMILY, PROBE, Law
+from gpt.training.schedule import Schedule
 
 PROBE_SHARE = 0.5  # of the time that there is, which the probe may take
 PROBE_STEPS = (250, 1000)  # its least and its most: the law was fitted to probes of 1,000, and fewer on small texts
@@ -29,7 +29,7 @@ WORSE = 1.02  # once a model would need so many times the bits of the best, no l
 
 @dataclass(frozen=True)
 class Member:
-    """A model of the family, decided for this machine and timed on it, with the law of the text that it is to learn."""
+    """A model of the family, final for this machine and timed on it, with the law of the text that it is to learn."""
 
     config: Config
     schedule: Schedule
@@ -58,17 +58,20 @@ def best(members: Sequence[Member], seconds: float) -> Member:
 
 
 def choose(
-    decided: Callable[[ModelConfig], tuple[Config, Schedule]], text: TokenDataset, seconds: float, longest: float
+    finalize_candidate: Callable[[ModelConfig], tuple[Config, Schedule]],
+    text: TokenDataset,
+    seconds: float,
+    longest: float,
 ) -> list[Member]:
     """Probe a text, and time members from the smallest up, until a larger one learns less.
 
-    `decided` makes everything else follow from a model. Members are weighed for `seconds` of training, or for `longest`
-    if that is more.
+    `finalize_candidate` returns the final configuration for a model. Members are weighed for `seconds` of training, or
+    for `longest` if that is more.
     """
-    law, longest = probe(*decided(PROBE), text, seconds), max(seconds, longest)
+    law, longest = probe(*finalize_candidate(PROBE), text, seconds), max(seconds, longest)
     members: list[Member] = []
     for model in FAMILY:
-        config, schedule = decided(model)
+        config, schedule = finalize_candidate(model)
         if config.model.context_length >= text.train_tokens:
             break
         try:
@@ -88,7 +91,7 @@ def choose(
 def probe(config: Config, schedule: Schedule, text: TokenDataset, seconds: float) -> Law:
     """Fit the law of a text to what a throwaway model learns of it in part of the given time."""
     if config.trainer.precision == "fp16":  # whose broken steps only training skips
-        config = replace(config, trainer=replace(config.trainer, precision="fp32"))
+        config = with_values(config, {"trainer.precision": "fp32"})
     config, each = measure(config, schedule, text, at_most=1.0)
     fresh = UNSPLIT * text.train_tokens / config.trainer.tokens_per_step  # steps, after which tokens would be split
     steps = round(max(PROBE_STEPS[0], min(PROBE_STEPS[1], fresh, PROBE_SHARE * seconds / each)))

@@ -18,11 +18,11 @@ from gpt.hardware.device import DTYPES
 from gpt.hardware.memory import free_memory, peak_memory_bytes
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training.config.advice import epochs, warnings
-from gpt.training.config.asked import Asked
-from gpt.training.config.schema import Config
+from gpt.training.advice import epochs, warnings
+from gpt.training.config import Config
+from gpt.training.finalize import finalize, weigh_models
 from gpt.training.optim import build_optimizer
-from gpt.training.resolve import resolve, with_suitable_split
+from gpt.training.request import Request
 from gpt.training.run_directory import require_empty
 from gpt.training.start import open_dataset
 
@@ -32,19 +32,20 @@ CHECKPOINTS = 3  # best, last and previous
 LOG_BYTES = 64 << 20  # memory of a process that trains beyond one that only times steps: curves, pictures, checkpoints
 
 
-def print_plan(asked: Asked) -> None:
+def print_plan(request: Request) -> None:
     """Print what a run will take; nothing is written but its prepared text."""
     with contextlib.redirect_stdout(sys.stderr):
-        figures = forecast(asked)
-    say(json.dumps(figures, indent=2) if asked.plan == "json" else describe(figures))
+        figures = forecast(request)
+    say(json.dumps(figures, indent=2) if request.plan == "json" else describe(figures))
 
 
-def forecast(asked: Asked) -> dict[str, Any]:
+def forecast(request: Request) -> dict[str, Any]:
     """Everything that plan=json prints, in bytes, seconds and counts."""
-    if asked.config.run_dir:
-        require_empty(Path(asked.config.run_dir))
-    config, text, _ = open_dataset(asked)
-    config, schedule, members = resolve(asked, config, text, longest=HORIZONS[-1])
+    if request.config.run_dir:
+        require_empty(Path(request.config.run_dir))
+    request, machine, text, _ = open_dataset(request)
+    members = weigh_models(request, machine, text, HORIZONS[-1]) if request.model == "auto" else ()
+    config, schedule, _ = finalize(request, machine, text, members)
     horizon = schedule.seconds
     from gpt.training.estimate.choice import expectations
     from gpt.training.estimate.timing import in_steps, seconds_validating  # imports what stays in memory while training
@@ -53,7 +54,6 @@ def forecast(asked: Asked) -> dict[str, Any]:
     free = free_memory(device)
     say("timing a few steps and part of a validation")
     config, schedule, seconds = in_steps(config, schedule, text)
-    config = with_suitable_split(config, schedule, text)
     settings = config.trainer
     gc.collect()
     validating = seconds_validating(config, schedule, text)

@@ -19,11 +19,10 @@ from gpt.hardware.threads import giving_way
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score, tokens_at_once
 from gpt.training.batch_loader import micro_batch
-from gpt.training.config.horizon import Horizon
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config, Horizon
 from gpt.training.metrics.samples import continue_prompt, longest_copy
 from gpt.training.module import GPTModule
+from gpt.training.schedule import Schedule
 
 
 def in_steps(

@@ -16,12 +16,12 @@ from torch import Tensor
 from gpt.hardware.device import peak_flops
 from gpt.hardware.memory import peak_memory_bytes
 from gpt.training import distributed
-from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.loggers import close_loggers, open_loggers
 from gpt.training.metrics.metrics import curve_points
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
 from gpt.training.run_directory import TABLE, RunDirectory
+from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without

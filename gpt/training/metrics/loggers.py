@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 from gpt.errors import UserError, reason
 from gpt.files import read_text, write_text
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
 
 PROJECT = "mini-gpt"  # as wandb and mlflow list its runs
 

@@ -12,9 +12,9 @@ from typing import Any
 from gpt.console import bars, duration, in_notebook, say
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
-from gpt.training.config.schedule import Schedule
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.report import one_line
+from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first

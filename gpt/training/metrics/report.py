@@ -12,9 +12,10 @@ from tqdm.utils import disp_len, disp_trim
 from gpt.console import duration, quote, say
 from gpt.data.chunking import show_token
 from gpt.training import distributed
-from gpt.training.config.advice import TURNED, shorter_steps
+from gpt.training.advice import TURNED, shorter_steps
 from gpt.training.health import is_memorizing
 from gpt.training.metrics.metrics import METRICS
+from gpt.training.run_directory import repeat_command
 from gpt.training.state import Result, RunSpec
 
 MOST_SAMPLES = 3
@@ -152,8 +153,8 @@ def _next(
     turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
     if turned or is_memorizing(figures):  # it may have turned unseen, between too few validations
         steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))
-        rerun = f"python train.py {quote(f'rerun={run}')} horizon={steps}steps"
-        yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else rerun
+        command = repeat_command(run_dir, f"horizon={steps}steps")
+        yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else command
     else:
         call = f"lm.resume({f'horizon={longer!r}' if longer else ''})"  # of the model whose report this is
         yield "train longer" if longer else "go on", call if in_python else resume_command(run_dir, in_python, longer)

@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from gpt.model.transformer import ModelConfig
-from gpt.training.config.asked import Asked
-from gpt.training.config.law import FAMILY, PROBE, Law
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
 from gpt.training.estimate import choice
 from gpt.training.estimate.timing import throwaway_steps
-from gpt.training.resolve import for_machine, resolve
+from gpt.training.finalize import weigh_models
+from gpt.training.request import Request
+from gpt.training.scaling_law import FAMILY, PROBE, Law
+from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset, open_dataset
-from harness import refusal, refused, tiny_arguments, tiny_config, train
+from harness import finalized, refusal, refused, tiny_arguments, tiny_config, train
 
 TEXT = Law(1_000_003)
 MINI = ModelConfig()
@@ -62,7 +62,7 @@ def test_law_of_a_strange_text(bits):
 
 def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
     """It sees the text five times, where that is enough: more would tell how well it is learnt by heart."""
-    config = for_machine(
+    config = finalized(
         tiny_config(corpus_folder, "trainer.tokens_per_step=48", "optim.lr=0.01", "optim.matrix_lr=0.02")
     )
     dataset, lengths = load_dataset(config), []
@@ -113,16 +113,16 @@ def test_chooses_trains_and_reports(given, tmp_path):
     assert line, done.stdout
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     model = config["model"]
-    assert config["data"]["bpe_dropout"] is not None is config["decided"]["data.bpe_dropout"]
+    assert config["data"]["bpe_dropout"] is not None
+    assert config["overrides"]["model"] == "auto"
     assert (model["num_layers"], model["d_model"]) == (int(line[1]), int(line[2]))
     figures = json.loads((tmp_path / "run/metrics.json").read_text())
     assert f"{figures['expected_bits_per_byte']:.2f}" == line[3]
     assert re.search(
-        rf"expected +{figures['expected_bits_per_byte']:.4f}  by model=auto; the result is [\d.]+%", done.stdout
+        rf"expected +{figures['expected_bits_per_byte']:.4f}  bits per byte, by model=auto; the result is [\d.]+%",
+        done.stdout,
     )
     assert figures["train_seconds"] < 4
-    rerun = ["model=auto", "horizon=2s", "trainer.tokens_per_step=1024", f"rerun={tmp_path / 'run'}"]
-    assert refused(*rerun) == "train.py: model=auto does not go with rerun, which brings its own model"
     assert "is complete" in train(*asked).stdout
     assert "by model=auto" not in train(f"resume={tmp_path / 'run'}", "horizon=3s").stdout
 
@@ -159,20 +159,19 @@ def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     config = tiny_config(corpus_folder, "horizon=1s", "trainer.micro_batch_size=auto")
     limit = 16
     config.model = ModelConfig(config.model.context_length)
-    asked = Asked(config, model="auto")
-    config, dataset, _ = open_dataset(asked)
-    assert [member.config.model.d_model for member in resolve(asked, config, dataset)[2]] == [16]
+    request, machine, dataset, _ = open_dataset(Request(config, model="auto"))
+    assert [member.config.model.d_model for member in weigh_models(request, machine, dataset)] == [16]
     limit = 7
-    assert refusal(resolve, asked, config, dataset) == "out of memory"
+    assert refusal(weigh_models, request, machine, dataset) == "out of memory"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["horizon=400steps"], "model=auto weighs models by what they learn in a time, and horizon=400steps is none"),
-        (["horizon=1Mtokens"], "horizon=1Mtokens is none: give one, such as horizon=10min"),
-        (["horizon=3epochs"], "horizon=3epochs is none"),
-        (["horizon=auto"], "horizon=auto is none"),
+        (["horizon=400steps"], "model=auto needs a time limit: set horizon=10min (not 400steps)"),
+        (["horizon=1Mtokens"], "set horizon=10min (not 1Mtokens)"),
+        (["horizon=3epochs"], "(not 3epochs)"),
+        (["horizon=auto"], "(not auto)"),
         (["horizon=1min", "init_from=gpt2"], "model=auto does not go with init_from, which brings its own model"),
         (["horizon=1min", "model.num_layers=3"], "model.num_layers=3 does not go with model=auto, which chooses it"),
         (["-m", "horizon=1min,400steps"], "job 1 (model=auto horizon=400steps"),

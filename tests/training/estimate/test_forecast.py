@@ -9,7 +9,7 @@ import torch
 from gpt.hardware.device import DTYPES
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPTConfig
-from gpt.training.config.schema import Config, TrainerConfig
+from gpt.training.config import Config, TrainerConfig
 from gpt.training.estimate.forecast import LOG_BYTES, describe, peak_memory
 from gpt.training.optim import OptimConfig
 from harness import tiny_arguments, train, train_apart
@@ -109,7 +109,7 @@ def test_memory(given, tmp_path, changes):
     """The peak of a real run is within a fifth of the schedule, for a model that takes more memory than the process."""
     given = [*given, "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
     given += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
-    given += ["trainer.short_window=0", *changes]
+    given += ["trainer.short_sequences=0", *changes]
     planned = train_apart(*given, "plan=json")
     train_apart(*given, f"run_dir={tmp_path / 'run'}")
     peak = json.loads((tmp_path / "run/metrics.json").read_text(encoding="utf-8"))["peak_memory_bytes"]

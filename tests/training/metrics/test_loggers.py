@@ -10,11 +10,11 @@ import pytest
 import torch
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
 from gpt.training.metrics.curves import Curves
 from gpt.training.metrics.loggers import open_loggers
 from gpt.training.run_directory import RunDirectory
+from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 from harness import (
     At,
@@ -102,7 +102,7 @@ def test_no_loggers(trained, tmp_path):
     training = begin_again(trained, tmp_path, logger=[], horizon="1steps")
     fit(training, [Logging()])
     names = {file.name for file in training.path.iterdir()}
-    assert names == {".lock", "config.yaml", "checkpoints", "metrics.json", "samples.md"}
+    assert names == {".lock", "command.txt", "config.yaml", "checkpoints", "metrics.json", "samples.md"}
 
 
 # --- wandb and mlflow ---

@@ -57,7 +57,7 @@ the run:      runs/a b
 sample it:    python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s'
 see why:      the same with --insight page.html
 its curves:   tensorboard --logdir runs, and http://localhost:6006/?smoothing=0
-run shorter:  python train.py 'rerun=runs/a b' horizon=500steps"""
+run shorter:  python train.py horizon=500steps"""
     )
 
 
@@ -94,7 +94,7 @@ def test_memorising_in_words(copied, passage):
     [
         (1100, "2200steps", "train longer: python train.py resume=runs/a horizon=2200steps"),
         (1100, "", "go on:        python train.py resume=runs/a"),
-        (700, "", "run shorter:  python train.py rerun=runs/a horizon=500steps"),
+        (700, "", "run shorter:  python train.py horizon=500steps"),
     ],
     ids=["still falling", "stopped", "turned"],
 )
@@ -111,11 +111,11 @@ UNBEATEN = {"baselines": {"unigram": 3.5}, "beaten_at_step": {"unigram": None}}
 @pytest.mark.parametrize(
     ("changes", "command"),
     [
-        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 145}, "rerun=runs/a horizon=72steps"),
-        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 2000}, "rerun=runs/a horizon=500steps"),
-        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 1}, "rerun=runs/a horizon=1steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 145}, "python train.py horizon=72steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 2000}, "python train.py horizon=500steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 1}, "python train.py horizon=1steps"),
         ({"train_loss": 1.0, "val_loss": 1.9}, "resume=runs/a horizon=2200steps"),
-        ({"train_loss": 3.0, "val_loss": 3.9} | UNBEATEN, "rerun=runs/a horizon=500steps"),
+        ({"train_loss": 3.0, "val_loss": 3.9} | UNBEATEN, "python train.py horizon=500steps"),
         ({"train_loss": 3.0, "val_loss": 3.7} | UNBEATEN, "resume=runs/a horizon=2200steps"),
         ({"train_loss": 3.0, "val_loss": 3.9, "beaten_at_step": {}}, "resume=runs/a horizon=2200steps"),
     ],

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from gpt.exchange import checkpoint
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
 from gpt.training.metrics.curves import ROWS
 from gpt.training.metrics.metrics import METRICS, chart_patterns
 from gpt.training.metrics.report import report
@@ -168,12 +168,11 @@ def test_a_disk_that_is_full_at_the_end(tmp_path):
     code = """
 import resource, signal, sys
 from pathlib import Path
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
 from gpt.training.metrics.curves import Curves
-from gpt.training.run_directory import EVENTS, RunDirectory
+from gpt.training.run_directory import RunDirectory
+from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
-from gpt.training.validation import beat_baselines
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 spec = RunSpec(Config(run_dir=sys.argv[1]), Schedule(), dataset=None)

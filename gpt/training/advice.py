@@ -5,8 +5,8 @@ import numpy as np
 from gpt.data.token_dataset import MIXTURE_BLOCK, TokenDataset
 from gpt.data.token_files import TokenSequence
 from gpt.data.tokenizer import train_bpe
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.config import Config
+from gpt.training.schedule import Schedule
 
 # benchmarks/LOG.md says how these were measured.
 TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from gpt.model.transformer import ModelConfig
-from gpt.training.config.schedule import MAX_STEPS, Schedule
-from gpt.training.config.schema import Config, TrainerConfig
+from gpt.training.config import Config, TrainerConfig
 from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.schedule import MAX_STEPS, Schedule
 from harness import refusal
 
 CONFIG = Config(
@@ -31,7 +31,7 @@ def test_horizon_becomes_steps(horizon, steps, seconds):
     """A step has 7 x 1,024 tokens, and an epoch 50,000. The steps of a time are known only at its end."""
     schedule = Schedule.plan(dataclasses.replace(CONFIG, horizon=horizon), 50_000)
     assert (schedule.total_steps, schedule.seconds) == (steps, seconds)
-    assert (CONFIG.windows_per_step, CONFIG.micro_batch_size, CONFIG.accumulation) == (7, 1, 7)
+    assert (CONFIG.sequences_per_step, CONFIG.micro_batch_size, CONFIG.accumulation) == (7, 1, 7)
 
 
 def test_too_many_steps_are_refused():
@@ -78,7 +78,7 @@ def test_progress_is_a_fraction_of_the_horizon():
 
 def test_short_sequences_end_at_three_fifths():
     """They begin in the second step and end after 0.6 of the steps, or in the second step after 0.6 of the time."""
-    short = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, short_window=128))
+    short = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, short_sequences=128))
     schedule = Schedule.plan(dataclasses.replace(short, horizon="10steps"), 50_000)
     assert [step for step in range(10) if schedule.uses_short_sequences(step)] == [1, 2, 3, 4, 5]
     schedule = Schedule.plan(dataclasses.replace(short, horizon="5min"), 50_000)
@@ -98,6 +98,5 @@ def test_short_sequences_end_at_three_fifths():
 def test_micro_batch_is_halved(size, accumulation, smaller):
     """If half of it does not divide the sequences of a step, the next smaller divisor replaces it."""
     trainer = TrainerConfig(tokens_per_step=1024 * size * accumulation, micro_batch_size=size)
-    decided = {"trainer.micro_batch_size": "auto"}
-    config = dataclasses.replace(CONFIG, trainer=trainer, decided=decided).with_smaller_micro_batch()
+    config = dataclasses.replace(CONFIG, trainer=trainer).with_smaller_micro_batch()
     assert (config.micro_batch_size, config.accumulation) == smaller

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gpt.errors import UserError
-from gpt.training.config.horizon import Horizon, parse_horizon
-from gpt.training.config.schema import Config
+from gpt.training.config import Config, Horizon, parse_horizon
 from gpt.training.optim import OptimConfig, lr_multiplier
 
 MIN_VALIDATIONS = 4
@@ -46,7 +45,7 @@ class Schedule:
         """
         horizon = horizon or parse_horizon(config.horizon)
         tokens_per_step, validate_every = config.trainer.tokens_per_step, config.trainer.validate_every
-        has_short_sequences = 0 < (config.trainer.short_window or 0) < config.model.context_length
+        has_short_sequences = 0 < (config.trainer.short_sequences or 0) < config.model.context_length
         if horizon.unit == "seconds":
             full_length_from_step = MAX_STEPS if has_short_sequences else 0
             return cls(

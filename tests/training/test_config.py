@@ -12,20 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-import gpt.training.config.command  # noqa: F401 (registers the defaults under which configs/train.yaml composes)
 from gpt.data.corpus import DataConfig
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.training.config.horizon import Horizon, parse_horizon
-from gpt.training.config.loading import composed_values, read, to_yaml, unknown_key, validate
-from gpt.training.config.schema import Config, TrainerConfig
-from gpt.training.config.words import describe, given_by
+from gpt.training.cli import describe, parse_overrides, plain_values
+from gpt.training.config import (
+    DROPPED,
+    Config,
+    Horizon,
+    TrainerConfig,
+    describe_unknown_key,
+    load_config,
+    parse_config,
+    parse_horizon,
+    to_yaml,
+)
 from gpt.training.optim import OptimConfig
+from gpt.training.request import parse_request
 from harness import differences, refusal, tiny_arguments, train
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
 NEEDS_PATH = {"data=text", "data=tokens"}  # they are for what the user names
 
@@ -37,6 +45,16 @@ def composed(*overrides: str) -> DictConfig:
     """What `python train.py` composes from these arguments."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         return compose("train", overrides=list(overrides))
+
+
+def parsed(*overrides: str) -> Config:
+    """The configuration of `python train.py` with these arguments, whose values may contradict each other."""
+    return parse_composed(composed(*overrides))
+
+
+def parse_composed(composition: DictConfig) -> Config:
+    values = plain_values(composition)
+    return parse_config({key: value for key, value in values.items() if key not in ("callbacks", "plan")})
 
 
 def composed_with_experiment(folder: Path, content: str) -> DictConfig:
@@ -53,7 +71,7 @@ def with_path(choice: str) -> list[str]:
 def write_and_read(config: Config, file: Path) -> Config:
     """The configuration out of the YAML file that a run would keep of it."""
     file.write_text(to_yaml(config), encoding="utf-8")
-    return read(file)
+    return load_config(file)
 
 
 # --- what is shipped ---
@@ -62,7 +80,7 @@ def write_and_read(config: Config, file: Path) -> Config:
 @pytest.mark.parametrize("choice", SHIPPED)
 def test_shipped_config(choice, tmp_path):
     """Each shipped file composes, is valid, means what it says, and comes back the same from what a run stores."""
-    valid = validate(composed(*with_path(choice)))
+    valid = parsed(*with_path(choice))
     config = flatten(dataclasses.asdict(valid))
     group, name = choice.split("=")
     content = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
@@ -71,7 +89,7 @@ def test_shipped_config(choice, tmp_path):
     expected = {key: value for key, value in expected.items() if value is not None}  # null: decided by the dataclass
     assert expected
     assert {key: config[key] for key in expected} == expected
-    assert validate(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
+    assert parse_config(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
 
 
 def test_help():
@@ -103,7 +121,7 @@ def test_help():
 )
 def test_a_path_is_of_text(overrides, name, prompts):
     """Without `data`, in place of the default corpus."""
-    config = validate(composed_values(composed(*overrides), list(given_by(list(overrides)))))
+    config = parse_request(plain_values(composed(*overrides)), parse_overrides(overrides)).config
     assert (config.data.name, config.data.prompts) == (name, prompts)
 
 
@@ -111,7 +129,7 @@ def test_a_path_contradicts_a_corpus():
     """It does not replace a corpus that was chosen."""
     for choice in ("data=python_docs", "experiment=shakespeare"):
         overrides = [choice, "data.path=a.txt"]
-        line = refusal(validate, composed_values(composed(*overrides), list(given_by(list(overrides)))))
+        line = refusal(parse_request, plain_values(composed(*overrides)), parse_overrides(overrides))
         assert (
             line
             == "data.path='a.txt' works only with data=text and data=tokens: add one of these, or leave the path out"
@@ -136,11 +154,11 @@ def test_files_that_repeat_the_defaults(file, kind):
 
 def test_experiments_choose_their_groups():
     """What an experiment says of other groups holds, and the command line has the last word."""
-    config = validate(composed("experiment=gpt2_small"))
+    config = parsed("experiment=gpt2_small")
     assert (config.model, config.tokenizer.name) == (ModelConfig(1024, 768, 12, 12), "gpt2")
-    config = validate(composed("experiment=gpt2_small", "model=mini", "tokenizer=byte", "optim.lr=0.5"))
+    config = parsed("experiment=gpt2_small", "model=mini", "tokenizer=byte", "optim.lr=0.5")
     assert (config.model.d_model, config.tokenizer.name, config.optim.lr) == (128, "byte", 0.5)
-    assert validate(composed("experiment=finetune")).optim.name == "adamw"
+    assert parsed("experiment=finetune").optim.name == "adamw"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +173,7 @@ def test_experiments_choose_their_groups():
 )
 def test_parameter_counts(name, vocab_size, expected):
     """Each model's size, counted without allocating it; GPT-2's are the published ones, which their files name."""
-    shape = validate(composed(f"model={name}", "trainer.tokens_per_step=1024")).model
+    shape = parsed(f"model={name}", "trainer.tokens_per_step=1024").model
     assert GPTConfig(vocab_size=vocab_size, **dataclasses.asdict(shape)).num_parameters == expected
     stated = f"{expected / 1e6:.1f} million" if name == "mini" else f"{expected:,}"
     assert stated in (CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8")
@@ -169,7 +187,7 @@ def test_parameter_counts(name, vocab_size, expected):
     [
         ("optim:\n  lrr: 3", "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
         ("horzon: 3steps", "there is no key 'horzon'; did you mean 'horizon'?"),
-        ("modle:\n  d_model: 64", "there is no key 'modle'; see configs/ for the keys there are"),
+        ("modle:\n  d_model: 64", "there is no key 'modle'; see docs/configuration.md for the keys there are"),
         ("model:\n  d_model: null", "model.d_model=None is not of type int"),
         ("model: null", "model=None stands where keys such as model.context_length belong"),
         ("optim:\n  betas: [0.9, x]", "optim.betas[1]='x' is not of type float"),
@@ -178,7 +196,7 @@ def test_parameter_counts(name, vocab_size, expected):
 )
 def test_mistakes_in_a_file(tmp_path, content, line):
     """A wrong name or type in a YAML file is one line that names the key."""
-    assert refusal(validate, composed_with_experiment(tmp_path, content)) == line
+    assert refusal(parse_composed, composed_with_experiment(tmp_path, content)) == line
 
 
 @pytest.mark.parametrize(
@@ -197,7 +215,7 @@ def test_mistakes_in_a_file(tmp_path, content, line):
 )
 def test_mistakes_on_the_command_line(override, line):
     """So it is on the command line, with a plus too."""
-    assert refusal(validate, composed(override)) == line
+    assert refusal(parse_composed, composed(override)) == line
 
 
 @pytest.mark.parametrize(
@@ -287,7 +305,7 @@ def test_experiment_without_its_first_line(tmp_path):
 def test_values_out_of_range(values, message):
     """A value out of its range is an error that names the key, the value and the limit."""
     with pytest.raises(UserError, match=message):
-        validate(values)
+        parse_config(values)
 
 
 @pytest.mark.parametrize(
@@ -296,22 +314,23 @@ def test_values_out_of_range(values, message):
         ({"tokens_per_step": 1000}, r"tokens_per_step=1000 .*context_length=64 times 1 devices: try 960"),
         ({"tokens_per_step": 63}, r"tokens_per_step=63 .*try 64"),
         ({"tokens_per_step": 960, "devices": 2}, r"tokens_per_step=960 .* times 2 devices: try 896"),
-        ({"tokens_per_step": 960, "micro_batch_size": 4}, r"micro_batch_size=4 does not divide the 15 windows"),
-        ({"tokens_per_step": 896, "devices": 2, "micro_batch_size": 14}, r"micro_batch_size=14 .* the 7 windows"),
+        ({"tokens_per_step": 960, "micro_batch_size": 4}, r"micro_batch_size=4 does not divide the 15 sequences"),
+        ({"tokens_per_step": 896, "devices": 2, "micro_batch_size": 14}, r"micro_batch_size=14 .* the 7 sequences"),
     ],
 )
 def test_tokens_per_step_must_divide(trainer, message):
-    """Steps are whole windows on every device, and whole micro-batches; the remedy named is valid."""
+    """Steps are whole sequences on every device, and whole micro-batches; the remedy named is valid."""
     with pytest.raises(UserError, match=message) as caught:
-        validate({"model": {"context_length": 64}, "trainer": trainer})
+        parse_config({"model": {"context_length": 64}, "trainer": trainer})
     if "try" in str(caught.value):
         trainer = trainer | {"tokens_per_step": int(str(caught.value).split("try ")[1])}
-        validate({"model": {"context_length": 64}, "trainer": trainer})
+        parse_config({"model": {"context_length": 64}, "trainer": trainer})
 
 
 def test_interpolation_is_a_mistake_of_the_user():
     """A reference to a key that does not exist is the user's error, and names where it stands."""
-    assert refusal(validate, OmegaConf.create({"data": {"prompts": ["${nowhere}"]}})).startswith("data.prompts[0]: ")
+    composition = OmegaConf.create({"data": {"prompts": ["${nowhere}"]}})
+    assert refusal(plain_values, composition).startswith("data.prompts[0]: ")
 
 
 @pytest.mark.parametrize(
@@ -319,10 +338,10 @@ def test_interpolation_is_a_mistake_of_the_user():
 )
 def test_stored_configurations_are_literal(text, tmp_path):
     """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment, nor be missing."""
-    config = validate({"data": {"prompts": [text]}})
+    config = parse_config({"data": {"prompts": [text]}})
     assert config.data.prompts == [text]
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert read(tmp_path / "config.yaml").data.prompts == [text]
+    assert load_config(tmp_path / "config.yaml").data.prompts == [text]
 
 
 @pytest.mark.parametrize(
@@ -337,13 +356,13 @@ def test_stored_configurations_are_literal(text, tmp_path):
 def test_stored_file_that_is_none(tmp_path, content, words):
     """A config.yaml that holds something else is refused."""
     (tmp_path / "config.yaml").write_text(content)
-    assert words in refusal(read, tmp_path / "config.yaml")
+    assert words in refusal(load_config, tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("stored", [[], 3, None, "text"])
 def test_configuration_that_is_no_dictionary(stored):
     """A checkpoint's configuration of another type is one line."""
-    assert "stands where keys such as model belong" in refusal(validate, stored)
+    assert "stands where keys such as model belong" in refusal(parse_config, stored)
 
 
 # --- numbers as people write them ---
@@ -351,15 +370,15 @@ def test_configuration_that_is_no_dictionary(stored):
 
 def test_numbers_and_words_as_yaml_reads_them():
     """`compile: true` is a bool to YAML, and 1e3 a float; both are taken as what their keys want."""
-    config = validate(composed("trainer.log_every=1e1", "seed=1.2e3", "optim.lr=1e-3"))
+    config = parsed("trainer.log_every=1e1", "seed=1.2e3", "optim.lr=1e-3")
     values = (config.trainer.log_every, config.seed, config.optim.lr)
     assert [(value, type(value)) for value in values] == [(10, int), (1200, int), (0.001, float)]
     values = {"compile": True, "micro_batch_size": 4, "tokens_per_step": 8192}
-    trainer = validate({"trainer": values}).trainer
+    trainer = parse_config({"trainer": values}).trainer
     assert (trainer.compile, trainer.micro_batch_size) == ("true", 4)
-    assert validate(composed("trainer.compile=False", "trainer.micro_batch_size=2")).trainer.compile == "false"
-    assert validate(composed("logger=csv")).logger == ["csv"]
-    assert validate({"seed": "7", "optim": {"lr": "1e-3"}, "model": {"qkv_bias": "False"}}) == Config(
+    assert parsed("trainer.compile=False", "trainer.micro_batch_size=2").trainer.compile == "false"
+    assert parsed("logger=csv").logger == ["csv"]
+    assert parse_config({"seed": "7", "optim": {"lr": "1e-3"}, "model": {"qkv_bias": "False"}}) == Config(
         seed=7, optim=OptimConfig(lr=0.001), model=ModelConfig(qkv_bias=False)
     )
 
@@ -420,7 +439,7 @@ def test_whatever_is_read_is_positive(text):
 
 def test_plain_values_are_plain():
     """What goes into checkpoints and YAML files is of Python's own types throughout."""
-    plain = dataclasses.asdict(validate(composed()))
+    plain = dataclasses.asdict(parsed())
     assert type(plain["optim"]) is dict
     flat = [item for value in flatten(plain).values() for item in (value if isinstance(value, list) else [value])]
     assert {type(item) for item in flat} == {str, int, float, bool, type(None)}
@@ -443,21 +462,21 @@ def test_round_trip_of_any_values(tmp_path_factory, seed, lr, betas, final_lr, p
         seed=seed,
         run_dir=run_dir,
     )
-    assert validate(dataclasses.asdict(config)) == config
+    assert parse_config(dataclasses.asdict(config)) == config
     assert write_and_read(config, tmp_path_factory.getbasetemp() / "config.yaml") == config
 
 
 def test_validate_leaves_its_argument_alone():
     """Checking does not change what it checks."""
     values = {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
-    validate(values)
+    parse_config(values)
     assert values == {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
 
 
 def test_what_is_not_given_has_its_default():
     """An empty configuration is the default one, and what is given changes nothing else."""
-    assert validate({}) == Config()
-    assert validate({"trainer": {"log_every": 3}}) == Config(trainer=TrainerConfig(log_every=3))
+    assert parse_config({}) == Config()
+    assert parse_config({"trainer": {"log_every": 3}}) == Config(trainer=TrainerConfig(log_every=3))
     sections = {"model": ModelConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optim": OptimConfig}
     assert all(getattr(Config(), name) == section() for name, section in sections.items())
 
@@ -473,12 +492,23 @@ def test_what_is_not_given_has_its_default():
         ("lr", "optim.lr"),
         ("context_length", "model.context_length"),
         ("model.warmup_steps", "optim.warmup_steps"),
-        *((key + key[-1], key) for key in flatten(dataclasses.asdict(Config()))),
+        *((key + key[-1], key) for key in Config().settings()),
     ],
 )
 def test_unknown_key_suggests_the_nearest(key, suggested):
     """A misspelt key, or the right one in the wrong place, gets the key that was meant."""
-    assert unknown_key(key) == f"there is no key {key!r}; did you mean {suggested!r}?"
+    assert describe_unknown_key(key) == f"there is no key {key!r}; did you mean {suggested!r}?"
+
+
+def test_keys_that_went_name_what_to_use():
+    """Each is no key any more, and has a substitute."""
+    keys = [key for key in DROPPED if "=" not in key]
+    assert keys
+    for key in keys:
+        assert key not in Config().settings()
+        assert refusal(parse_config, {key: 1} if "." not in key else {"trainer": {key.split(".")[1]: 1}}) == (
+            f"there is no key {key!r} since version 1.0: use {DROPPED[key]}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -492,7 +522,7 @@ def test_unknown_key_suggests_the_nearest(key, suggested):
 )
 def test_bytes_that_are_not_utf8(values, line):
     """Whatever key has them is named, since config.yaml could not hold it."""
-    assert refusal(validate, values) == f"{line} has bytes that are not UTF-8: give it another name"
+    assert refusal(parse_config, values) == f"{line} has bytes that are not UTF-8: give it another name"
 
 
 @pytest.mark.slow

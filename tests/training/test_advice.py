@@ -12,12 +12,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt.sampling.scoring import Score
-from gpt.training.config.advice import suitable_split, warnings
-from gpt.training.config.loading import validate
-from gpt.training.config.schedule import Schedule
-from gpt.training.config.schema import Config
+from gpt.training.advice import suitable_split, warnings
+from gpt.training.config import Config, parse_config, with_values
 from gpt.training.health import warn_if_overfitting
-from gpt.training.resolve import with_suitable_split
+from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
 from gpt.training.state import TrainState
 from harness import StopAt, Training, begin_run, differences, fit, resume_run, tiny_config, write_corpus
@@ -31,10 +29,11 @@ FREQUENCIES = [1 / (rank + 3) for rank in range(len(WORDS))]
 
 def told(config: Config) -> list[str]:
     """The lines for a configuration, each of which fits a wide terminal."""
-    settings = dataclasses.replace(config.trainer, micro_batch_size=1)
     dataset = load_dataset(config)
-    schedule = Schedule.plan(dataclasses.replace(config, trainer=settings), dataset.train_tokens)
-    lines = warnings(with_suitable_split(config, schedule, dataset), schedule, dataset)
+    schedule = Schedule.plan(config, dataset.train_tokens)
+    if config.data.bpe_dropout is None and not config.init_from:
+        config = with_values(config, {"data.bpe_dropout": suitable_split(config, schedule, dataset)})
+    lines = warnings(config, schedule, dataset)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
     return lines
 
@@ -44,13 +43,16 @@ def settings(folder: Path, content: str | list[str], *changes: str) -> Config:
     lines = content if isinstance(content, list) else []
     file = folder / ("text.jsonl" if lines else "text.txt")
     file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines) or str(content), encoding="utf-8")
-    return changed(validate({"data": {"name": "text", "path": str(file), "cache": str(folder / "cache")}}), *changes)
+    return changed(
+        parse_config({"data": {"name": "text", "path": str(file), "cache": str(folder / "cache")}}), *changes
+    )
 
 
 def changed(config: Config, *changes: str) -> Config:
     """A configuration with changes as on the command line."""
     given = [re.sub("^(data|tokenizer)=", r"\1.name=", change.replace("'", "")) for change in changes]
-    return validate(OmegaConf.merge(OmegaConf.create(dataclasses.asdict(config)), OmegaConf.from_dotlist(given)))
+    merged = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(config)), OmegaConf.from_dotlist(given))
+    return parse_config(OmegaConf.to_container(merged))
 
 
 def words(count: int, seed: int = 3) -> str:

@@ -1,0 +1,201 @@
+"""From a request to final values: what the machine determines, and then every value that is still auto."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt.console import say
+from gpt.data.data_config import BUILTIN_CORPORA
+from gpt.data.prompts import prompts_from
+from gpt.data.token_dataset import TokenDataset
+from gpt.errors import UserError
+from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
+from gpt.hardware.memory import free_memory
+from gpt.model.memory import choose_micro_batch
+from gpt.model.transformer import GPTConfig, ModelConfig
+from gpt.training import distributed
+from gpt.training.advice import STEPS, suitable_split, suitable_steps
+from gpt.training.config import Config, parse_horizon, with_values
+from gpt.training.request import Request
+from gpt.training.schedule import SHORT_SEQUENCE_TOKENS, Schedule
+
+if TYPE_CHECKING:
+    from gpt.training.estimate.choice import Member
+
+AUTO_HORIZON_SECONDS = 600  # horizon=auto trains at most so long, unless `STEPS` take longer
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run uses of this machine."""
+
+    device: str  # cpu, cuda or mps
+    devices: int  # on each machine
+    num_nodes: int
+    precision: str  # fp32, bf16 or fp16
+    compile: str  # true or false
+
+
+def check_machine(request: Request) -> Machine:
+    """Return what the request uses of this machine. It is called before any work on text.
+
+    Raises:
+        UserError: The machine lacks a device or a capability, or a step is not a whole number of sequences.
+    """
+    config = request.config
+    devices, num_nodes = distributed.resolve_devices(config.trainer.devices, config.trainer.num_nodes)
+    config = with_values(config, {"trainer.devices": devices, "trainer.num_nodes": num_nodes})
+    config.require_whole_sequences()
+    device = require_devices(config)
+    return Machine(
+        device.type,
+        devices,
+        num_nodes,
+        precision=choose_precision(config.trainer.precision, device),
+        compile=str(choose_compile(config.trainer.compile, device)).lower(),
+    )
+
+
+def require_devices(config: Config) -> torch.device:
+    """Return the configured device; `UserError` if this machine lacks it or has too few."""
+    device, count = choose_device(config.trainer.device), config.trainer.devices or 1
+    available = device_count(device)
+    if available is not None and count > available:
+        raise UserError(f"trainer.devices={count} is more than this machine has: at most {available} of {device.type}")
+    if (count > 1 or config.trainer.strategy != "auto") and not torch.distributed.is_available():
+        raise UserError("this PyTorch was built without torch.distributed: use one device, and no trainer.strategy")
+    if device.type == "mps" and config.trainer.strategy != "auto":
+        raise UserError(f"trainer.strategy={config.trainer.strategy} is not for mps, a single device: leave it out")
+    return device
+
+
+def finalize(
+    request: Request, machine: Machine, dataset: TokenDataset, candidates: Sequence["Member"] = ()
+) -> tuple[Config, Schedule, Schedule]:
+    """Return the final configuration, in which nothing is auto or open, and the schedule.
+
+    Values that the user left open are set in this order:
+
+    1. `trainer.device`, `devices`, `num_nodes`, `precision`, `compile`: as `check_machine` found them.
+    2. `tokenizer`, for prepared text: as the text was prepared.
+    3. `data.prompts`: those of the corpus, or words of the validation text.
+    4. `model=auto`: the candidate that learns most in the time; then `horizon`, if more time would only memorize.
+    5. For the model, in `finalize_model`: `trainer.micro_batch_size` by free memory, `trainer.short_sequences` by the
+       context length, `optim.lr` and `optim.matrix_lr` by depth and width.
+    6. `horizon=auto`: the steps that suit the size of the text, as far as they fit into ten minutes.
+    7. `data.bpe_dropout`: by how often the text is seen.
+    8. Paths of `data`: absolute.
+
+    Args:
+        request: What the user wants trained, with the shape of the initial weights if there are any.
+        machine: What `check_machine` returned.
+        dataset: The dataset of the request.
+        candidates: For model=auto, what `weigh_models` returned; if empty, it is called here.
+
+    Returns:
+        The configuration, the schedule, and the schedule in steps. These two differ for a time horizon, whose number
+        of steps is an estimate.
+    """
+    config = on_machine(request, machine, dataset)
+    if config.data.prompts is None:
+        config = with_values(config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or prompts_from(dataset)})
+    if request.model == "auto":
+        candidates = candidates or weigh_models(request, machine, dataset)
+        config, schedule = _with_best_model(config, dataset, candidates)
+    else:
+        config = finalize_model(config, config.model)
+        if config.horizon == "auto":
+            config = _with_suitable_horizon(config, dataset)
+        schedule = Schedule.plan(config, dataset.train_tokens)
+    schedule_in_steps = schedule
+    if schedule.seconds:
+        from gpt.training.estimate import timing  # imports Lightning
+
+        _, schedule_in_steps, _ = timing.in_steps(config, schedule, dataset, at_most=1.0)
+    if config.data.bpe_dropout is None:
+        probability = 0.0 if config.init_from else suitable_split(config, schedule_in_steps, dataset)
+        config = with_values(config, {"data.bpe_dropout": probability})
+    return config.with_absolute_paths(), schedule, schedule_in_steps
+
+
+def on_machine(request: Request, machine: Machine, dataset: TokenDataset) -> Config:
+    """Return the configuration with what the machine and prepared text determine."""
+    config = with_values(request.config, {f"trainer.{key}": value for key, value in asdict(machine).items()})
+    if config.data.name == "tokens":  # they come with their tokenizer
+        tokenizer = dataset.tokenizer
+        config = with_values(config, {"tokenizer.name": tokenizer.name, "tokenizer.vocab_size": tokenizer.vocab_size})
+    return config
+
+
+def finalize_model(config: Config, model: ModelConfig) -> Config:
+    """Return the configuration with this model, and with what follows from it where that was left open."""
+    trainer = config.trainer
+    values: dict[str, object] = {"model": model, "optim": config.optim.for_model(model)}
+    if trainer.micro_batch_size == "auto":
+        values["trainer.micro_batch_size"] = choose_micro_batch(
+            GPTConfig(**asdict(model)),  # with GPT-2's vocabulary, whatever the text's: the least that fits
+            trainer.tokens_per_step // (model.context_length * trainer.world_size),
+            free_memory(torch.device(trainer.device)),
+            DTYPES[trainer.precision],
+            trainer.device,
+            checkpointing=trainer.activation_checkpointing,
+        )
+    if trainer.short_sequences is None:  # they were measured for this context length only, and for random weights
+        is_measured = model.context_length == 2 * SHORT_SEQUENCE_TOKENS and not config.init_from
+        values["trainer.short_sequences"] = SHORT_SEQUENCE_TOKENS if is_measured else 0
+    return with_values(config, values)
+
+
+def weigh_models(
+    request: Request, machine: Machine, dataset: TokenDataset, longest_seconds: float = 0.0
+) -> Sequence["Member"]:
+    """Return the candidates of model=auto, each with its predicted loss.
+
+    Args:
+        request: A request with model=auto.
+        machine: What `check_machine` returned.
+        dataset: The dataset of the request.
+        longest_seconds: Weigh enough candidates to tell the best for this time too.
+    """
+    from gpt.training.estimate.choice import choose  # imports Lightning
+
+    config = on_machine(request, machine, dataset)
+
+    def finalize_candidate(candidate: ModelConfig) -> tuple[Config, Schedule]:
+        context = max(candidate.context_length, config.model.context_length)
+        model = replace(candidate, context_length=context, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias)
+        tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many sequences
+        short = config.trainer.short_sequences or 0
+        values = {"model": model, "trainer.tokens_per_step": tokens, "trainer.short_sequences": short}
+        final = finalize_model(with_values(config, values), model)
+        return final, Schedule.plan(final, dataset.train_tokens)
+
+    return choose(finalize_candidate, dataset, parse_horizon(config.horizon).amount, longest_seconds)
+
+
+def _with_best_model(config: Config, dataset: TokenDataset, candidates: Sequence["Member"]) -> tuple[Config, Schedule]:
+    """Return the configuration and the schedule of the candidate that learns most within the horizon."""
+    from gpt.training.estimate.choice import announcement, best  # imports Lightning
+
+    seconds = parse_horizon(config.horizon).amount
+    say(announcement(candidates, seconds, dataset))
+    chosen = best(candidates, seconds)
+    bits_per_byte, useful_seconds = chosen.reached(seconds)
+    horizon = config.horizon if useful_seconds == seconds else f"{useful_seconds}s"
+    schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits_per_byte)
+    return with_values(chosen.config, {"horizon": horizon, "data": config.data}), schedule
+
+
+def _with_suitable_horizon(config: Config, dataset: TokenDataset) -> Config:
+    """Return the configuration with the steps that suit the text, as far as they fit into `AUTO_HORIZON_SECONDS`."""
+    steps = suitable_steps(config, dataset)
+    config = with_values(config, {"horizon": f"{steps}steps"})
+    if steps > STEPS:
+        from gpt.training.estimate.timing import measure  # imports Lightning
+
+        _, seconds = measure(config, Schedule.plan(config, dataset.train_tokens), dataset, at_most=1.0)
+        steps = max(STEPS, min(steps, int(AUTO_HORIZON_SECONDS / seconds)))
+    say(f"horizon={steps}steps suits this text and this machine")
+    return with_values(config, {"horizon": f"{steps}steps"})
