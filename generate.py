@@ -26,8 +26,8 @@ def sample(args: argparse.Namespace) -> None:
 
     from gpt.data import dataset_cache
     from gpt.data.token_dataset import find_cached_dataset
-    from gpt.exchange.loading import find_checkpoint, open_with_record
     from gpt.hardware.device import choose_device
+    from gpt.loading import find_checkpoint, open_with_record
     from gpt.sampling.generation import Sampling
     from gpt.sampling.insight import insight_page
     from gpt.sampling.language_model import LanguageModel

@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 from gpt.training.callbacks import load_callbacks
 from gpt.training.cli import compose_and_run, one_line_errors, parse_composition, print_settings
 from gpt.training.distributed import distributed_errors, launch
-from gpt.training.estimate.forecast import print_plan
-from gpt.training.metrics.report import report
+from gpt.training.forecast import print_plan
+from gpt.training.report import report
 from gpt.training.request import Request
 from gpt.training.resume import resolve_resume_auto, resume_run
 from gpt.training.start import start_run

@@ -18,8 +18,8 @@ import torch
 from measuring import Worker, finish, machine, parser, read_bandwidth, rounds, table
 
 from gpt.data.tokenizer import gpt2_tokenizer
-from gpt.exchange import gguf
 from gpt.hardware.device import choose_device
+from gpt.interop import gguf
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
 from gpt.sampling.packed import pack_weights

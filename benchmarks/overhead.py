@@ -19,11 +19,11 @@ from unittest import mock
 from measuring import configure, finish, machine, parser, synchronize, table
 
 from gpt.training.batch_loader import micro_batch
+from gpt.training.curves import Curves
 from gpt.training.loop import run_training
-from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.progress import Progress
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
+from gpt.training.progress import Progress
 from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory
 from gpt.training.start import start_run

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from measuring import finish, machine, parser, table, train_as_user
 
 from gpt.data.batches import validation_batches
-from gpt.exchange.loading import open_model
+from gpt.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score

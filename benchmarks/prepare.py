@@ -67,7 +67,7 @@ def hugging_face(texts: list[str]) -> Callable[[], object]:
 
 def fast_gpt2():
     """GPT-2's encoding in the `tokenizers` library, with the merges derived from the ranks."""
-    from gpt.exchange.vocabulary import to_huggingface
+    from gpt.interop.vocabulary import to_huggingface
 
     return to_huggingface(gpt2_tokenizer())
 

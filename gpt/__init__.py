@@ -42,8 +42,8 @@ def load(path: str | Path | None = None, device: str = "auto") -> "LanguageModel
 
     The device is auto, cpu, cuda or mps. `UserError`, a `ValueError`, says in one line why nothing can be opened.
     """
-    from gpt.exchange.loading import find_checkpoint, open_model
     from gpt.hardware.device import choose_device
+    from gpt.loading import find_checkpoint, open_model
     from gpt.sampling.language_model import LanguageModel
 
     model, tokenizer = open_model(find_checkpoint(path))

@@ -21,7 +21,7 @@ from typing import Any
 from gpt.console import Parser, command_line, say
 from gpt.errors import UserError, reason
 from gpt.files import TRAIN, flatten, home_path, read_text, read_yaml
-from gpt.training.metrics.metrics import METRICS
+from gpt.training.metrics import METRICS
 
 RUNS = Path("runs")
 SEEDS = ("seed", "data.seed")

@@ -17,7 +17,7 @@ from gpt.data.token_dataset import find_cached_dataset
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
-from gpt.exchange.loading import find_checkpoint, open_with_record
+from gpt.loading import find_checkpoint, open_with_record
 
 MOST_NATS = 700  # per token; beyond, the perplexity overflows
 

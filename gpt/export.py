@@ -10,9 +10,9 @@ from gpt.console import Parser, command_line, quote
 from gpt.data.python_docs import builtin_docs
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
-from gpt.exchange import card, gguf, huggingface
-from gpt.exchange.loading import find_checkpoint, open_model
 from gpt.files import home_path, publish, sync
+from gpt.interop import gguf, huggingface, model_card
+from gpt.loading import find_checkpoint, open_model
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it once the arguments have proved right
     from gpt.model.transformer import GPT
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = Path(working) / args.to.name
         folder.mkdir()
         huggingface.write(model, tokenizer, folder)
-        card.write(model, path, args.to.name, folder)
+        model_card.write(model, path, args.to.name, folder)
         compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpt.console import say
 from gpt.errors import UserError, reason, require_choice
-from gpt.exchange.loading import find_run, open_model
 from gpt.files import CONFIGS, flatten, read_yaml
 from gpt.hardware.device import choose_device
+from gpt.loading import find_run, open_model
 from gpt.sampling.language_model import LanguageModel
 from gpt.training.callbacks import check_callbacks
-from gpt.training.metrics.report import report
+from gpt.training.report import report
 from gpt.training.request import Request, parse_request
 from gpt.training.resume import resolve_resume_auto, resume_run
 from gpt.training.start import start_run

@@ -17,8 +17,8 @@ from gpt.data.chunking import (
 )
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
-from gpt.exchange.loading import open_tokenizer
 from gpt.files import explain, home_path
+from gpt.loading import open_tokenizer
 
 EXCERPT = 1000  # tokens to show of a longer text
 SHORT = 40  # up to this many tokens are also listed one by one

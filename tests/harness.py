@@ -27,9 +27,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gpt import checkpoint
 from gpt.data.token_files import TokenSequence, map_tokens
 from gpt.errors import UserError
-from gpt.exchange import checkpoint
 from gpt.training import loop
 from gpt.training import resume as resuming
 from gpt.training.config import Config, parse_config, with_values

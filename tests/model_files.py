@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpt import checkpoint
 from gpt.data.dataset_cache import write_sealed_file
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer
-from gpt.exchange import checkpoint
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=2, num_heads=7)

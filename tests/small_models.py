@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.exchange.checkpoint import save
+from gpt.checkpoint import save
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from model_files import payload_of
 

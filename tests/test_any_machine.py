@@ -96,7 +96,7 @@ MUTATIONS = {  # what is replaced, by what, and what must be said of it
         "expected all tensors to be on the same device",
     ),
     "a module that Windows lacks": (
-        "gpt.training.metrics.report.shorter_steps",
+        "gpt.training.report.shorter_steps",
         "lambda *given: __import__('fcntl')",
         "No module named 'fcntl'",
     ),

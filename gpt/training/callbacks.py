@@ -13,13 +13,13 @@ from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpt.checkpoint import require_storable
 from gpt.errors import UserError, reason
-from gpt.exchange.checkpoint import require_storable
 
 if TYPE_CHECKING:
     from lightning import Fabric
 
-    from gpt.training.metrics.curves import Curves
+    from gpt.training.curves import Curves
     from gpt.training.module import GPTModule
 
 _ALWAYS = ("step", "module", "log", "stop")

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from lightning import Fabric
 
+from gpt.checkpoint import FORMAT, save
 from gpt.errors import NonFiniteError
-from gpt.exchange.checkpoint import FORMAT, save
 from gpt.training.callbacks import Callbacks
-from gpt.training.metrics.curves import Curves
+from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.run_directory import RunDirectory
 from gpt.training.state import RunSpec, TrainState

@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
+from gpt.checkpoint_formats import upgraded
 from gpt.data.chunking import replace_surrogates
 from gpt.data.data_config import DataConfig
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError, require_choice, require_range
-from gpt.exchange.formats import upgraded
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import ModelConfig
 from gpt.training.optim import OptimConfig

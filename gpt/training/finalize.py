@@ -22,7 +22,7 @@ from gpt.training.request import Request
 from gpt.training.schedule import SHORT_SEQUENCE_TOKENS, Schedule
 
 if TYPE_CHECKING:
-    from gpt.training.estimate.choice import Member
+    from gpt.training.auto_model import Member
 
 AUTO_HORIZON_SECONDS = 600  # horizon=auto trains at most so long, unless `STEPS` take longer
 
@@ -111,7 +111,7 @@ def finalize(
         schedule = Schedule.plan(config, dataset.train_tokens)
     schedule_in_steps = schedule
     if schedule.seconds:
-        from gpt.training.estimate import timing  # imports Lightning
+        from gpt.training import timing  # imports Lightning
 
         _, schedule_in_steps, _ = timing.in_steps(config, schedule, dataset, at_most=1.0)
     if config.data.bpe_dropout is None:
@@ -159,7 +159,7 @@ def weigh_models(
         dataset: The dataset of the request.
         longest_seconds: Weigh enough candidates to tell the best for this time too.
     """
-    from gpt.training.estimate.choice import choose  # imports Lightning
+    from gpt.training.auto_model import choose  # imports Lightning
 
     config = on_machine(request, machine, dataset)
 
@@ -177,7 +177,7 @@ def weigh_models(
 
 def _with_best_model(config: Config, dataset: TokenDataset, candidates: Sequence["Member"]) -> tuple[Config, Schedule]:
     """Return the configuration and the schedule of the candidate that learns most within the horizon."""
-    from gpt.training.estimate.choice import announcement, best  # imports Lightning
+    from gpt.training.auto_model import announcement, best  # imports Lightning
 
     seconds = parse_horizon(config.horizon).amount
     say(announcement(candidates, seconds, dataset))
@@ -193,7 +193,7 @@ def _with_suitable_horizon(config: Config, dataset: TokenDataset) -> Config:
     steps = suitable_steps(config, dataset)
     config = with_values(config, {"horizon": f"{steps}steps"})
     if steps > STEPS:
-        from gpt.training.estimate.timing import measure  # imports Lightning
+        from gpt.training.timing import measure  # imports Lightning
 
         _, seconds = measure(config, Schedule.plan(config, dataset.train_tokens), dataset, at_most=1.0)
         steps = max(STEPS, min(steps, int(AUTO_HORIZON_SECONDS / seconds)))

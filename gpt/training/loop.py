@@ -19,13 +19,13 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt.checkpoint import load
 from gpt.console import say, warn
 from gpt.errors import is_out_of_memory
-from gpt.exchange.checkpoint import load
-from gpt.exchange.loading import open_model
 from gpt.hardware.device import arithmetic
 from gpt.hardware.memory import keep_freed_memory, release_memory
 from gpt.hardware.threads import giving_way
+from gpt.loading import open_model
 from gpt.model.transformer import GPTConfig
 from gpt.training import distributed
 from gpt.training.advice import shorter_steps
@@ -33,13 +33,13 @@ from gpt.training.batch_loader import Batch, read_step, sequence_length
 from gpt.training.callbacks import Callbacks, check_callbacks
 from gpt.training.checkpoint_writer import CheckpointWriter
 from gpt.training.config import TrainerConfig, parse_config
-from gpt.training.estimate.agreement import require_agreement
+from gpt.training.curves import Curves
+from gpt.training.device_check import require_agreement
 from gpt.training.health import warn_if_diverging
-from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.progress import Progress
-from gpt.training.metrics.report import resume_command
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
+from gpt.training.progress import Progress
+from gpt.training.report import resume_command
 from gpt.training.run_directory import RunDirectory, checkpoint_errors
 from gpt.training.schedule import Schedule
 from gpt.training.state import Result, RunSpec, TrainState

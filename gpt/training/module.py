@@ -12,10 +12,10 @@ from lightning import LightningModule
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpt.checkpoint import is_finite
 from gpt.data.bpe_dropout import apply_bpe_dropout, merge_table
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import NonFiniteError, UserError
-from gpt.exchange.checkpoint import is_finite
 from gpt.hardware.device import DTYPES, choose_precision
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE

@@ -7,8 +7,8 @@ from typing import Any
 
 from gpt.data.data_config import BUILTIN_CORPORA, DataConfig
 from gpt.errors import UserError
-from gpt.exchange.loading import find_run
 from gpt.files import flatten
+from gpt.loading import find_run
 from gpt.model.transformer import ModelConfig
 from gpt.training import distributed
 from gpt.training.config import Config, convert, load_config, parse_config, parse_horizon, with_values

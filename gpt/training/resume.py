@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpt.checkpoint import load
 from gpt.console import duration, say, warn
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
-from gpt.exchange.checkpoint import load
-from gpt.exchange.loading import find_path
 from gpt.files import flatten
+from gpt.loading import find_path
 from gpt.training import distributed
 from gpt.training.config import Config, load_config, parse_config, parse_horizon, with_values
 from gpt.training.finalize import require_devices

@@ -18,12 +18,12 @@ from typing import Any
 
 from filelock import BaseFileLock
 
+from gpt.checkpoint import DamagedError, UnreadableError, load, step_of
 from gpt.console import warn
 from gpt.data.data_config import DataConfig
 from gpt.errors import UserError, is_out_of_memory, reason
-from gpt.exchange.checkpoint import DamagedError, UnreadableError, load, step_of
-from gpt.exchange.loading import BEST, LAST, PREVIOUS, SAVED, find_run
 from gpt.files import HeldError, hold, link, read_text, replacing, sync, sync_parents, write_text
+from gpt.loading import BEST, LAST, PREVIOUS, SAVED, find_run
 from gpt.training.config import Config, load_config, to_yaml
 
 TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"

@@ -12,7 +12,7 @@ from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenDataset, find_cached_dataset
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig
 from gpt.errors import UserError
-from gpt.exchange.loading import find_checkpoint, open_model
+from gpt.loading import find_checkpoint, open_model
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
 from gpt.training.advice import fit_of_tokenizer, warnings

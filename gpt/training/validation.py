@@ -17,12 +17,12 @@ from gpt.hardware.memory import peak_memory_bytes
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
 from gpt.training.callbacks import Callbacks
+from gpt.training.curves import Curves
 from gpt.training.health import warn_if_overfitting
-from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.progress import Progress
-from gpt.training.metrics.samples import Samples
 from gpt.training.module import NON_FINITE_HINT, GPTModule
+from gpt.training.progress import Progress
 from gpt.training.run_directory import RunDirectory
+from gpt.training.samples import Samples
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.training_clock import TrainingClock
 from gpt.training.versions import current_commit

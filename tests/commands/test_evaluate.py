@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import harness
-from gpt import evaluate
+from gpt import checkpoint, evaluate
 from gpt.data.batches import validation_batches
 from gpt.data.corpus import DataConfig
 from gpt.data.prepare import prepare
 from gpt.data.readers import Document
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
-from gpt.exchange import checkpoint
-from gpt.exchange.loading import open_model
+from gpt.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling import scoring
 from gpt.sampling.scoring import score, sum_of

@@ -15,8 +15,8 @@ import harness
 import model_files
 from gpt import export
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
-from gpt.exchange import huggingface
-from gpt.exchange.loading import open_model
+from gpt.interop import huggingface
+from gpt.loading import open_model
 from gpt.model.transformer import GPT, ModelConfig
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt import checkpoint
 from gpt.errors import OutsideError, UserError
-from gpt.exchange import checkpoint
 from gpt.training import batch_loader, loop
 from gpt.training.module import GPTModule
 from harness import (

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt import checkpoint
 from gpt.errors import NonFiniteError
-from gpt.exchange import checkpoint
 from gpt.training.run_directory import RunDirectory
 from harness import Process, differences, fit, refused, resume_run, train, wait_for_file
 

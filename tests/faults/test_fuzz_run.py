@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from harness import train
 
 RUN = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]

@@ -10,8 +10,8 @@ import pytest
 
 from gpt.data.find_files import find_text_files
 from gpt.errors import UserError
-from gpt.exchange.loading import find_path, open_tokenizer
 from gpt.files import PACKAGE, HeldError, hold, home_path, link, publish, replacing, sync, write_text
+from gpt.loading import find_path, open_tokenizer
 from gpt.sampling.arguments import parse_arguments
 
 

@@ -12,11 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 GROUND = ("errors", "console", "files", "hardware")
 # Each room may import itself and the rooms of the rows below it; rooms in one row do not know each other.
+MODELS = ("loading", "checkpoint", "checkpoint_formats")  # modules of gpt/ that are rooms of their own
 FLOORS = (
     ("train", "notebook"),
     ("generate", "commands"),
     ("training",),
-    ("sampling", "exchange"),
+    ("sampling", "loading"),
+    ("interop",),
+    ("checkpoint",),
+    ("checkpoint_formats",),
     ("data", "model"),
     GROUND,
 )
@@ -24,8 +28,8 @@ LIBRARIES = {  # where a library may be imported; everything not named here may 
     "lightning": ("gpt/training/",),
     "hydra": ("train.py", "gpt/training/cli.py"),
     "omegaconf": ("train.py", "gpt/training/cli.py"),
-    "torch": ("gpt/model/", "gpt/sampling/", "gpt/exchange/", "gpt/training/", "gpt/hardware/", "gpt/data/batches.py",
-              "gpt/data/bpe_dropout.py", "gpt/export.py", "generate.py"),
+    "torch": ("gpt/model/", "gpt/sampling/", "gpt/interop/", "gpt/training/", "gpt/hardware/", "gpt/data/batches.py",
+              "gpt/data/bpe_dropout.py", "gpt/export.py", "gpt/checkpoint.py", "gpt/loading.py", "generate.py"),
 }  # fmt: skip
 FILES = [ROOT / "train.py", ROOT / "generate.py", *sorted((ROOT / "gpt").rglob("*.py"))]
 
@@ -62,7 +66,7 @@ def room(module: str) -> str:
     parts = module.split(".")
     if parts[0] != "gpt":
         return parts[0]
-    if len(parts) == 1 or (len(parts) == 2 and parts[1] in (*GROUND, "notebook")):
+    if len(parts) == 1 or (len(parts) == 2 and parts[1] in (*GROUND, *MODELS, "notebook")):
         return "notebook" if len(parts) == 1 else parts[1]
     return parts[1] if (ROOT / "gpt" / parts[1]).is_dir() else "commands"
 

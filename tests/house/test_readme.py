@@ -26,7 +26,7 @@ import generate
 from gpt.files import flatten
 from gpt.training.cli import parse_overrides, plain_values
 from gpt.training.config import Config, parse_horizon
-from gpt.training.metrics.metrics import METRICS
+from gpt.training.metrics import METRICS
 from gpt.training.request import parse_request
 from harness import ROOT, needs, train
 

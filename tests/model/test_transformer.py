@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import small_models
 from gpt.data.batches import validation_batches
-from gpt.exchange.huggingface import to_huggingface
+from gpt.interop.huggingface import to_huggingface
 from gpt.model.fast.loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE
 from gpt.model.transformer import GPT, GPTConfig

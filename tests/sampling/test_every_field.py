@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt.data.tokenizer import byte_tokenizer
 from gpt.errors import UserError
-from gpt.exchange import gguf, huggingface
+from gpt.interop import gguf, huggingface
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.packed import pack_weights
 from harness import refusal

@@ -13,7 +13,7 @@ import torch
 from lightning import Callback
 
 import gpt
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training.callbacks import HOOKS
 from harness import (
     ROOT,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training.run_directory import RunDirectory
 from gpt.training.versions import code, git_commit, versions
 from harness import Training, begin_run, fit, tiny_config

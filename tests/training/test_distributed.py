@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training import distributed, stop_signals
 from gpt.training.config import load_config, parse_config, with_values
 from gpt.training.distributed import init_process_group, resolve_devices

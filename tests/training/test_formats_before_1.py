@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import gpt
-from gpt import evaluate, export
-from gpt.exchange import checkpoint
-from gpt.exchange.formats import CAME, upgraded
-from gpt.exchange.loading import open_model
+from gpt import checkpoint, evaluate, export
+from gpt.checkpoint_formats import CAME, upgraded
 from gpt.files import flatten, read_yaml
+from gpt.loading import open_model
 from gpt.training.config import Config, load_config, to_yaml
 from gpt.training.resume import FIRST_RESUMABLE_FORMAT
 from harness import ROOT, read_table, refused, train

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpt import checkpoint
 from gpt.errors import NonFiniteError
-from gpt.exchange import checkpoint
 from gpt.training.module import GPTModule
 from harness import TINY, StopAt, begin_run, differences, fit, flatten, read_table, tiny_config, train
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpt import checkpoint
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import NonFiniteError
-from gpt.exchange import checkpoint
 from gpt.hardware.device import arithmetic, choose_device
 from gpt.sampling import scoring
 from gpt.training.batch_loader import read_step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training.callbacks import load_callbacks
 from gpt.training.config import parse_config
 from harness import TINY, begin_run, fit, refusal, refused, resume_run, tiny_arguments, tiny_config, train

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.training.config import load_config
-from gpt.training.estimate.forecast import optimizer_bytes
+from gpt.training.forecast import optimizer_bytes
 from gpt.training.optim import (
     OPTIMIZERS,
     POLAR_EXPRESS,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training import training_clock
 from gpt.training.config import load_config
 from gpt.training.module import GPTModule

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from gpt import checkpoint
 from gpt.errors import NonFiniteError
-from gpt.exchange import checkpoint
 from gpt.training.batch_loader import TrainBatches, ValidationBatches
 from gpt.training.module import GPTModule
 from gpt.training.request import Request

@@ -18,7 +18,7 @@ from tqdm.utils import disp_len
 from gpt.console import say
 from gpt.sampling.scoring import Score
 from gpt.training.config import Config
-from gpt.training.metrics.progress import LINE, Progress
+from gpt.training.progress import LINE, Progress
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 from harness import ROOT, command, tiny_arguments

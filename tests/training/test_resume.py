@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
 from gpt.training.optim import OptimConfig, lr_multiplier

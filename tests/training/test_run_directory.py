@@ -14,9 +14,9 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from gpt import checkpoint
 from gpt.data.data_config import DataConfig
-from gpt.exchange import checkpoint
-from gpt.exchange.loading import SAVED, find_checkpoint, find_run, open_model
+from gpt.loading import SAVED, find_checkpoint, find_run, open_model
 from gpt.training.config import Config, load_config
 from gpt.training.run_directory import EVENTS, RunDirectory, require_empty, text_name
 from gpt.training.versions import code

@@ -11,7 +11,7 @@ import generate
 from gpt.data.corpus import DataConfig
 from gpt.data.prepare import prepare
 from gpt.data.tokenizer import TokenizerConfig
-from gpt.training.metrics.samples import longest_copy
+from gpt.training.samples import longest_copy
 from harness import TINY, begin_run, fit, read_events, tiny_config, train, write_corpus
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpt import evaluate
+from gpt import checkpoint, evaluate
 from gpt.data.batches import validation_batches
-from gpt.exchange import checkpoint
 from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score
 from gpt.training.batch_loader import micro_batch

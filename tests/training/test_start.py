@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.exchange.loading import open_model
+from gpt.loading import open_model
 from gpt.training import loop
 from gpt.training.batch_loader import micro_batch
 from gpt.training.config import load_config

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
-from gpt.training.metrics.report import report
 from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.report import report
 from gpt.training.schedule import Schedule
 from gpt.training.stop_signals import REPEATED, StopSignals
 from harness import (

@@ -5,9 +5,9 @@ import time
 import pytest
 
 from gpt.training.config import load_config
-from gpt.training.estimate.timing import seconds_per_step
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
+from gpt.training.timing import seconds_per_step
 from harness import begin_run, differences, finalized, fit, refusal, resume_run, tiny_config
 
 
@@ -29,7 +29,7 @@ def test_auto_is_ten_epochs_or_what_fits_into_the_time(corpus_folder, tmp_path, 
 
 def test_shortest_auto_horizon_is_not_timed(corpus_folder, tmp_path, monkeypatch):
     """A very short text gets the minimum number of steps, however long they take."""
-    monkeypatch.setattr("gpt.training.estimate.timing.measure", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr("gpt.training.timing.measure", lambda *_: pytest.fail("timed"))
     changes = ("horizon=auto", "trainer.tokens_per_step=4800", f"run_dir={tmp_path / 'run'}")
     assert begin_run(tiny_config(corpus_folder, *changes)).config.horizon == "30steps"
 

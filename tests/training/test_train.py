@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.sampling.pictures import CELL, GAP, LINE
 from harness import CONCERNS, ROOT, Done, read_curves, read_events, refused, tiny_arguments, train
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 import harness
-from gpt.exchange.huggingface import load_directory
+from gpt.interop.huggingface import load_directory
 from gpt.model.transformer import GPTConfig
 from model_files import Bomb
 

@@ -47,8 +47,8 @@ def forecast(request: Request) -> dict[str, Any]:
     members = weigh_models(request, machine, text, HORIZONS[-1]) if request.model == "auto" else ()
     config, schedule, _ = finalize(request, machine, text, members)
     horizon = schedule.seconds
-    from gpt.training.estimate.choice import expectations
-    from gpt.training.estimate.timing import in_steps, seconds_validating  # imports what stays in memory while training
+    from gpt.training.auto_model import expectations
+    from gpt.training.timing import in_steps, seconds_validating  # imports what stays in memory while training
 
     device = torch.device(config.trainer.device)
     free = free_memory(device)

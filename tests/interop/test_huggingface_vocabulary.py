@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import harness
 from gpt.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
-from gpt.exchange.loading import open_model, open_tokenizer
-from gpt.exchange.vocabulary import read, stand_ins, to_huggingface
+from gpt.interop.vocabulary import read, stand_ins, to_huggingface
+from gpt.loading import open_model, open_tokenizer
 
 ADDED = {"id": 0, "content": END_OF_TEXT, "special": True, "normalized": False}
 ADDED |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)

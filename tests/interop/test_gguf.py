@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import harness
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
-from gpt.exchange.gguf import AS_IT_IS, KINDS, write
-from gpt.exchange.huggingface import from_huggingface
+from gpt.interop.gguf import AS_IT_IS, KINDS, write
+from gpt.interop.huggingface import from_huggingface
 from gpt.model.transformer import GPT, GPTConfig
 from model_files import limited_files
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import gpt.model.attention
-from gpt.training.estimate import agreement
+from gpt.training import device_check
 from harness import differences, refused, tiny_arguments, train
 
 AGREES = r"^cpu with torch \S+, precision=(\w+), compile=false: agrees with the CPU, the loss to ([\d.]+)%, "
@@ -24,7 +24,7 @@ WRONG = {  # what a kernel makes of queries, keys and values, each (B, H, T, D),
 @pytest.fixture
 def untried(monkeypatch):
     """The CPU as a device on which nobody has tried the project."""
-    monkeypatch.setattr(agreement, "TRIED", ())
+    monkeypatch.setattr(device_check, "TRIED", ())
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_first_run(arguments, untried, tmp_path):
 
 def test_weights_are_not_touched(arguments, untried, tmp_path, monkeypatch):
     train(*arguments)
-    monkeypatch.setattr(agreement, "TRIED", ("cpu",))
+    monkeypatch.setattr(device_check, "TRIED", ("cpu",))
     assert "agrees" not in train(*arguments, f"run_dir={tmp_path / 'tried'}").stdout
     assert differences(tmp_path / "run", tmp_path / "tried") == []
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
 from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
-from gpt.exchange import vocabulary
 from gpt.files import write_text
+from gpt.interop import vocabulary
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a directory's tokenizer does not need it
     from torch import Tensor
@@ -106,7 +106,7 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     import torch
     from safetensors.torch import load_file
 
-    from gpt.exchange.checkpoint import build_config, build_model
+    from gpt.checkpoint import build_config, build_model
 
     stored = _stored_config(folder)
     files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file())

@@ -12,8 +12,8 @@ from typing import Any
 from gpt.console import bars, duration, in_notebook, say
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
-from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.report import one_line
+from gpt.training.curves import Curves
+from gpt.training.report import one_line
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 

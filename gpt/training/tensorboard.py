@@ -7,7 +7,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from torch.utils.tensorboard import SummaryWriter
 
 from gpt.training.config import Config
-from gpt.training.metrics.metrics import chart_patterns
+from gpt.training.metrics import chart_patterns
 from gpt.training.run_directory import EVENTS, SUFFIX
 
 # Settings without an effect on the model.

@@ -12,14 +12,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from gpt.exchange import checkpoint
+from gpt import checkpoint
 from gpt.training.config import Config
-from gpt.training.metrics.curves import ROWS
-from gpt.training.metrics.metrics import METRICS, chart_patterns
-from gpt.training.metrics.report import report
-from gpt.training.metrics.tensorboard import open_writer
+from gpt.training.curves import ROWS
+from gpt.training.metrics import METRICS, chart_patterns
+from gpt.training.report import report
 from gpt.training.run_directory import EVENTS
 from gpt.training.state import TrainState
+from gpt.training.tensorboard import open_writer
 from gpt.training.validation import beat_baselines
 from harness import (
     StopAt,
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from gpt.training.config import Config
-from gpt.training.metrics.curves import Curves
+from gpt.training.curves import Curves
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState

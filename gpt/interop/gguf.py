@@ -11,9 +11,9 @@ import numpy as np
 from gpt.data.chunking import replace_surrogates
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer
 from gpt.errors import UserError
-from gpt.exchange.huggingface import named_weights
-from gpt.exchange.vocabulary import merges, stand_ins
 from gpt.files import replacing
+from gpt.interop.huggingface import named_weights
+from gpt.interop.vocabulary import merges, stand_ins
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks its arguments needs only `KINDS`
     from gpt.model.transformer import GPT

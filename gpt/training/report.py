@@ -14,7 +14,7 @@ from gpt.data.chunking import show_token
 from gpt.training import distributed
 from gpt.training.advice import TURNED, shorter_steps
 from gpt.training.health import is_memorizing
-from gpt.training.metrics.metrics import METRICS
+from gpt.training.metrics import METRICS
 from gpt.training.run_directory import repeat_command
 from gpt.training.state import Result, RunSpec
 

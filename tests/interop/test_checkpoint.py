@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import harness
+from gpt.checkpoint import FORMAT, load, require_storable, save, to_model
+from gpt.checkpoint_formats import upgraded
 from gpt.data.tokenizer import byte_tokenizer
 from gpt.errors import UserError
-from gpt.exchange.checkpoint import FORMAT, load, require_storable, save, to_model
-from gpt.exchange.formats import upgraded
 from gpt.model.transformer import ModelConfig
 from model_files import Bomb, limited_files, small_model, trained_payload
 

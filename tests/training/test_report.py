@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tqdm.utils import disp_len
 
-from gpt.training.metrics.report import closing_lines, duration, one_line
+from gpt.training.report import closing_lines, duration, one_line
 
 FIGURES = {
     "train_loss": 2.45678,

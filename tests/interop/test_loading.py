@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.checkpoint import save
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
-from gpt.exchange import huggingface
-from gpt.exchange.checkpoint import save
-from gpt.exchange.loading import find_checkpoint, find_run, open_model, open_tokenizer
+from gpt.interop import huggingface
+from gpt.loading import find_checkpoint, find_run, open_model, open_tokenizer
 from gpt.model.transformer import GPT
 from harness import ROOT, refusal
 from model_files import payload_of, small_model, write_prepared
@@ -187,7 +187,7 @@ def hub(tmp_path):
 def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
     """Open a model in a process of its own, since the hub's address is read once."""
     code = (
-        "import sys; from gpt.console import command_line; from gpt.exchange.loading import open_model\n"
+        "import sys; from gpt.console import command_line; from gpt.loading import open_model\n"
         "with command_line('opening'): print(open_model(sys.argv[1])[0].config.num_parameters)"
     )
     return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
@@ -310,7 +310,7 @@ def test_tokenizers_without_torch(tmp_path):
     """torch takes seconds to import, and only a checkpoint needs it."""
     paths = [write_prepared(tmp_path / "prepared", BPE), write_huggingface(tmp_path / "theirs")]
     code = (
-        "import sys; from gpt.exchange.loading import find_checkpoint, open_tokenizer\n"
+        "import sys; from gpt.loading import find_checkpoint, open_tokenizer\n"
         f"for name in {['gpt2', 'byte', *map(str, paths)]}: print(open_tokenizer(name).vocab_size)\n"
         f"find_checkpoint({str(paths[1])!r})\n"
         "print('torch' in sys.modules)"

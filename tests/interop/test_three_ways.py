@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpt.data.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
-from gpt.exchange import gguf, huggingface
-from gpt.exchange.loading import open_model
+from gpt.interop import gguf, huggingface
+from gpt.loading import open_model
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import Sampling, generate
 from harness import ROOT, train

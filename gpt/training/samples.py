@@ -13,7 +13,7 @@ from gpt.hardware.device import arithmetic
 from gpt.sampling.generation import Sampling
 from gpt.sampling.language_model import Continuation, LanguageModel
 from gpt.sampling.pictures import attention_picture
-from gpt.training.metrics.curves import Curves
+from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.run_directory import SAMPLES, RunDirectory
 from gpt.training.state import RunSpec

@@ -10,7 +10,7 @@ from gpt.hardware.device import DTYPES
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPTConfig
 from gpt.training.config import Config, TrainerConfig
-from gpt.training.estimate.forecast import LOG_BYTES, describe, peak_memory
+from gpt.training.forecast import LOG_BYTES, describe, peak_memory
 from gpt.training.optim import OptimConfig
 from harness import tiny_arguments, train, train_apart
 
@@ -58,7 +58,7 @@ def test_text(figures):
 
 def test_memory_that_the_system_does_not_tell_is_computed(monkeypatch):
     """Four bytes each for weights, gradients and AdamW's two averages; and activations."""
-    monkeypatch.setattr("gpt.training.estimate.forecast.peak_memory_bytes", lambda device: 0)
+    monkeypatch.setattr("gpt.training.forecast.peak_memory_bytes", lambda device: 0)
     trainer = TrainerConfig(precision="fp32", tokens_per_step=1536, micro_batch_size=3)
     config, shape = Config(optim=OptimConfig("adamw"), trainer=trainer), GPTConfig(vocab_size=71)
     passing = activation_bytes(shape, 3, DTYPES["fp32"], "cpu")

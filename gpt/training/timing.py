@@ -20,8 +20,8 @@ from gpt.model.loss import IGNORE
 from gpt.sampling.scoring import score, tokens_at_once
 from gpt.training.batch_loader import micro_batch
 from gpt.training.config import Config, Horizon
-from gpt.training.metrics.samples import continue_prompt, longest_copy
 from gpt.training.module import GPTModule
+from gpt.training.samples import continue_prompt, longest_copy
 from gpt.training.schedule import Schedule
 
 

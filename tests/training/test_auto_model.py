@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from gpt.model.transformer import ModelConfig
+from gpt.training import auto_model
 from gpt.training.config import Config
-from gpt.training.estimate import choice
-from gpt.training.estimate.timing import throwaway_steps
 from gpt.training.finalize import weigh_models
 from gpt.training.request import Request
 from gpt.training.scaling_law import FAMILY, PROBE, Law
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset, open_dataset
+from gpt.training.timing import throwaway_steps
 from harness import finalized, refusal, refused, tiny_arguments, tiny_config, train
 
 TEXT = Law(1_000_003)
@@ -71,8 +71,8 @@ def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
         lengths.append(schedule.total_steps)
         return throwaway_steps(config, schedule, text)
 
-    monkeypatch.setattr(choice, "throwaway_steps", counted)
-    choice.probe(config, Schedule(), dataset, 1e9)
+    monkeypatch.setattr(auto_model, "throwaway_steps", counted)
+    auto_model.probe(config, Schedule(), dataset, 1e9)
     assert lengths == [round(5 * dataset.train_tokens / 48)] and 250 < lengths[0] < 1000
 
 
@@ -81,11 +81,11 @@ def test_mini_where_a_smaller_one_is_as_good():
     chosen = {}
     for speed in range(20_000, 80_000, 500):
         small, mini = (
-            choice.Member(Config(model=model), Schedule(), 1, tokens, TEXT)
+            auto_model.Member(Config(model=model), Schedule(), 1, tokens, TEXT)
             for model, tokens in ((FAMILY[0], speed), (MINI, 20_000))
         )
         better = 1 - small.reached(60)[0] / mini.reached(60)[0]
-        chosen[round(100 * better)] = choice.best([small, mini], 60) is small
+        chosen[round(100 * better)] = auto_model.best([small, mini], 60) is small
     assert chosen[-1] is chosen[0] is False
     assert chosen[2] is chosen[3] is True
 
@@ -95,9 +95,9 @@ def given(corpus_folder, monkeypatch):
     """The arguments of a tiny run, and a family of models that are as tiny."""
     tiny = [(1, 8), (2, 16), (2, 24), (3, 24), (3, 32)]
     family = tuple(ModelConfig(16, channels, layers, num_heads=2) for layers, channels in tiny)
-    monkeypatch.setattr(choice, "PROBE", family[0])
-    monkeypatch.setattr(choice, "FAMILY", family[1:])
-    monkeypatch.setattr(choice, "PROBE_STEPS", (8, 12))
+    monkeypatch.setattr(auto_model, "PROBE", family[0])
+    monkeypatch.setattr(auto_model, "FAMILY", family[1:])
+    monkeypatch.setattr(auto_model, "PROBE_STEPS", (8, 12))
     return [one for one in tiny_arguments(corpus_folder) if not re.match(r"model\.[dn]|trainer.micro", one)]
 
 
@@ -148,14 +148,14 @@ def test_only_memorising(given, tmp_path):
 
 def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     """Members that memory does not hold are left out; if that is the probe, it is one line."""
-    measured = choice.measure
+    measured = auto_model.measure
 
     def measure(config, *others, **options):
         if config.model.d_model > limit:
-            raise choice.UserError("out of memory")
+            raise auto_model.UserError("out of memory")
         return measured(config, *others, **options)
 
-    monkeypatch.setattr(choice, "measure", measure)
+    monkeypatch.setattr(auto_model, "measure", measure)
     config = tiny_config(corpus_folder, "horizon=1s", "trainer.micro_batch_size=auto")
     limit = 16
     config.model = ModelConfig(config.model.context_length)

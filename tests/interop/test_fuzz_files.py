@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt import checkpoint
 from gpt.errors import UserError
-from gpt.exchange import checkpoint, huggingface
-from gpt.exchange.loading import open_model
+from gpt.interop import huggingface
+from gpt.loading import open_model
 from gpt.model.transformer import GPT
 from model_files import trained_payload
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.checkpoint_formats import upgraded
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
-from gpt.exchange.formats import upgraded
 from gpt.files import replacing, sync
 from gpt.model.transformer import GPT, GPTConfig
 

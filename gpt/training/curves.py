@@ -16,8 +16,8 @@ from torch import Tensor
 from gpt.hardware.device import peak_flops
 from gpt.hardware.memory import peak_memory_bytes
 from gpt.training import distributed
-from gpt.training.metrics.loggers import close_loggers, open_loggers
-from gpt.training.metrics.metrics import curve_points
+from gpt.training.loggers import close_loggers, open_loggers
+from gpt.training.metrics import curve_points
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
 from gpt.training.run_directory import TABLE, RunDirectory
@@ -62,7 +62,7 @@ class Curves:
             if self._table.tell() == 0:
                 self._table.write("step,tag,value\n")
         if "tensorboard" in logger:
-            from gpt.training.metrics.tensorboard import open_writer
+            from gpt.training.tensorboard import open_writer
 
             threading.excepthook = self._on_thread_error
             self.writer = open_writer(self._spec.config, self._run.path, step)

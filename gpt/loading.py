@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gpt.data.token_dataset import DATASET_FILE, MANIFEST_FILE, read_metadata
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
-from gpt.exchange import huggingface
 from gpt.files import TRAIN
+from gpt.interop import huggingface
 
 if TYPE_CHECKING:
     from gpt.model.transformer import GPT
@@ -102,7 +102,7 @@ def open_model(path: str | Path) -> tuple["GPT", Tokenizer]:
 
 def open_with_record(path: str | Path) -> tuple["GPT", Tokenizer, dict[str, Any]]:
     """Open a model as `open_model` does, with its whole checkpoint (empty for a Hugging Face directory)."""
-    from gpt.exchange import checkpoint
+    from gpt import checkpoint
 
     path = find_checkpoint(path)
     if huggingface.is_directory(path):

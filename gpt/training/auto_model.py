@@ -15,10 +15,10 @@ from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
 from gpt.training.advice import UNSPLIT
 from gpt.training.config import Config, with_values
-from gpt.training.estimate.timing import measure, throwaway_steps
 from gpt.training.optim import MINI
 from gpt.training.scaling_law import FAMILY, PROBE, Law
 from gpt.training.schedule import Schedule
+from gpt.training.timing import measure, throwaway_steps
 
 PROBE_SHARE = 0.5  # of the time that there is, which the probe may take
 PROBE_STEPS = (250, 1000)  # its least and its most: the law was fitted to probes of 1,000, and fewer on small texts

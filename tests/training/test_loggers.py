@@ -11,8 +11,8 @@ import torch
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gpt.training.config import Config
-from gpt.training.metrics.curves import Curves
-from gpt.training.metrics.loggers import open_loggers
+from gpt.training.curves import Curves
+from gpt.training.loggers import open_loggers
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
@@ -111,7 +111,7 @@ def test_no_loggers(trained, tmp_path):
 @pytest.mark.parametrize("name", ["WandbLogger", "MLFlowLogger"])
 def test_loggers_that_cannot_be_started(trained, tmp_path, name, monkeypatch):
     """A missing package or login is reported in one line, before a step is trained."""
-    monkeypatch.setattr(f"gpt.training.metrics.loggers.{name}", lambda *arguments, **options: {}["wandb"])
+    monkeypatch.setattr(f"gpt.training.loggers.{name}", lambda *arguments, **options: {}["wandb"])
     key = name.removesuffix("Logger").lower()
     training = begin_again(trained, tmp_path, logger=["csv", key])
     line = refusal(fit, training)

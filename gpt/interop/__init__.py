@@ -1,0 +1,1 @@
+"""Models in the files of other projects."""

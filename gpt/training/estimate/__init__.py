@@ -1,1 +1,0 @@
-"""What a run will take: measured steps, and plan=true."""
