@@ -2,7 +2,7 @@
 
 import sys
 
-from gpt.console import command_line  # before what takes seconds, since gpt/__init__.py deals with Ctrl-C
+from gpt.console import command_line  # first, so that Ctrl-C ends the slow imports below without a traceback
 
 # isort: split
 import hydra
@@ -12,32 +12,35 @@ from gpt.training.callbacks import load_callbacks
 from gpt.training.cli import compose_and_run, one_line_errors, parse_composition, print_settings
 from gpt.training.distributed import distributed_errors, launch
 from gpt.training.forecast import print_plan
-from gpt.training.report import report
+from gpt.training.report import print_brief_report, print_report
 from gpt.training.request import Request
 from gpt.training.resume import resolve_resume_auto, resume_run
 from gpt.training.start import start_run
 
 
 def train(request: Request) -> float | None:
-    """Start or resume a run, train it to its horizon, and report; returns its validation loss in bits per byte."""
+    """Start or resume a run, train it to its horizon, and print a report. Return its loss in bits per byte."""
     callbacks = load_callbacks(request.callbacks)
     started = resume_run(request) if request.config.resume else start_run(request)
     if started is None:  # the run is complete
         return None
-    from gpt.training.loop import run_training  # imports Lightning, which takes seconds: only once all is checked
+    from gpt.training.loop import run_training  # imports Lightning, which takes seconds: only after all checks
 
     spec, run = started
     with run:
         result = run_training(spec, run, callbacks)
     if result.stop_signal:
         sys.exit(128 + result.stop_signal)
-    report(spec, run.path, result, brief=bool(request.job))
+    if request.job:
+        print_brief_report(run.path, result)
+    else:
+        print_report(spec, run.path, result)
     return result.metrics["val_bits_per_byte"]
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def job(composed: DictConfig) -> float | None:
-    """Do what one composed configuration requests; returns the bits per byte, which a sweeper minimises."""
+    """Run one job, as Hydra composed it. Return its bits per byte, which a sweeper minimizes."""
     with one_line_errors():
         request = resolve_resume_auto(parse_composition(composed))
         print_settings(request)

@@ -1,4 +1,4 @@
-"""Warnings of a new run before its first step: the settings that do not suit its text, and those that would."""
+"""Warnings before the first step about settings that do not suit the text, and the settings that would."""
 
 import numpy as np
 
@@ -8,139 +8,148 @@ from gpt.data.tokenizer import train_bpe
 from gpt.training.config import Config
 from gpt.training.schedule import Schedule
 
-# benchmarks/LOG.md says how these were measured.
-TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
-# Beyond so many epochs a small text is learnt by heart: with split tokens, without, and with dropout.
-MOST_EPOCHS, MOST_UNSPLIT, MOST_DROPPED = 20, 15, 30
-DROPOUT = 0.2  # from which on it counts
-UNSPLIT, CHANCE, MOST_CHANCE = 5, 0.04, 0.5  # no token is split up to so many epochs; a chance for each more; at most
-EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
-TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
-VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
-VALIDATION_TOKENS, UNCERTAINTY = 4000, 0.07  # the loss on so many varies by so much from one part of a text to another
-NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up: Chinese has 1.0 and 1.5, English 0, 4
-SAMPLE, SAMPLES = 1 << 14, 8  # tokens of a corpus to look at together, and in about how many places
+# benchmarks/LOG.md has the measurements behind these constants.
+OVERFIT_LOSS_RATIO = 1.01  # a validation loss this many times the best is worse beyond noise, which is below 0.5%
+# After so many epochs a model begins to memorize a small text.
+MAX_EPOCHS, MAX_EPOCHS_WITHOUT_BPE_DROPOUT, MAX_EPOCHS_WITH_DROPOUT = 20, 15, 30
+MIN_EFFECTIVE_DROPOUT = 0.2
+# Up to so many epochs BPE dropout does not help. Its probability grows with each further epoch.
+EPOCHS_WITHOUT_BPE_DROPOUT = 5
+BPE_DROPOUT_PER_EPOCH, MAX_BPE_DROPOUT = 0.04, 0.5
+SUGGESTED_EPOCHS, MIN_SUGGESTED_STEPS = 10, 30  # for a small text: the longer of the two
+MIN_TOKENS_PER_VOCAB_ENTRY = 4  # with fewer training tokens, most entries are too rare to be learnt
+SUGGESTED_VOCAB_SIZES = (320, 512, 1024, 1536, 4096, 8192)
+# The loss on so few validation tokens varies by this fraction from one part of a text to another.
+MIN_VALIDATION_TOKENS, VALIDATION_UNCERTAINTY = 4000, 0.07
+# GPT-2's tokenizer makes 1.5 bytes a token of Chinese, and 4 of English.
+MIN_NON_ASCII_FRACTION, MIN_BYTES_PER_TOKEN = 0.25, 2.5
+EXCERPT_TOKENS, NUM_EXCERPTS = 1 << 14, 8  # of a corpus, to measure its tokens
 
 
-def warnings(config: Config, schedule: Schedule, text: TokenDataset) -> list[str]:
+def list_warnings(config: Config, schedule: Schedule, dataset: TokenDataset) -> list[str]:
     """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
-    checks = [_repeats(config, schedule, text)]
-    if not config.init_from:  # which brings its own vocabulary
-        checks.append(_cut_up(text) or _vocabulary(text))
-    checks.append(_validation(config, text))
-    return [line for line in checks if line]
+    lines = [_check_epochs(config, schedule, dataset)]
+    if not config.init_from:  # the initial weights fix the vocabulary
+        lines.append(_check_gpt2_tokenizer(dataset) or _check_vocab_size(dataset))
+    lines.append(_check_validation_size(config, dataset))
+    return [line for line in lines if line]
 
 
-def epochs(tokens: int, text: TokenDataset) -> dict[str, float]:
+def count_epochs(tokens: int, dataset: TokenDataset) -> dict[str, float]:
     """Return how often each corpus is seen in so many tokens of training."""
-    each = zip(text.names, text.sources, text.weights, strict=True)
-    return {name: tokens * share / MIXTURE_BLOCK / len(source.train) for name, source, share in each}
+    corpora = zip(dataset.names, dataset.sources, dataset.weights, strict=True)
+    return {name: tokens * weight / MIXTURE_BLOCK / len(source.train) for name, source, weight in corpora}
 
 
-def suitable_steps(config: Config, text: TokenDataset) -> int:
-    """Return the number of steps after which validation on a small text is about at its best."""
-    return max(STEPS, EPOCHS * text.train_tokens // config.trainer.tokens_per_step)
+def suggest_steps(config: Config, dataset: TokenDataset) -> int:
+    """Return the number of steps after which the validation loss of a small text is about lowest."""
+    return max(MIN_SUGGESTED_STEPS, SUGGESTED_EPOCHS * dataset.train_tokens // config.trainer.tokens_per_step)
 
 
-def suitable_split(config: Config, schedule: Schedule, text: TokenDataset) -> float:
-    """Return the chance to split tokens that suits how often a text is seen, of several the one that is seen least."""
-    seen = min(epochs(schedule.total_steps * config.trainer.tokens_per_step, text).values())
-    return round(min(MOST_CHANCE, CHANCE * max(0.0, seen - UNSPLIT)), 3)
+def suggest_bpe_dropout(config: Config, num_steps: int, dataset: TokenDataset) -> float:
+    """Return the probability of BPE dropout that suits how often the least-seen corpus is seen."""
+    epochs = min(count_epochs(num_steps * config.trainer.tokens_per_step, dataset).values())
+    return round(min(MAX_BPE_DROPOUT, BPE_DROPOUT_PER_EPOCH * max(0.0, epochs - EPOCHS_WITHOUT_BPE_DROPOUT)), 3)
 
 
-def shorter_steps(config: Config, text: TokenDataset, best_step: int) -> int:
-    """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
-    return min(best_step, suitable_steps(config, text))
+def suggest_shorter_horizon(config: Config, dataset: TokenDataset, best_step: int) -> int:
+    """Return a horizon in steps for a run whose validation loss was lowest at `best_step` and has risen since."""
+    return min(best_step, suggest_steps(config, dataset))
 
 
-def _repeats(config: Config, schedule: Schedule, text: TokenDataset) -> str:
-    if schedule.expected_bits:  # model=auto ends before that
+def _check_epochs(config: Config, schedule: Schedule, dataset: TokenDataset) -> str:
+    if schedule.expected_bits:  # model=auto has ended the run before it memorizes
         return ""
     tokens = schedule.total_steps * config.trainer.tokens_per_step
-    each = epochs(tokens, text)
-    name, most = max(each.items(), key=lambda item: item[1])
-    limit = MOST_EPOCHS if config.data.bpe_dropout else MOST_UNSPLIT
-    limit = MOST_DROPPED if config.model.dropout >= DROPOUT else limit
-    suitable = suitable_steps(config, text)
-    if most <= limit or (len(each) == 1 and schedule.total_steps <= suitable):
+    corpus_epochs = count_epochs(tokens, dataset)
+    name, epochs = max(corpus_epochs.items(), key=lambda item: item[1])
+    is_mixture = len(corpus_epochs) > 1
+    limit = MAX_EPOCHS if config.data.bpe_dropout else MAX_EPOCHS_WITHOUT_BPE_DROPOUT
+    if config.model.dropout >= MIN_EFFECTIVE_DROPOUT:
+        limit = MAX_EPOCHS_WITH_DROPOUT
+    suggested_steps = suggest_steps(config, dataset)
+    can_be_shorter = suggested_steps < schedule.total_steps
+    if epochs <= limit or not (is_mixture or can_be_shorter):
         return ""
-    what, remedy = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
-    if len(each) > 1:
-        what = name
-        if tokens / text.train_tokens <= limit:
-            remedy = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
+    hint = f"try horizon={suggested_steps}steps" if can_be_shorter else "give more text"
+    if is_mixture and tokens / dataset.train_tokens <= limit:
+        hint = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
     return (
-        f"{schedule.total_steps:,} steps would read {what} {most:,.0f} times; beyond about {limit} a model only "
-        f"memorises it: {remedy}"
+        f"{schedule.total_steps:,} steps would read {name if is_mixture else 'the text'} {epochs:,.0f} times; beyond "
+        f"about {limit} a model only memorizes it: {hint}"
     )
 
 
-def _vocabulary(text: TokenDataset) -> str:
-    size, tokens, fitting = text.tokenizer.vocab_size, text.train_tokens, _suitable_size(text)
-    if tokens >= TOKENS_PER_ENTRY * size or fitting >= size:
+def _check_vocab_size(dataset: TokenDataset) -> str:
+    vocab_size, suggested_size = dataset.tokenizer.vocab_size, _suggest_vocab_size(dataset)
+    tokens = dataset.train_tokens
+    if tokens >= MIN_TOKENS_PER_VOCAB_ENTRY * vocab_size or suggested_size >= vocab_size:
         return ""
     return (
-        f"a vocabulary of {size:,} is large for {tokens:,} tokens of text: each entry occurs {tokens / size:.1f} times "
-        f"on average, fewer than {TOKENS_PER_ENTRY}: try tokenizer=bpe tokenizer.vocab_size={fitting}"
+        f"a vocabulary of {vocab_size:,} is large for {tokens:,} tokens of text: each entry occurs "
+        f"{tokens / vocab_size:.1f} times on average, fewer than {MIN_TOKENS_PER_VOCAB_ENTRY}: try tokenizer=bpe "
+        f"tokenizer.vocab_size={suggested_size}"
     )
 
 
-def _suitable_size(text: TokenDataset) -> int:
-    """The vocabulary that suits the size of the text."""
-    most = 6.5 * _bytes(text, "train") ** 0.5
-    return max(size for size in VOCABULARIES if size <= max(most, VOCABULARIES[0]))
+def _suggest_vocab_size(dataset: TokenDataset) -> int:
+    limit = max(6.5 * _count_bytes(dataset, "train") ** 0.5, SUGGESTED_VOCAB_SIZES[0])
+    return max(size for size in SUGGESTED_VOCAB_SIZES if size <= limit)
 
 
-def _validation(config: Config, text: TokenDataset) -> str:
-    tokens = sum(len(source.validation) for source in text.sources)
-    if tokens >= VALIDATION_TOKENS:
+def _check_validation_size(config: Config, dataset: TokenDataset) -> str:
+    tokens = sum(len(source.validation) for source in dataset.sources)
+    if tokens >= MIN_VALIDATION_TOKENS:
         return ""
-    size, training = (_bytes(text, split) for split in ("validation", "train"))
-    larger = 10 * config.data.validation_bytes < size + training
+    validation_bytes = _count_bytes(dataset, "validation")
+    can_be_larger = 10 * config.data.validation_bytes < validation_bytes + _count_bytes(dataset, "train")
+    hint = "try data.validation_bytes=1000000" if can_be_larger else "only more text helps"
+    uncertainty = VALIDATION_UNCERTAINTY * (MIN_VALIDATION_TOKENS / tokens) ** 0.25
     return (
-        f"the validation text has {tokens:,} tokens ({size:,} bytes), under {VALIDATION_TOKENS:,}: on another text "
-        f"of that size the loss could differ by {UNCERTAINTY * (VALIDATION_TOKENS / tokens) ** 0.25:.0%}; "
-        + ("try data.validation_bytes=1000000" if larger else "only more text helps")
+        f"the validation text has {tokens:,} tokens ({validation_bytes:,} bytes), under {MIN_VALIDATION_TOKENS:,}: on "
+        f"another text of that size the loss could differ by {uncertainty:.0%}; {hint}"
     )
 
 
-def fit_of_tokenizer(text: TokenDataset) -> str:
-    """Say how long the tokens of a tokenizer that came with weights are, and those of one of the text's own."""
-    tokenizer = text.tokenizer
-    encoded, each = _sampled(text)
-    decoded = encoded.decode("utf-8", errors="replace")
-    own = train_bpe([decoded], max(VOCABULARIES[0], min(tokenizer.vocab_size, _suitable_size(text))))
-    would = len(encoded) / len(own.encode(decoded))
+def compare_tokenizers(dataset: TokenDataset) -> str:
+    """Return a line that compares the tokenizer of initial weights with one trained on the text."""
+    tokenizer = dataset.tokenizer
+    encoded, bytes_per_token = _take_excerpts(dataset)
+    text = encoded.decode("utf-8", errors="replace")
+    vocab_size = max(SUGGESTED_VOCAB_SIZES[0], min(tokenizer.vocab_size, _suggest_vocab_size(dataset)))
+    trained = train_bpe([text], vocab_size)
     return (
-        f"init_from brings its tokenizer, {tokenizer.name} (vocabulary {tokenizer.vocab_size:,}): {each:.2f} bytes per "
-        f"token of this text; one that is trained on it (vocabulary {own.vocab_size:,}) would have {would:.2f}"
+        f"init_from brings its tokenizer, {tokenizer.name} (vocabulary {tokenizer.vocab_size:,}): "
+        f"{bytes_per_token:.2f} bytes per token of this text; a tokenizer trained on it (vocabulary "
+        f"{trained.vocab_size:,}) would have {len(encoded) / len(trained.encode(text)):.2f}"
     )
 
 
-def _cut_up(text: TokenDataset) -> str:
-    if text.tokenizer.name != "gpt2":
+def _check_gpt2_tokenizer(dataset: TokenDataset) -> str:
+    if dataset.tokenizer.name != "gpt2":
         return ""
-    encoded, each = _sampled(text)
-    if each > BYTES_PER_TOKEN or (np.frombuffer(encoded, np.uint8) > 127).mean() < NOT_ASCII:
+    encoded, bytes_per_token = _take_excerpts(dataset)
+    non_ascii_fraction = (np.frombuffer(encoded, np.uint8) > 127).mean()
+    if bytes_per_token > MIN_BYTES_PER_TOKEN or non_ascii_fraction < MIN_NON_ASCII_FRACTION:
         return ""
     return (
-        f"GPT-2's tokenizer cuts this text into {each:.1f} bytes a token, and English into 4: try "
-        f"tokenizer=bpe tokenizer.vocab_size={_suitable_size(text)}"
+        f"GPT-2's tokenizer needs a token for each {bytes_per_token:.1f} bytes of this text, and for 4 bytes of "
+        f"English: try tokenizer=bpe tokenizer.vocab_size={_suggest_vocab_size(dataset)}"
     )
 
 
-def _sampled(text: TokenDataset) -> tuple[bytes, float]:
-    """Some of the training text, and its bytes per token."""
-    ids = np.concatenate([part for source in text.sources for part in _samples(source.train)])
-    encoded = text.tokenizer.decode_bytes(ids[ids != text.tokenizer.end_of_text].tolist())
+def _take_excerpts(dataset: TokenDataset) -> tuple[bytes, float]:
+    """Return excerpts of the training text, and their bytes per token."""
+    ids = np.concatenate([part for source in dataset.sources for part in _slice_evenly(source.train)])
+    encoded = dataset.tokenizer.decode_bytes(ids[ids != dataset.tokenizer.end_of_text].tolist())
     return encoded, len(encoded) / len(ids)
 
 
-def _bytes(text: TokenDataset, split: str) -> int:
-    return sum(source.metadata["splits"][split]["bytes"] for source in text.sources)
+def _count_bytes(dataset: TokenDataset, split: str) -> int:
+    return sum(source.metadata["splits"][split]["bytes"] for source in dataset.sources)
 
 
-def _samples(tokens: TokenSequence) -> list[np.ndarray]:
-    """Stretches of tokens, evenly spaced; all tokens if they are few."""
-    every = max(SAMPLE, len(tokens) // SAMPLES)
-    return [tokens[start : start + SAMPLE] for start in range(0, len(tokens), every)]
+def _slice_evenly(tokens: TokenSequence) -> list[np.ndarray]:
+    """Return evenly spaced slices of tokens; all tokens if they are few."""
+    stride = max(EXCERPT_TOKENS, len(tokens) // NUM_EXCERPTS)
+    return [tokens[start : start + EXCERPT_TOKENS] for start in range(0, len(tokens), stride)]

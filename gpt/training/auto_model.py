@@ -1,4 +1,4 @@
-"""model=auto: the model of a family that learns most of a text in a given time, and the bits it should reach."""
+"""model=auto: pick the candidate that learns most of a text in the given time, and predict its loss."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,115 +13,145 @@ from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_of
-from gpt.training.advice import UNSPLIT
+from gpt.training.advice import EPOCHS_WITHOUT_BPE_DROPOUT
 from gpt.training.config import Config, with_values
 from gpt.training.optim import MINI
-from gpt.training.scaling_law import FAMILY, PROBE, Law
+from gpt.training.scaling_law import CANDIDATE_MODELS, PROBE_MODEL, ScalingLaw
 from gpt.training.schedule import Schedule
-from gpt.training.timing import measure, throwaway_steps
+from gpt.training.timing import measure_step, run_throwaway_steps
 
-PROBE_SHARE = 0.5  # of the time that there is, which the probe may take
-PROBE_STEPS = (250, 1000)  # its least and its most: the law was fitted to probes of 1,000, and fewer on small texts
-PACE = 0.94  # a run has this share of the speed of bare steps, for its batches, curves and checkpoints
-SMALLER = 1.01  # the bits of a model smaller than mini count so many times: the law is usually off by twice as much
-WORSE = 1.02  # once a model would need so many times the bits of the best, no larger ones are timed
+MAX_PROBE_FRACTION = 0.5  # of the training time
+MIN_PROBE_STEPS, MAX_PROBE_STEPS = 250, 1000  # the law was fitted to probes of 1,000 steps, and fewer on small texts
+RUN_SPEED = 0.94  # of bare steps: a run also prepares batches, logs and saves
+# The law is less certain about models smaller than mini, so their predicted loss is multiplied by this.
+SMALL_MODEL_PENALTY = 1.01
+# If the predicted loss of a candidate is this many times that of the best, no larger candidate is timed.
+MAX_LOSS_RATIO = 1.02
 
 
 @dataclass(frozen=True)
-class Member:
-    """A model of the family, final for this machine and timed on it, with the law of the text that it is to learn."""
+class Candidate:
+    """A model that model=auto may choose, with its speed on this machine.
+
+    Args:
+        config: The final configuration with this model.
+        schedule: The planned schedule.
+        parameters: The number of parameters.
+        tokens_per_second: The speed of training.
+        law: The scaling law of the text.
+    """
 
     config: Config
     schedule: Schedule
     parameters: int
     tokens_per_second: float
-    law: Law
+    law: ScalingLaw
 
     def __str__(self) -> str:
         model = self.config.model
         return f"{model.num_layers} layers of {model.d_model} channels"
 
-    def reached(self, seconds: float) -> tuple[float, float]:
-        """The bits per byte to expect of a time, and how much of it to train: whole seconds, while validation falls."""
-        model, most = self.config.model, seconds * self.tokens_per_second
-        tokens = self.law.best_tokens(model, most)
-        return self.law.bits_per_byte(model, tokens), min(seconds, math.ceil(seconds * (tokens / most)))
+    def predict(self, seconds: float) -> tuple[float, float]:
+        """Return the bits per byte to expect within a time, and how many seconds to train before the model overfits."""
+        model, max_tokens = self.config.model, seconds * self.tokens_per_second
+        tokens = self.law.best_tokens(model, max_tokens)
+        useful_seconds = min(seconds, math.ceil(seconds * (tokens / max_tokens)))
+        return self.law.bits_per_byte(model, tokens), useful_seconds
 
 
-def best(members: Sequence[Member], seconds: float) -> Member:
-    """The member with the fewest bits to expect in a time; mini where a smaller one would be as good."""
+def pick_best(candidates: Sequence[Candidate], seconds: float) -> Candidate:
+    """Return the candidate with the lowest predicted loss after a time. Mini wins over a smaller one as good."""
 
-    def weighed(member: Member) -> float:
-        return member.reached(seconds)[0] * (SMALLER if member.config.model.d_model < MINI.d_model else 1.0)
+    def weighted_loss(candidate: Candidate) -> float:
+        is_small = candidate.config.model.d_model < MINI.d_model
+        return candidate.predict(seconds)[0] * (SMALL_MODEL_PENALTY if is_small else 1.0)
 
-    return min(members, key=weighed)
+    return min(candidates, key=weighted_loss)
 
 
-def choose(
+def time_candidates(
     finalize_candidate: Callable[[ModelConfig], tuple[Config, Schedule]],
-    text: TokenDataset,
+    dataset: TokenDataset,
     seconds: float,
-    longest: float,
-) -> list[Member]:
-    """Probe a text, and time members from the smallest up, until a larger one learns less.
+    max_seconds: float,
+) -> list[Candidate]:
+    """Probe a text, and time candidates from the smallest up, until a larger one learns less.
 
-    `finalize_candidate` returns the final configuration for a model. Members are weighed for `seconds` of training, or
-    for `longest` if that is more.
+    Args:
+        finalize_candidate: Returns the final configuration and the schedule for a model.
+        dataset: The text.
+        seconds: The training time.
+        max_seconds: Time enough candidates to pick the best for this time too.
     """
-    law, longest = probe(*finalize_candidate(PROBE), text, seconds), max(seconds, longest)
-    members: list[Member] = []
-    for model in FAMILY:
+    law = probe_dataset(*finalize_candidate(PROBE_MODEL), dataset, seconds)
+    max_seconds = max(seconds, max_seconds)
+    candidates: list[Candidate] = []
+    for model in CANDIDATE_MODELS:
         config, schedule = finalize_candidate(model)
-        if config.model.context_length >= text.train_tokens:
+        if config.model.context_length >= dataset.train_tokens:
             break
         try:
-            config, each = measure(config, schedule, text, at_most=1.0)
+            config, step_seconds = measure_step(config, schedule, dataset, max_seconds=1.0)
         except UserError:  # out of memory
-            if members:
+            if candidates:
                 break
             raise
-        parameters = GPTConfig(**asdict(config.model), vocab_size=text.tokenizer.vocab_size).num_parameters
-        speed = PACE * config.trainer.tokens_per_step / each
-        members.append(Member(config, schedule, parameters, speed, law))
-        if members[-1].reached(longest)[0] > WORSE * best(members, longest).reached(longest)[0] and model in FAMILY[2:]:
+        parameters = GPTConfig(**asdict(config.model), vocab_size=dataset.tokenizer.vocab_size).num_parameters
+        tokens_per_second = RUN_SPEED * config.trainer.tokens_per_step / step_seconds
+        candidate = Candidate(config, schedule, parameters, tokens_per_second, law)
+        candidates.append(candidate)
+        loss, best_loss = candidate.predict(max_seconds)[0], pick_best(candidates, max_seconds).predict(max_seconds)[0]
+        if loss > MAX_LOSS_RATIO * best_loss and model in CANDIDATE_MODELS[2:]:
             break
-    return members
+    return candidates
 
 
-def probe(config: Config, schedule: Schedule, text: TokenDataset, seconds: float) -> Law:
-    """Fit the law of a text to what a throwaway model learns of it in part of the given time."""
-    if config.trainer.precision == "fp16":  # whose broken steps only training skips
+def probe_dataset(config: Config, schedule: Schedule, dataset: TokenDataset, seconds: float) -> ScalingLaw:
+    """Train a throwaway model on a text for part of the given time, and calibrate the scaling law with its loss."""
+    if config.trainer.precision == "fp16":  # its broken steps are skipped only in a real training
         config = with_values(config, {"trainer.precision": "fp32"})
-    config, each = measure(config, schedule, text, at_most=1.0)
-    fresh = UNSPLIT * text.train_tokens / config.trainer.tokens_per_step  # steps, after which tokens would be split
-    steps = round(max(PROBE_STEPS[0], min(PROBE_STEPS[1], fresh, PROBE_SHARE * seconds / each)))
-    say(f"model=auto: learning the text with a small model for about {duration(steps * each)}, then timing larger ones")
+    config, step_seconds = measure_step(config, schedule, dataset, max_seconds=1.0)
+    steps_without_bpe_dropout = EPOCHS_WITHOUT_BPE_DROPOUT * dataset.train_tokens / config.trainer.tokens_per_step
+    max_steps = min(MAX_PROBE_STEPS, steps_without_bpe_dropout, MAX_PROBE_FRACTION * seconds / step_seconds)
+    steps = round(max(MIN_PROBE_STEPS, max_steps))
+    probe_time = duration(steps * step_seconds)
+    say(f"model=auto: learning the text with a small model for about {probe_time}, then timing larger ones")
     with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-        for module, _ in throwaway_steps(config, replace(schedule, total_steps=steps), text):
+        for module, _ in run_throwaway_steps(config, replace(schedule, total_steps=steps), dataset):
             model = module.model
-        sizes = [source.metadata["splits"]["validation"]["bytes"] for source in text.sources]
-        each_source = zip(text.sources, sizes, strict=True)
         T = config.model.context_length
-        found = sum_of(strided_score(model, source.validation, size, T) for source, size in each_source)
-    law = Law(text.train_tokens, novelty(text.sources))
-    return law.through(config.model, steps * config.trainer.tokens_per_step, found.bits_per_byte)
+        scores = (
+            strided_score(model, source.validation, source.metadata["splits"]["validation"]["bytes"], T)
+            for source in dataset.sources
+        )
+        score = sum_of(scores)
+    law = ScalingLaw(dataset.train_tokens, novelty(dataset.sources))
+    return law.calibrate(config.model, steps * config.trainer.tokens_per_step, score.bits_per_byte)
 
 
-def announcement(members: Sequence[Member], seconds: float, text: TokenDataset) -> str:
-    """A line about the model that was chosen for a time, and what to expect of it."""
-    chosen, size = best(members, seconds), sum(source.metadata["splits"]["train"]["bytes"] for source in text.sources)
-    bits, useful = chosen.reached(seconds)
+def describe_choice(candidates: Sequence[Candidate], seconds: float, dataset: TokenDataset) -> str:
+    """Return a line about the candidate that was chosen for a time, and the loss to expect."""
+    candidate = pick_best(candidates, seconds)
+    train_bytes = sum(source.metadata["splits"]["train"]["bytes"] for source in dataset.sources)
+    bits_per_byte, useful_seconds = candidate.predict(seconds)
     line = (
-        f"model=auto: {chosen}, {chosen.parameters / 1e6:.1f} million parameters, for {duration(seconds)} at "
-        f"{chosen.tokens_per_second:,.0f} tokens/s on {size / 1e6:.3g} MB: about {bits:.2f} bits per byte"
+        f"model=auto: {candidate}, {candidate.parameters / 1e6:.1f} million parameters, for {duration(seconds)} at "
+        f"{candidate.tokens_per_second:,.0f} tokens/s on {train_bytes / 1e6:.3g} MB: about {bits_per_byte:.2f} bits per "
+        "byte"
     )
-    if useful < seconds:
-        line += f" after {duration(useful)}, and more would only memorise the text"
-    minis = [member for member in members if member.config.model.d_model == MINI.d_model and member is not chosen]
-    return line + "".join(f"; {mini} would reach about {mini.reached(seconds)[0]:.2f}" for mini in minis)
+    if useful_seconds < seconds:
+        line += f" after {duration(useful_seconds)}; training longer would only memorize the text"
+    minis = [mini for mini in candidates if mini.config.model.d_model == MINI.d_model and mini is not candidate]
+    return line + "".join(f"; {mini} would reach about {mini.predict(seconds)[0]:.2f}" for mini in minis)
 
 
-def expectations(members: Sequence[Member], seconds: float, others: Sequence[float]) -> list[dict[str, Any]]:
-    """What to expect of each member after a time, and of the best after others."""
-    pairs = [(seconds, member) for member in members] + [(time, best(members, time)) for time in others]
-    return [{"seconds": time, "model": str(one), "bits_per_byte": one.reached(time)[0]} for time, one in pairs]
+def list_predictions(
+    candidates: Sequence[Candidate], seconds: float, other_seconds: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return the predicted loss of each candidate after a time, and of the best candidate after other times."""
+    pairs = [(seconds, candidate) for candidate in candidates]
+    pairs += [(time, pick_best(candidates, time)) for time in other_seconds]
+    return [
+        {"seconds": time, "model": str(candidate), "bits_per_byte": candidate.predict(time)[0]}
+        for time, candidate in pairs
+    ]

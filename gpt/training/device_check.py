@@ -1,4 +1,4 @@
-"""A device on which nobody has tried this project checks itself, before its first run there."""
+"""Before the first run on a kind of device that was never tested, compare its numerics with the CPU's."""
 
 import contextlib
 import math
@@ -18,58 +18,65 @@ from gpt.model.transformer import GPT
 from gpt.training import distributed
 from gpt.training.module import GPTModule
 
-TRIED = ("cpu",)
-ROUNDING = {"fp32": 2**-11, "bf16": 2**-8, "fp16": 2**-11}  # of one factor of a product; that of fp32 is TF32's
-MOST_ROUNDINGS = 12  # by which a gradient may be off: at most 3 were seen, and 113 where a kernel was wrong
-SCALE = 0.7  # of the blocks' weights, over the root of what each adds up: GPT-2's first ones hardly use attention
+TESTED_DEVICES = ("cpu",)
+ROUNDING_ERROR = {"fp32": 2**-11, "bf16": 2**-8, "fp16": 2**-11}  # of a factor in a product; fp32 may be TF32
+MAX_ROUNDING_ERRORS = 12  # by which a gradient may differ: at most 3 were seen, and 113 with a wrong kernel
+WEIGHT_SCALE = 0.7  # with GPT-2's initial weights, the loss would hardly depend on attention
 
 
-def require_agreement(module: GPTModule) -> None:
-    """Hold a gradient on the configured device against the CPU's in fp32; `UserError` if rounding cannot explain it.
+def check_device_numerics(module: GPTModule) -> None:
+    """Compare the gradient of a small model on the configured device in its precision with the CPU's in fp32.
 
-    It is that of one window and two layers. A file in the cache remembers the devices that agree, each with its
-    PyTorch, precision and compile setting.
+    The model has two layers, and the gradient is that of one sequence. A file in the cache lists the devices that have
+    passed, each with its PyTorch version, precision and compile setting.
+
+    Raises:
+        UserError: The gradients differ by more than rounding explains.
     """
     config, trainer = module.model.config, module.config.trainer
-    if trainer.device in TRIED:
+    if trainer.device in TESTED_DEVICES:
         return
     setting = torch.cuda.get_device_name() if trainer.device == "cuda" else trainer.device
     setting += f" with torch {torch.__version__}, precision={trainer.precision}, compile={trainer.compile}"
-    known = Path(module.config.data.cache or CACHE) / "devices.txt"
-    if setting in (before := known.read_text(encoding="utf-8") if known.exists() else "").splitlines():
+    passed_file = Path(module.config.data.cache or CACHE) / "devices.txt"
+    passed = passed_file.read_text(encoding="utf-8") if passed_file.exists() else ""
+    if setting in passed.splitlines():
         return
+
     with torch.random.fork_rng(devices=[]):
         model = GPT(replace(config, num_layers=min(2, config.num_layers), dropout=0.0))
-        for weight in filter(lambda weight: weight.dim() == 2, model.blocks.parameters()):
-            torch.nn.init.normal_(weight, 0.0, SCALE / math.sqrt(weight.shape[1]))
+        for weight in model.blocks.parameters():
+            if weight.dim() == 2:
+                torch.nn.init.normal_(weight, 0.0, WEIGHT_SCALE / math.sqrt(weight.shape[1]))
         idx = torch.randint(config.vocab_size, (1, min(64, config.context_length)))
-    loss, gradient = _loss_and_gradient(model, idx)
+    cpu_loss, cpu_gradients = _loss_and_gradients(model, idx)
     model.compute_in(DTYPES[trainer.precision]).to(trainer.device)
     if trainer.compile == "true":
         for block in model.blocks:
             block.compile()
-    their_loss, theirs = _loss_and_gradient(
-        model, idx.to(trainer.device), 1024.0 if trainer.precision == "fp16" else 1.0
-    )
+    loss_scale = 1024.0 if trainer.precision == "fp16" else 1.0
+    loss, gradients = _loss_and_gradients(model, idx.to(trainer.device), loss_scale)
     if trainer.compile == "true":
         torch.compiler.reset()  # the run has other shapes, and should be compiled for them alone
-    distance = torch.stack([(a - b).norm() for a, b in zip(theirs, gradient, strict=True)]).norm()
-    off = float(distance / torch.stack([part.norm() for part in gradient]).norm())
-    limit = MOST_ROUNDINGS * ROUNDING[trainer.precision]
-    if not off <= limit:  # nor if it is not a number
+
+    differences = [(a - b).norm() for a, b in zip(gradients, cpu_gradients, strict=True)]
+    norms = [gradient.norm() for gradient in cpu_gradients]
+    error = float(torch.stack(differences).norm() / torch.stack(norms).norm())
+    max_error = MAX_ROUNDING_ERRORS * ROUNDING_ERROR[trainer.precision]
+    if not error <= max_error:  # also if it is NaN
         raise UserError(
-            f"{setting}: the loss of a window is {their_loss:.4f} where the CPU has {loss:.4f}, and the gradient is "
-            f"off by {off:.1%}, of which rounding explains {limit:.1%}: try trainer.compile=false, "
+            f"{setting}: the loss of a sequence is {loss:.4f} and {cpu_loss:.4f} on the CPU, and the gradient is off "
+            f"by {error:.1%}, of which rounding explains {max_error:.1%}: try trainer.compile=false, "
             "trainer.precision=fp32, another PyTorch or trainer.device=cpu"
         )
     if distributed.is_main_process():
-        say(f"{setting}: agrees with the CPU, the loss to {abs(their_loss / loss - 1):.4%}, the gradient to {off:.2%}")
-        with contextlib.suppress(OSError):  # of a cache that others fill: the next run looks again
-            write_text(known, f"{before}{setting}\n")
+        say(f"{setting}: agrees with the CPU, the loss to {abs(loss / cpu_loss - 1):.4%}, the gradient to {error:.2%}")
+        with contextlib.suppress(OSError):  # the cache of somebody else: the next run checks again
+            write_text(passed_file, f"{passed}{setting}\n")
 
 
-def _loss_and_gradient(model: GPT, idx: Tensor, scale: float = 1.0) -> tuple[float, list[Tensor]]:
-    """The loss of a window idx (1, T), whose last token is followed by its first, and the gradients, on the CPU."""
+def _loss_and_gradients(model: GPT, idx: Tensor, scale: float = 1.0) -> tuple[float, list[Tensor]]:
+    """Return the loss of idx (1, T) and the gradients, which are on the CPU. The first token follows the last."""
     model.zero_grad()
     loss = chunked_next_token_loss(*model.hidden_and_head(idx), idx.roll(-1), scale)
     (loss * scale).backward()

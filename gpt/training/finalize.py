@@ -1,4 +1,4 @@
-"""From a request to final values: what the machine determines, and then every value that is still auto."""
+"""From a request to final values: what the machine determines, and then every other value that is still auto."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,15 +16,15 @@ from gpt.hardware.memory import free_memory
 from gpt.model.memory import choose_micro_batch
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
-from gpt.training.advice import STEPS, suitable_split, suitable_steps
+from gpt.training.advice import MIN_SUGGESTED_STEPS, suggest_bpe_dropout, suggest_steps
 from gpt.training.config import Config, parse_horizon, with_values
 from gpt.training.request import Request
 from gpt.training.schedule import SHORT_SEQUENCE_TOKENS, Schedule
 
 if TYPE_CHECKING:
-    from gpt.training.auto_model import Member
+    from gpt.training.auto_model import Candidate
 
-AUTO_HORIZON_SECONDS = 600  # horizon=auto trains at most so long, unless `STEPS` take longer
+AUTO_HORIZON_SECONDS = 600  # horizon=auto trains no longer, unless `MIN_SUGGESTED_STEPS` take longer
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ def check_machine(request: Request) -> Machine:
     Raises:
         UserError: The machine lacks a device or a capability, or a step is not a whole number of sequences.
     """
-    config = request.config
-    devices, num_nodes = distributed.resolve_devices(config.trainer.devices, config.trainer.num_nodes)
-    config = with_values(config, {"trainer.devices": devices, "trainer.num_nodes": num_nodes})
+    trainer = request.config.trainer
+    devices, num_nodes = distributed.resolve_devices(trainer.devices, trainer.num_nodes)
+    config = with_values(request.config, {"trainer.devices": devices, "trainer.num_nodes": num_nodes})
     config.require_whole_sequences()
     device = require_devices(config)
     return Machine(
         device.type,
         devices,
         num_nodes,
-        precision=choose_precision(config.trainer.precision, device),
-        compile=str(choose_compile(config.trainer.compile, device)).lower(),
+        precision=choose_precision(trainer.precision, device),
+        compile=str(choose_compile(trainer.compile, device)).lower(),
     )
 
 
 def require_devices(config: Config) -> torch.device:
-    """Return the configured device; `UserError` if this machine lacks it or has too few."""
+    """Return the configured device; raise `UserError` if this machine lacks it or has too few."""
     device, count = choose_device(config.trainer.device), config.trainer.devices or 1
     available = device_count(device)
     if available is not None and count > available:
@@ -72,15 +72,15 @@ def require_devices(config: Config) -> torch.device:
 
 
 def finalize(
-    request: Request, machine: Machine, dataset: TokenDataset, candidates: Sequence["Member"] = ()
-) -> tuple[Config, Schedule, Schedule]:
-    """Return the final configuration, in which nothing is auto or open, and the schedule.
+    request: Request, machine: Machine, dataset: TokenDataset, candidates: Sequence["Candidate"] = ()
+) -> tuple[Config, Schedule, int]:
+    """Return the final configuration, in which nothing is auto or open, and the planned schedule.
 
     Values that the user left open are set in this order:
 
-    1. `trainer.device`, `devices`, `num_nodes`, `precision`, `compile`: as `check_machine` found them.
-    2. `tokenizer`, for prepared text: as the text was prepared.
-    3. `data.prompts`: those of the corpus, or words of the validation text.
+    1. `trainer.device`, `devices`, `num_nodes`, `precision`, `compile`: as `check_machine` returned them.
+    2. `tokenizer`, for token files: as the files were written.
+    3. `data.prompts`: those of a built-in corpus, or words of the validation text.
     4. `model=auto`: the candidate that learns most in the time; then `horizon`, if more time would only memorize.
     5. For the model, in `finalize_model`: `trainer.micro_batch_size` by free memory, `trainer.short_sequences` by the
        context length, `optim.lr` and `optim.matrix_lr` by depth and width.
@@ -92,36 +92,36 @@ def finalize(
         request: What the user wants trained, with the shape of the initial weights if there are any.
         machine: What `check_machine` returned.
         dataset: The dataset of the request.
-        candidates: For model=auto, what `weigh_models` returned; if empty, it is called here.
+        candidates: For model=auto, what `find_candidates` returned; if empty, it is called here.
 
     Returns:
-        The configuration, the schedule, and the schedule in steps. These two differ for a time horizon, whose number
-        of steps is an estimate.
+        The configuration, the schedule, and the number of steps. For a time horizon, that number is an estimate.
     """
-    config = on_machine(request, machine, dataset)
+    config = apply_machine(request, machine, dataset)
     if config.data.prompts is None:
         config = with_values(config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or prompts_from(dataset)})
     if request.model == "auto":
-        candidates = candidates or weigh_models(request, machine, dataset)
+        candidates = candidates or find_candidates(request, machine, dataset)
         config, schedule = _with_best_model(config, dataset, candidates)
     else:
         config = finalize_model(config, config.model)
         if config.horizon == "auto":
             config = _with_suitable_horizon(config, dataset)
         schedule = Schedule.plan(config, dataset.train_tokens)
-    schedule_in_steps = schedule
+    num_steps = schedule.total_steps
     if schedule.seconds:
         from gpt.training import timing  # imports Lightning
 
-        _, schedule_in_steps, _ = timing.in_steps(config, schedule, dataset, at_most=1.0)
+        _, schedule_in_steps, _ = timing.plan_in_steps(config, schedule, dataset, max_seconds=1.0)
+        num_steps = schedule_in_steps.total_steps
     if config.data.bpe_dropout is None:
-        probability = 0.0 if config.init_from else suitable_split(config, schedule_in_steps, dataset)
+        probability = 0.0 if config.init_from else suggest_bpe_dropout(config, num_steps, dataset)
         config = with_values(config, {"data.bpe_dropout": probability})
-    return config.with_absolute_paths(), schedule, schedule_in_steps
+    return config.with_absolute_paths(), schedule, num_steps
 
 
-def on_machine(request: Request, machine: Machine, dataset: TokenDataset) -> Config:
-    """Return the configuration with what the machine and prepared text determine."""
+def apply_machine(request: Request, machine: Machine, dataset: TokenDataset) -> Config:
+    """Return the configuration with the values that the machine, or token files, determine."""
     config = with_values(request.config, {f"trainer.{key}": value for key, value in asdict(machine).items()})
     if config.data.name == "tokens":  # they come with their tokenizer
         tokenizer = dataset.tokenizer
@@ -130,72 +130,80 @@ def on_machine(request: Request, machine: Machine, dataset: TokenDataset) -> Con
 
 
 def finalize_model(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration with this model, and with what follows from it where that was left open."""
+    """Return the configuration with this model, and set the open values that depend on it."""
     trainer = config.trainer
     values: dict[str, object] = {"model": model, "optim": config.optim.for_model(model)}
     if trainer.micro_batch_size == "auto":
         values["trainer.micro_batch_size"] = choose_micro_batch(
-            GPTConfig(**asdict(model)),  # with GPT-2's vocabulary, whatever the text's: the least that fits
+            GPTConfig(**asdict(model)),  # with GPT-2's large vocabulary for every text, so that the size is safe
             trainer.tokens_per_step // (model.context_length * trainer.world_size),
             free_memory(torch.device(trainer.device)),
             DTYPES[trainer.precision],
             trainer.device,
             checkpointing=trainer.activation_checkpointing,
         )
-    if trainer.short_sequences is None:  # they were measured for this context length only, and for random weights
+    if trainer.short_sequences is None:  # their benefit was measured only for this context length and random weights
         is_measured = model.context_length == 2 * SHORT_SEQUENCE_TOKENS and not config.init_from
         values["trainer.short_sequences"] = SHORT_SEQUENCE_TOKENS if is_measured else 0
     return with_values(config, values)
 
 
-def weigh_models(
-    request: Request, machine: Machine, dataset: TokenDataset, longest_seconds: float = 0.0
-) -> Sequence["Member"]:
+def find_candidates(
+    request: Request, machine: Machine, dataset: TokenDataset, max_seconds: float = 0.0
+) -> Sequence["Candidate"]:
     """Return the candidates of model=auto, each with its predicted loss.
 
     Args:
         request: A request with model=auto.
         machine: What `check_machine` returned.
         dataset: The dataset of the request.
-        longest_seconds: Weigh enough candidates to tell the best for this time too.
+        max_seconds: Time enough candidates to pick the best for this time too.
     """
-    from gpt.training.auto_model import choose  # imports Lightning
+    from gpt.training.auto_model import time_candidates  # imports Lightning
 
-    config = on_machine(request, machine, dataset)
+    config = apply_machine(request, machine, dataset)
 
-    def finalize_candidate(candidate: ModelConfig) -> tuple[Config, Schedule]:
-        context = max(candidate.context_length, config.model.context_length)
-        model = replace(candidate, context_length=context, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias)
-        tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many sequences
-        short = config.trainer.short_sequences or 0
-        values = {"model": model, "trainer.tokens_per_step": tokens, "trainer.short_sequences": short}
+    def finalize_candidate(model: ModelConfig) -> tuple[Config, Schedule]:
+        context_length = max(model.context_length, config.model.context_length)
+        model = replace(
+            model, context_length=context_length, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias
+        )
+        num_sequences = config.trainer.tokens_per_step // config.model.context_length
+        values = {
+            "model": model,
+            "trainer.tokens_per_step": num_sequences * context_length,
+            "trainer.short_sequences": config.trainer.short_sequences or 0,
+        }
         final = finalize_model(with_values(config, values), model)
         return final, Schedule.plan(final, dataset.train_tokens)
 
-    return choose(finalize_candidate, dataset, parse_horizon(config.horizon).amount, longest_seconds)
+    return time_candidates(finalize_candidate, dataset, parse_horizon(config.horizon).amount, max_seconds)
 
 
-def _with_best_model(config: Config, dataset: TokenDataset, candidates: Sequence["Member"]) -> tuple[Config, Schedule]:
+def _with_best_model(
+    config: Config, dataset: TokenDataset, candidates: Sequence["Candidate"]
+) -> tuple[Config, Schedule]:
     """Return the configuration and the schedule of the candidate that learns most within the horizon."""
-    from gpt.training.auto_model import announcement, best  # imports Lightning
+    from gpt.training.auto_model import describe_choice, pick_best  # imports Lightning
 
     seconds = parse_horizon(config.horizon).amount
-    say(announcement(candidates, seconds, dataset))
-    chosen = best(candidates, seconds)
-    bits_per_byte, useful_seconds = chosen.reached(seconds)
+    say(describe_choice(candidates, seconds, dataset))
+    candidate = pick_best(candidates, seconds)
+    bits_per_byte, useful_seconds = candidate.predict(seconds)
     horizon = config.horizon if useful_seconds == seconds else f"{useful_seconds}s"
-    schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits_per_byte)
-    return with_values(chosen.config, {"horizon": horizon, "data": config.data}), schedule
+    schedule = replace(candidate.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits_per_byte)
+    return with_values(candidate.config, {"horizon": horizon, "data": config.data}), schedule
 
 
 def _with_suitable_horizon(config: Config, dataset: TokenDataset) -> Config:
     """Return the configuration with the steps that suit the text, as far as they fit into `AUTO_HORIZON_SECONDS`."""
-    steps = suitable_steps(config, dataset)
+    steps = suggest_steps(config, dataset)
     config = with_values(config, {"horizon": f"{steps}steps"})
-    if steps > STEPS:
-        from gpt.training.timing import measure  # imports Lightning
+    if steps > MIN_SUGGESTED_STEPS:
+        from gpt.training.timing import measure_step  # imports Lightning
 
-        _, seconds = measure(config, Schedule.plan(config, dataset.train_tokens), dataset, at_most=1.0)
-        steps = max(STEPS, min(steps, int(AUTO_HORIZON_SECONDS / seconds)))
+        schedule = Schedule.plan(config, dataset.train_tokens)
+        _, step_seconds = measure_step(config, schedule, dataset, max_seconds=1.0)
+        steps = max(MIN_SUGGESTED_STEPS, min(steps, int(AUTO_HORIZON_SECONDS / step_seconds)))
     say(f"horizon={steps}steps suits this text and this machine")
     return with_values(config, {"horizon": f"{steps}steps"})

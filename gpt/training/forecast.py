@@ -1,6 +1,6 @@
-"""What a training will take, before it starts: `python train.py plan=true`, or `plan=json` for programs.
+"""A dry run, `python train.py plan=true` or `plan=json`: what a run will take, before it starts.
 
-The time and the peak of memory are measured on throwaway models.
+Time and peak memory are measured on throwaway models.
 """
 
 import contextlib
@@ -18,75 +18,85 @@ from gpt.hardware.device import DTYPES
 from gpt.hardware.memory import free_memory, peak_memory_bytes
 from gpt.model.memory import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training.advice import epochs, warnings
+from gpt.training.advice import count_epochs, list_warnings
 from gpt.training.config import Config
-from gpt.training.finalize import finalize, weigh_models
+from gpt.training.finalize import finalize, find_candidates
 from gpt.training.optim import build_optimizer
 from gpt.training.request import Request
 from gpt.training.run_directory import require_empty
 from gpt.training.start import open_dataset
 
-COMPUTE_OPTIMAL = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
-HORIZONS = (600, 3600, 28800)  # seconds: a plan says what model=auto would choose for each
-CHECKPOINTS = 3  # best, last and previous
-LOG_BYTES = 64 << 20  # memory of a process that trains beyond one that only times steps: curves, pictures, checkpoints
+COMPUTE_OPTIMAL_RATIO = 20  # tokens per parameter: Hoffmann et al. 2022 (arXiv:2203.15556)
+PREDICTED_SECONDS = (600, 3600, 28800)  # for each of these horizons, print what model=auto would choose
+NUM_CHECKPOINTS = 3  # best, last and previous
+LOG_BYTES = 64 << 20  # a process that trains needs more memory than timed steps: for curves, images and checkpoints
 
 
 def print_plan(request: Request) -> None:
-    """Print what a run will take; nothing is written but its prepared text."""
+    """Print what a run will take. Only its prepared text is written."""
     with contextlib.redirect_stdout(sys.stderr):
         figures = forecast(request)
-    say(json.dumps(figures, indent=2) if request.plan == "json" else describe(figures))
+    say(json.dumps(figures, indent=2) if request.plan == "json" else describe_plan(figures))
 
 
 def forecast(request: Request) -> dict[str, Any]:
-    """Everything that plan=json prints, in bytes, seconds and counts."""
+    """Return everything that plan=json prints, in bytes, seconds and counts."""
     if request.config.run_dir:
         require_empty(Path(request.config.run_dir))
-    request, machine, text, _ = open_dataset(request)
-    members = weigh_models(request, machine, text, HORIZONS[-1]) if request.model == "auto" else ()
-    config, schedule, _ = finalize(request, machine, text, members)
-    horizon = schedule.seconds
-    from gpt.training.auto_model import expectations
-    from gpt.training.timing import in_steps, seconds_validating  # imports what stays in memory while training
+    request, machine, dataset, _ = open_dataset(request)
+    candidates = find_candidates(request, machine, dataset, PREDICTED_SECONDS[-1]) if request.model == "auto" else ()
+    config, schedule, _ = finalize(request, machine, dataset, candidates)
+    seconds = schedule.seconds
+    from gpt.training.auto_model import list_predictions  # imports Lightning
+    from gpt.training.timing import measure_validation_seconds, plan_in_steps
 
     device = torch.device(config.trainer.device)
-    free = free_memory(device)
+    free_bytes = free_memory(device)  # with Lightning imported, as in training
     say("timing a few steps and part of a validation")
-    config, schedule, seconds = in_steps(config, schedule, text)
-    settings = config.trainer
+    config, schedule, step_seconds = plan_in_steps(config, schedule, dataset)
     gc.collect()
-    validating = seconds_validating(config, schedule, text)
-    shape = GPTConfig(vocab_size=text.tokenizer.vocab_size, **asdict(config.model))
-    steps, N = schedule.total_steps, shape.num_parameters
-    tokens = steps * settings.tokens_per_step
-    return {
+    validation_seconds = measure_validation_seconds(config, schedule, dataset)
+    trainer, steps = config.trainer, schedule.total_steps
+    shape = GPTConfig(vocab_size=dataset.tokenizer.vocab_size, **asdict(config.model))
+    N = shape.num_parameters
+    tokens = steps * trainer.tokens_per_step
+    num_kept = steps // trainer.keep_every if trainer.keep_every else 0
+    figures = {
         "parameters": N,
-        "tokenizer": {"name": text.tokenizer.name, "vocab_size": shape.vocab_size},
-        "trainer": {name: getattr(settings, name) for name in ("device", "precision", "compile", "tokens_per_step")}
-        | {"devices": settings.world_size, "micro_batch_size": config.micro_batch_size},
+        "tokenizer": {"name": dataset.tokenizer.name, "vocab_size": shape.vocab_size},
+        "trainer": {
+            "device": trainer.device,
+            "precision": trainer.precision,
+            "compile": trainer.compile,
+            "tokens_per_step": trainer.tokens_per_step,
+            "devices": trainer.world_size,
+            "micro_batch_size": config.micro_batch_size,
+        },
         "text": {
-            "train_tokens": text.train_tokens,
-            "validation_bytes": sum(source.metadata["splits"]["validation"]["bytes"] for source in text.sources),
+            "train_tokens": dataset.train_tokens,
+            "validation_bytes": sum(source.metadata["splits"]["validation"]["bytes"] for source in dataset.sources),
         },
         "steps": steps,
         "tokens": tokens,
-        "epochs": epochs(tokens, text),
+        "epochs": count_epochs(tokens, dataset),
         "tokens_per_parameter": tokens / N,
-        "seconds_per_step": seconds,
-        "train_seconds": steps * seconds,
+        "seconds_per_step": step_seconds,
+        "train_seconds": steps * step_seconds,
         "validations": schedule.num_validations,
-        "validation_seconds": validating,
-        "checkpoints": CHECKPOINTS + (steps // settings.keep_every if settings.keep_every else 0),
+        "validation_seconds": validation_seconds,
+        "checkpoints": NUM_CHECKPOINTS + num_kept,
         "checkpoint_bytes": 4 * N + optimizer_bytes(shape, config),
-        "free_memory": free,
+        "free_memory": free_bytes,
         "peak_memory": peak_memory(device, shape, config),
-        "warnings": warnings(config, schedule, text),
-    } | ({"expected": expectations(members, horizon, HORIZONS)} if members else {})
+        "warnings": list_warnings(config, schedule, dataset),
+    }
+    if candidates:
+        figures["expected"] = list_predictions(candidates, seconds, PREDICTED_SECONDS)
+    return figures
 
 
 def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
-    """Count what the optimizer keeps for the weights."""
+    """Return the bytes of the optimizer's state, counted without allocating it."""
     with torch.device("meta"):
         weights = dict(GPT(shape).named_parameters())
     optimizer = build_optimizer(weights, shape.num_heads, config.optim, torch.float32)
@@ -94,45 +104,65 @@ def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
 
 
 def peak_memory(device: torch.device, shape: GPTConfig, config: Config) -> float:
-    """The most memory that a run holds on a device: as measured, or where no measurement tells it, by arithmetic.
+    """Return the largest amount of memory, in bytes, that a run holds on a device.
 
-    The arithmetic counts weights, gradients, AdamW's state and activations. It leaves out the process itself, and what
-    comes and goes with an update.
+    It is the peak of the steps timed so far. If this device has no such measurement, it is estimated: weights,
+    gradients, AdamW's state and activations. The estimate leaves out the process itself and temporary memory.
     """
-    extra = LOG_BYTES if device.type != "cuda" else 0
-    if measured := peak_memory_bytes(device):
-        return measured + extra
-    trainer, micro_batch = config.trainer, config.micro_batch_size
-    precision = DTYPES[trainer.precision]
-    passing = activation_bytes(shape, micro_batch, precision, device.type, trainer.activation_checkpointing)
-    return 16 * shape.num_parameters + passing + extra
+    log_bytes = LOG_BYTES if device.type != "cuda" else 0
+    measured_bytes = peak_memory_bytes(device)
+    if measured_bytes:
+        return measured_bytes + log_bytes
+    trainer = config.trainer
+    micro_batch_bytes = activation_bytes(
+        shape, config.micro_batch_size, DTYPES[trainer.precision], device.type, trainer.activation_checkpointing
+    )
+    return 16 * shape.num_parameters + micro_batch_bytes + log_bytes
 
 
-def describe(f: dict[str, Any]) -> str:
-    """The figures of `forecast` as text."""
-    trainer, text, devices = f["trainer"], f["text"], f["trainer"]["devices"]
-    share = f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
-    where = f"{devices} x {trainer['device']}" if devices > 1 else trainer["device"]
-    alone = ", without the exchange among devices" if devices > 1 else ""
-    each = [f"{times:,.2f} times{f' in {name}' if len(f['epochs']) > 1 else ''}" for name, times in f["epochs"].items()]
-    ratio = f"{f['tokens_per_parameter']:,.2f} per parameter (compute-optimal: {COMPUTE_OPTIMAL})"
-    validating = f"{duration(f['validation_seconds'])} more ({share:.0%})"
+def describe_plan(figures: dict[str, Any]) -> str:
+    """Return the figures of `forecast` as text."""
+    trainer, text = figures["trainer"], figures["text"]
+    tokens_per_step, tokens_per_parameter = trainer["tokens_per_step"], figures["tokens_per_parameter"]
+    train_seconds, validation_seconds = figures["train_seconds"], figures["validation_seconds"]
+    validation_fraction = validation_seconds / (train_seconds + validation_seconds)
+    num_checkpoints, step_ms = figures["checkpoints"], figures["seconds_per_step"] * 1000
+    device, communication = trainer["device"], ""
+    if trainer["devices"] > 1:
+        device = f"{trainer['devices']} x {device}"
+        communication = ", without communication between devices"
+    epochs = [f"{number:,.2f} times in {name}" for name, number in figures["epochs"].items()]
+    if len(epochs) == 1:
+        epochs = [epochs[0].partition(" in ")[0]]
     rows = [
-        ("model", f"{f['parameters']:,} parameters, in {trainer['precision']} on {where}"),
+        ("model", f"{figures['parameters']:,} parameters, in {trainer['precision']} on {device}"),
         ("text", f"{text['train_tokens']:,} tokens, and {text['validation_bytes']:,} bytes for validation"),
-        ("training", f"{f['steps']:,} steps of {trainer['tokens_per_step']:,} tokens see each byte {', '.join(each)}"),
-        ("", f"{f['tokens']:,} tokens, {ratio}"),
-        ("time", f"{duration(f['train_seconds'])} at {f['seconds_per_step'] * 1000:,.1f} ms a step{alone}"),
-        ("", f"{validating} for {f['validations']} validations with samples"),
-        ("disk", f"{_size(f['checkpoints'] * f['checkpoint_bytes'])} for {f['checkpoints']} checkpoints"),
-        ("memory", f"{_size(f['peak_memory'])} at peak on each device, of {_size(f['free_memory'])} free"),
+        ("training", f"{figures['steps']:,} steps of {tokens_per_step:,} tokens see each byte {', '.join(epochs)}"),
+        (
+            "",
+            f"{figures['tokens']:,} tokens, {tokens_per_parameter:,.2f} per parameter (compute-optimal: "
+            f"{COMPUTE_OPTIMAL_RATIO})",
+        ),
+        ("time", f"{duration(train_seconds)} at {step_ms:,.1f} ms a step{communication}"),
+        (
+            "",
+            f"{duration(validation_seconds)} more ({validation_fraction:.0%}) for {figures['validations']} validations "
+            "with samples",
+        ),
+        ("disk", f"{_size(num_checkpoints * figures['checkpoint_bytes'])} for {num_checkpoints} checkpoints"),
+        (
+            "memory",
+            f"{_size(figures['peak_memory'])} at peak on each device, of {_size(figures['free_memory'])} free",
+        ),
     ]
-    for i, row in enumerate(f.get("expected", [])):
+    for i, row in enumerate(figures.get("expected", [])):
         line = f"about {row['bits_per_byte']:.2f} bits per byte in {duration(row['seconds'])} with {row['model']}"
         rows.append(("" if i else "expected", line))
-    lines = [f"{name:10}{line}" for name, line in rows]
-    return "\n".join([*lines, *([""] if f["warnings"] else []), *f["warnings"]])
+    lines = [f"{label:10}{line}" for label, line in rows]
+    if figures["warnings"]:
+        lines += ["", *figures["warnings"]]
+    return "\n".join(lines)
 
 
-def _size(size: float) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size < 1000 * 2**20 else f"{size / 2**30:,.1f} GiB"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes < 1000 * 2**20 else f"{num_bytes / 2**30:,.1f} GiB"

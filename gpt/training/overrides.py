@@ -10,23 +10,25 @@ import yaml
 
 from gpt.console import quote
 
-PATHS = re.compile(r"(\+{0,2}(?:run_dir|resume|init_from|data\.(?:path|validation_path|cache|separator)))=(.*)", re.S)
-_spellings: dict[str, str] = {}  # an override as Hydra reads it -> as it was typed
+PATH_OVERRIDE = re.compile(
+    r"(\+{0,2}(?:run_dir|resume|init_from|data\.(?:path|validation_path|cache|separator)))=(.*)", re.S
+)
+_spellings: dict[str, str] = {}  # an override quoted for Hydra -> as it was typed
 
 
-def is_sweep() -> bool:
-    """Return True if the command line requests a run for each of several settings."""
+def is_multirun() -> bool:
+    """Return True if the command line requests a sweep."""
     return bool({"-m", "--multirun"} & set(sys.argv))
 
 
 def quote_for_hydra(words: list[str]) -> list[str]:
-    """Return a command line as Hydra takes it: options first, then overrides, with paths in quotes.
+    """Return a command line for Hydra: options first, then overrides, with paths in quotes.
 
-    Of several overrides of a key the last counts, so that a command can be repeated with changes appended.
+    If a key is set several times, the last value counts, so that a command can be repeated with changes appended.
     """
     options = [word for word in words if "=" not in word or word.startswith("-")]
     overrides = {word.partition("=")[0]: word for word in words if word not in options}
-    quoted = [PATHS.sub(_quote_path, word) for word in overrides.values()]
+    quoted = [PATH_OVERRIDE.sub(_quote_path, word) for word in overrides.values()]
     _spellings.update(zip(quoted, overrides.values(), strict=True))
     return [*options, *quoted]
 
@@ -36,49 +38,53 @@ def original_spelling(overrides: Iterable[str]) -> str:
     return " ".join(_quote_for_shell(_spellings.get(override, override)) for override in overrides)
 
 
-def as_words(overrides: Mapping[str, Any]) -> str:
+def to_shell_words(overrides: Mapping[str, Any]) -> str:
     """Return keys and their values as words for a shell, quoted for Hydra too."""
-    return " ".join(_quote_for_shell(f"{key}={_as_hydra_value(value)}") for key, value in overrides.items())
+    return " ".join(_quote_for_shell(f"{key}={_to_hydra_value(value)}") for key, value in overrides.items())
 
 
 def _quote_for_shell(word: str) -> str:
-    """Return a word in the quotes of a shell, always on one line."""
+    """Return a word quoted for a shell, always on one line."""
     if "\n" not in word:
         return quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"$'{escaped}'"
 
 
-def _as_hydra_value(value: Any) -> str:
+def _to_hydra_value(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{','.join(map(_as_hydra_value, value))}]"
+        return f"[{','.join(map(_to_hydra_value, value))}]"
     if not isinstance(value, str):
         return yaml.safe_dump(value).split("\n")[0]  # null, true, 0.001
     is_plain = re.fullmatch(r"[a-z_/.][\w/.-]*|\d+[a-z]+", value, re.ASCII | re.IGNORECASE)
-    is_word_of_hydra = value.lower() in ("null", "true", "false", "nan", "inf")
-    return value if is_plain and not is_word_of_hydra else _quoted(value)
+    is_hydra_word = value.lower() in ("null", "true", "false", "nan", "inf")
+    return value if is_plain and not is_hydra_word else _quote_text(value)
 
 
-def _quoted(text: str) -> str:
+def _quote_text(text: str) -> str:
     """Return text in the quotes of Hydra's grammar. Backslashes before a quote, or at the end, are doubled."""
     escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + "\\" * len(match[2]) + match[2], text)
     return f"'{escaped}'"
 
 
 def _quote_path(override: re.Match) -> str:
-    """Return a key with its path in quotes: one path, a list, or in a sweep several."""
+    """Return a key with its path in quotes. The value may also be a list of paths, or in a sweep several paths."""
 
     def quote_all(paths: str) -> str:
-        return ",".join(_quoted(os.path.expanduser(path.strip())) for path in paths.split(","))
+        return ",".join(_quote_text(os.path.expanduser(path.strip())) for path in paths.split(","))
 
     key, value = override.groups()
-    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S) and not os.path.exists(value):
+    is_file = os.path.exists(value)
+    if re.fullmatch(r"(['\"].*|\w+\(.*\)|null|)", value, re.S) and not is_file:
         return override[0]  # in quotes already, or one of Hydra's functions
-    if key.endswith("separator") or os.path.exists(value):
-        return f"{key}={_quoted(value)}"
-    if items := re.fullmatch(r"\[(.*)\]", value, re.S):
-        return override[0] if re.search("['\"]", value) else f"{key}=[{quote_all(items[1])}]"
-    if is_sweep():
+    if key.endswith("separator") or is_file:
+        return f"{key}={_quote_text(value)}"
+    items = re.fullmatch(r"\[(.*)\]", value, re.S)
+    if items:
+        has_quotes = "'" in value or '"' in value
+        return override[0] if has_quotes else f"{key}=[{quote_all(items[1])}]"
+    if is_multirun():
         return f"{key}={quote_all(value)}"
-    is_several = "," in value and key.endswith("data.path")  # Hydra's error explains it
-    return override[0] if is_several else f"{key}={_quoted(os.path.expanduser(value))}"
+    if "," in value and key.endswith("data.path"):
+        return override[0]  # Hydra's error explains what to do
+    return f"{key}={_quote_text(os.path.expanduser(value))}"

@@ -1,9 +1,9 @@
-"""The closing report of a run: its figures, its last samples, and the commands to try next."""
+"""The report at the end of a run: its metrics, its last samples, and the commands to try next."""
 
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,79 +12,126 @@ from tqdm.utils import disp_len, disp_trim
 from gpt.console import duration, quote, say
 from gpt.data.chunking import show_token
 from gpt.training import distributed
-from gpt.training.advice import TURNED, shorter_steps
+from gpt.training.advice import OVERFIT_LOSS_RATIO, suggest_shorter_horizon
 from gpt.training.health import is_memorizing
 from gpt.training.metrics import METRICS
 from gpt.training.run_directory import repeat_command
 from gpt.training.state import Result, RunSpec
 
-MOST_SAMPLES = 3
-UNSMOOTHED = "http://localhost:6006/?smoothing=0"  # or else TensorBoard shows a final loss that is too high
-LONG_COPY = 60  # characters, about ten words: shorter passages recur in any text
+MAX_PRINTED_SAMPLES = 3
+UNSMOOTHED_URL = "http://localhost:6006/?smoothing=0"  # by default TensorBoard smooths, and shows too high a final loss
+MIN_COPY_CHARS = 60  # about ten words: shorter passages recur in any text
 
 
-def report(spec: RunSpec, run_dir: Path, result: Result, brief: bool = False) -> None:
-    """Print the final figures of a run, samples, and what to try next.
+def print_brief_report(run_dir: Path, result: Result) -> None:
+    """Print one line about a run, as for a job of a sweep."""
+    metrics = result.metrics
+    if metrics and distributed.is_main_process():
+        bits_per_byte, time = metrics["val_bits_per_byte"], duration(metrics["train_seconds"])
+        say(f"{run_dir}: {bits_per_byte:.4f} bits per byte after {metrics['steps']} steps in {time}")
+
+
+def next_commands(run_dir: Path, prompt: str, shorter: str, longer: str) -> Iterator[tuple[str, str]]:
+    """Yield commands to try after a run, each with a label.
+
+    Args:
+        run_dir: The directory of the run.
+        prompt: A prompt for the model.
+        shorter: The horizon of a shorter run, if the model overfits; otherwise empty.
+        longer: The horizon to train longer; empty if the run stopped before its own horizon.
+    """
+    dash = "=" if prompt.startswith("-") else " "
+    yield "sample it", f"python generate.py --checkpoint {quote(str(run_dir))} --prompt{dash}{quote(prompt)}"
+    yield "see why", "the same with --insight page.html"
+    yield "its curves", tensorboard_command(run_dir)
+    if shorter:
+        yield "run shorter", repeat_command(run_dir, f"horizon={shorter}")
+    else:
+        yield "train longer" if longer else "continue", resume_command(run_dir, longer)
+
+
+def tensorboard_command(run_dir: Path) -> str:
+    """Return the command and the address that show the curves of a run beside those of its neighbours."""
+    return f"tensorboard --logdir {quote(str(run_dir.parent))}, and {UNSMOOTHED_URL}"
+
+
+def resume_command(run_dir: Path, horizon: str = "") -> str:
+    """Return the command that resumes a run, to a new horizon if one is given."""
+    command = f"python train.py {quote(f'resume={run_dir}')}"
+    return f"{command} horizon={horizon}" if horizon else command
+
+
+def print_report(
+    spec: RunSpec,
+    run_dir: Path,
+    result: Result,
+    list_commands: Callable[[Path, str, str, str], Iterator[tuple[str, str]]] = next_commands,
+) -> None:
+    """Print the final metrics of a run, samples, and what to try next.
 
     Args:
         spec: What the run was to do.
         run_dir: Its directory.
         result: How its training ended.
-        brief: Print one line, as for a job of a sweep.
+        list_commands: Returns what to try next; it takes the arguments of `next_commands`.
     """
-    figures, config = result.metrics, spec.config
+    metrics = result.metrics
     if not distributed.is_main_process():
         return
-    if not figures:
+    if not metrics:
         say(f"nothing to report before the first validation, at step {spec.schedule.validate_every}")
-        return
-    if brief:
-        bits, steps, seconds = (figures[key] for key in ("val_bits_per_byte", "steps", "train_seconds"))
-        say(f"{run_dir}: {bits:.4f} bits per byte after {steps} steps in {duration(seconds)}")
         return
     if result.stop_signal:
         say("as of the last validation:")
-    prompt = ((config.data.prompts or [""])[-1].splitlines() or [""])[0]
-    shorter = shorter_steps(config, spec.dataset, figures["best_step"])
-    longer = ""  # a run that stopped before its horizon continues to that
-    if figures["steps"] >= result.schedule.total_steps:
-        longer = f"{2 * spec.schedule.seconds:g}s" if spec.schedule.seconds else f"{2 * figures['steps']}steps"
-    figures = figures | {"longest_copy": result.longest_copy}
-    for line in closing_lines(figures, result.samples, prompt, shorter, longer, run_dir, spec.in_python):
+    for line in format_report(metrics, result.samples, result.longest_copy):
         say(line)
+    prompts = spec.config.data.prompts or [""]
+    prompt = (prompts[-1].splitlines() or [""])[0]
+    shorter = shorter_horizon(metrics, suggest_shorter_horizon(spec.config, spec.dataset, metrics["best_step"]))
+    longer = ""
+    if metrics["steps"] >= result.schedule.total_steps:
+        seconds = spec.schedule.seconds
+        longer = f"{2 * seconds:g}s" if seconds else f"{2 * metrics['steps']}steps"
+    say("")
+    for label, command in [("the run", str(run_dir)), *list_commands(run_dir, prompt, shorter, longer)]:
+        say(f"{label + ':':13} {command}")
 
 
-def closing_lines(
-    figures: dict[str, Any],
-    samples: Sequence[str],
-    prompt: str,
-    shorter: int,
-    longer: str,
-    run_dir: Path,
-    in_python: bool = False,
-) -> Iterator[str]:
-    """The lines of the report: `figures` as in metrics.json, `samples` of the last validation, and what to do next.
+def shorter_horizon(metrics: dict[str, Any], suggested_steps: int) -> str:
+    """Return the horizon of a shorter run if the model overfits or memorizes its text; otherwise an empty string.
 
-    `prompt` is for the commands, which are calls where the run was started in Python. `shorter` is the horizon in steps
-    to suggest if validation has turned, and `longer` the one to suggest otherwise, or empty if the run has stopped
-    before its own.
+    Args:
+        metrics: As in metrics.json.
+        suggested_steps: The steps after which validation is about at its best.
+    """
+    if metrics["val_loss"] > OVERFIT_LOSS_RATIO * metrics["best_val_loss"]:
+        return f"{suggested_steps}steps"
+    if is_memorizing(metrics):  # the loss may have risen unseen, between too few validations
+        return f"{min(suggested_steps, max(1, metrics['steps'] // 2))}steps"
+    return ""
+
+
+def format_report(metrics: dict[str, Any], samples: Sequence[str], longest_copy: int = 0) -> Iterator[str]:
+    """Yield the lines of a report.
+
+    Args:
+        metrics: As in metrics.json.
+        samples: The texts sampled at the last validation.
+        longest_copy: Characters of the longest passage in them that occurs in the training text.
     """
     yield ""
-    rows = list(_metric_rows(figures))
-    label, value = (max(len(row[i]) for row in rows) for i in range(2))
-    yield from (f"{row[0]:{label}}  {row[1]:>{value}}  {row[2]}" for row in rows)
+    rows = list(_metric_rows(metrics))
+    label_width, value_width = (max(len(row[i]) for row in rows) for i in range(2))
+    for label, value, unit in rows:
+        yield f"{label:{label_width}}  {value:>{value_width}}  {unit}"
     if samples:
-        yield f"\nsamples after step {figures['steps']}, more in samples.md:"
-        for sample in samples[-MOST_SAMPLES:]:
-            yield from _item(sample, shutil.get_terminal_size().columns)
-    if is_memorizing(figures):
-        losses = f"{figures['train_loss']:.2f} nats per token on it, {figures['val_loss']:.2f} on other text"
-        copied = figures.get("longest_copy", 0)
-        copy = f", and a copied passage of {copied} characters" if copied > LONG_COPY else ""
-        yield f"\nthe model learns its training text by heart: {losses}{copy}; docs/reading.md says what helps"
-    yield ""
-    for what, command in _next(figures, prompt, shorter, longer, run_dir, in_python):
-        yield f"{what + ':':13} {command}"
+        yield f"\nsamples after step {metrics['steps']}, more in samples.md:"
+        for sample in samples[-MAX_PRINTED_SAMPLES:]:
+            yield from _format_sample(sample, shutil.get_terminal_size().columns)
+    if is_memorizing(metrics):
+        losses = f"{metrics['train_loss']:.2f} nats per token on it, {metrics['val_loss']:.2f} on other text"
+        copy = f", and a copied passage of {longest_copy} characters" if longest_copy > MIN_COPY_CHARS else ""
+        yield f"\nthe model memorizes its training text: {losses}{copy}; docs/reading.md has remedies"
 
 
 def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -105,10 +152,10 @@ def _metric_rows(metrics: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _notes(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return what follows the units of some metrics, by their names."""
     seconds, best_step = metrics["train_seconds"], metrics["best_step"]
-    peak = metrics["peak_memory_bytes"] / 2**30
+    peak_gib = metrics["peak_memory_bytes"] / 2**30
     time_note = f" ({duration(seconds)})" if seconds >= 60 else ""
     time_note += f": {metrics['tokens_per_second']:,.0f} tokens/s"
-    time_note += f", {peak:.2f} GiB at peak" if peak else ""
+    time_note += f", {peak_gib:.2f} GiB at peak" if peak_gib else ""
     notes: dict[str, Any] = {
         "steps": f": {metrics['tokens']:,} tokens, {metrics['epochs']:.2f} epochs",
         "train_seconds": time_note,
@@ -122,59 +169,25 @@ def _notes(metrics: dict[str, Any]) -> dict[str, Any]:
         },
     }
     if "expected_bits_per_byte" in metrics:
-        excess = 100 * (metrics["val_bits_per_byte"] / metrics["expected_bits_per_byte"] - 1)
-        verdict = "worse" if excess > 0 else "better"
-        notes["expected_bits_per_byte"] = f", by model=auto; the result is {abs(excess):.1f}% {verdict}"
+        excess_percent = 100 * (metrics["val_bits_per_byte"] / metrics["expected_bits_per_byte"] - 1)
+        verdict = "worse" if excess_percent > 0 else "better"
+        notes["expected_bits_per_byte"] = f", by model=auto; the result is {abs(excess_percent):.1f}% {verdict}"
     return notes
-
-
-def resume_command(run_dir: Path, in_python: bool, horizon: str = "") -> str:
-    """The command, or the call, that continues a run, to a new horizon if one is given."""
-    if in_python:
-        return f"gpt.train(resume={str(run_dir)!r}{f', horizon={horizon!r}' if horizon else ''})"
-    return f"python train.py {quote(f'resume={run_dir}')}{f' horizon={horizon}' if horizon else ''}"
-
-
-def _next(
-    figures: dict[str, Any], prompt: str, shorter: int, longer: str, run_dir: Path, in_python: bool
-) -> Iterator[tuple[str, str]]:
-    """Commands or calls to try, the last of which fits how the run has ended."""
-    run = str(run_dir)
-    yield "the run", run
-    if in_python:
-        yield "sample it", f"print(gpt.load({run!r}).generate({prompt!r}))"
-        yield "see why", f"gpt.load({run!r}).insight({prompt!r}).save('page.html')"
-    else:
-        sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
-        sample += quote(prompt)
-        yield "sample it", sample
-        yield "see why", "the same with --insight page.html"
-    yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}, and {UNSMOOTHED}"
-    turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
-    if turned or is_memorizing(figures):  # it may have turned unseen, between too few validations
-        steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))
-        command = repeat_command(run_dir, f"horizon={steps}steps")
-        yield "run shorter", f"gpt.train(..., horizon='{steps}steps')" if in_python else command
-    else:
-        call = f"lm.resume({f'horizon={longer!r}' if longer else ''})"  # of the model whose report this is
-        yield "train longer" if longer else "go on", call if in_python else resume_command(run_dir, in_python, longer)
 
 
 # --- text that fits a terminal ---
 
 
-def one_line(text: str, width: int) -> str:
-    """Put text on a line of at most `width` columns, but 8, with signs for line ends and control characters."""
+def fit_on_line(text: str, width: int) -> str:
+    """Return text on one line of at most `width` columns, but 8, with signs for line ends and control characters."""
     width = max(8, width)
     text = re.sub(r"\s*\n\s*", " ⏎ ", text.strip()[: 4 * width])
-    line = " ".join(show_token(word.encode()) for word in text.split(" "))  # it has a sign for spaces, too
+    line = " ".join(show_token(word.encode()) for word in text.split(" "))  # `show_token` would replace spaces
     return line if disp_len(line) <= width else disp_trim(line, width - 1) + "…"
 
 
-def _item(text: str, width: int) -> list[str]:
-    """A text on at most two lines."""
-    line = one_line(text, 4 * width)
-    width = width * len(line) // max(1, disp_len(line))  # in characters, some of which take two columns
-    return textwrap.wrap(
-        line, max(20, width), initial_indent="- ", subsequent_indent="  ", max_lines=2, placeholder=" …"
-    )
+def _format_sample(text: str, width: int) -> list[str]:
+    """Return a text on at most two lines of a list."""
+    line = fit_on_line(text, 4 * width)
+    chars = max(20, width * len(line) // max(1, disp_len(line)))  # some characters take two columns
+    return textwrap.wrap(line, chars, initial_indent="- ", subsequent_indent="  ", max_lines=2, placeholder=" …")

@@ -24,18 +24,18 @@ from gpt.data.data_config import DataConfig
 from gpt.errors import UserError, is_out_of_memory, reason
 from gpt.files import HeldError, hold, link, read_text, replacing, sync, sync_parents, write_text
 from gpt.loading import BEST, LAST, PREVIOUS, SAVED, find_run
-from gpt.training.config import Config, load_config, to_yaml
+from gpt.training.config import Config, config_to_yaml, load_config
 
-TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
-COMMANDS = "command.txt"
-SUFFIX = ".run"  # ends the names of our event files, and tells them from those of other programs
-EVENTS = f"events.out.tfevents.*{SUFFIX}"
+METRICS_FILE, SAMPLES_FILE, COMMANDS_FILE = "metrics.csv", "samples.md", "command.txt"
+KEPT_CHECKPOINTS = "checkpoints/step-*.ckpt"
+EVENTS_SUFFIX = ".run"  # marks our event files: other programs may write some into the same directory
+EVENTS_PATTERN = f"events.out.tfevents.*{EVENTS_SUFFIX}"
 
 
 class RunDirectory:
     """The directory of a run. The process that created or opened it holds its lock until `close`.
 
-    On ranks above 0 it has no lock, and none of the methods that write does anything there.
+    On ranks above 0 it has no lock, and the methods that write do nothing.
 
     Args:
         path: The directory, which exists.
@@ -49,34 +49,28 @@ class RunDirectory:
 
     @classmethod
     def create(cls, run_dir: str | None, name: str, config: Config, command: str) -> "RunDirectory":
-        """Make a directory for a new run: `run_dir`, or one below runs/ with `name` in it.
+        """Create the directory of a new run.
 
-        It holds `command`, which starts the run, in command.txt, and then `config` in config.yaml.
+        Args:
+            run_dir: Its path; if None, it is made below runs/.
+            name: A part of its name below runs/.
+            config: Written to config.yaml.
+            command: The command that starts the run, written to command.txt before that.
 
         Raises:
-            UserError: `run_dir` cannot be made, or holds anything already.
+            UserError: `run_dir` cannot be made, or is not empty.
         """
-        first_choice = Path(run_dir) if run_dir else Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{_safe(name)}"
-        path, number = first_choice, 2
-        while True:
-            try:
-                path.mkdir(parents=True, exist_ok=run_dir is not None)
-                break
-            except OSError as error:
-                if run_dir is not None or not os.path.exists(path):
-                    cause = f"{error.filename}: {error.strerror}"
-                    raise UserError(f"run_dir={path}: cannot be made ({cause}); a link may lead nowhere") from None
-                path, number = first_choice.with_name(f"{first_choice.name}-{number}"), number + 1
+        path = _make_folder(run_dir, name)
         sync_parents(path)
         lock = _acquire_lock(path)
-        require_empty(path)  # again, now that nobody else can fill it
-        write_text(path / COMMANDS, f"{command}\n")
-        write_text(path / "config.yaml", to_yaml(config))
+        require_empty(path)  # again, now that no other process can fill it
+        write_text(path / COMMANDS_FILE, f"{command}\n")
+        write_text(path / "config.yaml", config_to_yaml(config))
         return cls(path, lock)
 
     @classmethod
     def open(cls, path: str | Path) -> "RunDirectory":
-        """Hold the run that a path or a name stands for.
+        """Lock the run that a path or a name stands for.
 
         Raises:
             UserError: Another process holds it, or one of its files leads elsewhere.
@@ -106,10 +100,10 @@ class RunDirectory:
     # --- checkpoints ---
 
     def load_newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the intact checkpoint of the greatest step, its file and its content; None if there is none.
+        """Return the file and the content of the intact checkpoint with the greatest step; None if there is none.
 
-        A damaged one is reported and renamed to *.damaged, so that it never replaces a good one. One that the disk
-        cannot read is renamed to *.unreadable. Files that a kill left half written are removed.
+        Print a warning about a damaged checkpoint, and rename it to *.damaged, so that it never replaces a good one.
+        Rename one that the disk cannot read to *.unreadable. Remove files that a kill left half written.
 
         Raises:
             UserError: There are checkpoints, and none can be read.
@@ -117,10 +111,11 @@ class RunDirectory:
         for unfinished in self.path.glob("checkpoints/.*.ckpt.*"):
             unfinished.unlink()
         last = self.path / LAST
-        steps = {file: step_of(file) for name in (LAST, PREVIOUS, BEST) if (file := self.path / name).exists()}
-        steps |= {file: int(file.stem[5:]) for file in self.path.glob(KEPT) if file.stem[5:].isdecimal()}
+        files = [file for name in (LAST, PREVIOUS, BEST) if (file := self.path / name).exists()]
+        steps = {file: step_of(file) for file in files}
+        steps |= {file: int(file.stem[5:]) for file in self.path.glob(KEPT_CHECKPOINTS) if file.stem[5:].isdecimal()}
         problem = "" if last in steps else f"{last} is missing"
-        # Of two with the same step, last.ckpt: it may have been saved again, with another horizon.
+        # Of two checkpoints with the same step, take last.ckpt: it may have been saved again, with another horizon.
         for file in sorted(steps, key=lambda file: -steps[file]):
             try:
                 checkpoint = load(file, mmap=True)
@@ -137,66 +132,71 @@ class RunDirectory:
         return None
 
     def save_last(self, write: Callable[[Path], None], step: int, is_best: bool = False) -> None:
-        """Write last.ckpt with `write`, on every rank; the one before it becomes previous.ckpt.
+        """Write last.ckpt, on every rank. The checkpoint before it becomes previous.ckpt.
 
-        If `is_best`, `save_best` wrote the same a moment ago, and last.ckpt becomes a link to it.
+        Args:
+            write: Writes the checkpoint to a path.
+            step: Its step.
+            is_best: `save_best` has just written the same checkpoint, and last.ckpt becomes a link to it.
         """
         self.check_directory()
-        last = self.path / LAST
-        if self._lock is not None and last.exists():
-            link(last, self.path / PREVIOUS)
-        if not is_best:
-            write(last)
-        elif self._lock is not None:
-            link(self.path / BEST, last)
+        if is_best:
+            self.restore_last(self.path / BEST)
+        else:
+            self._keep_previous()
+            write(self.path / LAST)
         self._record_time(step)
 
     def save_best(self, write: Callable[[Path], None], step: int) -> None:
-        """Write best.ckpt with `write`, on every rank."""
+        """Write best.ckpt, on every rank, with the arguments of `save_last`."""
         self.check_directory()
         write(self.path / BEST)
         self._record_time(step)
 
-    def _record_time(self, step: int) -> None:
-        """Record when the newest checkpoint was saved: the time of a file changes when it is copied."""
-        if self._lock is not None:
-            write_text(self.path / SAVED, json.dumps({"step": step, "saved": time.time()}) + "\n")
-
     def keep_checkpoint(self, step: int) -> None:
         """Keep last.ckpt, which is of this step, under a name of its own."""
-        kept = self.path / KEPT.replace("*", f"{step:08d}")
+        kept = self.path / KEPT_CHECKPOINTS.replace("*", f"{step:08d}")
         if self._lock is not None and not kept.exists():
             link(self.path / LAST, kept)
 
     def restore_last(self, newest: Path) -> None:
         """Make last.ckpt the newest checkpoint: a kill may have come between writing best.ckpt and last.ckpt."""
-        last = self.path / LAST
-        if self._lock is not None and newest != last:
-            if last.exists():
-                link(last, self.path / PREVIOUS)
-            link(newest, last)
+        if self._lock is not None and newest != self.path / LAST:
+            self._keep_previous()
+            link(newest, self.path / LAST)
+
+    def _keep_previous(self) -> None:
+        """Give last.ckpt a second name, previous.ckpt, before it is replaced."""
+        if self._lock is not None and (self.path / LAST).exists():
+            link(self.path / LAST, self.path / PREVIOUS)
+
+    def _record_time(self, step: int) -> None:
+        """Write down when the newest checkpoint was saved: copying a file changes its time."""
+        if self._lock is not None:
+            write_text(self.path / SAVED, json.dumps({"step": step, "saved": time.time()}) + "\n")
 
     # --- the other files ---
 
     def write_config(self, config: Config, step: int, command: str = "") -> None:
-        """Write config.yaml if it has changed, and before it what command.txt is to hold.
+        """Write config.yaml if it has changed. Before that, append the command and the changes to command.txt.
 
         Args:
             config: The configuration of the next steps.
             step: The steps so far.
-            command: The command that resumes the run; empty if it is in command.txt already.
+            command: The command that resumes the run; empty if command.txt has it already.
         """
         if self._lock is None:
             return
         file = self.path / "config.yaml"
         old, new = load_config(file).settings(), config.settings()
-        changed = [key for key in new if new[key] != old[key]]
-        lines = [f"# after step {step}: {key}={new[key]}, was {old[key]}" for key in changed]
-        if command or lines:
-            commands = read_text(self.path / COMMANDS) if (self.path / COMMANDS).exists() else ""
-            write_text(self.path / COMMANDS, "\n".join([*commands.splitlines(), *filter(None, [command]), *lines, ""]))
-        if file.read_bytes() != to_yaml(config).encode():
-            write_text(file, to_yaml(config))
+        lines = [command] if command else []
+        lines += [f"# after step {step}: {key}={new[key]}, was {old[key]}" for key in new if new[key] != old[key]]
+        if lines:
+            commands = self.path / COMMANDS_FILE
+            lines = (read_text(commands).splitlines() if commands.exists() else []) + lines
+            write_text(commands, "".join(f"{line}\n" for line in lines))
+        if file.read_bytes() != config_to_yaml(config).encode():
+            write_text(file, config_to_yaml(config))
 
     def sync_logs(self) -> dict[str, int]:
         """Sync samples.md, metrics.csv and our event files with their folder, and return their sizes in bytes."""
@@ -212,14 +212,14 @@ class RunDirectory:
             if size is None:
                 file.unlink()
                 continue
-            if file.is_file() and file.stat().st_nlink > 1:  # as in a copy by cp -l, which must stay as it is
-                with replacing(file) as own_copy:
-                    shutil.copyfile(file, own_copy)
+            if file.is_file() and file.stat().st_nlink > 1:  # `cp -l` made a copy, which must not change
+                with replacing(file) as unlinked:
+                    shutil.copyfile(file, unlinked)
             os.truncate(file, min(size, file.stat().st_size))
 
     def _logs(self) -> list[Path]:
-        events = sorted(self.path.glob(EVENTS))
-        return [file for name in (SAMPLES, TABLE) if (file := self.path / name).exists()] + events
+        files = [self.path / SAMPLES_FILE, self.path / METRICS_FILE]
+        return [file for file in files if file.exists()] + sorted(self.path.glob(EVENTS_PATTERN))
 
 
 @contextlib.contextmanager
@@ -237,39 +237,56 @@ def checkpoint_errors(file: Path) -> Iterator[None]:
 def require_empty(run_dir: Path) -> None:
     """Raise `UserError` if a directory holds a run, or anything else that a run could harm.
 
-    A kill at the start of a run may have left its lock, beside it its command, and a file that was half written.
+    A run that was killed at its start may have left its lock, its command, and a file that was half written.
     """
     names = [file.name for file in run_dir.iterdir()] if run_dir.is_dir() else []
-    remains = (".lock", f".{COMMANDS}.", ".config.yaml.", *([COMMANDS] if ".lock" in names else []))
+    remains = (".lock", f".{COMMANDS_FILE}.", ".config.yaml.")
+    if ".lock" in names:
+        remains += (COMMANDS_FILE,)
     if any(not name.startswith(remains) for name in names):
         raise UserError(f"run_dir={run_dir} is not empty: choose another, or continue the run in it with resume=")
 
 
 def repeat_command(run_dir: Path, *changes: str) -> str:
     """Return the command that starts a run again, in a new directory, with changes appended."""
-    file = run_dir / COMMANDS
+    file = run_dir / COMMANDS_FILE
     command = read_text(file).split("\n")[0] if file.exists() else "python train.py"
-    elsewhere = [f"{key}=null" for key in ("run_dir", "resume") if re.search(rf"\s'?{key}=", command)]
-    return " ".join([command, *elsewhere, *changes])
+    return " ".join([command, "run_dir=null resume=null", *changes])
 
 
 def text_name(data: DataConfig) -> str:
-    """The text's part of a run's name: `book` for book.txt, `book+2` with two other files, else the data's own name."""
+    """Return the text's part of a run's name: `book` for book.txt, `book+2` with two more files, or the data's name."""
     if not data.paths:
         return data.name
     for part in reversed(re.split(r"[/\\]", data.paths[0].partition("?")[0])):
         part = re.sub(r"\.[A-Za-z]\w{0,7}(\.(gz|bz2|xz|zst))?$", "", part)
-        if name := _safe(part)[:40].strip("_.-+"):
+        if name := _safe_name(part)[:40].strip("_.-+"):
             return name + (f"+{len(data.paths) - 1}" if len(data.paths) > 1 else "")
     return data.name
 
 
-def _safe(name: str) -> str:
+def _safe_name(name: str) -> str:
     return re.sub(r"[^\w.+=-]+", "_", name, flags=re.ASCII)
 
 
+def _make_folder(run_dir: str | None, name: str) -> Path:
+    """Make the folder `run_dir`, or one below runs/ named after the time and `name`, with a number if that exists."""
+    first_choice = Path(run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}_{_safe_name(name)}")
+    path, number = first_choice, 2
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=run_dir is not None)
+            return path
+        except OSError as error:
+            if run_dir is not None or not path.exists():
+                cause = f"{error.filename}: {error.strerror}"
+                raise UserError(f"run_dir={path}: cannot be made ({cause}); a link may lead nowhere") from None
+        path = first_choice.with_name(f"{first_choice.name}-{number}")
+        number += 1
+
+
 def _inode(directory: Path) -> tuple[int, int] | None:
-    """The identity of a directory, which another of the same name would not have; None if there is none."""
+    """Return what distinguishes a directory from any other of the same name; None if it does not exist."""
     with contextlib.suppress(OSError):
         status = directory.stat()
         return status.st_dev, status.st_ino
@@ -277,7 +294,7 @@ def _inode(directory: Path) -> tuple[int, int] | None:
 
 
 def _acquire_lock(directory: Path) -> BaseFileLock:
-    """Hold a run directory; `UserError` if another process holds it, or it cannot be written."""
+    """Lock a run directory; raise `UserError` if another process holds it, or it cannot be written."""
     try:
         return hold(directory / ".lock")
     except HeldError as owner:
@@ -292,8 +309,8 @@ def _require_own_files(directory: Path) -> None:
         for entry in folder.iterdir() if folder.is_dir() else ():
             mode = entry.lstat().st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                what = f"a link to {os.readlink(entry)}" if stat.S_ISLNK(mode) else "not a regular file"
+                problem = f"a link to {os.readlink(entry)}" if stat.S_ISLNK(mode) else "not a regular file"
                 raise UserError(
-                    f"{entry}: {what}, and a run writes to nothing outside of its directory: remove it, or put in its "
-                    "place what it leads to"
+                    f"{entry}: {problem}, and a run writes only inside its directory: remove it, or replace it by the "
+                    "file that it leads to"
                 )

@@ -1,8 +1,11 @@
-"""What a model of some size reaches on a text after some training: a law fitted to this project's own runs.
+"""A scaling law: the bits per byte that a model of some size reaches on a text after some training.
 
-What a model lacks in size and in training adds up, each by a power, as in Hoffmann et al. 2022 (arXiv:2203.15556); an
-untrained one lacks everything, so the fall begins slowly, and how far it goes depends on the text.
-`python benchmarks/search.py --law` fits the numbers, and benchmarks/LOG.md has what they predict beside what came.
+The loss grows with two terms, as in Hoffmann et al. 2022 (arXiv:2203.15556): one falls with the size of the model, the
+other with the tokens of training. Their sum x is squashed to x / (1 + x), so that the loss of a new model is finite and
+falls slowly at first. A power of the result is the loss. Its exponent is smaller for texts that repeat little.
+
+`python benchmarks/search.py --law` fits the constants to this project's own runs. benchmarks/LOG.md has predictions
+beside results.
 """
 
 import math
@@ -10,58 +13,68 @@ from dataclasses import dataclass, replace
 
 from gpt.model.transformer import ModelConfig
 
-# Bits per byte are a power of what a model lacks: FALL where a text repeats itself, and less the more novel it is.
-FALL = 2.74
-NOVELTY = 2.66  # a text as novel as this has the power FALL / e
-# What a model lacks is what it lacks in size plus what it lacks in training.
-SIZE_POWER = 0.19  # of the weights in its blocks, in millions
-SEEN = 2.35  # so many million tokens of training count as much as a million weights
-SEEN_POWER = 0.515  # of the tokens of training over that
-# What learning a text by heart adds: this share of the bits for a million weights, times the square of the epochs.
-BY_HEART = 0.000342
-BY_HEART_POWER = 0.562  # of the weights, in millions
+LOSS_EXPONENT = 2.74  # on a text that only repeats itself
+NOVELTY_SCALE = 2.66  # on a text of this novelty, the exponent is LOSS_EXPONENT / e
+SIZE_EXPONENT = 0.19
+TOKENS_EXPONENT = 0.515
+TOKENS_PER_WEIGHT = 2.35  # so many tokens reduce the loss as much as one weight, at a million weights
+# Overfitting multiplies the loss by 1 + OVERFIT_FACTOR * epochs^2 * (million weights)^OVERFIT_EXPONENT.
+OVERFIT_FACTOR = 0.000342
+OVERFIT_EXPONENT = 0.562
 
 
-def _member(layers: int, channels: int, context: int = 128) -> ModelConfig:
-    return ModelConfig(context, channels, layers, num_heads=channels // (32 if channels <= 256 else 64))
+def _model(num_layers: int, d_model: int, context_length: int = 128) -> ModelConfig:
+    return ModelConfig(context_length, d_model, num_layers, num_heads=d_model // (32 if d_model <= 256 else 64))
 
 
-PROBE = _member(2, 64)  # whose bits per byte say how hard a text is
-# What model=auto chooses from, on every machine, so that runs compare. From 12 layers on, nothing was measured.
-FAMILY = (
-    _member(3, 96),
-    _member(4, 128),  # as large as mini
-    _member(6, 192),
-    _member(8, 256),
-    _member(12, 384, 256),
-    _member(12, 512, 512),
-    _member(12, 768, 1024),  # GPT-2 small
-    _member(24, 1024, 1024),  # GPT-2 medium
+PROBE_MODEL = _model(2, 64)  # its loss measures how hard a text is
+# model=auto chooses from these models on every machine, so that runs can be compared. The law was fitted to models of
+# fewer than 12 layers.
+CANDIDATE_MODELS = (
+    _model(3, 96),
+    _model(4, 128),  # as large as mini
+    _model(6, 192),
+    _model(8, 256),
+    _model(12, 384, 256),
+    _model(12, 512, 512),
+    _model(12, 768, 1024),  # GPT-2 small
+    _model(24, 1024, 1024),  # GPT-2 medium
 )
 
 
 @dataclass(frozen=True)
-class Law:
-    """The law on one text: its training tokens, its novelty (as in references.py), the bits per byte after a probe."""
+class ScalingLaw:
+    """The law on one text.
+
+    Args:
+        train_tokens: The tokens of the training text.
+        novelty: How little the text repeats itself, as `gpt.data.baselines` measures it.
+        probe_bits: The bits per byte that `PROBE_MODEL` reaches on the text after a million tokens.
+    """
 
     train_tokens: int
     novelty: float = 1.7
-    level: float = 2.0
+    probe_bits: float = 2.0
 
-    def through(self, model: ModelConfig, tokens: float, bits: float) -> "Law":
-        """The law on a text of which a model needs `bits` per byte after so many tokens."""
-        return replace(self, level=self.level * bits / self.bits_per_byte(model, tokens))
+    def calibrate(self, model: ModelConfig, tokens: float, bits: float) -> "ScalingLaw":
+        """Return the law of a text on which a model reached `bits` per byte after training on `tokens` tokens."""
+        return replace(self, probe_bits=self.probe_bits * bits / self.bits_per_byte(model, tokens))
 
     def bits_per_byte(self, model: ModelConfig, tokens: float) -> float:
-        """What a model needs that has trained on so many tokens, with rates that fell until then."""
-        return self.level * self._lacking(model, tokens) / self._lacking(PROBE, 1e6)
+        """Return the predicted loss of a model after so many tokens, if the learning rate has fallen by then."""
+        return self.probe_bits * self._relative_loss(model, tokens) / self._relative_loss(PROBE_MODEL, 1e6)
 
-    def best_tokens(self, model: ModelConfig, tokens: float) -> float:
-        """After how many of so many tokens a model is best: all of them, unless it learns the text by heart."""
-        return min((tokens * 0.95**i for i in range(400)), key=lambda some: self.bits_per_byte(model, some))
+    def best_tokens(self, model: ModelConfig, max_tokens: float) -> float:
+        """Return the tokens after which a model is best: all of them, unless it overfits earlier."""
+        amounts = (max_tokens * 0.95**i for i in range(400))
+        return min(amounts, key=lambda tokens: self.bits_per_byte(model, tokens))
 
-    def _lacking(self, model: ModelConfig, tokens: float) -> float:
-        size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
-        by_heart = 1 + BY_HEART * (seen / text) ** 2 * size**BY_HEART_POWER
-        lacking = size**-SIZE_POWER + (SEEN / seen) ** SEEN_POWER
-        return (lacking / (1 + lacking)) ** (FALL * math.exp(-((self.novelty / NOVELTY) ** 2))) * by_heart
+    def _relative_loss(self, model: ModelConfig, tokens: float) -> float:
+        """Return the loss up to a factor of the text."""
+        million_weights = 12 * model.num_layers * model.d_model**2 / 1e6  # in the blocks
+        million_train_tokens, million_tokens = self.train_tokens / 1e6, tokens / 1e6
+        epochs = million_tokens / million_train_tokens
+        overfit = 1 + OVERFIT_FACTOR * epochs**2 * million_weights**OVERFIT_EXPONENT
+        terms = million_weights**-SIZE_EXPONENT + (TOKENS_PER_WEIGHT / million_tokens) ** TOKENS_EXPONENT
+        exponent = LOSS_EXPONENT * math.exp(-((self.novelty / NOVELTY_SCALE) ** 2))
+        return (terms / (1 + terms)) ** exponent * overfit

@@ -1,4 +1,4 @@
-"""Starting a run: its initial weights, its dataset, every value that was left open, and its directory."""
+"""Start a run: find its initial weights, prepare its dataset, make every value final, and create its directory."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -15,28 +15,25 @@ from gpt.errors import UserError
 from gpt.loading import find_checkpoint, open_model
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
-from gpt.training.advice import fit_of_tokenizer, warnings
+from gpt.training.advice import compare_tokenizers, list_warnings
 from gpt.training.config import Config
 from gpt.training.finalize import Machine, check_machine, finalize, require_devices
 from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory, require_empty, text_name
 from gpt.training.state import RunSpec
 
-MAX_JOB_CHARS = 80  # of a run's name that say how it differs in a sweep
+MAX_JOB_CHARS = 80  # of the varying keys of a sweep, in a run's name
 
 
 def start_run(request: Request) -> tuple[RunSpec, RunDirectory]:
-    """Prepare a new run, and make its directory: `run_dir`, or one below runs/ named after its text and its model.
-
-    Rank 0 decides for all.
-    """
-    started = on_every_rank(lambda: start_in_directory(None, request))
+    """Prepare a new run, and create its directory: `run_dir`, or one below runs/ named after its text and its model."""
+    started = broadcast_run(lambda: start_in_directory(None, request))
     assert started is not None
     return started
 
 
 def start_in_directory(run: RunDirectory | None, request: Request) -> tuple[RunSpec, RunDirectory]:
-    """Prepare a run that begins at its first step, in a new directory, or in that of a run without a checkpoint."""
+    """Prepare a run that begins at its first step, in a new directory or in that of a run without a checkpoint."""
     config = request.config
     distributed.require_processes(config.trainer.devices, config.trainer.world_size)
     if run is None and config.run_dir:
@@ -48,18 +45,18 @@ def start_in_directory(run: RunDirectory | None, request: Request) -> tuple[RunS
 
 
 def plan_run(request: Request) -> RunSpec:
-    """Return the specification of a new run, without a directory; print warnings about its settings."""
+    """Return the specification of a new run, without a directory. Print warnings about its settings."""
     request, machine, dataset, initial_weights = open_dataset(request)
-    config, schedule, schedule_in_steps = finalize(request, machine, dataset)
+    config, schedule, num_steps = finalize(request, machine, dataset)
     if initial_weights is not None:
-        say(fit_of_tokenizer(dataset))
-    for line in warnings(config, schedule_in_steps, dataset):
+        say(compare_tokenizers(dataset))
+    for line in list_warnings(config, replace(schedule, total_steps=num_steps), dataset):
         warn(line)
-    return RunSpec(config, schedule, dataset, initial_weights=initial_weights, in_python=request.in_python)
+    return RunSpec(config, schedule, dataset, initial_weights=initial_weights)
 
 
 def _run_name(request: Request) -> str:
-    """Return a name of a run: its text, its model or that one's shape, and what varies in a sweep."""
+    """Return the name of a run: its text, its model or the model's shape, and what varies in a sweep."""
     model, shape = request.model, request.config.model
     if request.config.init_from:
         model = "tuned"
@@ -76,15 +73,15 @@ def open_dataset(request: Request) -> tuple[Request, Machine, TokenDataset, Path
     """Prepare the text of a new run, after everything that can be checked without it.
 
     Returns:
-        The request, with the shape and the tokenizer of the initial weights if there are any, what it uses of the
-        machine, the dataset, and the file of the initial weights.
+        The request, with the shape and the tokenizer of the initial weights if there are any; what the run uses of the
+        machine; the dataset; and the file of the initial weights.
     """
     initial_weights, tokenizer = None, None
     if request.config.init_from:
         initial_weights = find_checkpoint(request.config.init_from)
         model, tokenizer = open_model(initial_weights)
         request = replace(request, config=_with_shape_of(model.config, tokenizer, request))
-        del model  # training opens it again: here it would take memory while text is prepared
+        del model  # to free memory while text is prepared; training opens it again
     machine = check_machine(request)
     return request, machine, load_dataset(request.config, tokenizer), initial_weights
 
@@ -116,7 +113,7 @@ def load_dataset(
 
     Args:
         config: Names the text.
-        tokenizer: Of the model to start from, if any.
+        tokenizer: The tokenizer of the model to start from, if any.
         quiet: Print nothing.
         checkpoint: If the cache already holds the dataset described in it, the source files are not needed.
     """
@@ -141,33 +138,33 @@ def load_dataset(
 
 
 def inherited_tokenizer(checkpoint: dict[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer of a run that took it from its initial weights; None if the run made its own."""
-    was_given = "given" in checkpoint["corpus"]["tokenizer"]
-    return Tokenizer.from_dict(checkpoint["tokenizer"]) if was_given else None
+    """Return the tokenizer of a run that took it from its initial weights; None if the run trained its own."""
+    is_inherited = "given" in checkpoint["corpus"]["tokenizer"]
+    return Tokenizer.from_dict(checkpoint["tokenizer"]) if is_inherited else None
 
 
-# --- on every rank ---
+# --- all ranks ---
 
 
-def on_every_rank(prepare: Callable[[], tuple[RunSpec, RunDirectory] | None]) -> tuple[RunSpec, RunDirectory] | None:
+def broadcast_run(prepare: Callable[[], tuple[RunSpec, RunDirectory] | None]) -> tuple[RunSpec, RunDirectory] | None:
     """Call `prepare` on rank 0, and open the same run on the other ranks, which read text and checkpoint themselves.
 
-    Returns None on every rank if `prepare` does: the run is complete.
+    Return None on every rank if `prepare` does: the run is complete.
     """
     distributed.init_process_group()
     started = distributed.run_on_all_ranks(lambda: prepare() if distributed.is_main_process() else None)
     try:
-        shared = distributed.broadcast(started and _describe(*started))
-        if shared is None:
+        description = distributed.broadcast(started and _describe_run(*started))
+        if description is None:
             return None
-        return distributed.run_on_all_ranks(lambda: started or _open_on_rank(*shared))
+        return distributed.run_on_all_ranks(lambda: started or _open_on_rank(*description))
     except BaseException:
         if started is not None:
             started[1].close()
         raise
 
 
-def _describe(spec: RunSpec, run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any], Path]:
+def _describe_run(spec: RunSpec, run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """Return what other ranks need: the specification without the dataset, the dataset's identity, the path."""
     fields = {
         "config": spec.config,
@@ -175,10 +172,13 @@ def _describe(spec: RunSpec, run: RunDirectory) -> tuple[dict[str, Any], dict[st
         "checkpoint": spec.checkpoint and spec.checkpoint.absolute(),
         "initial_weights": spec.initial_weights and spec.initial_weights.absolute(),
         "command": spec.command,
-        "in_python": spec.in_python,
     }
-    identity = {"corpus": spec.dataset.key, "tokenizer": spec.dataset.tokenizer.to_dict()}
-    return fields, identity, run.path.absolute()
+    return fields, _dataset_identity(spec.dataset), run.path.absolute()
+
+
+def _dataset_identity(dataset: TokenDataset) -> dict[str, Any]:
+    """Return what a checkpoint records about a dataset."""
+    return {"corpus": dataset.key, "tokenizer": dataset.tokenizer.to_dict()}
 
 
 def _open_on_rank(fields: dict[str, Any], identity: dict[str, Any], path: Path) -> tuple[RunSpec, RunDirectory]:
@@ -186,7 +186,7 @@ def _open_on_rank(fields: dict[str, Any], identity: dict[str, Any], path: Path) 
     config = fields["config"]
     require_devices(config)
     dataset = load_dataset(config, inherited_tokenizer(identity), quiet=True, checkpoint=identity)
-    if {"corpus": dataset.key, "tokenizer": dataset.tokenizer.to_dict()} != identity:
+    if _dataset_identity(dataset) != identity:
         raise UserError("the text is not the same as for process 0: copy it to this machine")
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path}: is not on this machine: all machines must share the folder")

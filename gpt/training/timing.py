@@ -24,25 +24,46 @@ from gpt.training.module import GPTModule
 from gpt.training.samples import continue_prompt, longest_copy
 from gpt.training.schedule import Schedule
 
+MIN_TIMED_STEPS, MAX_TIMED_STEPS = 3, 100
 
-def in_steps(
-    config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0
+
+def plan_in_steps(
+    config: Config, schedule: Schedule, dataset: TokenDataset, max_seconds: float = 5.0
 ) -> tuple[Config, Schedule, float]:
-    """Measure, and return between the two results the schedule in steps, even where the horizon is a time."""
-    config, seconds = measure(config, schedule, text, at_most)
+    """Time a few steps, and estimate the number of steps of a time horizon.
+
+    Args:
+        config: A final configuration.
+        schedule: Its planned schedule.
+        dataset: The text.
+        max_seconds: As in `measure_step`.
+
+    Returns:
+        The configuration, the schedule in steps, and the seconds per step.
+    """
+    config, step_seconds = measure_step(config, schedule, dataset, max_seconds)
     if schedule.seconds:
-        same = Schedule.plan(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
-        schedule = replace(same, expected_bits=schedule.expected_bits)
-    return config, schedule, seconds
+        in_steps = Schedule.plan(config, dataset.train_tokens, Horizon(schedule.seconds / step_seconds, "steps"))
+        schedule = replace(in_steps, expected_bits=schedule.expected_bits)
+    return config, schedule, step_seconds
 
 
-def measure(config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0) -> tuple[Config, float]:
-    """Return the configuration, with a smaller micro-batch if memory requires and allows it, and seconds per step."""
+def measure_step(
+    config: Config, schedule: Schedule, dataset: TokenDataset, max_seconds: float = 5.0
+) -> tuple[Config, float]:
+    """Return the seconds per step, and the configuration with a smaller micro-batch if memory ran out.
+
+    Args:
+        config: A final configuration.
+        schedule: Its planned schedule.
+        dataset: The text.
+        max_seconds: Time as many steps as fit into this.
+    """
     keep_freed_memory()  # as training does
     while True:
         try:
             with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                return config, seconds_per_step(config, schedule, text, at_most)
+                return config, seconds_per_step(config, schedule, dataset, max_seconds)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -50,75 +71,79 @@ def measure(config: Config, schedule: Schedule, text: TokenDataset, at_most: flo
         config = config.with_smaller_micro_batch()
 
 
-def seconds_per_step(config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0) -> float:
-    """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100."""
+def seconds_per_step(config: Config, schedule: Schedule, dataset: TokenDataset, max_seconds: float = 5.0) -> float:
+    """Return the mean time of a training step, with the arguments of `measure_step`."""
     times: list[float] = []
-    begin = time.perf_counter()
-    for _, seconds in throwaway_steps(config, replace(schedule, total_steps=1000), text):
+    start = time.perf_counter()
+    for _, seconds in run_throwaway_steps(config, replace(schedule, total_steps=1000), dataset):
         times.append(seconds)
-        if len(times) >= 3 and (time.perf_counter() - begin >= at_most or len(times) >= 100):
+        is_time_up = time.perf_counter() - start >= max_seconds
+        if len(times) >= MIN_TIMED_STEPS and (is_time_up or len(times) >= MAX_TIMED_STEPS):
             break
-    # The first half warms up. A median would leave out hiccups, of which a run has its share.
+    # The first half is warmup. A run has slow steps too, and a median would leave them out.
     return statistics.fmean(times[len(times) // 2 :])
 
 
-def throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) -> Iterator[tuple[GPTModule, float]]:
-    """Train a model without a run: yield it after each step, and the seconds that the step takes.
+def run_throwaway_steps(config: Config, schedule: Schedule, dataset: TokenDataset) -> Iterator[tuple[GPTModule, float]]:
+    """Train a model without a run. After each step, yield the model and the seconds of the step.
 
-    The step is that of a training, with at most two of its micro-batches: the first makes the gradients, and all others
-    add to them. Their time is scaled to all micro-batches.
+    A step trains on at most two micro-batches: the first creates the gradients, and each further one adds to them.
+    Their time is scaled to all micro-batches.
     """
     from gpt.training.loop import build_fabric, train_step
 
     fabric = build_fabric(config.trainer, is_alone=True)
-    module = throwaway_module(config, schedule, text)
+    module = build_throwaway_module(config, schedule, dataset)
     model = fabric.setup_module(module)
     optimizer = fabric.setup_optimizers(module.build_optimizer())
-    num_batches, T = min(2, config.accumulation), config.model.context_length
+    num_batches, T = min(2, config.accumulation_steps), config.model.context_length
     for step in range(schedule.total_steps):
         times = [time.perf_counter()]
 
         def mark(times: list[float] = times) -> None:
             times.append(time.perf_counter())
 
-        batches = [micro_batch(config, text, step * num_batches + i, T) for i in range(num_batches)]
+        batches = [micro_batch(config, dataset, step * num_batches + i, T) for i in range(num_batches)]
         lr_multiplier = schedule.lr_multiplier(step, 0.0, config.optim)
         train_step(fabric, model, optimizer, batches, step, lr_multiplier, before_update=mark)
         if fabric.device.type == "cuda":
             torch.cuda.synchronize()
         start, update_start = times
         gradient_seconds, update_seconds = update_start - start, time.perf_counter() - update_start
-        yield module, gradient_seconds * config.accumulation / num_batches + update_seconds
+        yield module, gradient_seconds * config.accumulation_steps / num_batches + update_seconds
 
 
-def throwaway_module(config: Config, schedule: Schedule, text: TokenDataset) -> GPTModule:
-    """A model that belongs to no run."""
-    return GPTModule(config, text.tokenizer, schedule)
+def build_throwaway_module(config: Config, schedule: Schedule, dataset: TokenDataset) -> GPTModule:
+    """Return a new model that belongs to no run."""
+    return GPTModule(config, dataset.tokenizer, schedule)
 
 
-def seconds_validating(config: Config, schedule: Schedule, text: TokenDataset) -> float:
-    """The time of all of a run's validations with their samples, from one batch, one sample and the baselines."""
-    module = throwaway_module(config, schedule, text).to(config.trainer.device)
-    # For its memory, which a run holds meanwhile.
-    optimizer = module.build_optimizer()
-    T, sources, prompts = config.model.context_length, text.sources, config.data.prompts or []
-    size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
-    batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
+def measure_validation_seconds(config: Config, schedule: Schedule, dataset: TokenDataset) -> float:
+    """Estimate the time of all validations of a run, with samples, from one batch, one sample and the baselines."""
+    module = build_throwaway_module(config, schedule, dataset).to(config.trainer.device)
+    optimizer = module.build_optimizer()  # a run holds its memory while it validates
+    T, world_size = config.model.context_length, config.trainer.world_size
+    prompts = config.data.prompts or []
+    batch_size = max(1, tokens_at_once(module.model, world_size) // T)
+    batches = list(islice(validation_batches(dataset.sources[0].validation, batch_size, T, IGNORE), 2))
     generator = torch.Generator(module.device).manual_seed(config.seed)
     with arithmetic(config.trainer.device, deterministic=False), giving_way():
-        _, scoring = (_timed(score, module.model, [batch], 1)[0] for batch in (batches[0], batches[-1]))
-        sampling = 0.0
+        _time_call(score, module.model, [batches[0]], 1)  # warmup
+        batch_seconds, _ = _time_call(score, module.model, [batches[-1]], 1)
+        sampling_seconds = 0.0
         if prompts:
-            sampling, sample = _timed(continue_prompt, module, text.tokenizer, prompts[0], generator)
-            sampling = len(prompts) * sampling + _timed(longest_copy, [sample.tokens], text)[0]
+            sample_seconds, sample = _time_call(continue_prompt, module, dataset.tokenizer, prompts[0], generator)
+            copy_seconds, _ = _time_call(longest_copy, [sample.tokens], dataset)
+            sampling_seconds = len(prompts) * sample_seconds + copy_seconds
     del optimizer
-    windows = sum(len(source.validation) for source in sources) / T
-    scoring *= windows / len(batches[-1][0]) / config.trainer.world_size
-    return schedule.num_validations * (scoring + sampling) + _timed(measure_baselines, sources)[0]
+    num_sequences = sum(len(source.validation) for source in dataset.sources) / T
+    scoring_seconds = batch_seconds * num_sequences / len(batches[-1][0]) / world_size
+    baseline_seconds, _ = _time_call(measure_baselines, dataset.sources)
+    return schedule.num_validations * (scoring_seconds + sampling_seconds) + baseline_seconds
 
 
-def _timed(function: Callable, *arguments: Any) -> tuple[float, Any]:
-    """Call a function; return the seconds that it took, and its result."""
+def _time_call(function: Callable, *arguments: Any) -> tuple[float, Any]:
+    """Call a function. Return the seconds that it took, and its result."""
     start = time.perf_counter()
     result = function(*arguments)
     return time.perf_counter() - start, result

@@ -1,4 +1,4 @@
-"""The configuration: everything shipped composes and holds, and every mistake becomes a line that names its key."""
+"""The configuration: every file in configs/ is valid, and every mistake is one line that names its key."""
 
 import dataclasses
 import functools
@@ -17,20 +17,19 @@ from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.training.cli import describe, parse_overrides, plain_values
+from gpt.training.cli import describe_hydra_error, to_plain_values
 from gpt.training.config import (
-    DROPPED,
+    REPLACED_KEYS,
     Config,
     Horizon,
     TrainerConfig,
+    config_to_yaml,
     describe_unknown_key,
     load_config,
     parse_config,
     parse_horizon,
-    to_yaml,
 )
 from gpt.training.optim import OptimConfig
-from gpt.training.request import parse_request
 from harness import differences, refusal, tiny_arguments, train
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -41,27 +40,20 @@ EXAMPLES = settings(max_examples=100, deadline=None, derandomize=True, database=
 
 
 @functools.cache
-def composed(*overrides: str) -> DictConfig:
-    """What `python train.py` composes from these arguments."""
+def compose_train(*overrides: str) -> DictConfig:
+    """Return what `python train.py` composes from these arguments."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         return compose("train", overrides=list(overrides))
 
 
 def parsed(*overrides: str) -> Config:
-    """The configuration of `python train.py` with these arguments, whose values may contradict each other."""
-    return parse_composed(composed(*overrides))
+    """Return the configuration of `python train.py` with these arguments."""
+    return parse_composed(compose_train(*overrides))
 
 
 def parse_composed(composition: DictConfig) -> Config:
-    values = plain_values(composition)
+    values = to_plain_values(composition)
     return parse_config({key: value for key, value in values.items() if key not in ("callbacks", "plan")})
-
-
-def composed_with_experiment(folder: Path, content: str) -> DictConfig:
-    """What an experiment file of this content composes to."""
-    (folder / "experiment").mkdir()
-    (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}\n", encoding="utf-8")
-    return composed(f"hydra.searchpath=[file://{folder}]", "experiment=mine")
 
 
 def with_path(choice: str) -> list[str]:
@@ -69,8 +61,8 @@ def with_path(choice: str) -> list[str]:
 
 
 def write_and_read(config: Config, file: Path) -> Config:
-    """The configuration out of the YAML file that a run would keep of it."""
-    file.write_text(to_yaml(config), encoding="utf-8")
+    """Write a configuration to a YAML file, as a run does, and read it."""
+    file.write_text(config_to_yaml(config), encoding="utf-8")
     return load_config(file)
 
 
@@ -78,8 +70,8 @@ def write_and_read(config: Config, file: Path) -> Config:
 
 
 @pytest.mark.parametrize("choice", SHIPPED)
-def test_shipped_config(choice, tmp_path):
-    """Each shipped file composes, is valid, means what it says, and comes back the same from what a run stores."""
+def test_shipped_file_is_valid(choice, tmp_path):
+    """Its values reach the configuration, and come back from what a run stores."""
     valid = parsed(*with_path(choice))
     config = flatten(dataclasses.asdict(valid))
     group, name = choice.split("=")
@@ -92,8 +84,8 @@ def test_shipped_config(choice, tmp_path):
     assert parse_config(dataclasses.asdict(valid)) == write_and_read(valid, tmp_path / "config.yaml") == valid
 
 
-def test_help():
-    """What it says of keys and their defaults is true, and it lists the groups; with no line too wide for a page."""
+def test_help_names_keys_groups_and_defaults():
+    """No line is wider than a page."""
     done = train("--help")
     assert done.stderr == ""
     keys = flatten(dataclasses.asdict(Config())) | dict.fromkeys(("data", "model", "optim", "tokenizer", "plan"))
@@ -107,53 +99,23 @@ def test_help():
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    ("overrides", "name", "prompts"),
-    [
-        (["data.path=a.txt"], "text", None),
-        (["+data.path=a.txt", "data.prompts=[b]"], "text", ["b"]),
-        (["data.path=a.txt", "experiment=gpt2_small"], "text", None),
-        (["data.path=s3://texts/made", "data=tokens"], "tokens", None),
-        (["data.path=[a,python_docs]", "data=mix", "data.weights=[1,2]"], "mix", None),
-        (["data.cache=a"], "python_docs", None),
-        (["data.path=python_stdlib"], "python_stdlib", None),
-    ],
-)
-def test_a_path_is_of_text(overrides, name, prompts):
-    """Without `data`, in place of the default corpus."""
-    config = parse_request(plain_values(composed(*overrides)), parse_overrides(overrides)).config
-    assert (config.data.name, config.data.prompts) == (name, prompts)
-
-
-def test_a_path_contradicts_a_corpus():
-    """It does not replace a corpus that was chosen."""
-    for choice in ("data=python_docs", "experiment=shakespeare"):
-        overrides = [choice, "data.path=a.txt"]
-        line = refusal(parse_request, plain_values(composed(*overrides)), parse_overrides(overrides))
-        assert (
-            line
-            == "data.path='a.txt' works only with data=text and data=tokens: add one of these, or leave the path out"
-        )
-
-
-def test_defaults_hold_every_key():
-    """So that each key can be set without a plus, and none is there that the dataclasses lack, but for two."""
-    plain = OmegaConf.to_container(composed())
+def test_every_key_can_be_set_without_a_plus():
+    """Hydra composes the keys of the dataclasses, and two more."""
+    plain = OmegaConf.to_container(compose_train())
     assert flatten(plain).keys() == Config().settings().keys() | {"callbacks", "plan"}
 
 
 @pytest.mark.parametrize(
-    ("file", "kind"),
+    ("file", "config_class"),
     [("model/mini", ModelConfig), ("trainer/default", TrainerConfig), ("optim/muon", OptimConfig)],
 )
-def test_files_that_repeat_the_defaults(file, kind):
-    """Three files show every key of their group, with the values that the dataclass has."""
+def test_file_shows_every_default(file, config_class):
     shown = read_yaml(CONFIGS / f"{file}.yaml")
-    assert shown == dataclasses.asdict(kind())
+    assert shown == dataclasses.asdict(config_class())
 
 
-def test_experiments_choose_their_groups():
-    """What an experiment says of other groups holds, and the command line has the last word."""
+def test_experiment_chooses_groups():
+    """The command line overrides its choices."""
     config = parsed("experiment=gpt2_small")
     assert (config.model, config.tokenizer.name) == (ModelConfig(1024, 768, 12, 12), "gpt2")
     config = parsed("experiment=gpt2_small", "model=mini", "tokenizer=byte", "optim.lr=0.5")
@@ -172,7 +134,7 @@ def test_experiments_choose_their_groups():
     ],
 )
 def test_parameter_counts(name, vocab_size, expected):
-    """Each model's size, counted without allocating it; GPT-2's are the published ones, which their files name."""
+    """GPT-2's sizes are the published ones. Each file names the size of its model."""
     shape = parsed(f"model={name}", "trainer.tokens_per_step=1024").model
     assert GPTConfig(vocab_size=vocab_size, **dataclasses.asdict(shape)).num_parameters == expected
     stated = f"{expected / 1e6:.1f} million" if name == "mini" else f"{expected:,}"
@@ -183,70 +145,43 @@ def test_parameter_counts(name, vocab_size, expected):
 
 
 @pytest.mark.parametrize(
-    ("content", "line"),
+    ("values", "line"),
     [
-        ("optim:\n  lrr: 3", "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
-        ("horzon: 3steps", "there is no key 'horzon'; did you mean 'horizon'?"),
-        ("modle:\n  d_model: 64", "there is no key 'modle'; see docs/configuration.md for the keys there are"),
-        ("model:\n  d_model: null", "model.d_model=None is not of type int"),
-        ("model: null", "model=None stands where keys such as model.context_length belong"),
-        ("optim:\n  betas: [0.9, x]", "optim.betas[1]='x' is not of type float"),
-        ("seed: 1.5", "seed=1.5 is not of type int"),
+        ({"optim": {"lrr": 3}}, "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
+        ({"horzon": "3steps"}, "there is no key 'horzon'; did you mean 'horizon'?"),
+        ({"modle": {"d_model": 64}}, "there is no key 'modle'; see docs/configuration.md for the keys there are"),
+        ({"model": {"vocab_size": 5}}, "there is no key 'model.vocab_size'; did you mean 'tokenizer.vocab_size'?"),
+        ({"model": None}, "model=None is not a group of keys such as model.context_length"),
+        ({"model": {"d_model": None}}, "model.d_model=None is not of type int"),
+        ({"model": {"d_model": True}}, "model.d_model=True is not of type int"),
+        ({"model": {"dropout": "high"}}, "model.dropout='high' is not of type float"),
+        ({"model": {"qkv_bias": "maybe"}}, "model.qkv_bias='maybe' is not of type bool"),
+        ({"data": {"text_field": ["a"]}}, "data.text_field=['a'] is not of type str"),
+        ({"optim": {"betas": None}}, "optim.betas=None is not of type list"),
+        ({"optim": {"betas": [0.9, "x"]}}, "optim.betas[1]='x' is not of type float"),
+        ({"optim": {"lr": True}}, "optim.lr=True is not of type float"),
+        ({"seed": 1.5}, "seed=1.5 is not of type int"),
     ],
 )
-def test_mistakes_in_a_file(tmp_path, content, line):
-    """A wrong name or type in a YAML file is one line that names the key."""
-    assert refusal(parse_composed, composed_with_experiment(tmp_path, content)) == line
+def test_wrong_key_or_type_is_refused(values, line):
+    assert refusal(parse_config, values) == line
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("++trainer.log_evry=3", "there is no key 'trainer.log_evry'; did you mean 'trainer.log_every'?"),
-        ("+model.vocab_size=5", "there is no key 'model.vocab_size'; did you mean 'tokenizer.vocab_size'?"),
-        ("model.d_model=true", "model.d_model=True is not of type int"),
-        ("model.dropout=high", "model.dropout='high' is not of type float"),
-        ("model.qkv_bias=maybe", "model.qkv_bias='maybe' is not of type bool"),
-        ("data.text_field=null", "data.text_field=None is not of type str"),
-        ("data.text_field=[a]", "data.text_field=['a'] is not of type str"),
-        ("optim.betas=null", "optim.betas=None is not of type list"),
-        ("optim.lr=true", "optim.lr=True is not of type float"),
-    ],
-)
-def test_mistakes_on_the_command_line(override, line):
-    """So it is on the command line, with a plus too."""
-    assert refusal(parse_composed, composed(override)) == line
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("d_model=64", r"'d_model'; did you mean 'model\.d_model'"),
-        ("modle=mini", r"'modle'"),
-        (
-            "model=gpt3",
-            r"^model=gpt3 .*choose from auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini, mini_128$",
-        ),
-        ("experiment=mine", r"^experiment=mine .*choose from finetune, gpt2_small, shakespeare$"),
-        ("data.path=a=b", r"^'data\.path=a=b' is not key=value.*quotes"),
-    ],
-)
-def test_mistakes_that_hydra_refuses(override, message):
-    """What Hydra itself refuses, train.py says in a line that names the key too."""
-    with pytest.raises(HydraException) as caught:
-        composed(override)
-    line = describe(caught.value)
-    assert "\n" not in line
-    assert re.search(message, line)
-
-
-def test_experiment_without_its_first_line(tmp_path):
-    """One that chooses groups fails in Hydra, which then names neither the file's fault nor the remedy."""
+def test_mistake_in_an_experiment_file_is_refused(tmp_path):
+    """The file may lack the line with its package."""
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text("# mine\n# @package _global_\ndefaults:\n  - override /data: text\n")
+
+    def compose_experiment(name: str, content: str) -> DictConfig:
+        (tmp_path / f"experiment/{name}.yaml").write_text(content)
+        return compose_train(f"hydra.searchpath=[file://{tmp_path}]", f"experiment={name}")
+
+    composed = compose_experiment("misspelt", "# @package _global_\nmodel:\n  d_modle: 64\n")
+    assert "did you mean 'model.d_model'?" in refusal(parse_composed, composed)
+    line = "an experiment file must begin with the line: # @package _global_"
+    assert refusal(parse_composed, compose_experiment("unmarked", "horizon: 5steps\n")) == line
     with pytest.raises(HydraException) as caught:
-        composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
-    assert describe(caught.value) == "an experiment file must begin with the line: # @package _global_"
+        compose_experiment("grouped", "defaults:\n  - override /data: text\n")
+    assert describe_hydra_error(caught.value) == line
 
 
 @pytest.mark.parametrize(
@@ -302,8 +237,8 @@ def test_experiment_without_its_first_line(tmp_path):
         ({"logger": ["csv", "comet"]}, r"logger='comet' .*choose from tensorboard, csv, wandb, mlflow"),
     ],
 )
-def test_values_out_of_range(values, message):
-    """A value out of its range is an error that names the key, the value and the limit."""
+def test_value_out_of_range_is_refused(values, message):
+    """The line has the key, the value and the limit."""
     with pytest.raises(UserError, match=message):
         parse_config(values)
 
@@ -318,8 +253,8 @@ def test_values_out_of_range(values, message):
         ({"tokens_per_step": 896, "devices": 2, "micro_batch_size": 14}, r"micro_batch_size=14 .* the 7 sequences"),
     ],
 )
-def test_tokens_per_step_must_divide(trainer, message):
-    """Steps are whole sequences on every device, and whole micro-batches; the remedy named is valid."""
+def test_step_of_a_fraction_of_a_sequence_is_refused(trainer, message):
+    """A step has whole sequences on every device, and whole micro-batches. The suggested value is valid."""
     with pytest.raises(UserError, match=message) as caught:
         parse_config({"model": {"context_length": 64}, "trainer": trainer})
     if "try" in str(caught.value):
@@ -327,20 +262,20 @@ def test_tokens_per_step_must_divide(trainer, message):
         parse_config({"model": {"context_length": 64}, "trainer": trainer})
 
 
-def test_interpolation_is_a_mistake_of_the_user():
-    """A reference to a key that does not exist is the user's error, and names where it stands."""
+def test_interpolation_of_an_unknown_key_is_refused():
+    """The line has the key with the interpolation."""
     composition = OmegaConf.create({"data": {"prompts": ["${nowhere}"]}})
-    assert refusal(plain_values, composition).startswith("data.prompts[0]: ")
+    assert refusal(to_plain_values, composition).startswith("data.prompts[0]: ")
 
 
 @pytest.mark.parametrize(
     "text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\", "???"]
 )
 def test_stored_configurations_are_literal(text, tmp_path):
-    """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment, nor be missing."""
+    """Nothing in a checkpoint or a config.yaml is interpolated, so it cannot read the environment."""
     config = parse_config({"data": {"prompts": [text]}})
     assert config.data.prompts == [text]
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "config.yaml").data.prompts == [text]
 
 
@@ -350,26 +285,24 @@ def test_stored_configurations_are_literal(text, tmp_path):
         ("model: {", "cannot be read"),
         ("horizon: 3steps", "holds no configuration of a run"),
         ("[model]", "holds no configuration of a run"),
-        ("model: 3", "model=3 stands where keys such as model.context_length belong"),
+        ("model: 3", "model=3 is not a group of keys such as model.context_length"),
     ],
 )
-def test_stored_file_that_is_none(tmp_path, content, words):
-    """A config.yaml that holds something else is refused."""
+def test_file_without_a_configuration_is_refused(tmp_path, content, words):
     (tmp_path / "config.yaml").write_text(content)
     assert words in refusal(load_config, tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("stored", [[], 3, None, "text"])
-def test_configuration_that_is_no_dictionary(stored):
-    """A checkpoint's configuration of another type is one line."""
-    assert "stands where keys such as model belong" in refusal(parse_config, stored)
+def test_configuration_that_is_no_dictionary_is_refused(stored):
+    assert "is not a group of keys such as model" in refusal(parse_config, stored)
 
 
 # --- numbers as people write them ---
 
 
-def test_numbers_and_words_as_yaml_reads_them():
-    """`compile: true` is a bool to YAML, and 1e3 a float; both are taken as what their keys want."""
+def test_values_are_converted_to_the_types_of_their_keys():
+    """To YAML, `compile: true` is a bool, and 1e3 is a float."""
     config = parsed("trainer.log_every=1e1", "seed=1.2e3", "optim.lr=1e-3")
     values = (config.trainer.log_every, config.seed, config.optim.lr)
     assert [(value, type(value)) for value in values] == [(10, int), (1200, int), (0.001, float)]
@@ -401,7 +334,6 @@ def test_numbers_and_words_as_yaml_reads_them():
     ],
 )
 def test_horizons(text, amount, unit):
-    """Every unit, singular and plural, with its factor."""
     assert parse_horizon(text) == Horizon(amount, unit)
 
 
@@ -412,8 +344,8 @@ MALFORMED = """
 
 
 @pytest.mark.parametrize("text", ["", *MALFORMED.split(), "3 steps each", "3st eps", "3steps 4steps"])
-def test_malformed_horizons(text):
-    """Anything else is refused by a line with the value and examples that are themselves horizons."""
+def test_malformed_horizon_is_refused(text):
+    """The line has the value, and examples that are themselves horizons."""
     line = refusal(parse_horizon, text)
     assert line.startswith(f"horizon={text!r} is not a horizon: ")
     examples = line.split("such as ")[1].replace(" or ", ", ").split(", ")
@@ -423,8 +355,7 @@ def test_malformed_horizons(text):
 
 @EXAMPLES
 @given(st.text(alphabet="0123456789.-+ekMBsteponhmidays ", max_size=12))
-def test_whatever_is_read_is_positive(text):
-    """No text gives anything but an amount above 0 of a known unit, or a ValueError."""
+def test_any_text_is_a_positive_horizon_or_refused(text):
     try:
         horizon = parse_horizon(text)
     except ValueError as error:
@@ -437,8 +368,7 @@ def test_whatever_is_read_is_positive(text):
 # --- there and back ---
 
 
-def test_plain_values_are_plain():
-    """What goes into checkpoints and YAML files is of Python's own types throughout."""
+def test_stored_values_have_plain_types():
     plain = dataclasses.asdict(parsed())
     assert type(plain["optim"]) is dict
     flat = [item for value in flatten(plain).values() for item in (value if isinstance(value, list) else [value])]
@@ -454,8 +384,8 @@ def test_plain_values_are_plain():
     prompts=st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x85"), max_size=12)),
     run_dir=st.sampled_from([None, "runs/a", "null", "true", "1e3", "0x10", "1:30", "2026-01-01", "~", "no", "#"]),
 )
-def test_round_trip_of_any_values(tmp_path_factory, seed, lr, betas, final_lr, prompts, run_dir):
-    """So it does whatever the values: no digit is lost, and no string is taken for something else."""
+def test_any_values_survive_being_stored(tmp_path_factory, seed, lr, betas, final_lr, prompts, run_dir):
+    """No digit is lost, and no string becomes a value of another type."""
     config = Config(
         data=DataConfig(prompts=prompts),
         optim=OptimConfig(lr=lr, betas=betas, final_lr=final_lr),
@@ -466,15 +396,13 @@ def test_round_trip_of_any_values(tmp_path_factory, seed, lr, betas, final_lr, p
     assert write_and_read(config, tmp_path_factory.getbasetemp() / "config.yaml") == config
 
 
-def test_validate_leaves_its_argument_alone():
-    """Checking does not change what it checks."""
+def test_parsing_does_not_change_its_argument():
     values = {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
     parse_config(values)
     assert values == {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
 
 
-def test_what_is_not_given_has_its_default():
-    """An empty configuration is the default one, and what is given changes nothing else."""
+def test_missing_keys_have_their_defaults():
     assert parse_config({}) == Config()
     assert parse_config({"trainer": {"log_every": 3}}) == Config(trainer=TrainerConfig(log_every=3))
     sections = {"model": ModelConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optim": OptimConfig}
@@ -496,19 +424,15 @@ def test_what_is_not_given_has_its_default():
     ],
 )
 def test_unknown_key_suggests_the_nearest(key, suggested):
-    """A misspelt key, or the right one in the wrong place, gets the key that was meant."""
+    """The key may be misspelt, or in the wrong group."""
     assert describe_unknown_key(key) == f"there is no key {key!r}; did you mean {suggested!r}?"
 
 
-def test_keys_that_went_name_what_to_use():
-    """Each is no key any more, and has a substitute."""
-    keys = [key for key in DROPPED if "=" not in key]
-    assert keys
-    for key in keys:
-        assert key not in Config().settings()
-        assert refusal(parse_config, {key: 1} if "." not in key else {"trainer": {key.split(".")[1]: 1}}) == (
-            f"there is no key {key!r} since version 1.0: use {DROPPED[key]}"
-        )
+def test_key_of_version_0_names_its_replacement():
+    for key in ("rerun", "trainer.short_window"):
+        group, _, name = key.rpartition(".")
+        line = refusal(parse_config, {group: {name: 1}} if group else {name: 1})
+        assert line == f"there is no key {key!r} since version 1.0: use {REPLACED_KEYS[key]}"
 
 
 @pytest.mark.parametrize(
@@ -520,14 +444,14 @@ def test_keys_that_went_name_what_to_use():
         ({"run_dir": "r\udce9"}, r"run_dir='r\udce9'"),
     ],
 )
-def test_bytes_that_are_not_utf8(values, line):
-    """Whatever key has them is named, since config.yaml could not hold it."""
+def test_bytes_that_are_not_utf8_are_refused(values, line):
+    """config.yaml could not hold them."""
     assert refusal(parse_config, values) == f"{line} has bytes that are not UTF-8: give it another name"
 
 
 @pytest.mark.slow
-def test_saved_compositions(corpus_folder, tmp_path, monkeypatch):
-    """What --cfg job prints, and the config.yaml of a run, are configurations like those in configs/."""
+def test_saved_configuration_trains_the_same_run(corpus_folder, tmp_path, monkeypatch):
+    """The output of --cfg job and the config.yaml of a run can be used like files in configs/."""
     monkeypatch.chdir(tmp_path)
     words = tiny_arguments(corpus_folder, "horizon=2steps")
     Path("saved.yaml").write_text(train(*words, "run_dir=first", "--cfg", "job").stdout)

@@ -24,7 +24,7 @@ WRONG = {  # what a kernel makes of queries, keys and values, each (B, H, T, D),
 @pytest.fixture
 def untried(monkeypatch):
     """The CPU as a device on which nobody has tried the project."""
-    monkeypatch.setattr(device_check, "TRIED", ())
+    monkeypatch.setattr(device_check, "TESTED_DEVICES", ())
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_first_run(arguments, untried, tmp_path):
 
 def test_weights_are_not_touched(arguments, untried, tmp_path, monkeypatch):
     train(*arguments)
-    monkeypatch.setattr(device_check, "TRIED", ("cpu",))
+    monkeypatch.setattr(device_check, "TESTED_DEVICES", ("cpu",))
     assert "agrees" not in train(*arguments, f"run_dir={tmp_path / 'tried'}").stdout
     assert differences(tmp_path / "run", tmp_path / "tried") == []
 

@@ -15,7 +15,7 @@ from gpt import checkpoint, evaluate, export
 from gpt.checkpoint_formats import CAME, upgraded
 from gpt.files import flatten, read_yaml
 from gpt.loading import open_model
-from gpt.training.config import Config, load_config, to_yaml
+from gpt.training.config import Config, config_to_yaml, load_config
 from gpt.training.resume import FIRST_RESUMABLE_FORMAT
 from harness import ROOT, read_table, refused, train
 
@@ -97,7 +97,7 @@ def test_its_configuration_is_read_and_its_model_evaluated(earlier, monkeypatch,
     assert came.items() <= config.settings().items()
     assert config.overrides == {}
     Path("again").mkdir()
-    Path("again/config.yaml").write_text(to_yaml(config))
+    Path("again/config.yaml").write_text(config_to_yaml(config))
     train("--config-dir", "again", "--config-name", "config", "run_dir=new", "horizon=1steps")  # prepares its text
     monkeypatch.setattr(evaluate, "CACHE", Path("cache"))
     evaluate.main(["--checkpoint", f"run-{number}", "--json"])

@@ -1,32 +1,49 @@
 """Overrides: mistakes are one line, paths need no second quotes, and a command can be repeated."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpt.console import quote
 from gpt.training.config import parse_config
-from gpt.training.overrides import as_words, original_spelling, quote_for_hydra
-from harness import refused
+from gpt.training.overrides import original_spelling, quote_for_hydra, to_shell_words
+from harness import ROOT, refused
+
+README = ROOT / "README.md"
+MODELS = "auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini, mini_128"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
+    ("arguments", "problem", "hint"),
     [
-        (["max_iters=5000"], "there is no key 'max_iters'; see docs/configuration.md for the keys there are"),
-        (["seed=3", "-m", "model.n_layers=2,3"], "there is no key 'model.n_layers'; did you mean 'model.num_layers'?"),
-        (["rerun=runs/NAME"], "there is no key 'rerun' since version 1.0: use the first line of the run's command.txt"),
-        (["++trainer.short_window=8"], "'trainer.short_window' since version 1.0: use trainer.short_sequences"),
-        (["data=prepared"], "there is no data=prepared since version 1.0: use data=tokens data.path=DIR"),
-        (["tokenizer=char"], "tokenizer=char is not known: choose from bpe, byte, gpt2; byte comes closest to"),
-        (["data=book"], "; for a text of your own say data.path=FILE"),
-        (["--seed", "3"], "--seed: keys are written key=value"),
+        (["optim.lrr=1"], "there is no key 'optim.lrr'", "did you mean 'optim.lr'?"),
+        (["+foo=1"], "there is no key 'foo'", "see docs/configuration.md"),
+        (
+            ["seed=3", "-m", "model.n_layers=2,3"],
+            "there is no key 'model.n_layers'",
+            "did you mean 'model.num_layers'?",
+        ),
+        (["rerun=runs/NAME"], "there is no key 'rerun'", "use the first line of the run's command.txt"),
+        (["data=prepared"], "there is no data=prepared", "use data=tokens data.path=DIR"),
+        (["model=gpt3"], "model=gpt3 is not known", f"choose from {MODELS}"),
+        (["model=3"], "a group takes the name of one of its files", "such as model=mini"),
+        (["experiment=mine"], "experiment=mine is not known", "choose from finetune, gpt2_small, shakespeare"),
+        (["tokenizer=char"], "tokenizer=char is not known: choose from bpe, byte, gpt2", "byte is the closest"),
+        (["data=book"], "data=book is not known", "for your own text use data.path=FILE"),
+        ([f"data={README}"], f"data={README} is not known", f"for your own text use data.path={README}"),
+        (["README.md"], "'README.md' is not key=value", "to train on it, write data.path=README.md"),
+        (["--seed", "3"], "--seed", "keys are written key=value, such as seed=3"),
+        (["data=text", "data.path=a,b"], "'data.path=a,b' has several values", "'data.path=\"a,b.txt\"'"),
+        (["seed=1,2"], "'seed=1,2' has several values", "add -m to train with each, or brackets for a list"),
+        (["run_dir="], "run_dir= is empty", "give a path, or leave it out"),
     ],
 )
-def test_command_line(arguments, line):
-    """A key that is unknown, misspelt or gone, a wrong choice, and an option in place of a key."""
-    assert line in refused(*arguments)
+def test_mistake_on_the_command_line_is_refused(arguments, problem, hint):
+    """The line has what is wrong and the remedy."""
+    line = refused(*arguments)
+    assert problem in line and hint in line
 
 
 @pytest.mark.parametrize(
@@ -38,15 +55,8 @@ def test_command_line(arguments, line):
         (["seed=3", "optim.lr=1", "seed=4"], ["seed=4", "optim.lr=1"]),
     ],
 )
-def test_order_of_words(words, expected, monkeypatch):
-    """Options come first, and of several values the last counts. `~` is the home directory, however it comes."""
-    monkeypatch.setenv("HOME", "/me")
+def test_options_come_first_and_the_last_value_counts(words, expected):
     assert quote_for_hydra(words) == expected
-    given = ["data.separator=<|a|>", "data.separator=[SEP]", "data.separator='---'", "data.separator=null"]
-    quoted = ["data.separator='<|a|>'", "data.separator='[SEP]'", *given[2:]]
-    assert [quote_for_hydra([word])[0] for word in given] == quoted
-    config = parse_config({"run_dir": "~/a", "resume": "~/b", "data": {"cache": "~/c"}})
-    assert (config.run_dir, config.resume, config.data.cache) == ("/me/a", "/me/b", "/me/c")
 
 
 @pytest.mark.parametrize(
@@ -69,32 +79,37 @@ def test_order_of_words(words, expected, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("key", ["data.path", "+data.cache", "run_dir", "resume", "init_from"])
-def test_paths_are_taken_as_they_stand(typed, path, key, monkeypatch):
-    """Whatever Hydra's grammar makes of such characters elsewhere, without a second pair of quotes."""
+def test_path_needs_no_second_quotes(typed, path, key, monkeypatch):
+    """Hydra's grammar would read such characters otherwise."""
     monkeypatch.setenv("HOME", "/me")
     (word,) = quote_for_hydra([f"{key}={typed}"])
     assert OverridesParser.create().parse_override(word).value() == path
     assert original_spelling([word]) == quote(f"{key}={typed}")
 
 
-def test_a_sweep_over_paths(monkeypatch, tmp_path):
-    """With -m a comma parts paths, unless a file has it in its name; Hydra's functions stay."""
+@pytest.mark.parametrize(
+    ("typed", "quoted"),
+    [("<|a|>", "'<|a|>'"), ("[SEP]", "'[SEP]'"), ("'---'", "'---'"), ("null", "null")],
+)
+def test_separator_needs_no_second_quotes(typed, quoted):
+    assert quote_for_hydra([f"data.separator={typed}"]) == [f"data.separator={quoted}"]
+
+
+def test_tilde_is_the_home_directory_in_any_source(monkeypatch):
+    """A file or a call may contain it too."""
+    monkeypatch.setenv("HOME", "/me")
+    config = parse_config({"run_dir": "~/a", "resume": "~/b", "data": {"cache": "~/c"}})
+    assert (config.run_dir, config.resume, config.data.cache) == ("/me/a", "/me/b", "/me/c")
+
+
+def test_comma_separates_paths_in_a_sweep(monkeypatch, tmp_path):
+    """A file may have a comma in its name, and Hydra's functions stay."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", "-m"])
     assert quote_for_hydra(["data.path=größe.txt,b c.txt"]) == ["data.path='größe.txt','b c.txt'"]
     assert quote_for_hydra(["data.path=glob(*)"]) == ["data.path=glob(*)"]
-    (tmp_path / "a,b.txt").touch()
+    Path("a,b.txt").touch()
     assert quote_for_hydra(["data.path=a,b.txt"]) == ["data.path='a,b.txt'"]
-
-
-def test_quotes_inside_quotes(tmp_path):
-    """The line that refuses a value without them says how they are written; spaces need no more than the shell's."""
-    line = refused("data=text", "data.path=a,b")
-    assert "'data.path=a,b' has several values" in line
-    assert line.endswith("""use quotes inside quotes, as in 'data.path="a,b.txt"'""")
-    assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in refused("seed=1,2")
-    line = refused("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
-    assert f"data.path='{tmp_path}/a b.txt' names no text file" in line
 
 
 @pytest.mark.parametrize(
@@ -104,13 +119,13 @@ def test_quotes_inside_quotes(tmp_path):
         *("", "4000steps", "null", "1e3", "2026_11_25", "it's (2) {x}.txt", "a\\'b\\", "größe.txt", "lr=0.01,wd=0.1"),
     ],
 )
-def test_words_of_a_call_give_its_values(value):
-    """Whatever the values, the shell and Hydra read from the words what was written."""
-    (word,) = shlex.split(as_words({"data.prompts": value}))
+def test_shell_words_keep_the_value(value):
+    """The shell and Hydra read the value that was written."""
+    (word,) = shlex.split(to_shell_words({"data.prompts": value}))
     (word,) = quote_for_hydra([word])
     assert OverridesParser.create().parse_override(word).value() == value
 
 
 def test_command_is_one_line():
     """A separator may have line ends, which a shell of Unix reads back."""
-    assert as_words({"data.separator": "\n'\n"}).count("\n") == 0
+    assert to_shell_words({"data.separator": "\n'\n"}).count("\n") == 0

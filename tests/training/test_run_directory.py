@@ -18,7 +18,7 @@ from gpt import checkpoint
 from gpt.data.data_config import DataConfig
 from gpt.loading import SAVED, find_checkpoint, find_run, open_model
 from gpt.training.config import Config, load_config
-from gpt.training.run_directory import EVENTS, RunDirectory, require_empty, text_name
+from gpt.training.run_directory import EVENTS_PATTERN, RunDirectory, require_empty, text_name
 from gpt.training.versions import code
 from harness import (
     ROOT,
@@ -349,7 +349,7 @@ def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_p
     run_dir = tmp_path / "run"
     fit(begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={run_dir}")))
     file = run_dir / "checkpoints/best.ckpt"
-    [events] = run_dir.glob(EVENTS)
+    [events] = run_dir.glob(EVENTS_PATTERN)
     logs = [run_dir / "metrics.csv", run_dir / "samples.md", events]
     offsets = checkpoint.load(file)["state"]["log_offsets"]
     assert offsets == {log.name: log.stat().st_size for log in logs}

@@ -32,14 +32,14 @@ def test_every_setting_is_final_and_recorded(corpus_folder, tmp_path):
     training.run.close()
     config = training.config
     assert "auto" not in (config.trainer.device, config.trainer.precision, config.trainer.compile)
-    assert config.trainer.micro_batch_size == 6 and config.may_shrink
+    assert config.trainer.micro_batch_size == 6 and config.can_shrink_micro_batch
     assert None not in (config.data.bpe_dropout, config.data.prompts)
     overrides = {"trainer.micro_batch_size": "auto", "data.prompts": None, "run_dir": str(tmp_path / "run")}
     assert config.overrides == overrides
     assert load_config(training.path / "config.yaml") == config
     again = resume_run(training.path)
     again.run.close()
-    assert again.config.may_shrink
+    assert again.config.can_shrink_micro_batch
 
 
 def test_seeds_draw_weights_and_order(corpus_folder):
