@@ -2,7 +2,7 @@
 
 import sys
 
-from gpt.console import command_line  # first, so that Ctrl-C ends the slow imports below without a traceback
+from gpt.console import clean_exit  # first, so that Ctrl-C ends the slow imports below without a traceback
 
 # isort: split
 import hydra
@@ -54,5 +54,5 @@ def job(composed: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    with command_line("train.py"), distributed_errors():
+    with clean_exit("train.py"), distributed_errors():
         compose_and_run(job)

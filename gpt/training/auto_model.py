@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpt.console import duration, say
-from gpt.data.baselines import novelty
+from gpt.console import format_duration, print_line
+from gpt.data.baselines import measure_novelty
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
-from gpt.hardware.device import arithmetic
-from gpt.hardware.threads import giving_way
+from gpt.hardware.device import numerics
+from gpt.hardware.threads import yield_to_other_processes
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.sampling.scoring import strided_score, sum_of
+from gpt.sampling.scoring import strided_score, sum_scores
 from gpt.training.advice import EPOCHS_WITHOUT_BPE_DROPOUT
 from gpt.training.config import Config, with_values
-from gpt.training.optim import MINI
+from gpt.training.optim import MINI_MODEL
 from gpt.training.scaling_law import CANDIDATE_MODELS, PROBE_MODEL, ScalingLaw
 from gpt.training.schedule import Schedule
 from gpt.training.timing import measure_step, run_throwaway_steps
@@ -63,7 +63,7 @@ def pick_best(candidates: Sequence[Candidate], seconds: float) -> Candidate:
     """Return the candidate with the lowest predicted loss after a time. Mini wins over a smaller one as good."""
 
     def weighted_loss(candidate: Candidate) -> float:
-        is_small = candidate.config.model.d_model < MINI.d_model
+        is_small = candidate.config.model.d_model < MINI_MODEL.d_model
         return candidate.predict(seconds)[0] * (SMALL_MODEL_PENALTY if is_small else 1.0)
 
     return min(candidates, key=weighted_loss)
@@ -114,9 +114,9 @@ def probe_dataset(config: Config, schedule: Schedule, dataset: TokenDataset, sec
     steps_without_bpe_dropout = EPOCHS_WITHOUT_BPE_DROPOUT * dataset.train_tokens / config.trainer.tokens_per_step
     max_steps = min(MAX_PROBE_STEPS, steps_without_bpe_dropout, MAX_PROBE_FRACTION * seconds / step_seconds)
     steps = round(max(MIN_PROBE_STEPS, max_steps))
-    probe_time = duration(steps * step_seconds)
-    say(f"model=auto: learning the text with a small model for about {probe_time}, then timing larger ones")
-    with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
+    probe_time = format_duration(steps * step_seconds)
+    print_line(f"model=auto: learning the text with a small model for about {probe_time}, then timing larger ones")
+    with numerics(config.trainer.device, config.trainer.deterministic), yield_to_other_processes():
         for module, _ in run_throwaway_steps(config, replace(schedule, total_steps=steps), dataset):
             model = module.model
         T = config.model.context_length
@@ -124,8 +124,8 @@ def probe_dataset(config: Config, schedule: Schedule, dataset: TokenDataset, sec
             strided_score(model, source.validation, source.metadata["splits"]["validation"]["bytes"], T)
             for source in dataset.sources
         )
-        score = sum_of(scores)
-    law = ScalingLaw(dataset.train_tokens, novelty(dataset.sources))
+        score = sum_scores(scores)
+    law = ScalingLaw(dataset.train_tokens, measure_novelty(dataset.sources))
     return law.calibrate(config.model, steps * config.trainer.tokens_per_step, score.bits_per_byte)
 
 
@@ -135,13 +135,13 @@ def describe_choice(candidates: Sequence[Candidate], seconds: float, dataset: To
     train_bytes = sum(source.metadata["splits"]["train"]["bytes"] for source in dataset.sources)
     bits_per_byte, useful_seconds = candidate.predict(seconds)
     line = (
-        f"model=auto: {candidate}, {candidate.parameters / 1e6:.1f} million parameters, for {duration(seconds)} at "
+        f"model=auto: {candidate}, {candidate.parameters / 1e6:.1f} million parameters, for {format_duration(seconds)} at "
         f"{candidate.tokens_per_second:,.0f} tokens/s on {train_bytes / 1e6:.3g} MB: about {bits_per_byte:.2f} bits per "
         "byte"
     )
     if useful_seconds < seconds:
-        line += f" after {duration(useful_seconds)}; training longer would only memorize the text"
-    minis = [mini for mini in candidates if mini.config.model.d_model == MINI.d_model and mini is not candidate]
+        line += f" after {format_duration(useful_seconds)}; training longer would only memorize the text"
+    minis = [mini for mini in candidates if mini.config.model.d_model == MINI_MODEL.d_model and mini is not candidate]
     return line + "".join(f"; {mini} would reach about {mini.predict(seconds)[0]:.2f}" for mini in minis)
 
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt.console import quote, say, warn
+from gpt.console import print_line, print_warning, shell_quote
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import CONFIGS
 from gpt.training import distributed
@@ -111,7 +111,7 @@ def print_settings(request: Request) -> None:
     job = HydraConfig.get()
     if not (request.plan or request.config.resume) and job.overrides.task and distributed.is_main_process():
         label = f"job {job.job.num}" if _is_sweep_job() else "settings"
-        say(f"{label}: {original_spelling(job.overrides.task)}")
+        print_line(f"{label}: {original_spelling(job.overrides.task)}")
 
 
 # --- sweeps ---
@@ -140,13 +140,13 @@ def one_line_errors() -> Iterator[None]:
         is_signal = int(error.code or 0) > 128  # it ends the whole sweep
         if is_signal or not _is_sweep_job():
             raise
-        warn(f"{_job_name()}: its processes have failed")
+        print_warning(f"{_job_name()}: its processes have failed")
         raise UserError("a job of the sweep has failed") from None
     except Exception as error:
         if not _is_sweep_job():
             raise JobFailed(error) from None
         if isinstance(error, UserError | NonFiniteError | OSError):
-            warn(" ".join(f"{_job_name()}: {error}".split()))
+            print_warning(" ".join(f"{_job_name()}: {error}".split()))
         raise
 
 
@@ -232,7 +232,7 @@ def _describe_unknown_choice(file: str, options: Sequence[str]) -> str:
         group, _, name = file.partition("/")
     if replacement := REPLACED_KEYS.get(f"{group}={name}"):
         return f"there is no {group}={name} since version 1.0: use {replacement}"
-    path = quote(name) if os.path.exists(name) else "FILE"
+    path = shell_quote(name) if os.path.exists(name) else "FILE"
     hints = {
         "data": f"; for your own text use data.path={path}",
         "tokenizer": "; byte is the closest to characters",

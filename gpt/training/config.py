@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from gpt.checkpoint_formats import RENAMED, upgraded
+from gpt.checkpoint_formats import RENAMED, upgrade_config
 from gpt.data.chunking import replace_surrogates
 from gpt.data.data_config import DataConfig
 from gpt.data.tokenizer import TokenizerConfig
@@ -22,7 +22,7 @@ from gpt.errors import UserError, require_choice, require_range
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import ModelConfig
 from gpt.training.optim import OptimConfig
-from gpt.training.versions import code
+from gpt.training.versions import code_version
 
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 REPLACED_KEYS = RENAMED | {  # keys and choices of 0.5 -> what to use today
@@ -300,9 +300,11 @@ def load_config(path: Path) -> Config:
     if not isinstance(stored, dict) or "model" not in stored:
         raise UserError(f"{path}: holds no configuration of a run")
     try:
-        return parse_config(upgraded(stored))
+        return parse_config(upgrade_config(stored))
     except UserError as error:
-        raise UserError(f"{path}: {error} (the run is of {_written_by(path.parent)}, and this is {code()})") from None
+        raise UserError(
+            f"{path}: {error} (the run is of {_written_by(path.parent)}, and this is {code_version()})"
+        ) from None
 
 
 def _written_by(directory: Path) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.console import say
-from gpt.data.dataset_cache import CACHE
+from gpt.console import print_line
+from gpt.data.dataset_cache import DEFAULT_CACHE
 from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.hardware.device import DTYPES
-from gpt.model.fast.loss import chunked_next_token_loss
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT
 from gpt.training import distributed
 from gpt.training.module import GPTModule
@@ -38,7 +38,7 @@ def check_device_numerics(module: GPTModule) -> None:
         return
     setting = torch.cuda.get_device_name() if trainer.device == "cuda" else trainer.device
     setting += f" with torch {torch.__version__}, precision={trainer.precision}, compile={trainer.compile}"
-    passed_file = Path(module.config.data.cache or CACHE) / "devices.txt"
+    passed_file = Path(module.config.data.cache or DEFAULT_CACHE) / "devices.txt"
     passed = passed_file.read_text(encoding="utf-8") if passed_file.exists() else ""
     if setting in passed.splitlines():
         return
@@ -50,7 +50,7 @@ def check_device_numerics(module: GPTModule) -> None:
                 torch.nn.init.normal_(weight, 0.0, WEIGHT_SCALE / math.sqrt(weight.shape[1]))
         idx = torch.randint(config.vocab_size, (1, min(64, config.context_length)))
     cpu_loss, cpu_gradients = _loss_and_gradients(model, idx)
-    model.compute_in(DTYPES[trainer.precision]).to(trainer.device)
+    model.set_compute_dtype(DTYPES[trainer.precision]).to(trainer.device)
     if trainer.compile == "true":
         for block in model.blocks:
             block.compile()
@@ -70,7 +70,9 @@ def check_device_numerics(module: GPTModule) -> None:
             "trainer.precision=fp32, another PyTorch or trainer.device=cpu"
         )
     if distributed.is_main_process():
-        say(f"{setting}: agrees with the CPU, the loss to {abs(loss / cpu_loss - 1):.4%}, the gradient to {error:.2%}")
+        print_line(
+            f"{setting}: agrees with the CPU, the loss to {abs(loss / cpu_loss - 1):.4%}, the gradient to {error:.2%}"
+        )
         with contextlib.suppress(OSError):  # the cache of somebody else: the next run checks again
             write_text(passed_file, f"{passed}{setting}\n")
 
@@ -78,6 +80,6 @@ def check_device_numerics(module: GPTModule) -> None:
 def _loss_and_gradients(model: GPT, idx: Tensor, scale: float = 1.0) -> tuple[float, list[Tensor]]:
     """Return the loss of idx (1, T) and the gradients, which are on the CPU. The first token follows the last."""
     model.zero_grad()
-    loss = chunked_next_token_loss(*model.hidden_and_head(idx), idx.roll(-1), scale)
+    loss = chunked_next_token_loss(*model.features_and_head(idx), idx.roll(-1), scale)
     (loss * scale).backward()
     return loss.item(), [p.grad.cpu() / scale for p in model.parameters() if p.grad is not None]

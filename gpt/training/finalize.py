@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.data.data_config import BUILTIN_CORPORA
-from gpt.data.prompts import prompts_from
+from gpt.data.prompts import extract_prompts
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
-from gpt.model.memory import choose_micro_batch
+from gpt.model.memory_estimate import choose_micro_batch
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
 from gpt.training.advice import MIN_SUGGESTED_STEPS, suggest_bpe_dropout, suggest_steps
@@ -99,7 +99,9 @@ def finalize(
     """
     config = apply_machine(request, machine, dataset)
     if config.data.prompts is None:
-        config = with_values(config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or prompts_from(dataset)})
+        config = with_values(
+            config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or extract_prompts(dataset)}
+        )
     if request.model == "auto":
         candidates = candidates or find_candidates(request, machine, dataset)
         config, schedule = _with_best_model(config, dataset, candidates)
@@ -187,7 +189,7 @@ def _with_best_model(
     from gpt.training.auto_model import describe_choice, pick_best  # imports Lightning
 
     seconds = parse_horizon(config.horizon).amount
-    say(describe_choice(candidates, seconds, dataset))
+    print_line(describe_choice(candidates, seconds, dataset))
     candidate = pick_best(candidates, seconds)
     bits_per_byte, useful_seconds = candidate.predict(seconds)
     horizon = config.horizon if useful_seconds == seconds else f"{useful_seconds}s"
@@ -205,5 +207,5 @@ def _with_suitable_horizon(config: Config, dataset: TokenDataset) -> Config:
         schedule = Schedule.plan(config, dataset.train_tokens)
         _, step_seconds = measure_step(config, schedule, dataset, max_seconds=1.0)
         steps = max(MIN_SUGGESTED_STEPS, min(steps, int(AUTO_HORIZON_SECONDS / step_seconds)))
-    say(f"horizon={steps}steps suits this text and this machine")
+    print_line(f"horizon={steps}steps suits this text and this machine")
     return with_values(config, {"horizon": f"{steps}steps"})

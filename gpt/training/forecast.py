@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from gpt.console import duration, say
+from gpt.console import format_duration, print_line
 from gpt.hardware.device import DTYPES
 from gpt.hardware.memory import free_memory, peak_memory_bytes
-from gpt.model.memory import activation_bytes
+from gpt.model.memory_estimate import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.advice import count_epochs, list_warnings
 from gpt.training.config import Config
@@ -36,7 +36,7 @@ def print_plan(request: Request) -> None:
     """Print what a run will take. Only its prepared text is written."""
     with contextlib.redirect_stdout(sys.stderr):
         figures = forecast(request)
-    say(json.dumps(figures, indent=2) if request.plan == "json" else describe_plan(figures))
+    print_line(json.dumps(figures, indent=2) if request.plan == "json" else describe_plan(figures))
 
 
 def forecast(request: Request) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def forecast(request: Request) -> dict[str, Any]:
 
     device = torch.device(config.trainer.device)
     free_bytes = free_memory(device)  # with Lightning imported, as in training
-    say("timing a few steps and part of a validation")
+    print_line("timing a few steps and part of a validation")
     config, schedule, step_seconds = plan_in_steps(config, schedule, dataset)
     gc.collect()
     validation_seconds = measure_validation_seconds(config, schedule, dataset)
@@ -143,10 +143,10 @@ def describe_plan(figures: dict[str, Any]) -> str:
             f"{figures['tokens']:,} tokens, {tokens_per_parameter:,.2f} per parameter (compute-optimal: "
             f"{COMPUTE_OPTIMAL_RATIO})",
         ),
-        ("time", f"{duration(train_seconds)} at {step_ms:,.1f} ms a step{communication}"),
+        ("time", f"{format_duration(train_seconds)} at {step_ms:,.1f} ms a step{communication}"),
         (
             "",
-            f"{duration(validation_seconds)} more ({validation_fraction:.0%}) for {figures['validations']} validations "
+            f"{format_duration(validation_seconds)} more ({validation_fraction:.0%}) for {figures['validations']} validations "
             "with samples",
         ),
         ("disk", f"{_size(num_checkpoints * figures['checkpoint_bytes'])} for {num_checkpoints} checkpoints"),
@@ -156,7 +156,9 @@ def describe_plan(figures: dict[str, Any]) -> str:
         ),
     ]
     for i, row in enumerate(figures.get("expected", [])):
-        line = f"about {row['bits_per_byte']:.2f} bits per byte in {duration(row['seconds'])} with {row['model']}"
+        line = (
+            f"about {row['bits_per_byte']:.2f} bits per byte in {format_duration(row['seconds'])} with {row['model']}"
+        )
         rows.append(("" if i else "expected", line))
     lines = [f"{label:10}{line}" for label, line in rows]
     if figures["warnings"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from gpt.console import quote
+from gpt.console import shell_quote
 
 PATH_OVERRIDE = re.compile(
     r"(\+{0,2}(?:run_dir|resume|init_from|data\.(?:path|validation_path|cache|separator)))=(.*)", re.S
@@ -46,7 +46,7 @@ def to_shell_words(overrides: Mapping[str, Any]) -> str:
 def _quote_for_shell(word: str) -> str:
     """Return a word quoted for a shell, always on one line."""
     if "\n" not in word:
-        return quote(word)
+        return shell_quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"$'{escaped}'"
 

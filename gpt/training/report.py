@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm.utils import disp_len, disp_trim
 
-from gpt.console import duration, quote, say
+from gpt.console import format_duration, print_line, shell_quote
 from gpt.data.chunking import show_token
 from gpt.training import distributed
 from gpt.training.advice import OVERFIT_LOSS_RATIO, suggest_shorter_horizon
@@ -27,8 +27,8 @@ def print_brief_report(run_dir: Path, result: Result) -> None:
     """Print one line about a run, as for a job of a sweep."""
     metrics = result.metrics
     if metrics and distributed.is_main_process():
-        bits_per_byte, time = metrics["val_bits_per_byte"], duration(metrics["train_seconds"])
-        say(f"{run_dir}: {bits_per_byte:.4f} bits per byte after {metrics['steps']} steps in {time}")
+        bits_per_byte, time = metrics["val_bits_per_byte"], format_duration(metrics["train_seconds"])
+        print_line(f"{run_dir}: {bits_per_byte:.4f} bits per byte after {metrics['steps']} steps in {time}")
 
 
 def next_commands(run_dir: Path, prompt: str, shorter: str, longer: str) -> Iterator[tuple[str, str]]:
@@ -41,7 +41,10 @@ def next_commands(run_dir: Path, prompt: str, shorter: str, longer: str) -> Iter
         longer: The horizon to train longer; empty if the run stopped before its own horizon.
     """
     dash = "=" if prompt.startswith("-") else " "
-    yield "sample it", f"python generate.py --checkpoint {quote(str(run_dir))} --prompt{dash}{quote(prompt)}"
+    yield (
+        "sample it",
+        f"python generate.py --checkpoint {shell_quote(str(run_dir))} --prompt{dash}{shell_quote(prompt)}",
+    )
     yield "see why", "the same with --insight page.html"
     yield "its curves", tensorboard_command(run_dir)
     if shorter:
@@ -52,12 +55,12 @@ def next_commands(run_dir: Path, prompt: str, shorter: str, longer: str) -> Iter
 
 def tensorboard_command(run_dir: Path) -> str:
     """Return the command and the address that show the curves of a run beside those of its neighbours."""
-    return f"tensorboard --logdir {quote(str(run_dir.parent))}, and {UNSMOOTHED_URL}"
+    return f"tensorboard --logdir {shell_quote(str(run_dir.parent))}, and {UNSMOOTHED_URL}"
 
 
 def resume_command(run_dir: Path, horizon: str = "") -> str:
     """Return the command that resumes a run, to a new horizon if one is given."""
-    command = f"python train.py {quote(f'resume={run_dir}')}"
+    command = f"python train.py {shell_quote(f'resume={run_dir}')}"
     return f"{command} horizon={horizon}" if horizon else command
 
 
@@ -79,12 +82,12 @@ def print_report(
     if not distributed.is_main_process():
         return
     if not metrics:
-        say(f"nothing to report before the first validation, at step {spec.schedule.validate_every}")
+        print_line(f"nothing to report before the first validation, at step {spec.schedule.validate_every}")
         return
     if result.stop_signal:
-        say("as of the last validation:")
+        print_line("as of the last validation:")
     for line in format_report(metrics, result.samples, result.longest_copy):
-        say(line)
+        print_line(line)
     prompts = spec.config.data.prompts or [""]
     prompt = (prompts[-1].splitlines() or [""])[0]
     shorter = shorter_horizon(metrics, suggest_shorter_horizon(spec.config, spec.dataset, metrics["best_step"]))
@@ -92,9 +95,9 @@ def print_report(
     if metrics["steps"] >= result.schedule.total_steps:
         seconds = spec.schedule.seconds
         longer = f"{2 * seconds:g}s" if seconds else f"{2 * metrics['steps']}steps"
-    say("")
+    print_line("")
     for label, command in [("the run", str(run_dir)), *list_commands(run_dir, prompt, shorter, longer)]:
-        say(f"{label + ':':13} {command}")
+        print_line(f"{label + ':':13} {command}")
 
 
 def shorter_horizon(metrics: dict[str, Any], suggested_steps: int) -> str:
@@ -153,7 +156,7 @@ def _notes(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return what follows the units of some metrics, by their names."""
     seconds, best_step = metrics["train_seconds"], metrics["best_step"]
     peak_gib = metrics["peak_memory_bytes"] / 2**30
-    time_note = f" ({duration(seconds)})" if seconds >= 60 else ""
+    time_note = f" ({format_duration(seconds)})" if seconds >= 60 else ""
     time_note += f": {metrics['tokens_per_second']:,.0f} tokens/s"
     time_note += f", {peak_gib:.2f} GiB at peak" if peak_gib else ""
     notes: dict[str, Any] = {

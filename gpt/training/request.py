@@ -12,7 +12,7 @@ from gpt.loading import find_run
 from gpt.model.transformer import ModelConfig
 from gpt.training import distributed
 from gpt.training.config import Config, convert, load_config, parse_config, parse_horizon, with_values
-from gpt.training.optim import unread_settings
+from gpt.training.optim import unused_settings
 from gpt.training.overrides import to_shell_words
 
 CONFIG_GROUPS = ("model", "data", "tokenizer", "optim", "trainer", "experiment")
@@ -154,5 +154,5 @@ def refuse_contradictions(request: Request) -> None:
     optimizer = config.optim.name
     if "optim.name" in overrides:
         raise UserError(f"optim.name={optimizer} would keep the settings of another optimizer: write optim={optimizer}")
-    if override := find_override(lambda key: key.removeprefix("optim.") in unread_settings(optimizer)):
+    if override := find_override(lambda key: key.removeprefix("optim.") in unused_settings(optimizer)):
         raise UserError(f"{override} has no effect with optim={optimizer}: its settings are in configs/optim")

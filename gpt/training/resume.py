@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint import load
-from gpt.console import duration, say, warn
+from gpt.checkpoint import load_checkpoint
+from gpt.console import format_duration, print_line, print_warning
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.files import flatten
@@ -18,7 +18,7 @@ from gpt.training.run_directory import RunDirectory, checkpoint_errors
 from gpt.training.schedule import MAX_STEPS, Schedule
 from gpt.training.start import broadcast_run, inherited_tokenizer, load_dataset, start_in_directory
 from gpt.training.state import RunSpec, TrainState
-from gpt.training.versions import code, versions
+from gpt.training.versions import code_version, versions
 
 FIRST_RESUMABLE_FORMAT = 4  # of checkpoints
 # config.yaml and the newest checkpoint may disagree about these, if a kill came between writing the two.
@@ -84,7 +84,7 @@ def _resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
         config = load_config(run.path / "config.yaml")
         newest = run.load_newest()
         if newest is None:
-            say(f"{run.path} has no checkpoint yet: beginning at its first step")
+            print_line(f"{run.path} has no checkpoint yet: beginning at its first step")
             moved = {"horizon": request.overrides.get("horizon", config.horizon)} | _moved_text(request)
             config = on_requested_devices(with_values(config, moved), request)
             return start_in_directory(run, replace(request, config=config))
@@ -116,7 +116,7 @@ def _resume_from(run: RunDirectory, file: Path, checkpoint: dict[str, Any], requ
     end = current.describe_end(stored.patience, step, state.best_step)
     if end and not is_extended:
         hint = f"to train it longer, add horizon=; init_from={run.path} starts a new run from it"
-        say(f"{run.path} is complete: it {end}; {hint}")
+        print_line(f"{run.path} is complete: it {end}; {hint}")
         run.restore_last(file)
         return None
 
@@ -131,10 +131,10 @@ def _resume_from(run: RunDirectory, file: Path, checkpoint: dict[str, Any], requ
         planned = extend_schedule(config, current, step, state.seconds, horizon, dataset.train_tokens)
         config = with_values(config, {"horizon": horizon})
         total_steps = planned.total_steps
-        say(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
+        print_line(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
     _warn_of_other_versions(file, checkpoint)
     end = f" of {total_steps}" if total_steps < MAX_STEPS else f", until {config.horizon} are up"
-    say(f"continuing {run.path} at step {step}{end}")
+    print_line(f"continuing {run.path} at step {step}{end}")
     return RunSpec(config, planned, dataset, checkpoint=file, command=request.command)
 
 
@@ -169,7 +169,7 @@ def extend_schedule(
     planned = Schedule.plan(config, train_tokens, parse_horizon(horizon))
     if planned.total_steps <= step or 0 < planned.seconds <= seconds:
         raise UserError(
-            f"horizon={horizon} is behind this run, which has trained {step} steps in {duration(seconds)}: give a "
+            f"horizon={horizon} is behind this run, which has trained {step} steps in {format_duration(seconds)}: give a "
             "longer horizon"
         )
     # A run never goes back to short sequences, and losses on short ones are never compared with losses on full ones.
@@ -229,7 +229,7 @@ def _announce_devices(stored: Config, config: Config) -> None:
     old, new, unit = stored.trainer.world_size, config.trainer.world_size, "devices"
     if old == new:
         old, new, unit = stored.trainer.num_nodes or 1, config.trainer.num_nodes or 1, "machines"
-    say(f"continuing on {new} {unit} instead of {old}: the same sequences in each step, but not the same bits")
+    print_line(f"continuing on {new} {unit} instead of {old}: the same sequences in each step, but not the same bits")
 
 
 # --- checks ---
@@ -260,7 +260,7 @@ def _refuse_going_back(run: RunDirectory, newest: Path, checkpoint: dict[str, An
     """Raise `UserError` if a checkpoint is named that is not the newest: resuming it would undo later steps."""
     if not named.is_file() or named.samefile(newest):
         return
-    step, newest_step = load(named).get("step"), checkpoint.get("step")
+    step, newest_step = load_checkpoint(named).get("step"), checkpoint.get("step")
     if step != newest_step:
         raise UserError(
             f"{named} is of step {step}, and the run has trained until step {newest_step}: continue it with "
@@ -283,7 +283,7 @@ def _require_same_dataset(file: Path, checkpoint: dict[str, Any], dataset: Token
 def _warn_of_other_versions(file: Path, checkpoint: dict[str, Any]) -> None:
     """Warn if the run was trained by other code or with other libraries: it may not continue bit for bit."""
     stored = {"commit": checkpoint.get("git_commit")} | checkpoint.get("versions", {})
-    present = dict.fromkeys(stored, "a checkout") | versions() | {"commit": code()}
+    present = dict.fromkeys(stored, "a checkout") | versions() | {"commit": code_version()}
     changes = [f"{name} {value} -> {present[name]}" for name, value in stored.items() if value != present[name]]
     if changes:
-        warn(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changes)})")
+        print_warning(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changes)})")

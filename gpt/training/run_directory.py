@@ -18,12 +18,12 @@ from typing import Any
 
 from filelock import BaseFileLock
 
-from gpt.checkpoint import DamagedError, UnreadableError, load, step_of
-from gpt.console import warn
+from gpt.checkpoint import DamagedError, UnreadableError, load_checkpoint, read_checkpoint_step
+from gpt.console import print_warning
 from gpt.data.data_config import DataConfig
-from gpt.errors import UserError, is_out_of_memory, reason
-from gpt.files import HeldError, hold, link, read_text, replacing, sync, sync_parents, write_text
-from gpt.loading import BEST, LAST, PREVIOUS, SAVED, find_run
+from gpt.errors import UserError, is_out_of_memory, summarize_error
+from gpt.files import LockedError, acquire_lock, atomic_write, hard_link, read_text, sync, sync_parents, write_text
+from gpt.loading import BEST_CHECKPOINT, LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, SAVE_TIME_FILE, find_run
 from gpt.training.config import Config, config_to_yaml, load_config
 
 METRICS_FILE, SAMPLES_FILE, COMMANDS_FILE = "metrics.csv", "samples.md", "command.txt"
@@ -110,22 +110,26 @@ class RunDirectory:
         """
         for unfinished in self.path.glob("checkpoints/.*.ckpt.*"):
             unfinished.unlink()
-        last = self.path / LAST
-        files = [file for name in (LAST, PREVIOUS, BEST) if (file := self.path / name).exists()]
-        steps = {file: step_of(file) for file in files}
+        last = self.path / LAST_CHECKPOINT
+        files = [
+            file
+            for name in (LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, BEST_CHECKPOINT)
+            if (file := self.path / name).exists()
+        ]
+        steps = {file: read_checkpoint_step(file) for file in files}
         steps |= {file: int(file.stem[5:]) for file in self.path.glob(KEPT_CHECKPOINTS) if file.stem[5:].isdecimal()}
         problem = "" if last in steps else f"{last} is missing"
         # Of two checkpoints with the same step, take last.ckpt: it may have been saved again, with another horizon.
         for file in sorted(steps, key=lambda file: -steps[file]):
             try:
-                checkpoint = load(file, mmap=True)
+                checkpoint = load_checkpoint(file, mmap=True)
             except (DamagedError, UnreadableError) as error:
                 problem = problem or str(error)
                 suffix = "damaged" if isinstance(error, DamagedError) else "unreadable"
                 file.replace(file.with_name(f"{file.name}.{suffix}"))
                 continue
             if problem:
-                warn(f"{problem}; resuming from {file.name} of step {checkpoint.get('step')}")
+                print_warning(f"{problem}; resuming from {file.name} of step {checkpoint.get('step')}")
             return file, checkpoint
         if steps:
             raise UserError(f"{problem}; and no other checkpoint of the run can be read")
@@ -141,39 +145,39 @@ class RunDirectory:
         """
         self.check_directory()
         if is_best:
-            self.restore_last(self.path / BEST)
+            self.restore_last(self.path / BEST_CHECKPOINT)
         else:
             self._keep_previous()
-            write(self.path / LAST)
+            write(self.path / LAST_CHECKPOINT)
         self._record_time(step)
 
     def save_best(self, write: Callable[[Path], None], step: int) -> None:
         """Write best.ckpt, on every rank, with the arguments of `save_last`."""
         self.check_directory()
-        write(self.path / BEST)
+        write(self.path / BEST_CHECKPOINT)
         self._record_time(step)
 
     def keep_checkpoint(self, step: int) -> None:
         """Keep last.ckpt, which is of this step, under a name of its own."""
         kept = self.path / KEPT_CHECKPOINTS.replace("*", f"{step:08d}")
         if self._lock is not None and not kept.exists():
-            link(self.path / LAST, kept)
+            hard_link(self.path / LAST_CHECKPOINT, kept)
 
     def restore_last(self, newest: Path) -> None:
         """Make last.ckpt the newest checkpoint: a kill may have come between writing best.ckpt and last.ckpt."""
-        if self._lock is not None and newest != self.path / LAST:
+        if self._lock is not None and newest != self.path / LAST_CHECKPOINT:
             self._keep_previous()
-            link(newest, self.path / LAST)
+            hard_link(newest, self.path / LAST_CHECKPOINT)
 
     def _keep_previous(self) -> None:
         """Give last.ckpt a second name, previous.ckpt, before it is replaced."""
-        if self._lock is not None and (self.path / LAST).exists():
-            link(self.path / LAST, self.path / PREVIOUS)
+        if self._lock is not None and (self.path / LAST_CHECKPOINT).exists():
+            hard_link(self.path / LAST_CHECKPOINT, self.path / PREVIOUS_CHECKPOINT)
 
     def _record_time(self, step: int) -> None:
         """Write down when the newest checkpoint was saved: copying a file changes its time."""
         if self._lock is not None:
-            write_text(self.path / SAVED, json.dumps({"step": step, "saved": time.time()}) + "\n")
+            write_text(self.path / SAVE_TIME_FILE, json.dumps({"step": step, "saved": time.time()}) + "\n")
 
     # --- the other files ---
 
@@ -213,7 +217,7 @@ class RunDirectory:
                 file.unlink()
                 continue
             if file.is_file() and file.stat().st_nlink > 1:  # `cp -l` made a copy, which must not change
-                with replacing(file) as unlinked:
+                with atomic_write(file) as unlinked:
                     shutil.copyfile(file, unlinked)
             os.truncate(file, min(size, file.stat().st_size))
 
@@ -231,7 +235,7 @@ def checkpoint_errors(file: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         hint = f"start a new run from its weights with init_from={file}"
-        raise UserError(f"{file}: cannot be resumed: {reason(error)}; {hint}") from None
+        raise UserError(f"{file}: cannot be resumed: {summarize_error(error)}; {hint}") from None
 
 
 def require_empty(run_dir: Path) -> None:
@@ -296,8 +300,8 @@ def _inode(directory: Path) -> tuple[int, int] | None:
 def _acquire_lock(directory: Path) -> BaseFileLock:
     """Lock a run directory; raise `UserError` if another process holds it, or it cannot be written."""
     try:
-        return hold(directory / ".lock")
-    except HeldError as owner:
+        return acquire_lock(directory / ".lock")
+    except LockedError as owner:
         raise UserError(f"{directory}: process {owner} is training in it: wait, or stop that one") from None
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.console import say, warn
-from gpt.data.dataset_cache import CACHE
+from gpt.console import print_line, print_warning
+from gpt.data.dataset_cache import DEFAULT_CACHE
 from gpt.data.mixture import integer_weights, source_names
 from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenDataset, find_cached_dataset
@@ -49,9 +49,9 @@ def plan_run(request: Request) -> RunSpec:
     request, machine, dataset, initial_weights = open_dataset(request)
     config, schedule, num_steps = finalize(request, machine, dataset)
     if initial_weights is not None:
-        say(compare_tokenizers(dataset))
+        print_line(compare_tokenizers(dataset))
     for line in list_warnings(config, replace(schedule, total_steps=num_steps), dataset):
-        warn(line)
+        print_warning(line)
     return RunSpec(config, schedule, dataset, initial_weights=initial_weights)
 
 
@@ -118,8 +118,8 @@ def load_dataset(
         checkpoint: If the cache already holds the dataset described in it, the source files are not needed.
     """
     context_length = config.model.context_length
-    on_progress = (lambda line: None) if quiet else say
-    cache = Path(config.data.cache or CACHE)
+    on_progress = (lambda line: None) if quiet else print_line
+    cache = Path(config.data.cache or DEFAULT_CACHE)
     try:
         return prepare(config.data, tokenizer or config.tokenizer, context_length, cache, on_progress)
     except TooShortError as error:

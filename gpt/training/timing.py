@@ -13,11 +13,11 @@ from gpt.data.baselines import measure_baselines
 from gpt.data.batches import validation_batches
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import is_out_of_memory
-from gpt.hardware.device import arithmetic
+from gpt.hardware.device import numerics
 from gpt.hardware.memory import keep_freed_memory, release_memory
-from gpt.hardware.threads import giving_way
-from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import score, tokens_at_once
+from gpt.hardware.threads import yield_to_other_processes
+from gpt.model.loss import IGNORE_INDEX
+from gpt.sampling.scoring import eval_batch_tokens, score
 from gpt.training.batch_loader import micro_batch
 from gpt.training.config import Config, Horizon
 from gpt.training.module import GPTModule
@@ -43,8 +43,8 @@ def plan_in_steps(
     """
     config, step_seconds = measure_step(config, schedule, dataset, max_seconds)
     if schedule.seconds:
-        in_steps = Schedule.plan(config, dataset.train_tokens, Horizon(schedule.seconds / step_seconds, "steps"))
-        schedule = replace(in_steps, expected_bits=schedule.expected_bits)
+        plan_in_steps = Schedule.plan(config, dataset.train_tokens, Horizon(schedule.seconds / step_seconds, "steps"))
+        schedule = replace(plan_in_steps, expected_bits=schedule.expected_bits)
     return config, schedule, step_seconds
 
 
@@ -62,7 +62,7 @@ def measure_step(
     keep_freed_memory()  # as training does
     while True:
         try:
-            with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
+            with numerics(config.trainer.device, config.trainer.deterministic), yield_to_other_processes():
                 return config, seconds_per_step(config, schedule, dataset, max_seconds)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -124,10 +124,10 @@ def measure_validation_seconds(config: Config, schedule: Schedule, dataset: Toke
     optimizer = module.build_optimizer()  # a run holds its memory while it validates
     T, world_size = config.model.context_length, config.trainer.world_size
     prompts = config.data.prompts or []
-    batch_size = max(1, tokens_at_once(module.model, world_size) // T)
-    batches = list(islice(validation_batches(dataset.sources[0].validation, batch_size, T, IGNORE), 2))
+    batch_size = max(1, eval_batch_tokens(module.model, world_size) // T)
+    batches = list(islice(validation_batches(dataset.sources[0].validation, batch_size, T, IGNORE_INDEX), 2))
     generator = torch.Generator(module.device).manual_seed(config.seed)
-    with arithmetic(config.trainer.device, deterministic=False), giving_way():
+    with numerics(config.trainer.device, deterministic=False), yield_to_other_processes():
         _time_call(score, module.model, [batches[0]], 1)  # warmup
         batch_seconds, _ = _time_call(score, module.model, [batches[-1]], 1)
         sampling_seconds = 0.0

@@ -207,7 +207,7 @@ def test_overfitting(capsys, validation, training, expected):
 
 
 @pytest.mark.slow
-def test_warned_once_across_resumes(corpus_folder, tmp_path, worse, capsys):
+def test_warned_once_across_resumes(corpus_folder, tmp_path, overfitting, capsys):
     """Stopped before and after the warning, a run prints it once, and equals one that was never stopped."""
     config = tiny_config(corpus_folder, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "

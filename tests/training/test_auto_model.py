@@ -16,7 +16,7 @@ from gpt.training.scaling_law import CANDIDATE_MODELS, PROBE_MODEL, ScalingLaw
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset, open_dataset
 from gpt.training.timing import run_throwaway_steps
-from harness import finalized, refusal, refused, tiny_arguments, tiny_config, train
+from harness import finalize_config, refusal, tiny_arguments, tiny_config, train, train_refusal
 
 TEXT = ScalingLaw(1_000_003)
 MINI = ModelConfig()
@@ -62,7 +62,7 @@ def test_law_of_a_strange_text(bits):
 
 def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
     """It sees the text five times, where that is enough: more would tell how well it is learnt by heart."""
-    config = finalized(
+    config = finalize_config(
         tiny_config(corpus_folder, "trainer.tokens_per_step=48", "optim.lr=0.01", "optim.matrix_lr=0.02")
     )
     dataset, lengths = load_dataset(config), []
@@ -178,14 +178,14 @@ def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     ],
 )
 def test_refused(changes, message, tmp_path):
-    assert message in refused("model=auto", *changes, f"run_dir={tmp_path / 'run'}")
+    assert message in train_refusal("model=auto", *changes, f"run_dir={tmp_path / 'run'}")
 
 
 def test_text_too_short(tmp_path):
     """A text shorter than the context of the smallest member is one line, as for any model."""
     (tmp_path / "short.txt").write_text("too short " * 9)
     path = [f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
-    assert "model.context_length=" in refused("model=auto", "horizon=1min", *path)
+    assert "model.context_length=" in train_refusal("model=auto", "horizon=1min", *path)
 
 
 def test_sweep_over_horizons(given, tmp_path):

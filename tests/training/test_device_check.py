@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import gpt.model.attention
 from gpt.training import device_check
-from harness import differences, refused, tiny_arguments, train
+from harness import differences, tiny_arguments, train, train_refusal
 
 AGREES = r"^cpu with torch \S+, precision=(\w+), compile=false: agrees with the CPU, the loss to ([\d.]+)%, "
 AGREES += r"the gradient to ([\d.]+)%$"
@@ -72,7 +72,7 @@ def test_wrong_kernel(arguments, untried, tmp_path, monkeypatch, how):
 
         monkeypatch.setattr(module, name, kernel)
     for _ in range(2):
-        line = refused(*arguments)
+        line = train_refusal(*arguments)
         assert re.search(r"precision=bf16.*off by (\d+\.\d|nan)%, of which rounding explains 4\.7%: try ", line), line
         assert list((tmp_path / "run").rglob("*.ckpt")) == []
         arguments[-1] = f"run_dir={tmp_path / 'again'}"

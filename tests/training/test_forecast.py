@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gpt.hardware.device import DTYPES
-from gpt.model.memory import activation_bytes
+from gpt.model.memory_estimate import activation_bytes
 from gpt.model.transformer import GPTConfig
 from gpt.training.config import Config, TrainerConfig
 from gpt.training.forecast import LOG_BYTES, describe_plan, peak_memory
 from gpt.training.optim import OptimConfig
-from harness import tiny_arguments, train, train_apart
+from harness import tiny_arguments, train, train_in_subprocess
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_memory(given, tmp_path, changes):
     given = [*given, "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
     given += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
     given += ["trainer.short_sequences=0", *changes]
-    planned = train_apart(*given, "plan=json")
-    train_apart(*given, f"run_dir={tmp_path / 'run'}")
+    planned = train_in_subprocess(*given, "plan=json")
+    train_in_subprocess(*given, f"run_dir={tmp_path / 'run'}")
     peak = json.loads((tmp_path / "run/metrics.json").read_text(encoding="utf-8"))["peak_memory_bytes"]
     assert json.loads(planned.stdout)["peak_memory"] == pytest.approx(peak, rel=0.2)

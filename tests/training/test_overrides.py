@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt.console import quote
+from gpt.console import shell_quote
 from gpt.training.config import parse_config
 from gpt.training.overrides import original_spelling, quote_for_hydra, to_shell_words
-from harness import ROOT, refused
+from harness import ROOT, train_refusal
 
 README = ROOT / "README.md"
 MODELS = "auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini, mini_128"
@@ -42,7 +42,7 @@ MODELS = "auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini, mini_128"
 )
 def test_mistake_on_the_command_line_is_refused(arguments, problem, hint):
     """The line has what is wrong and the remedy."""
-    line = refused(*arguments)
+    line = train_refusal(*arguments)
     assert problem in line and hint in line
 
 
@@ -84,7 +84,7 @@ def test_path_needs_no_second_quotes(typed, path, key, monkeypatch):
     monkeypatch.setenv("HOME", "/me")
     (word,) = quote_for_hydra([f"{key}={typed}"])
     assert OverridesParser.create().parse_override(word).value() == path
-    assert original_spelling([word]) == quote(f"{key}={typed}")
+    assert original_spelling([word]) == shell_quote(f"{key}={typed}")
 
 
 @pytest.mark.parametrize(

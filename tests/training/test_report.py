@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tqdm.utils import disp_len
 
-from gpt.training.report import duration, fit_on_line, format_report
+from gpt.training.report import fit_on_line, format_duration, format_report
 
 FIGURES = {
     "train_loss": 2.45678,
@@ -150,7 +150,7 @@ def test_one_line(text, width, line):
     [(0.4, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (86399, "23h59m"), (277777, "3d05h")],
 )
 def test_duration(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
