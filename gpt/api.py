@@ -1,7 +1,7 @@
 """Training from Python, in a notebook or a script: `gpt.train` takes the keys of `python train.py`, without Hydra."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from gpt.hardware.device import choose_device
 from gpt.loading import find_run, open_model
 from gpt.sampling.language_model import LanguageModel
 from gpt.training.callbacks import check_callbacks
-from gpt.training.report import report
+from gpt.training.report import print_report, tensorboard_command
 from gpt.training.request import Request, parse_request
 from gpt.training.resume import resolve_resume_auto, resume_run
 from gpt.training.start import start_run
@@ -36,7 +36,7 @@ class TrainedModel(LanguageModel):
         if self.spec is None or self.result is None:
             print_line(f"nothing was left to train; the figures are in {self.run_dir / 'metrics.json'}")
         else:
-            report(self.spec, self.run_dir, self.result)
+            print_report(self.spec, self.run_dir, self.result, next_calls)
 
     def plot(self) -> "Axes":
         """Draw training and validation loss, in nats per token, over the steps so far; needs matplotlib."""
@@ -112,8 +112,22 @@ def train(
     spec, run = started
     with run:
         result = run_training(spec, run, callbacks)
+    if result.stop_reason in ("signal", "callback"):
+        print_line(f"in Python: gpt.train(resume={str(run.path)!r})")
     best, own_tokenizer = open_model(run.path)
     return TrainedModel(best.to(spec.config.trainer.device), own_tokenizer, run.path, spec, result)
+
+
+def next_calls(run_dir: Path, prompt: str, shorter: str, longer: str) -> Iterator[tuple[str, str]]:
+    """Yield what to try next, as `gpt.training.report.next_commands` does, but as calls."""
+    run = repr(str(run_dir))
+    yield "sample it", f"print(gpt.load({run}).generate({prompt!r}))"
+    yield "see why", f"gpt.load({run}).insight({prompt!r}).save('page.html')"
+    yield "its curves", tensorboard_command(run_dir)
+    if shorter:
+        yield "run shorter", f"gpt.train(..., horizon={shorter!r})"
+    else:
+        yield "train longer" if longer else "continue", f"lm.resume({f'horizon={longer!r}' if longer else ''})"
 
 
 def read_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -145,7 +159,7 @@ def make_request(text: str | Path | Sequence[str | Path] | None = None, **settin
     values = plain | {group: _with_file(group, keys) for group, keys in groups.items()}
     overrides = {key.removesuffix(".name"): value for key, value in flatten(plain | groups).items()}
     model_name = groups.get("model", {}).get("name", "")
-    return resolve_resume_auto(parse_request(values, overrides, model=model_name, in_python=True))
+    return resolve_resume_auto(parse_request(values, overrides, model=model_name))
 
 
 def _with_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:

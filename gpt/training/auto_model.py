@@ -135,9 +135,9 @@ def describe_choice(candidates: Sequence[Candidate], seconds: float, dataset: To
     train_bytes = sum(source.metadata["splits"]["train"]["bytes"] for source in dataset.sources)
     bits_per_byte, useful_seconds = candidate.predict(seconds)
     line = (
-        f"model=auto: {candidate}, {candidate.parameters / 1e6:.1f} million parameters, for {format_duration(seconds)} at "
-        f"{candidate.tokens_per_second:,.0f} tokens/s on {train_bytes / 1e6:.3g} MB: about {bits_per_byte:.2f} bits per "
-        "byte"
+        f"model=auto: {candidate}, {candidate.parameters / 1e6:.1f} million parameters, for "
+        f"{format_duration(seconds)} at {candidate.tokens_per_second:,.0f} tokens/s on {train_bytes / 1e6:.3g} MB: "
+        f"about {bits_per_byte:.2f} bits per byte"
     )
     if useful_seconds < seconds:
         line += f" after {format_duration(useful_seconds)}; training longer would only memorize the text"

@@ -146,8 +146,8 @@ def describe_plan(figures: dict[str, Any]) -> str:
         ("time", f"{format_duration(train_seconds)} at {step_ms:,.1f} ms a step{communication}"),
         (
             "",
-            f"{format_duration(validation_seconds)} more ({validation_fraction:.0%}) for {figures['validations']} validations "
-            "with samples",
+            f"{format_duration(validation_seconds)} more ({validation_fraction:.0%}) for "
+            f"{figures['validations']} validations with samples",
         ),
         ("disk", f"{_size(num_checkpoints * figures['checkpoint_bytes'])} for {num_checkpoints} checkpoints"),
         (

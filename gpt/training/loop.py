@@ -391,7 +391,7 @@ def announce(spec: RunSpec, run: RunDirectory) -> None:
 
 def explain_stop(spec: RunSpec, run: RunDirectory, result: Result) -> None:
     """Print why a run ended before its horizon, if it did, and how to continue."""
-    command = resume_command(run.path, spec.in_python)
+    command = resume_command(run.path)
     if result.stop_reason == "signal":
         print_line(f"stopped at step {result.step}; continue with: {command}")
     elif result.stop_reason == "patience":

@@ -21,7 +21,6 @@ class RunSpec:
         checkpoint: The run's own checkpoint to resume from; None at the first step.
         initial_weights: The model whose weights a new run starts from; None for random weights.
         command: The command that resumes the run, for command.txt; empty for a new run.
-        in_python: True if `gpt.train` was called, so that hints are Python calls and not commands.
     """
 
     config: Config
@@ -30,7 +29,6 @@ class RunSpec:
     checkpoint: Path | None = None
     initial_weights: Path | None = None
     command: str = ""
-    in_python: bool = False
 
 
 @dataclass

@@ -14,7 +14,7 @@ from gpt.checkpoint import load_checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
 from gpt.training.optim import OptimConfig, lr_multiplier
-from gpt.training.report import report
+from gpt.training.report import print_report
 from gpt.training.schedule import Schedule
 from gpt.training.stop_signals import REPEATED_SIGNAL_SECONDS, StopSignals
 from harness import (
@@ -150,13 +150,13 @@ def test_patience_ends_a_run(corpus_folder, tmp_path, overfitting, capfd):
     training = begin(corpus_folder, tmp_path, "patience=2")
     fit(training)
     assert training.result.stop_reason == "patience"
-    report(training.spec, training.path, training.result)
+    print_report(training.spec, training.path, training.result)
     printed = capfd.readouterr().out
     assert "stopped early at step 12: no improvement in the last 2 validations (best at step 6)" in printed
     assert "a shorter run, such as horizon=6steps, will probably do better\n" in printed
     assert re.search(r"^trained +12  steps: 1,152 tokens, ", printed, re.M)
     assert re.search(r"^best validation +\d\.\d{4}  nats per token, at step 6, in best.ckpt$", printed, re.M)
-    assert "\nrun shorter:  python train.py horizon=6steps\n" in printed
+    assert "\nrun shorter:  python train.py run_dir=null resume=null horizon=6steps\n" in printed
     stored = json.loads((training.path / "metrics.json").read_text())
     assert (stored["steps"], stored["best_step"]) == (12, 6)
     steps = {name: load_checkpoint(training.path / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}

@@ -16,7 +16,7 @@ from gpt.checkpoint import load_checkpoint
 from gpt.training.config import Config
 from gpt.training.metric_logger import MAX_SAMPLED_ROWS
 from gpt.training.metrics import METRICS, chart_patterns
-from gpt.training.report import report
+from gpt.training.report import print_report
 from gpt.training.run_directory import EVENTS_PATTERN
 from gpt.training.state import TrainState
 from gpt.training.tensorboard import open_writer
@@ -85,7 +85,7 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
         below = [step for step, bits in table["val/bits_per_byte"] if bits < bits_per_byte]
         assert figures["beaten_at_step"][name] == (below[0] if below else None)
     assert [step is None for step in figures["beaten_at_step"].values()] == [False, True]
-    report(training.spec, training.path, training.result)
+    print_report(training.spec, training.path, training.result)
     printed = capsys.readouterr().out
     for key in ("train_loss", "val_loss", "best_val_loss", "val_bits_per_byte"):
         assert re.search(rf"(?<!\S){figures[key]:.4f}(?!\S)", printed), key
