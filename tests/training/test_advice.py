@@ -1,4 +1,4 @@
-"""What a run warns of: settings that do not suit its text, and a validation loss that rises again."""
+"""Warnings about settings that do not suit the text, and about a validation loss that rises again."""
 
 import dataclasses
 import json
@@ -27,19 +27,19 @@ WORDS = ["".join(SPELLING.choices("abcdefghilmnoprstuvw", k=SPELLING.randint(2, 
 FREQUENCIES = [1 / (rank + 3) for rank in range(len(WORDS))]
 
 
-def told(config: Config) -> list[str]:
-    """The lines for a configuration, each of which fits a wide terminal."""
+def list_lines(config: Config) -> list[str]:
+    """Return the warnings about a configuration. Each must fit a wide terminal."""
     dataset = load_dataset(config)
     schedule = Schedule.plan(config, dataset.train_tokens)
     if config.data.bpe_dropout is None and not config.init_from:
-        config = with_values(config, {"data.bpe_dropout": suggest_bpe_dropout(config, schedule, dataset)})
+        config = with_values(config, {"data.bpe_dropout": suggest_bpe_dropout(config, schedule.total_steps, dataset)})
     lines = list_warnings(config, schedule, dataset)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
     return lines
 
 
 def settings(folder: Path, content: str | list[str], *changes: str) -> Config:
-    """The default configuration on a text, or on documents, with changes as on the command line."""
+    """Return the default configuration on a text, or on documents, with changes as on the command line."""
     lines = content if isinstance(content, list) else []
     file = folder / ("text.jsonl" if lines else "text.txt")
     file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines) or str(content), encoding="utf-8")
@@ -49,76 +49,74 @@ def settings(folder: Path, content: str | list[str], *changes: str) -> Config:
 
 
 def changed(config: Config, *changes: str) -> Config:
-    """A configuration with changes as on the command line."""
-    given = [re.sub("^(data|tokenizer)=", r"\1.name=", change.replace("'", "")) for change in changes]
-    merged = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(config)), OmegaConf.from_dotlist(given))
+    """Return a configuration with changes as on the command line."""
+    dotted = [re.sub("^(data|tokenizer)=", r"\1.name=", change.replace("'", "")) for change in changes]
+    merged = OmegaConf.merge(OmegaConf.create(dataclasses.asdict(config)), OmegaConf.from_dotlist(dotted))
     return parse_config(OmegaConf.to_container(merged))
 
 
 def words(count: int, seed: int = 3) -> str:
-    """Lines of made-up words, some of which are frequent, as in a language; about 7 bytes a word."""
+    """Return lines of made-up words of about 7 bytes. As in a language, some words are frequent."""
     chooser = random.Random(seed)
     return "".join(word + chooser.choice("    \n") for word in chooser.choices(WORDS, FREQUENCIES, k=count))
 
 
-def test_tokens_are_split_where_a_text_is_seen_often(tmp_path):
-    """Not in five epochs, and more and more from there to ten; of two texts, the one that is seen less decides."""
+def test_bpe_dropout_grows_with_the_epochs(tmp_path):
+    """It is 0 up to five epochs. In a mixture, the text that is seen less decides."""
     config = settings(tmp_path, words(9000), "tokenizer.vocab_size=320", "model.context_length=16")
     dataset = load_dataset(config)
     probabilities = [
-        suggest_bpe_dropout(config, Schedule(total_steps=epochs * dataset.train_tokens // 1024), dataset)
-        for epochs in (2, 5, 7.5, 10, 90)
+        suggest_bpe_dropout(config, epochs * dataset.train_tokens // 1024, dataset) for epochs in (2, 5, 7.5, 10, 90)
     ]
     assert probabilities == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.5], abs=0.003)
     (tmp_path / "other.txt").write_text(words(40000, seed=5))
     both = changed(config, "data=mix", f"data.path=[{config.data.path},{tmp_path / 'other.txt'}]", "data.weights=[1,1]")
     dataset = load_dataset(both)
     steps = 14 * len(dataset.sources[0].train) // 1024  # seven epochs of the first, and fewer of the second
-    assert suggest_bpe_dropout(both, Schedule(total_steps=steps), dataset) == 0.0
+    assert suggest_bpe_dropout(both, steps, dataset) == 0.0
 
 
 # --- settings that do not suit the text ---
 
 
-def test_poem(tmp_path):
-    """Three lines for three kilobytes at the defaults; the settings that they name leave what none can mend."""
+def test_suggested_settings_end_the_warnings_about_a_poem(tmp_path):
+    """Only its small validation text remains: no setting helps."""
     config = settings(tmp_path, words(450))
-    repeats, vocabulary, validation = told(config)
+    epochs, vocabulary, validation = list_lines(config)
     assert re.match(
-        r"4,000 steps would read the text [34],\d\d\d times; beyond about 20 .*: try horizon=30steps$", repeats
+        r"4,000 steps would read the text [34],\d\d\d times; beyond about 20 .*: try horizon=30steps$", epochs
     )
     assert re.match(
         r"the validation text has \d\d\d tokens \(\d\d\d bytes\), under 4,000: .* by 1\d%; only", validation
     )
     assert re.match(r"a vocabulary of \d\d\d .* fewer than 4: try tokenizer=bpe tokenizer.vocab_size=320$", vocabulary)
-    remedies = [word for line in (repeats, vocabulary) for word in line.split() if "=" in word]
-    [left] = told(changed(config, *remedies))
-    assert left.startswith("the validation text has ")
+    suggestions = [word for line in (epochs, vocabulary) for word in line.split() if "=" in word]
+    [line] = list_lines(changed(config, *suggestions))
+    assert line.startswith("the validation text has ")
 
 
-def test_megabyte(tmp_path):
-    """Nothing is said of a larger text at the defaults, nor with GPT-2's tokens, nor of its documents."""
+def test_defaults_suit_a_megabyte(tmp_path):
+    """So do GPT-2's tokens, and many documents."""
     text = words(160_000)
-    assert told(settings(tmp_path, text)) == []
-    assert told(settings(tmp_path, text, "tokenizer=gpt2")) == []
+    assert list_lines(settings(tmp_path, text)) == []
+    assert list_lines(settings(tmp_path, text, "tokenizer=gpt2")) == []
     articles = [words(400, seed) for seed in range(399)]
-    assert told(settings(tmp_path, articles)) == []
-    [small] = told(settings(tmp_path, text, "data.validation_bytes=5003"))
-    assert small.endswith("%; try data.validation_bytes=1000000")
+    assert list_lines(settings(tmp_path, articles)) == []
+    [line] = list_lines(settings(tmp_path, text, "data.validation_bytes=5003"))
+    assert line.endswith("%; try data.validation_bytes=1000000")
 
 
-def test_dropout(tmp_path):
-    """With enough of it a text may be seen more often."""
+def test_dropout_allows_more_epochs(tmp_path):
     config = settings(tmp_path, words(60_000), "horizon=25epochs")
-    [line] = told(config)
+    [line] = list_lines(config)
     assert "read the text 25 times; beyond about 20 " in line
-    assert told(changed(config, "model.dropout=0.2")) == []
-    [line] = told(changed(config, "model.dropout=0.2", "horizon=40epochs"))
+    assert list_lines(changed(config, "model.dropout=0.2")) == []
+    [line] = list_lines(changed(config, "model.dropout=0.2", "horizon=40epochs"))
     assert "read the text 40 times; beyond about 30 " in line
 
 
-def test_model_auto(tmp_path):
-    """It ends where a text would be learnt by heart, so nothing is said of how often it is seen."""
+def test_model_auto_gets_no_warning_about_epochs(tmp_path):
+    """It ends before the model memorizes the text."""
     config = settings(tmp_path, words(60_000))
     schedule = Schedule(total_steps=10**6, expected_bits=2.0)
     assert list_warnings(config, schedule, load_dataset(config)) == []
@@ -130,45 +128,45 @@ def test_model_auto(tmp_path):
     [[], ["data=python_stdlib"], ["data=python_stdlib", "tokenizer=gpt2", "model.context_length=1024"]],
     ids=["quick start", "code", "code in GPT-2's tokens"],
 )
-def test_python(tmp_path, changes):
-    """Nothing is said of the quick start, some of whose documents are short, nor of code with its many spaces."""
-    assert told(changed(Config(), f"data.cache={tmp_path}", *changes)) == []
+def test_quick_start_gets_no_warning(tmp_path, changes):
+    """Nor does code, with its many spaces."""
+    assert list_lines(changed(Config(), f"data.cache={tmp_path}", *changes)) == []
 
 
-def test_cut_into_bytes(tmp_path):
-    """GPT-2's tokenizer on Chinese; with the one that the line names, nothing is left to say."""
+def test_gpt2_tokenizer_on_chinese_gets_a_warning(tmp_path):
+    """The tokenizer that the line suggests gets none."""
     chooser = random.Random(7)
     text = "".join("".join(chooser.choices(CHINESE, k=chooser.randint(3, 19))) + "。" for _ in range(9_000))
     config = settings(tmp_path, text, "tokenizer=gpt2", "horizon=100steps")
-    [line] = told(config)
-    found = re.match(r"GPT-2's .* into 1\.\d bytes a token, .*: try (tokenizer=bpe) (.*_size=\d+)$", line)
-    assert found and told(changed(config, found[1], found[2])) == []
-    assert not any("GPT-2" in line for line in told(settings(tmp_path, "    x = 1_1\n" * 3001, "tokenizer=gpt2")))
+    [line] = list_lines(config)
+    match = re.match(r"GPT-2's .* each 1\.\d bytes of this text, .*: try (tokenizer=bpe) (.*_size=\d+)$", line)
+    assert match and list_lines(changed(config, match[1], match[2])) == []
+    assert not any("GPT-2" in line for line in list_lines(settings(tmp_path, "    x = 1_1\n" * 3001, "tokenizer=gpt2")))
 
 
-def test_mixture(tmp_path):
-    """A small part of a mixture is seen too often, at these weights; as the other is seen less, no tokens are split."""
+def test_small_part_of_a_mixture_is_seen_too_often(tmp_path):
+    """The suggested smaller weight ends the warning."""
     (tmp_path / "poem.txt").write_text(words(450), encoding="utf-8")
     config = settings(tmp_path, words(30_000), "horizon=600steps")
     paths = [config.data.path, str(tmp_path / "poem.txt")]
-    for weights, said in (([2, 3], True), ([2, 0.01], False)):
+    for weights, is_warned in (([2, 3], True), ([2, 0.01], False)):
         mix = dataclasses.replace(config.data, name="mix", path=paths, weights=weights)
-        lines = told(dataclasses.replace(config, data=mix))
+        lines = list_lines(dataclasses.replace(config, data=mix))
         line = (
             r"600 steps would read poem [\d,]+ times; beyond about 15 .*: try a smaller weight for it in data.weights"
         )
-        assert [bool(re.match(line, one)) for one in lines] == [True] * said
+        assert [bool(re.match(line, warning)) for warning in lines] == [True] * is_warned
 
 
-def test_begin_says_it(tmp_path, capsys):
-    """On stderr, before the first step, whether the text is newly prepared or in the cache."""
+def test_new_run_prints_warnings(tmp_path, capsys):
+    """They are on stderr, whether the text is newly prepared or in the cache."""
     write_corpus(tmp_path)
     config = tiny_config(tmp_path)
     for run in ("one", "two"):
         begin_run(dataclasses.replace(config, run_dir=str(tmp_path / run)))
         lines = capsys.readouterr().err.splitlines()
         assert [line.split(" has ")[0] for line in lines] == [
-            "train.py: 4,000 steps would read the text 106 times; beyond about 20 a model only memorises it: try "
+            "train.py: 4,000 steps would read the text 106 times; beyond about 20 a model only memorizes it: try "
             "horizon=377steps",
             "train.py: the validation text",
         ]
@@ -190,8 +188,8 @@ NEVER = -1
         ([4.0, 4.2, 4.3, 3.5, 4.2, 4.3], [4.0, 3.0, 2.5, 2.0, 1.5, 1.0], 3),  # and not again
     ],
 )
-def test_overfitting(capsys, validation, training, expected):
-    """It warns after two validations in a row well above the best, while the training loss has fallen since then."""
+def test_warning_after_two_validations_above_the_best(capsys, validation, training, expected):
+    """The training loss must have fallen since the best validation."""
     state = TrainState()
     spec = SimpleNamespace(config=Config(), dataset=SimpleNamespace(train_tokens=10**9))
     warned = []
@@ -207,8 +205,8 @@ def test_overfitting(capsys, validation, training, expected):
 
 
 @pytest.mark.slow
-def test_warned_once_across_resumes(corpus_folder, tmp_path, overfitting, capsys):
-    """Stopped before and after the warning, a run prints it once, and equals one that was never stopped."""
+def test_resumed_run_warns_once(corpus_folder, tmp_path, overfitting, capsys):
+    """Stopped before and after the warning, it equals a run that was never stopped."""
     config = tiny_config(corpus_folder, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "
     line += "model overfits. best.ckpt holds step 6; try horizon=6steps"

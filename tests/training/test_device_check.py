@@ -1,4 +1,4 @@
-"""A device that was never tried checks itself: here the CPU stands for it, with kernels that are right and wrong."""
+"""The numerics check of an untested device: the CPU serves as one, with correct and wrong kernels."""
 
 import re
 
@@ -12,7 +12,7 @@ from harness import differences, tiny_arguments, train, train_refusal
 
 AGREES = r"^cpu with torch \S+, precision=(\w+), compile=false: agrees with the CPU, the loss to ([\d.]+)%, "
 AGREES += r"the gradient to ([\d.]+)%$"
-WRONG = {  # what a kernel makes of queries, keys and values, each (B, H, T, D), that it should not
+WRONG_KERNELS = {  # each changes queries, keys and values (B, H, T, D)
     "sees no scale": lambda q, k, v: (2 * q, k, v),
     "keys of another token": lambda q, k, v: (q, k.roll(1, -2), v),
     "values of another head": lambda q, k, v: (q, k, v.roll(1, 1)),
@@ -22,25 +22,25 @@ WRONG = {  # what a kernel makes of queries, keys and values, each (B, H, T, D),
 
 
 @pytest.fixture
-def untried(monkeypatch):
-    """The CPU as a device on which nobody has tried the project."""
+def untested(monkeypatch):
+    """The CPU as an untested device."""
     monkeypatch.setattr(device_check, "TESTED_DEVICES", ())
 
 
 @pytest.fixture
 def arguments(corpus_folder, tmp_path) -> list[str]:
-    """A run of three steps whose cache knows no device."""
-    own = (
+    """A run of three steps whose cache lists no device."""
+    changes = (
         "trainer.precision=bf16",
         f"data.cache={tmp_path / 'cache'}",
         "horizon=3steps",
         f"run_dir={tmp_path / 'run'}",
     )
-    return tiny_arguments(corpus_folder, *own)
+    return tiny_arguments(corpus_folder, *changes)
 
 
-def test_first_run(arguments, untried, tmp_path):
-    """It says once how closely the device agrees, and trains as if nothing had been computed before."""
+def test_first_run_prints_how_closely_the_device_agrees(arguments, untested, tmp_path):
+    """The next run with the same precision does not check again."""
     first = train(*arguments)
     ((precision, loss, gradient),) = re.findall(AGREES, first.stdout, re.M)
     assert precision == "bf16"
@@ -52,25 +52,25 @@ def test_first_run(arguments, untried, tmp_path):
     assert re.findall(AGREES, other.stdout, re.M) == [("fp32", "0.0000", "0.00")]
 
 
-def test_weights_are_not_touched(arguments, untried, tmp_path, monkeypatch):
+def test_check_does_not_change_the_run(arguments, untested, tmp_path, monkeypatch):
     train(*arguments)
     monkeypatch.setattr(device_check, "TESTED_DEVICES", ("cpu",))
-    assert "agrees" not in train(*arguments, f"run_dir={tmp_path / 'tried'}").stdout
-    assert differences(tmp_path / "run", tmp_path / "tried") == []
+    assert "agrees" not in train(*arguments, f"run_dir={tmp_path / 'tested'}").stdout
+    assert differences(tmp_path / "run", tmp_path / "tested") == []
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_wrong_kernel(arguments, untried, tmp_path, monkeypatch, how):
-    """A kernel that is wrong in bf16 ends the run before its first step, and the next run looks again."""
-    for module, name in ((F, "scaled_dot_product_attention"), (gpt.model.attention, "attention")):
-        real = getattr(module, name)
+@pytest.mark.parametrize("name", WRONG_KERNELS)
+def test_wrong_kernel_is_refused_before_the_first_step(arguments, untested, tmp_path, monkeypatch, name):
+    """It is wrong only in bf16. The next run checks again."""
+    for module, function in ((F, "scaled_dot_product_attention"), (gpt.model.attention, "attention")):
+        real = getattr(module, function)
 
         def kernel(queries, keys, values, *more, real=real, **named):
             if queries.dtype == torch.bfloat16:
-                queries, keys, values = WRONG[how](queries, keys, values)
+                queries, keys, values = WRONG_KERNELS[name](queries, keys, values)
             return real(queries, keys, values, *more, **named)
 
-        monkeypatch.setattr(module, name, kernel)
+        monkeypatch.setattr(module, function, kernel)
     for _ in range(2):
         line = train_refusal(*arguments)
         assert re.search(r"precision=bf16.*off by (\d+\.\d|nan)%, of which rounding explains 4\.7%: try ", line), line

@@ -36,8 +36,9 @@ def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, caps
     assert lm.result.stop_signal == signal.SIGTERM
     lm.report()
     assert "\nas of the last validation:\n" in (printed := capsys.readouterr().out)
-    assert f"stopped at step 7; continue with: gpt.train(resume={str(where)!r})" in printed
-    assert printed.splitlines()[-1] == "go on:        lm.resume()"
+    assert f"stopped at step 7; continue with: python train.py resume={where}\n" in printed
+    assert f"in Python: gpt.train(resume={str(where)!r})\n" in printed
+    assert printed.splitlines()[-1] == "continue:     lm.resume()"
     lm = lm.resume()
     assert differences(tmp_path / "a", where) == []
     assert lm.generate("alpha", 7, seed=1) == gpt.load(tmp_path / "a").generate("alpha", 7, seed=1)

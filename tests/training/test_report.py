@@ -1,11 +1,13 @@
-"""The closing report of a run: its figures are those of metrics.json, and its commands fit the outcome."""
+"""The report at the end of a run: its metrics, samples, and commands that fit the outcome."""
 
 from pathlib import Path
 
 import pytest
 from tqdm.utils import disp_len
 
-from gpt.training.report import fit_on_line, format_duration, format_report
+from gpt.api import next_calls
+from gpt.console import format_duration
+from gpt.training.report import fit_on_line, format_report, next_commands, shorter_horizon
 
 FIGURES = {
     "train_loss": 2.45678,
@@ -28,13 +30,12 @@ FIGURES = {
 }
 
 
-def test_a_run_that_turned(monkeypatch):
-    """Every figure once, aligned; at most three samples, of two lines each; the commands are quoted."""
+def test_report_has_every_metric_and_three_samples(monkeypatch):
+    """Columns are aligned, and a sample has at most two lines."""
     monkeypatch.setenv("COLUMNS", "47")
     samples = ["of the first prompt", "Once\n\nupon a time", "x" * 30 + " " + "y" * 40 + " " + "z" * 30, "\ta\x1b[31m"]
-    lines = list(format_report(FIGURES, samples, "-it's", 500, "2200steps", Path("runs/a b")))
     assert (
-        "\n".join(lines)
+        "\n".join(format_report(FIGURES, samples))
         == """
 trained            1100  steps: 1,126,400 tokens, 1.22 epochs
 time             7265.8  seconds (2h01m): 155 tokens/s, 0.52 GiB at peak
@@ -51,80 +52,79 @@ samples after step 1100, more in samples.md:
 - Once ⏎ upon a time
 - xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
   yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy …
-- a<1b>[31m
-
-the run:      runs/a b
-sample it:    python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s'
-see why:      the same with --insight page.html
-its curves:   tensorboard --logdir runs, and http://localhost:6006/?smoothing=0
-run shorter:  python train.py horizon=500steps"""
+- a<1b>[31m"""
     )
 
 
-def test_what_is_not_known_is_left_out():
-    """The report needs no training loss, samples, peak memory, second corpus or baselines."""
-    missing = {"peak_memory_bytes": 0, "baselines": {}, "beaten_at_step": {}, "best_step": 1100, "train_seconds": 3.21}
-    figures = {
-        key: value
-        for key, value in FIGURES.items()
-        if key not in ("train_loss", "corpus_bits_per_byte", "corpus_epochs")
-    } | missing
-    lines = list(format_report(figures, [], "", 500, "2200steps", Path("runs/a")))
+def test_missing_metrics_are_left_out():
+    """A run may have no training loss, samples, peak memory, second corpus or baselines."""
+    changes = {"peak_memory_bytes": 0, "baselines": {}, "beaten_at_step": {}, "best_step": 1100, "train_seconds": 3.21}
+    figures = FIGURES | changes
+    for key in ("train_loss", "corpus_bits_per_byte", "corpus_epochs"):
+        del figures[key]
+    lines = list(format_report(figures, []))
     assert "time                3.2  seconds: 155 tokens/s" in lines
     assert "best validation  2.8100  nats per token, at step 1100, the last" in lines
-    assert lines[6:8] == ["", "the run:      runs/a"]
-    assert "sample it:    python generate.py --checkpoint runs/a --prompt ''" in lines
+    assert len(lines) == 6
 
 
 @pytest.mark.parametrize(("copied", "passage"), [(0, ""), (59, ""), (256, ", and a copied passage of 256 characters")])
-def test_memorising_in_words(copied, passage):
-    """A model that memorizes gets one line: both losses, a long copied passage if any, and where to read more."""
-    figures = FIGURES | {"train_loss": 0.1, "longest_copy": copied}
-    line = (
-        f"the model learns its training text by heart: 0.10 nats per token on it, {FIGURES['val_loss']:.2f} on other "
-    )
-    line += f"text{passage}; docs/reading.md says what helps"
-    printed = "\n".join(format_report(figures, [], "x", 500, "", Path("runs/a")))
-    assert f"\n\n{line}\n\n" in printed
-    assert "by heart" not in "\n".join(format_report(FIGURES, [], "x", 500, "", Path("runs/a")))
+def test_model_that_memorizes_gets_a_line(copied, passage):
+    """The line has both losses, and the length of a copied passage if it is long."""
+    losses = f"0.10 nats per token on it, {FIGURES['val_loss']:.2f} on other text{passage}; docs/reading.md"
+    assert losses in list(format_report(FIGURES | {"train_loss": 0.1}, [], copied))[-1]
+    assert "memorizes" not in "\n".join(format_report(FIGURES, [], copied))
 
 
 @pytest.mark.parametrize(
-    ("best", "longer", "command"),
+    ("shorter", "longer", "line", "call"),
     [
-        (1100, "2200steps", "train longer: python train.py resume=runs/a horizon=2200steps"),
-        (1100, "", "go on:        python train.py resume=runs/a"),
-        (700, "", "run shorter:  python train.py horizon=500steps"),
+        ("", "2200steps", "python train.py resume=runs/a horizon=2200steps", "lm.resume(horizon='2200steps')"),
+        ("", "", "python train.py resume=runs/a", "lm.resume()"),
+        (
+            "500steps",
+            "2200steps",
+            "python train.py run_dir=null resume=null horizon=500steps",
+            "gpt.train(..., horizon='500steps')",
+        ),
     ],
-    ids=["still falling", "stopped", "turned"],
+    ids=["longer", "stopped", "shorter"],
 )
-def test_the_last_command_fits_the_outcome(best, longer, command):
-    """Train longer while validation falls, continue a stopped run, and run shorter once validation rises."""
-    turned = {} if best == 700 else {"best_val_loss": FIGURES["val_loss"] / 1.009}  # less is noise
-    figures = FIGURES | {"best_step": best} | turned
-    assert list(format_report(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
+def test_last_command_and_call_continue_or_repeat_the_run(shorter, longer, line, call):
+    assert list(next_commands(Path("runs/a"), "", shorter, longer))[-1][1] == line
+    assert list(next_calls(Path("runs/a"), "", shorter, longer))[-1][1] == call
+
+
+def test_commands_and_calls_are_quoted():
+    run, prompt = Path("runs/a b"), "-it's"
+    commands, calls = dict(next_commands(run, prompt, "", "")), dict(next_calls(run, prompt, "", ""))
+    sample_command = """python generate.py --checkpoint 'runs/a b' --prompt='-it'"'"'s'"""
+    assert commands["sample it"] == sample_command
+    assert commands["continue"] == "python train.py 'resume=runs/a b'"
+    assert calls["sample it"] == """print(gpt.load('runs/a b').generate("-it's"))"""
+    assert calls["see why"] == """gpt.load('runs/a b').insight("-it's").save('page.html')"""
 
 
 UNBEATEN = {"baselines": {"unigram": 3.5}, "beaten_at_step": {"unigram": None}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "command"),
+    ("changes", "horizon"),
     [
-        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 145}, "python train.py horizon=72steps"),
-        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 2000}, "python train.py horizon=500steps"),
-        ({"train_loss": 0.09, "val_loss": 8.01, "steps": 1}, "python train.py horizon=1steps"),
-        ({"train_loss": 1.0, "val_loss": 1.9}, "resume=runs/a horizon=2200steps"),
-        ({"train_loss": 3.0, "val_loss": 3.9} | UNBEATEN, "python train.py horizon=500steps"),
-        ({"train_loss": 3.0, "val_loss": 3.7} | UNBEATEN, "resume=runs/a horizon=2200steps"),
-        ({"train_loss": 3.0, "val_loss": 3.9, "beaten_at_step": {}}, "resume=runs/a horizon=2200steps"),
+        ({}, "500steps"),
+        ({"best_val_loss": FIGURES["val_loss"] / 1.009}, ""),  # less is noise
+        ({"train_loss": 0.09, "val_loss": 8.01, "best_val_loss": 8.01, "steps": 145}, "72steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "best_val_loss": 8.01, "steps": 2000}, "500steps"),
+        ({"train_loss": 0.09, "val_loss": 8.01, "best_val_loss": 8.01, "steps": 1}, "1steps"),
+        ({"train_loss": 1.0, "val_loss": 1.9, "best_val_loss": 1.9}, ""),
+        ({"train_loss": 3.0, "val_loss": 3.9, "best_val_loss": 3.9} | UNBEATEN, "500steps"),
+        ({"train_loss": 3.0, "val_loss": 3.7, "best_val_loss": 3.7} | UNBEATEN, ""),
+        ({"train_loss": 3.0, "val_loss": 3.9, "best_val_loss": 3.9, "beaten_at_step": {}}, ""),
     ],
 )
-def test_a_run_that_memorises_is_not_made_longer(changes, command):
-    """A training loss far below validation is enough for a shorter run, and sooner if no baseline was beaten."""
-    figures = FIGURES | {"best_step": 1100} | changes
-    figures |= {"best_val_loss": figures["val_loss"]}
-    assert list(format_report(figures, [], "", 500, "2200steps", Path("runs/a")))[-1].endswith(f" {command}")
+def test_shorter_run_is_suggested_if_the_model_overfits_or_memorizes(changes, horizon):
+    """The validation loss has risen, or is far above the training loss; less far if no baseline was beaten."""
+    assert shorter_horizon(FIGURES | changes, 500) == horizon
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_a_run_that_memorises_is_not_made_longer(changes, command):
         ("", 7, ""),
     ],
 )
-def test_one_line(text, width, line):
-    """Ends of lines and control characters have signs, and no line is wider than it may be, in columns."""
+def test_sample_fits_on_a_line(text, width, line):
+    """Line ends and control characters have signs, and a wide character takes two columns."""
     assert fit_on_line(text, width) == line
     assert disp_len(line) <= width
 
@@ -151,22 +151,3 @@ def test_one_line(text, width, line):
 )
 def test_duration(seconds, text):
     assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("best", "longer", "call"),
-    [
-        (1100, "2200steps", "train longer: lm.resume(horizon='2200steps')"),
-        (1100, "", "go on:        lm.resume()"),
-        (700, "2200steps", "run shorter:  gpt.train(..., horizon='500steps')"),
-    ],
-)
-def test_calls(best, longer, call):
-    """After `gpt.train`, the report suggests calls instead of commands."""
-    figures = FIGURES | {"best_step": best, "best_val_loss": FIGURES["val_loss"] if best == 1100 else 2.81}
-    lines = list(format_report(figures, [], "it's", 500, longer, Path("runs/a b"), in_python=True))
-    assert lines[-1] == call
-    assert lines[-4:-2] == [
-        """sample it:    print(gpt.load('runs/a b').generate("it's"))""",
-        """see why:      gpt.load('runs/a b').insight("it's").save('page.html')""",
-    ]
