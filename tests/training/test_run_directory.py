@@ -54,20 +54,12 @@ def test_new_run_has_a_configuration_and_a_lock(run_dir):
 
 
 def test_names_do_not_collide(tmp_path, monkeypatch):
-    """Runs that begin in the same second get a number."""
-    monkeypatch.chdir(tmp_path)
-    folders = [RunDirectory.create(None, "text-mini", Config(), "").path for _ in range(3)]
-    assert len({folder.name for folder in folders}) == 3
-    assert all(folder.parent.name == "runs" and "_text-mini" in folder.name for folder in folders)
-    assert "=" not in "".join(folder.name for folder in folders)
-
-
-def test_names_do_not_collide_in_parallel(tmp_path, monkeypatch):
-    """Runs that begin at the same moment get a number, too."""
+    """Runs that begin at the same moment get a number. A slash in a name makes no folder."""
     monkeypatch.chdir(tmp_path)
     with ThreadPoolExecutor(7) as pool:
-        folders = list(pool.map(lambda _: RunDirectory.create(None, "text-mini", Config(), "").path, range(31)))
+        folders = list(pool.map(lambda _: RunDirectory.create(None, "text-mine/mini", Config(), "").path, range(31)))
     assert len(set(folders)) == len(os.listdir("runs")) == 31
+    assert all(folder.parent.name == "runs" and "_text-mine_mini" in folder.name for folder in folders)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +92,6 @@ def test_run_is_named_after_other_data():
     assert [text_name(data) for data in names] == ["python_docs", "TinyStories", "python_docs+1"]
 
 
-def test_name_makes_no_folder(tmp_path, monkeypatch):
-    """The name of a model file in a folder contains a slash, and the run's name must not."""
-    monkeypatch.chdir(tmp_path)
-    assert RunDirectory.create(None, "book-mine/small", Config(), "").path.name.endswith("_book-mine_small")
-
-
 def test_directory_is_for_one_run(run_dir, tmp_path):
     """A directory that holds a run or a user's file is refused, and so is a file."""
     assert "is not empty" in refusal(RunDirectory.create, str(run_dir), "", Config(), "")
@@ -129,23 +115,17 @@ def test_link_that_leads_nowhere_is_refused(tmp_path, monkeypatch):
 # --- finding and locking ---
 
 
-def test_run_is_found_by_its_path(run_dir):
-    """The path of the run, of its checkpoints folder, and of a file in that folder all name the run."""
-    (run_dir / "checkpoints").mkdir()
-    (run_dir / "checkpoints/last.ckpt").touch()
-    for path in (run_dir, run_dir / "checkpoints", run_dir / "checkpoints/last.ckpt"):
-        assert find_run(path).resolve() == run_dir.resolve()
-    assert "not a run directory" in refusal(find_run, run_dir.parent)
-
-
-def test_run_is_found_by_its_name(run_dir, tmp_path, monkeypatch):
-    """A run below runs/ has a name without a path."""
+def test_run_is_found_by_path_and_by_name(run_dir, tmp_path, monkeypatch):
+    """The run, its checkpoints folder and a file in that folder all name the run; below runs/, so does a name."""
     monkeypatch.chdir(tmp_path)
     (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints/last.ckpt").touch()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/book-mini").symlink_to(run_dir)
-    for name in ("book-mini", "book-mini/checkpoints", "runs/book-mini"):
-        assert find_run(name).resolve() == run_dir.resolve()
+    paths = [run_dir, run_dir / "checkpoints", run_dir / "checkpoints/last.ckpt"]
+    for path in (*paths, "book-mini", "book-mini/checkpoints", "runs/book-mini"):
+        assert find_run(path).resolve() == run_dir.resolve()
+    assert "not a run directory" in refusal(find_run, run_dir.parent)
     line = refusal(find_run, "poem")
     assert line == "poem: not a run directory (it does not exist); give one of those below runs/"
 
@@ -370,7 +350,7 @@ def test_link_out_of_a_run_is_refused(copied, tmp_path, name):
     file.unlink(missing_ok=True)
     file.symlink_to(target)
     line = train_refusal(f"resume={copied}", "horizon=15steps")
-    assert line.startswith(f"train.py: {file}: a link to {target}, and a run writes to nothing outside")
+    assert line.startswith(f"train.py: {file}: a link to {target}, and a run writes only inside its directory")
     assert target.read_text() == "my thesis"
 
 

@@ -25,7 +25,7 @@ def settings(corpus_folder, tmp_path, monkeypatch) -> list[str]:
 
 
 def learning_rates(folder: Path) -> list[float]:
-    """The learning rates of the runs below a folder."""
+    """Return the learning rates of the runs below a folder."""
     return sorted(yaml.safe_load(file.read_text())["optim"]["lr"] for file in folder.glob("runs/*/config.yaml"))
 
 
@@ -38,11 +38,11 @@ def sweep(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def failed_jobs(stderr: str) -> list[str]:
-    """The numbers of the jobs that a sweep names as failed, in order."""
+    """Return the numbers of the jobs that a sweep reports as failed, in order."""
     return re.findall(r"^train\.py: job (\d) \(.*\): ", stderr, re.M)
 
 
-def test_sweep(settings, tmp_path, monkeypatch):
+def test_jobs_train_report_and_return_their_loss(settings, tmp_path, monkeypatch):
     """Each job prints its settings, trains, reports in a line, and returns its bits per byte to the sweeper.
 
     Its run is named by what varies.
@@ -74,8 +74,8 @@ def test_runs_are_named_by_what_varies():
     assert name_jobs(words) == f"hydra.job.config.override_dirname.exclude_keys={excluded}"
 
 
-def test_a_job_of_a_sweep_trains_again(settings, tmp_path):
-    """The settings that a job prints train the same run again, whatever their values contain."""
+def test_printed_settings_of_a_job_train_the_same_run(settings, tmp_path):
+    """Values may contain spaces, commas and quotes."""
     done = train("-m", *settings, "optim.lr=0.003,0.006", "data.prompts=['a b, c=d','é\"']")
     words = shlex.split(re.search(r"^job 1: (.*)$", done.stdout, re.M)[1])
     train(*words, "run_dir=again")
@@ -84,16 +84,31 @@ def test_a_job_of_a_sweep_trains_again(settings, tmp_path):
     assert differences(tmp_path / "again", second) == []
 
 
-def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
-    """A wrong configuration is reported before any job trains."""
-    line = train_refusal("-m", *settings, "optim.lr=0.006,-1")
-    assert re.match(r"train\.py: job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range", line)
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["optim.lr=0.006,-1"], r"job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range"),
+        (
+            ["model=auto", "horizon=1min,4steps"],
+            r"job 1 \(.*\): model=auto needs a time limit: .* \(not horizon=4steps\)",
+        ),
+        (["plan=json", "seed=1,2"], r"job 0 \(.*\): plan=json describes one new run: leave out -m"),
+        (["seed=range(3,3)"], "the sweep has no jobs: one of its ranges or globs is empty"),
+    ],
+)
+def test_mistake_in_any_job_is_refused_before_the_first_one_trains(settings, tmp_path, arguments, line):
+    settings = (
+        [word for word in settings if not word.startswith(("model.", "horizon"))]
+        if "model=auto" in arguments
+        else settings
+    )
+    assert re.match(f"train.py: {line}", train_refusal("-m", *settings, *arguments))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_failing_jobs_of_a_sweep(settings, tmp_path, corpus_folder):
-    """Jobs that fail while they run are reported at once, and the first again at the end. The others run."""
+def test_failing_jobs_are_reported_and_the_others_train(settings, tmp_path, corpus_folder):
+    """Each failure is printed at once, and the first one again at the end."""
     places = ",".join(f"{tmp_path}/{name}" for name in ("missing", "lost"))
     done = train("-m", *settings, f"data.path={places},{corpus_folder / 'corpus.txt'}", code=2)
     assert failed_jobs(done.stderr) == ["0", "1"]
@@ -103,8 +118,8 @@ def test_failing_jobs_of_a_sweep(settings, tmp_path, corpus_folder):
 
 
 @pytest.mark.slow
-def test_bug_in_a_job(settings, tmp_path, monkeypatch):
-    """An unexpected error is shown with its traceback, after the other jobs have run."""
+def test_bug_in_a_job_shows_its_traceback(settings, tmp_path, monkeypatch):
+    """The other jobs train first."""
     run_training, calls = gpt.training.loop.run_training, []
 
     def fail_once(*arguments):
@@ -117,17 +132,10 @@ def test_bug_in_a_job(settings, tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("runs/*/metrics.json"))) == 1
 
 
-def test_sweep_without_jobs(settings, tmp_path):
-    """An empty range is a mistake, not a sweep that succeeds."""
-    line = train_refusal("-m", *settings, "seed=range(3,3)")
-    assert line == "train.py: the sweep has no jobs: one of its ranges or globs is empty"
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
-    """Jobs that begin together in other processes have a run each. One that fails is reported, the others finish."""
+def test_sweep_trains_in_other_processes(settings, tmp_path, corpus_folder, launcher):
+    """Jobs that start together have a run each. A failing job is reported, and the others finish."""
     import_or_skip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
@@ -142,8 +150,8 @@ def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
 
 
 @pytest.mark.slow
-def test_search(settings, tmp_path):
-    """Optuna searches the learning rates of the example, and a job that diverges does not end its search."""
+def test_optuna_searches_learning_rates(settings, tmp_path):
+    """A job that diverges does not end the search."""
     import_or_skip("hydra_plugins.hydra_optuna_sweeper")
     done = sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=3", *settings)
     assert done.returncode == 0, done.stderr
