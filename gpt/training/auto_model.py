@@ -31,17 +31,9 @@ MAX_LOSS_RATIO = 1.02
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that model=auto may choose, with its speed on this machine.
+    """A model that model=auto may choose, with its speed on this machine and the scaling law of the text."""
 
-    Args:
-        config: The final configuration with this model.
-        schedule: The planned schedule.
-        parameters: The number of parameters.
-        tokens_per_second: The speed of training.
-        law: The scaling law of the text.
-    """
-
-    config: Config
+    config: Config  # final, with this model
     schedule: Schedule
     parameters: int
     tokens_per_second: float

@@ -122,47 +122,31 @@ def peak_memory(device: torch.device, shape: GPTConfig, config: Config) -> float
 
 def describe_plan(figures: dict[str, Any]) -> str:
     """Return the figures of `forecast` as text."""
-    trainer, text = figures["trainer"], figures["text"]
-    tokens_per_step, tokens_per_parameter = trainer["tokens_per_step"], figures["tokens_per_parameter"]
-    train_seconds, validation_seconds = figures["train_seconds"], figures["validation_seconds"]
-    validation_fraction = validation_seconds / (train_seconds + validation_seconds)
-    num_checkpoints, step_ms = figures["checkpoints"], figures["seconds_per_step"] * 1000
+    f, trainer, text = figures, figures["trainer"], figures["text"]
+    train_time, validation_time = format_duration(f["train_seconds"]), format_duration(f["validation_seconds"])
+    validation_fraction = f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
     device, communication = trainer["device"], ""
     if trainer["devices"] > 1:
-        device = f"{trainer['devices']} x {device}"
-        communication = ", without communication between devices"
-    epochs = [f"{number:,.2f} times in {name}" for name, number in figures["epochs"].items()]
+        device, communication = f"{trainer['devices']} x {device}", ", without communication between devices"
+    epochs = [f"{number:,.2f} times in {name}" for name, number in f["epochs"].items()]
     if len(epochs) == 1:
         epochs = [epochs[0].partition(" in ")[0]]
-    rows = [
-        ("model", f"{figures['parameters']:,} parameters, in {trainer['precision']} on {device}"),
-        ("text", f"{text['train_tokens']:,} tokens, and {text['validation_bytes']:,} bytes for validation"),
-        ("training", f"{figures['steps']:,} steps of {tokens_per_step:,} tokens see each byte {', '.join(epochs)}"),
-        (
-            "",
-            f"{figures['tokens']:,} tokens, {tokens_per_parameter:,.2f} per parameter (compute-optimal: "
-            f"{COMPUTE_OPTIMAL_RATIO})",
-        ),
-        ("time", f"{format_duration(train_seconds)} at {step_ms:,.1f} ms a step{communication}"),
-        (
-            "",
-            f"{format_duration(validation_seconds)} more ({validation_fraction:.0%}) for "
-            f"{figures['validations']} validations with samples",
-        ),
-        ("disk", f"{_size(num_checkpoints * figures['checkpoint_bytes'])} for {num_checkpoints} checkpoints"),
-        (
-            "memory",
-            f"{_size(figures['peak_memory'])} at peak on each device, of {_size(figures['free_memory'])} free",
-        ),
+    lines = [
+        f"model     {f['parameters']:,} parameters, in {trainer['precision']} on {device}",
+        f"text      {text['train_tokens']:,} tokens, and {text['validation_bytes']:,} bytes for validation",
+        f"training  {f['steps']:,} steps of {trainer['tokens_per_step']:,} tokens see each byte {', '.join(epochs)}",
+        f"          {f['tokens']:,} tokens, {f['tokens_per_parameter']:,.2f} per parameter "
+        f"(compute-optimal: {COMPUTE_OPTIMAL_RATIO})",
+        f"time      {train_time} at {f['seconds_per_step'] * 1000:,.1f} ms a step{communication}",
+        f"          {validation_time} more ({validation_fraction:.0%}) for {f['validations']} validations with samples",
+        f"disk      {_size(f['checkpoints'] * f['checkpoint_bytes'])} for {f['checkpoints']} checkpoints",
+        f"memory    {_size(f['peak_memory'])} at peak on each device, of {_size(f['free_memory'])} free",
     ]
-    for i, row in enumerate(figures.get("expected", [])):
-        line = (
-            f"about {row['bits_per_byte']:.2f} bits per byte in {format_duration(row['seconds'])} with {row['model']}"
-        )
-        rows.append(("" if i else "expected", line))
-    lines = [f"{label:10}{line}" for label, line in rows]
-    if figures["warnings"]:
-        lines += ["", *figures["warnings"]]
+    for i, row in enumerate(f.get("expected", [])):
+        label, time = "" if i else "expected", format_duration(row["seconds"])
+        lines.append(f"{label:10}about {row['bits_per_byte']:.2f} bits per byte in {time} with {row['model']}")
+    if f["warnings"]:
+        lines += ["", *f["warnings"]]
     return "\n".join(lines)
 
 

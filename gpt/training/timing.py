@@ -93,7 +93,7 @@ def run_throwaway_steps(config: Config, schedule: Schedule, dataset: TokenDatase
     from gpt.training.loop import build_fabric, train_step
 
     fabric = build_fabric(config.trainer, is_alone=True)
-    module = build_throwaway_module(config, schedule, dataset)
+    module = GPTModule(config, dataset.tokenizer, schedule)
     model = fabric.setup_module(module)
     optimizer = fabric.setup_optimizers(module.build_optimizer())
     num_batches, T = min(2, config.accumulation_steps), config.model.context_length
@@ -113,14 +113,9 @@ def run_throwaway_steps(config: Config, schedule: Schedule, dataset: TokenDatase
         yield module, gradient_seconds * config.accumulation_steps / num_batches + update_seconds
 
 
-def build_throwaway_module(config: Config, schedule: Schedule, dataset: TokenDataset) -> GPTModule:
-    """Return a new model that belongs to no run."""
-    return GPTModule(config, dataset.tokenizer, schedule)
-
-
 def measure_validation_seconds(config: Config, schedule: Schedule, dataset: TokenDataset) -> float:
     """Estimate the time of all validations of a run, with samples, from one batch, one sample and the baselines."""
-    module = build_throwaway_module(config, schedule, dataset).to(config.trainer.device)
+    module = GPTModule(config, dataset.tokenizer, schedule).to(config.trainer.device)
     optimizer = module.build_optimizer()  # a run holds its memory while it validates
     T, world_size = config.model.context_length, config.trainer.world_size
     prompts = config.data.prompts or []
