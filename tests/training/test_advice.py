@@ -215,9 +215,9 @@ def test_resumed_run_warns_once(corpus_folder, tmp_path, overfitting, capsys):
         fit(training, [StopAt(stop)] if stop else [])
         return capsys.readouterr().err.splitlines().count(line)
 
-    whole, parts = (tmp_path / name for name in ("whole", "parts"))
-    assert count_warnings(begin_run(dataclasses.replace(config, run_dir=str(whole)))) == 1
+    reference, parts = (tmp_path / name for name in ("whole", "parts"))
+    assert count_warnings(begin_run(dataclasses.replace(config, run_dir=str(reference)))) == 1
     assert count_warnings(begin_run(dataclasses.replace(config, run_dir=str(parts))), stop=10) == 0
     assert count_warnings(resume_run(str(parts)), stop=14) == 1
     assert count_warnings(resume_run(str(parts))) == 0
-    assert differences(parts, whole) == []
+    assert differences(parts, reference) == []

@@ -79,11 +79,11 @@ def test_its_model_generates_and_is_exported(earlier, capsys, number):
 @pytest.mark.parametrize("number", BEFORE_1)
 def test_resuming_is_refused(earlier, number):
     """One line has the format, the last version that can resume, and the remedy. No file changes."""
-    before = contents(f"run-{number}")
+    contents_before = contents(f"run-{number}")
     line = train_refusal(f"resume=run-{number}", "horizon=6steps")
     assert f"of format {number}," in line and "0.5.0" in line
     assert line.endswith(f"init_from=run-{number}/checkpoints/last.ckpt")
-    assert contents(f"run-{number}") == before
+    assert contents(f"run-{number}") == contents_before
 
 
 @pytest.mark.parametrize("number", BEFORE_1)

@@ -63,11 +63,11 @@ def test_learning_rate_rises_to_the_new_schedule():
 
 def test_run_extended_before_its_rates_fall_is_a_longer_run(corpus_folder, tmp_path):
     """It is, bit for bit, the run that had the longer horizon from the start."""
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    run_dir, reference = tmp_path / "run", tmp_path / "whole"
     fit(begin_run(tiny_config(corpus_folder, WARMUP, "horizon=61steps", f"run_dir={run_dir}")), [StopAt(13)])
-    fit(begin_run(tiny_config(corpus_folder, WARMUP, "horizon=83steps", f"run_dir={whole}")))
+    fit(begin_run(tiny_config(corpus_folder, WARMUP, "horizon=83steps", f"run_dir={reference}")))
     train(f"resume={run_dir}", "horizon=83steps")
-    assert [d for d in differences(run_dir, whole) if "restart_step" not in d] == []
+    assert [d for d in differences(run_dir, reference) if "restart_step" not in d] == []
 
 
 def test_complete_run_is_extended(run_dir):
@@ -101,8 +101,8 @@ def test_patience_counts_again_in_an_extended_run(corpus_folder, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_extension_continues_bit_for_bit(run_dir, tmp_path, number):
     """A run that is stopped or killed while it is extended needs no second horizon."""
-    whole = Path(shutil.copytree(run_dir, tmp_path / "whole"))
-    train(f"resume={whole}", "horizon=97steps")
+    reference = Path(shutil.copytree(run_dir, tmp_path / "whole"))
+    train(f"resume={reference}", "horizon=97steps")
     child = os.fork()
     if child == 0:
         try:
@@ -112,7 +112,7 @@ def test_interrupted_extension_continues_bit_for_bit(run_dir, tmp_path, number):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == (143 if number == signal.SIGTERM else -9)
     train(f"resume={run_dir}")
-    assert differences(run_dir, whole) == []
+    assert differences(run_dir, reference) == []
 
 
 def test_kill_between_checkpoint_and_configuration_is_mended(run_dir):

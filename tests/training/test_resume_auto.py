@@ -43,8 +43,8 @@ def arguments(corpus_folder, tmp_path):
 def test_command_starts_resumes_and_completes_a_run(arguments, tmp_path):
     """A run that lost its last checkpoints ends like one that never stopped. Then nothing is left to do."""
     train(*arguments)
-    whole = (tmp_path / "run").rename(tmp_path / "whole")
-    stored = yaml.safe_load((whole / "config.yaml").read_text())
+    reference = (tmp_path / "run").rename(tmp_path / "whole")
+    stored = yaml.safe_load((reference / "config.yaml").read_text())
     assert (stored["resume"], stored["run_dir"]) == (None, str(tmp_path / "run"))
     assert len(stored["data"]["prompts"]) == 2  # taken from the text
 
@@ -60,7 +60,7 @@ def test_command_starts_resumes_and_completes_a_run(arguments, tmp_path):
     (tmp_path / "run/checkpoints/best.ckpt").unlink()
     resumed = train(*arguments)
     assert re.search(r"continuing \S+/run at step \d of 5", resumed.stdout)
-    assert differences(tmp_path / "run", whole) == []
+    assert differences(tmp_path / "run", reference) == []
     complete = train(*arguments)
     assert complete.stderr == ""
     assert "is complete: it has trained all of its 5 steps" in complete.stdout

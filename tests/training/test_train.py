@@ -66,8 +66,8 @@ def test_run_writes_its_files(run):
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
     assert len(events) == 1
-    others = {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
-    assert names >= checkpoints | others
+    logs = {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
+    assert names >= checkpoints | logs
 
 
 def test_metrics_agree_with_each_other(run):
@@ -187,15 +187,15 @@ def test_run_starts_from_another_run(run, settings, tmp_path):
 def test_run_starts_from_hugging_face(settings, tmp_path):
     """A GPT-2 directory gives its weights and shape. The tokenizer is GPT-2's."""
     torch.manual_seed(29)
-    theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=1, n_head=2, n_positions=16))
-    theirs.save_pretrained(tmp_path / "theirs")
+    pretrained = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=1, n_head=2, n_positions=16))
+    pretrained.save_pretrained(tmp_path / "pretrained")
     settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
-    arguments = [*settings, f"init_from={tmp_path / 'theirs'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    arguments = [*settings, f"init_from={tmp_path / 'pretrained'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     train(*arguments, "optim.lr=0.006")
     payload = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
     assert payload["tokenizer"]["name"] == "gpt2"
     assert payload["config"]["model"]["d_model"] == 6
-    moved = (payload["state_dict"]["position_embedding.weight"] - theirs.transformer.wpe.weight).abs().max()
+    moved = (payload["state_dict"]["position_embedding.weight"] - pretrained.transformer.wpe.weight).abs().max()
     assert 0 < moved < 0.01
 
 
@@ -222,9 +222,9 @@ def refuse(tmp_path):
     """A function that runs train.py on arguments that it must refuse, and returns its one line."""
 
     def call(*arguments: str | Path) -> str:
-        given = " ".join(map(str, arguments))
-        places = [] if "resume" in given or "data.cache" in given else [f"data.cache={tmp_path / 'cache'}"]
-        places += [] if "resume" in given or "run_dir" in given else [f"run_dir={tmp_path / 'run'}"]
+        words = " ".join(map(str, arguments))
+        places = [] if "resume" in words or "data.cache" in words else [f"data.cache={tmp_path / 'cache'}"]
+        places += [] if "resume" in words or "run_dir" in words else [f"run_dir={tmp_path / 'run'}"]
         line = train_refusal(*arguments, *places)
         assert not (tmp_path / "run").exists()
         assert not [file for file in tmp_path.glob("cache/*") if not file.name.endswith((".lock", ".TAG"))]
