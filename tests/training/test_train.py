@@ -66,8 +66,8 @@ def test_run_writes_its_files(run):
     events = {name for name in names if name.startswith("events.out.tfevents.")}
     checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
     assert len(events) == 1
-    logs = {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
-    assert names >= checkpoints | logs
+    files = {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
+    assert names >= checkpoints | files
 
 
 def test_metrics_agree_with_each_other(run):
