@@ -51,48 +51,37 @@ def describe_machine() -> None:
 
 def check_training(path: Path, overrides: list[str]) -> None:
     """Train, resume from the middle, and compare the weights of both runs."""
-    whole, resumed = path / "run", path / "resumed"
-    keep = [
-        f"trainer.keep_every={STEPS // 2}",
-        f"run_dir={whole.as_posix()}",
-        f"data.cache={(path / 'cache').as_posix()}",
-    ]
-    run("train.py", f"horizon={STEPS}steps", *keep, *overrides)
-    metrics = json.loads((whole / "metrics.json").read_text(encoding="utf-8"))
-    expected = torch.load(whole / "checkpoints/last.ckpt", map_location="cpu", weights_only=True)
-    trainer = expected["config"]["trainer"]
-    print_row("training", f"{trainer['device']} in {trainer['precision']}, compile={trainer['compile']}")
+    first, second = path / "first", path / "second"
+    places = [f"run_dir={first.as_posix()}", f"data.cache={path.as_posix()}/cache"]
+    run("train.py", f"horizon={STEPS}steps", f"trainer.keep_every={STEPS // 2}", *places, *overrides)
+    metrics = json.loads((first / "metrics.json").read_text(encoding="utf-8"))
+    checkpoint = torch.load(first / "checkpoints/last.ckpt", map_location="cpu", weights_only=True)
+    trainer = checkpoint["config"]["trainer"]
     memory = metrics["peak_memory_bytes"] / 2**20
+    print_row("training", f"{trainer['device']} in {trainer['precision']}, compile={trainer['compile']}")
     print_row("speed", f"{metrics['tokens_per_second']:,.0f} tokens/s, {memory:,.0f} MiB at peak")
     print_row("loss", f"{metrics['val_loss']:.4f} nats per token, {metrics['val_bits_per_byte']:.4f} bits per byte")
 
-    shutil.copytree(whole, resumed)
-    checkpoints = resumed / "checkpoints"
+    shutil.copytree(first, second)
+    checkpoints = second / "checkpoints"
     (checkpoints / f"step-{STEPS // 2:08}.ckpt").replace(checkpoints / "last.ckpt")
     for name in ("best.ckpt", "previous.ckpt"):
         (checkpoints / name).unlink(missing_ok=True)
-    run("train.py", f"resume={resumed.as_posix()}")
+    run("train.py", f"resume={second.as_posix()}")
     weights = torch.load(checkpoints / "last.ckpt", map_location="cpu", weights_only=True)["state_dict"]
-    difference = max(float((weights[name] - weight).abs().max()) for name, weight in expected["state_dict"].items())
-    print_row(
-        "resume", "the same weights bit for bit" if difference == 0 else f"weights differ by up to {difference:.1e}"
-    )
+    difference = max(float((weights[name] - weight).abs().max()) for name, weight in checkpoint["state_dict"].items())
+    outcome = f"weights differ by up to {difference:.1e}" if difference else "the same weights bit for bit"
+    print_row("resume", outcome)
 
 
 def check_sampling(path: Path) -> None:
     """Sample the same text twice, and time it."""
-    command = [
-        "generate.py",
-        f"--checkpoint={path.as_posix()}/run",
-        "--prompt=Return",
-        "--seed=1",
-        "--max-new-tokens=100",
-    ]
+    options = ["--prompt=Return", "--seed=1", "--max-new-tokens=100"]
     began = time.perf_counter()
-    texts = [run(*command), run(*command)]
+    texts = [run("generate.py", f"--checkpoint={path.as_posix()}/first", *options) for _ in range(2)]
     seconds = (time.perf_counter() - began) / 2
-    sameness = "the same text twice" if texts[0] == texts[1] else "two different texts"
-    print_row("sampling", f"{sameness}, 100 tokens in {seconds:.1f} s with the start of Python")
+    outcome = "the same text twice" if texts[0] == texts[1] else "two different texts"
+    print_row("sampling", f"{outcome}, 100 tokens in {seconds:.1f} s with the start of Python")
 
 
 if __name__ == "__main__":
