@@ -11,6 +11,7 @@ from torch import Tensor
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.training.config import load_config
 from gpt.training.forecast import optimizer_bytes
+from gpt.training.lr_schedule import lr_multiplier
 from gpt.training.optim import (
     OPTIMIZERS,
     POLAR_EXPRESS,
@@ -19,7 +20,6 @@ from gpt.training.optim import (
     OptimConfig,
     Rule,
     build_optimizer,
-    lr_multiplier,
     orthogonalize,
     set_lr,
     unread_settings,

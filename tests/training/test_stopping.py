@@ -13,7 +13,8 @@ import pytest
 from gpt import checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
-from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.lr_schedule import lr_multiplier
+from gpt.training.optim import OptimConfig
 from gpt.training.report import report
 from gpt.training.schedule import Schedule
 from gpt.training.stop_signals import REPEATED, StopSignals
