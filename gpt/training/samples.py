@@ -1,4 +1,4 @@
-"""A look at the model after each validation: samples, and what every head attends to."""
+"""Samples and a picture of the attention weights, after each validation."""
 
 import re
 
@@ -19,54 +19,61 @@ from gpt.training.run_directory import SAMPLES, RunDirectory
 from gpt.training.state import RunSpec
 
 SAMPLE_TOKENS = 80
-PICTURED_TOKENS, PICTURED_HEADS = 32, 300  # tokens of a picture, and times the heads of a layer
+# The limits of a picture of attention weights.
+MAX_PICTURE_TOKENS = 32
+MAX_PICTURE_HEAD_TOKENS = 300  # tokens times heads of a layer
 
 
 class Samples:
-    """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
+    """Writes continuations of the fixed prompts to samples.md and TensorBoard. The seed is always the same.
 
-    `val_samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
-    TensorBoard also gets a picture of what all heads attend to, always on the first tokens of the validation text.
+    The curve `val_samples/longest_copy` is the length in characters of the longest passage that the samples copy from
+    the training text. TensorBoard also shows the attention weights of all heads on the first tokens of the validation
+    text.
     """
 
-    def __init__(self, spec: RunSpec, run: RunDirectory, curves: Curves):
-        self._dataset, self._run, self._curves = spec.dataset, run, curves
+    def __init__(self, spec: RunSpec, run: RunDirectory, logger: Curves):
+        self._dataset = spec.dataset
+        self._run = run
+        self._logger = logger
 
     def write(self, module: GPTModule, step: int) -> tuple[list[str], int]:
         """Sample the model after a validation.
 
         Returns:
-            The samples, each with its prompt in brackets, and the characters of the longest passage in them that
-            occurs in the training text.
+            The samples, each with its prompt in brackets, and the length in characters of the longest passage that they
+            copy.
         """
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
         prompts = module.config.data.prompts or []
-        with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
-            streams = [continue_prompt(module, self._dataset.tokenizer, prompt, generator) for prompt in prompts]
+        with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no deterministic kernel on CUDA
+            completions = [continue_prompt(module, self._dataset.tokenizer, prompt, generator) for prompt in prompts]
         module.model.train()
-        texts = [one.text for one in streams]
-        parts = [f"[{prompt}]{text}" if prompt else text for prompt, text in zip(prompts, texts, strict=True)]
-        samples, copied = parts.copy(), ""
-        if streams:
-            copied = longest_copy([one.tokens for one in streams], self._dataset)
-            self._curves.record({"longest_copy": len(copied)}, step)
-            if copied:
-                parts.append(f"longest passage from the training text ({len(copied)} characters): {copied!r}")
+        samples = [
+            f"[{prompt}]{completion.text}" if prompt else completion.text
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        parts = samples.copy()
+        copied_text = ""
+        if completions:
+            copied_text = longest_copy([completion.tokens for completion in completions], self._dataset)
+            self._logger.write_metrics({"longest_copy": len(copied_text)}, step)
+        if copied_text:
+            parts.append(f"longest passage from the training text ({len(copied_text)} characters): {copied_text!r}")
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
-        fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
+        fence = "`" * max(3, longest_run + 1)  # of a Markdown code block
         text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
         with (self._run.path / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
-        if (writer := self._curves.writer) is not None:
-            writer.add_text("samples", text, step)
-            writer.add_image("weights/attention", self._draw_attention(module), step, dataformats="HWC")
-        return samples, len(copied)
+        if self._logger.writer is not None:
+            self._logger.writer.add_text("samples", text, step)
+            self._logger.writer.add_image("weights/attention", self._draw_attention(module), step, dataformats="HWC")
+        return samples, len(copied_text)
 
     def _draw_attention(self, module: GPTModule) -> np.ndarray:
-        text = self._dataset.sources[0].validation
-        shape = module.config.model
-        most = min(PICTURED_TOKENS, max(8, PICTURED_HEADS // shape.num_heads), shape.context_length)
-        ids = text[:most].tolist()
+        config = module.config.model
+        num_tokens = min(MAX_PICTURE_TOKENS, max(8, MAX_PICTURE_HEAD_TOKENS // config.num_heads), config.context_length)
+        ids = self._dataset.sources[0].validation[:num_tokens].tolist()
         model = module.model.eval()
         with torch.compiler.set_stance("force_eager"):
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
@@ -78,18 +85,18 @@ class Samples:
 
 
 def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Continuation:
-    """Continue a prompt by at most `SAMPLE_TOKENS` tokens."""
+    """Return a completion of at most `SAMPLE_TOKENS` tokens."""
     model = LanguageModel(module.model, tokenizer)
     ids = model.tokenizer.encode(prompt)
-    with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
-        *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator)
-    return text
+    with torch.compiler.set_stance("force_eager"):  # compiling for each length takes too long
+        *_, (completion,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator)
+    return completion
 
 
-def longest_copy(samples: list[list[int]], text: TokenDataset) -> str:
-    """The longest passage of the samples, of eight tokens or more, that stands in the training text; else empty."""
-    border = text.tokenizer.vocab_size  # a token that no corpus has
-    ids = [token for sample in samples for token in (*sample, border)]
-    passages = find_copies(ids, text.sources)
+def longest_copy(samples: list[list[int]], dataset: TokenDataset) -> str:
+    """Return the longest passage of eight or more tokens that occurs in the samples and the training text, or ''."""
+    separator = dataset.tokenizer.vocab_size  # no corpus contains this id
+    ids = [token for sample in samples for token in (*sample, separator)]
+    passages = find_copies(ids, dataset.sources)
     start, end = max(passages, key=lambda passage: passage[1] - passage[0], default=(0, 0))
-    return text.tokenizer.decode(ids[start:end])
+    return dataset.tokenizer.decode(ids[start:end])

@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from gpt.training.distributed import init_process_group, launch, rank
+from gpt.training.distributed import init_process_group, rank
+from gpt.training.launch import launch
 
 
 def fail(request: tuple[str, list[int]]) -> None:

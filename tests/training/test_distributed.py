@@ -165,7 +165,9 @@ def test_a_process_group_that_does_not_fit(make_group, set_variables, monkeypatc
     assert refusal(init_process_group).startswith("this is process 0 of 1 in its process group, and process 3 of 6 by")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
-    assert refusal(init_process_group).startswith("the process group has cuda:gloo, and nothing for tensors on the CPU")
+    assert refusal(init_process_group).startswith(
+        "the process group has cuda:gloo, and no backend for tensors on the CPU"
+    )
 
 
 # --- other numbers of devices ---

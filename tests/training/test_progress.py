@@ -71,7 +71,7 @@ def test_report_of_a_validation(tmp_path, monkeypatch, terminal):
     progress, _ = make_progress(2.5, 12345.6)
     progress.open(tmp_path, 0, 4000)
     samples = ["of another prompt", "Once upon\n\na time there were three little pigs"]
-    progress.report(500, 4000, Score(nats=30.0, tokens=10, bytes=20), samples)
+    progress.print_validation(500, Score(nats=30.0, tokens=10, bytes=20), samples)
     progress.close()
     assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
 
@@ -91,7 +91,7 @@ def test_figures_of_the_bar(tmp_path, monkeypatch, loss, facts):
     progress, _ = make_progress(loss)
     progress.open(tmp_path, 0, 4000)
     time.sleep(0.6)
-    progress.end_step(1, 4000, SCHEDULE)
+    progress.end_step(1, is_log_point=True)
     assert re.match(r"\r1/4000  0%  [\d:]+ left, ", sys.stderr.getvalue())  # its first line already has a time
     assert facts in sys.stderr.getvalue()
     progress.close()
@@ -107,7 +107,7 @@ def test_bar_of_a_resumed_run(tmp_path, monkeypatch, steps, facts):
     progress, _ = make_progress(2.5)
     progress.open(tmp_path, 500, 4000)
     time.sleep(0.6)
-    progress.end_step(501, 4000, SCHEDULE)
+    progress.end_step(501, is_log_point=True)
     assert facts in sys.stderr.getvalue()
     progress.close()
 
@@ -123,7 +123,7 @@ def test_a_terminal_of_no_width(tmp_path, monkeypatch, capsys, columns):
         progress.open(tmp_path, 0, 4000)
         for step in (100, 200):
             state.seconds += 10.0
-            progress.end_step(step, 4000, SCHEDULE)
+            progress.end_step(step, is_log_point=True)
         progress.close()
     os.close(terminal)
     expected = "" if columns else "about 6m30s to go at this machine's speed, besides validations\n"
@@ -147,7 +147,7 @@ def test_an_error_clears_the_bar(tmp_path, monkeypatch):
     progress, _ = make_progress()
     progress.open(tmp_path, 0, 7)
     time.sleep(0.6)
-    progress.end_step(1, 7, SCHEDULE)
+    progress.end_step(1, is_log_point=True)
     assert "1/7" in sys.stderr.getvalue()
     progress.close()
     assert re.search(r"\r +\r$", sys.stderr.getvalue())

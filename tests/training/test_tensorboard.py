@@ -15,11 +15,11 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from gpt import checkpoint
 from gpt.training.config import Config
 from gpt.training.curves import ROWS
+from gpt.training.loggers import open_event_file
 from gpt.training.metrics import METRICS, chart_patterns
 from gpt.training.report import report
 from gpt.training.run_directory import EVENTS
 from gpt.training.state import TrainState
-from gpt.training.tensorboard import open_writer
 from gpt.training.validation import beat_baselines
 from harness import (
     StopAt,
@@ -157,7 +157,7 @@ def test_event_files_of_one_second(tmp_path):
     """A writer waits for the next second: TensorBoard reads files in the order of names, and 10 sorts before 9."""
     seconds = []
     for step in (0, 5, 9):
-        open_writer(Config(), tmp_path, step).close()
+        open_event_file(Config(), tmp_path, step).close()
         seconds.append(max(file.name for file in tmp_path.glob(EVENTS)).split(".")[3])
     assert len(set(seconds)) == 3
 
