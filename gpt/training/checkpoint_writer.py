@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from lightning import Fabric
 
-from gpt.checkpoint import FORMAT, save
+from gpt.checkpoint import CHECKPOINT_FORMAT, save_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.callbacks import Callbacks
-from gpt.training.curves import Curves
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import GPTModule
 from gpt.training.run_directory import RunDirectory
 from gpt.training.state import RunSpec, TrainState
@@ -32,7 +32,7 @@ class CheckpointWriter:
         module: GPTModule,
         optimizer: torch.optim.Optimizer,
         callbacks: Callbacks,
-        logger: Curves,
+        logger: MetricLogger,
     ):
         self._spec = spec
         self._run = run
@@ -122,7 +122,7 @@ class CheckpointWriter:
             state.loss_scale = loss_scale.state_dict()
             state.skipped_steps = loss_scale.skipped_steps
         checkpoint = {
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "step": step,
             "state_dict": self._module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -137,5 +137,5 @@ class CheckpointWriter:
             "threads": torch.get_num_threads(),
         }
         if self._fabric.is_global_zero:
-            save(checkpoint, path)
+            save_checkpoint(checkpoint, path)
         self._fabric.barrier()

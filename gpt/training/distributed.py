@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gpt.console import warn
+from gpt.console import print_warning
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import code_hash
 
@@ -321,4 +321,4 @@ def _report_missing_ranks(error: Exception) -> None:
     is_reported = dist.is_torchelastic_launched() and not is_timeout
     if rank() == min({*range(world_size())} - {*missing_ranks}) and not is_reported:
         names = " and ".join(map(str, missing_ranks)) or "another"
-        warn(f"process {names} of this training has died or does not answer, and so all end")
+        print_warning(f"process {names} of this training has died or does not answer, and so all end")

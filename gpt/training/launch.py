@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpt.console import command_line, say, warn
+from gpt.console import clean_exit, print_line, print_warning
 from gpt.training.distributed import distributed_errors
 from gpt.training.stop_signals import SIGNALS, is_handled
 
@@ -50,10 +50,10 @@ def launch(function: Callable[[Any], T], request: Any, num_processes: int) -> T:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if isinstance(failure.message, dict):  # the process wrote its exception to a file and printed nothing
-            say(failure.message["extraInfo"]["py_callstack"].rstrip(), sys.stderr)
-            warn(f"process {rank} of {num_processes} failed with the error above; all others were ended")
+            print_line(failure.message["extraInfo"]["py_callstack"].rstrip(), sys.stderr)
+            print_warning(f"process {rank} of {num_processes} failed with the error above; all others were ended")
         elif failure.exitcode < 0:
-            warn(f"process {rank} of {num_processes} died; all others were ended")
+            print_warning(f"process {rank} of {num_processes} died; all others were ended")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
     except SignalException as error:
         sys.exit(128 + error.sigval)
@@ -63,7 +63,7 @@ def launch(function: Callable[[Any], T], request: Any, num_processes: int) -> T:
 
 def _run_worker(function: Callable[[Any], T], request: Any) -> T:
     """Run one of the processes that `launch` starts."""
-    with command_line("train.py"), distributed_errors():
+    with clean_exit("train.py"), distributed_errors():
         return function(request)
 
 

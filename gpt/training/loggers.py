@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
-from gpt.errors import UserError, reason
+from gpt.errors import UserError, summarize_error
 from gpt.files import read_text, write_text
 from gpt.training.config import Config
 from gpt.training.metrics import SETTINGS_WITHOUT_EFFECT, chart_patterns
-from gpt.training.run_directory import EVENTS, SUFFIX
+from gpt.training.run_directory import EVENTS_PATTERN, SUFFIX
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +31,7 @@ def open_event_file(config: Config, run_dir: Path, step: int) -> "SummaryWriter"
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from torch.utils.tensorboard import SummaryWriter
 
-    newest = max(run_dir.glob(EVENTS), default=None)
+    newest = max(run_dir.glob(EVENTS_PATTERN), default=None)
     if newest is not None and newest.name.split(".")[3] == f"{int(time.time()):010}":
         # TensorBoard reads files in the order of their names, which begin with the second: wait for the next second.
         time.sleep(1 - time.time() % 1)
@@ -79,7 +79,7 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
                 logger = MLFlowLogger(PROJECT_NAME, run_dir.name, uri, run_id=run_id)
             logger.log_hyperparams(asdict(config))
         except Exception as error:  # no login, no network, or a server without this run
-            cause = reason(error)
+            cause = summarize_error(error)
             raise UserError(f"logger={name}: cannot be started ({cause}): check its login and address") from error
         if run_id is None:
             write_text(file, f"{logger.version}\n")

@@ -19,25 +19,25 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt.checkpoint import load
-from gpt.console import warn
+from gpt.checkpoint import load_checkpoint
+from gpt.console import print_warning
 from gpt.errors import is_out_of_memory
-from gpt.hardware.device import arithmetic
+from gpt.hardware.device import numerics
 from gpt.hardware.memory import keep_freed_memory, release_memory
-from gpt.hardware.threads import giving_way
+from gpt.hardware.threads import yield_to_other_processes
 from gpt.loading import open_model
 from gpt.training import distributed
-from gpt.training.batch_loader import Batch, read_step, sequence_length
+from gpt.training.batch_loader import Batch, read_micro_batches, sequence_length
 from gpt.training.callbacks import Callbacks, check_callbacks
 from gpt.training.checkpoint_writer import CheckpointWriter
 from gpt.training.config import TrainerConfig, parse_config
-from gpt.training.curves import Curves
-from gpt.training.device_check import require_agreement
+from gpt.training.device_check import check_device_numerics
 from gpt.training.health import warn_if_diverging
 from gpt.training.launch import unchanged_environment
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
-from gpt.training.progress import Progress, print_start, print_stop_reason
+from gpt.training.progress import ProgressDisplay, print_start, print_stop_reason
 from gpt.training.run_directory import RunDirectory, checkpoint_errors
 from gpt.training.schedule import Schedule
 from gpt.training.state import Result, RunSpec, TrainState
@@ -69,12 +69,12 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
         module.load_state_dict(open_model(spec.initial_weights)[0].state_dict())
     model = fabric.setup_module(module)  # moved to its device, and wrapped in DDP if there are several processes
     optimizer: Any = fabric.setup_optimizers(module.build_optimizer())
-    logger = Curves(spec, run, state)
-    progress = Progress(spec, state, logger)
+    logger = MetricLogger(spec, run, state)
+    progress = ProgressDisplay(spec, state, logger)
     hooks = Callbacks(callbacks, fabric, module, logger)
     validator = Validator(spec, run, state, clock, fabric, module, hooks, logger, progress)
     checkpoints = CheckpointWriter(spec, run, state, fabric, module, optimizer, hooks, logger)
-    distributed.run_on_all_ranks(lambda: require_agreement(module))
+    distributed.run_on_all_ranks(lambda: check_device_numerics(module))
     distributed.set_timeout(trainer.answer_minutes)
 
     try:
@@ -127,7 +127,7 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
 
                 # --- Stop? ---
                 is_late = checkpoints.seconds_since_save >= 60 * trainer.checkpoint_minutes
-                flags = [int(is_late), signals.received, int(hooks.stop_requested)]
+                flags = [int(is_late), signals.received_signal, int(hooks.stop_requested)]
                 if fabric.world_size > 1:
                     # An exchange takes time, so ranks make it only where they exchange losses anyway. Flags stay set.
                     is_exchange = is_log_point or validator.last_validated_step == step
@@ -215,11 +215,11 @@ def train_step(
 
     if loss_scale is not None:
         loss_scale.unscale(optimizer.optimizer)
-    grad_norm = module.measure_gradients()
+    grad_norm = module.measure_grad_norm()
     is_finite = not module.checks_each_step or bool(grad_norm.isfinite())
     can_continue = is_finite if loss_scale is None else loss_scale.update(skipped=not is_finite)
     if not can_continue:
-        raise module.broken_gradient(step, step + 1, mean_loss, "no update was made")
+        raise module.non_finite_gradient(step, step + 1, mean_loss, "no update was made")
     before_update()
     if is_finite:  # otherwise fp16 skips this update
         module.clip_gradients_to(module.config.optim.clip)
@@ -238,7 +238,7 @@ def load_state(spec: RunSpec) -> tuple[dict[str, Any] | None, TrainState, int]:
     """
     if spec.checkpoint is None:
         return None, TrainState.at_start(spec.schedule), 0
-    checkpoint = load(spec.checkpoint, mmap=True)
+    checkpoint = load_checkpoint(spec.checkpoint, mmap=True)
     with checkpoint_errors(spec.checkpoint):
         if parse_config(checkpoint["config"]).trainer.world_size == spec.config.trainer.world_size:
             torch.set_num_threads(checkpoint["threads"])
@@ -276,7 +276,7 @@ def read_ahead(
     """
     T = sequence_length(spec.config, schedule, step)
     is_cuda = fabric.device.type == "cuda"
-    return reader.submit(read_step, spec.config, spec.dataset, step, T, fabric.global_rank, pin=is_cuda)
+    return reader.submit(read_micro_batches, spec.config, spec.dataset, step, T, fabric.global_rank, pin=is_cuda)
 
 
 def build_fabric(settings: TrainerConfig, callbacks: Sequence[Any] = ()) -> Fabric:
@@ -323,8 +323,8 @@ def run_training(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any] = ()
             try:
                 with (
                     unchanged_environment(),
-                    arithmetic(spec.config.trainer.device, spec.config.trainer.deterministic),
-                    giving_way(),
+                    numerics(spec.config.trainer.device, spec.config.trainer.deterministic),
+                    yield_to_other_processes(),
                 ):
                     result = train(spec, run, callbacks, signals)
                 break
@@ -346,7 +346,7 @@ def with_smaller_micro_batch(spec: RunSpec, run: RunDirectory) -> RunSpec:
         UserError: There is no smaller size, or the user chose the size.
     """
     config = spec.config.with_smaller_micro_batch()
-    warn(
+    print_warning(
         f"out of memory at trainer.micro_batch_size={spec.config.micro_batch_size}: continuing with "
         f"{config.micro_batch_size} and as many tokens a step"
     )

@@ -33,7 +33,7 @@ POLAR_EXPRESS_LARGE = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
 )
 LARGE_MATRIX_ROWS = 256  # matrices with more rows use POLAR_EXPRESS_LARGE
-MINI = ModelConfig()  # the model with the best measured learning rates
+MINI_MODEL = ModelConfig()  # the model with the best measured learning rates
 INITIAL_MOMENTUM = 0.85  # of Muon; it rises to `momentum`
 MOMENTUM_WARMUP_STEPS = 300
 NORMALIZER_BETA = 0.95  # decay of the running mean square of Muon's directions
@@ -82,8 +82,8 @@ class OptimConfig:
         nothing from larger steps. Down to 64 channels, embeddings do best at 1/width. benchmarks/LOG.md has the losses
         at half and twice each rate.
         """
-        depth = model.num_layers / MINI.num_layers
-        width = model.d_model / MINI.d_model
+        depth = model.num_layers / MINI_MODEL.num_layers
+        width = model.d_model / MINI_MODEL.d_model
         matrix_lr = 0.02 * min(1.0, depth**-0.75)
         lr = 0.006 * min(max(width**-0.5, 1 / width), 2.0)
         return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
@@ -128,7 +128,7 @@ def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
 class GPTOptimizer(torch.optim.Optimizer):
     """An optimizer with an update rule for each type of parameter."""
 
-    def __init__(self, groups: list[dict], rules: Mapping[str, "Rule"], muon_dtype: torch.dtype):
+    def __init__(self, groups: list[dict], rules: Mapping[str, "UpdateRule"], muon_dtype: torch.dtype):
         super().__init__(groups, defaults={"fused": True})  # so that PyTorch moves a loaded state to the device
         self._rules = rules
         self._muon_dtype = muon_dtype
@@ -253,7 +253,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """A way to update weights. All rules decouple weight decay and multiply it by the learning rate.
 
     Args:
@@ -267,8 +267,10 @@ class Rule:
     step: Callable[[list, list[dict], dict, torch.dtype], None]
 
 
-ADAMW = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
-MUON = Rule({"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step)
+ADAMW = UpdateRule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
+MUON = UpdateRule(
+    {"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step
+)
 # For each optimizer, the rule for each type of parameter.
 OPTIMIZERS = {
     "muon": {"matrices": MUON, "embeddings": ADAMW, "vectors": ADAMW},
@@ -276,7 +278,7 @@ OPTIMIZERS = {
 }
 
 
-def unread_settings(name: str) -> set[str]:
+def unused_settings(name: str) -> set[str]:
     """Return the keys of `OptimConfig` that only other optimizers use."""
     used = {key for rule in OPTIMIZERS[name].values() for key in rule.settings.values()}
     all_rules = [rule for rules in OPTIMIZERS.values() for rule in rules.values()]

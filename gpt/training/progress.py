@@ -10,28 +10,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpt.console import bars, duration, in_notebook, say
+from gpt.console import format_duration, import_tqdm, is_notebook, print_line
 from gpt.model.transformer import GPTConfig
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
-from gpt.training.advice import shorter_steps
-from gpt.training.curves import Curves
-from gpt.training.report import one_line, resume_command
+from gpt.training.advice import suggest_shorter_horizon
+from gpt.training.metric_logger import MetricLogger
+from gpt.training.report import fit_on_line, resume_command
 from gpt.training.run_directory import RunDirectory
 from gpt.training.state import Result, RunSpec, TrainState
 
 # The bar comes last, because a narrow terminal cuts the end of the line.
-LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"
+BAR_FORMAT = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"
 MIN_TIMED_SECONDS = 5.0  # of training, before the remaining time is estimated
 
 
-class Progress:
+class ProgressDisplay:
     """Shows step, losses in nats per token, bits per byte and speed, and a sample of the model.
 
     `num_steps` is the expected length of the run. It changes if the horizon is a time.
     """
 
-    def __init__(self, spec: RunSpec, state: TrainState, logger: Curves):
+    def __init__(self, spec: RunSpec, state: TrainState, logger: MetricLogger):
         self._spec = spec
         self._state = state
         self._logger = logger
@@ -45,11 +45,11 @@ class Progress:
         self._first_step = step
         self._first_seconds = self._state.seconds
         self._validation = _last_validation(run_dir, step)
-        if distributed.is_main_process() and (_is_terminal() or in_notebook()):
-            self._bar = bars()(
+        if distributed.is_main_process() and (_is_terminal() or is_notebook()):
+            self._bar = import_tqdm()(
                 total=num_steps,
                 initial=step,
-                bar_format=LINE,
+                bar_format=BAR_FORMAT,
                 postfix=self._format_figures(),
                 leave=False,
                 dynamic_ncols=True,
@@ -71,15 +71,15 @@ class Progress:
             self._has_printed_time = True
             seconds_left = (self.num_steps - step) * seconds / (step - self._first_step)
             if distributed.is_main_process() and seconds_left > MIN_TIMED_SECONDS:
-                say(f"about {duration(seconds_left)} to go at this machine's speed, besides validations")
+                print_line(f"about {format_duration(seconds_left)} to go at this machine's speed, besides validations")
 
     def print_validation(self, step: int, score: Score, samples: Sequence[str]) -> None:
         """Print the figures of a validation, and the last of the samples."""
         self._validation = score.nats_per_token, score.bits_per_byte
         if distributed.is_main_process():
             width = shutil.get_terminal_size().columns - 4
-            sample = "".join(f"\n    {one_line(text, width)}" for text in samples[-1:])
-            say(f"step {step}/{self.num_steps}  {self._format_figures()}{sample}", sys.stdout)
+            sample = "".join(f"\n    {fit_on_line(text, width)}" for text in samples[-1:])
+            print_line(f"step {step}/{self.num_steps}  {self._format_figures()}{sample}", sys.stdout)
 
     def _format_figures(self) -> str:
         loss, bits_per_byte = self._validation or (None, None)
@@ -87,7 +87,7 @@ class Progress:
         return (
             f"train {_format(self._state.train_loss):>5} val {_format(loss):>5}  "
             f"{_format(bits_per_byte):>5} bits/byte  "
-            f"{bars().format_sizeof(speed) if speed else '-':>5} tok/s"
+            f"{import_tqdm().format_sizeof(speed) if speed else '-':>5} tok/s"
         )
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ def print_start(spec: RunSpec, run: RunDirectory) -> None:
     config = spec.config
     model = GPTConfig(vocab_size=spec.dataset.tokenizer.vocab_size, **asdict(config.model))
     horizon = f"{config.horizon} in steps" if spec.schedule.seconds else f"{spec.schedule.total_steps} steps"
-    say(
+    print_line(
         f"{model.num_parameters:,} parameters on {config.trainer.device} in {config.trainer.precision}, {horizon} "
         f"of {config.trainer.tokens_per_step:,} tokens; writing to {run.path}"
     )
@@ -141,13 +141,13 @@ def print_stop_reason(spec: RunSpec, run: RunDirectory, result: Result) -> None:
         return
     command = resume_command(run.path, spec.in_python)
     if result.stop_reason == "signal":
-        say(f"stopped at step {result.step}; continue with: {command}")
+        print_line(f"stopped at step {result.step}; continue with: {command}")
     elif result.stop_reason == "patience":
         best_step = result.metrics["best_step"]
-        say(
+        print_line(
             f"stopped early at step {result.step}: no improvement in the last {spec.config.patience} validations "
             f"(best at step {best_step}). The learning rate was still falling: a shorter run, such as "
-            f"horizon={shorter_steps(spec.config, spec.dataset, best_step)}steps, will probably do better"
+            f"horizon={suggest_shorter_horizon(spec.config, spec.dataset, best_step)}steps, will probably do better"
         )
     elif result.stop_reason == "callback":
-        say(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")
+        print_line(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")

@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Any
 
 # One request may arrive twice. A second signal within this time is not a second request.
-REPEATED = 0.1  # `timeout` sends a signal to its child, and then to the process group of the child
-REPEATED_BY_TORCHRUN = 1.0  # Ctrl-C reaches all processes, and torchrun sends it to them again
+REPEATED_SIGNAL_SECONDS = 0.1  # `timeout` sends a signal to its child, and then to the process group of the child
+TORCHRUN_REPEATED_SIGNAL_SECONDS = 1.0  # Ctrl-C reaches all processes, and torchrun sends it to them again
 
 # SIGHUP follows a lost connection. Job queues send the next three before they kill. On Windows, Ctrl-Break and closing
 # the console send SIGBREAK.
 SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
-SIGNALS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
 
 
 def is_handled(number: int) -> bool:
@@ -27,13 +27,13 @@ def is_handled(number: int) -> bool:
 
 
 class StopSignals:
-    """Handles the signals between `install` and `restore`. `received` is the first that arrived, or 0.
+    """Handles the signals between `install` and `restore`. `received_signal` is the first that arrived, or 0.
 
     Python handles signals only in the main thread. In other threads this class does nothing.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received_signal = 0
         self._receipt_time = 0.0
         self._old_handlers: dict[int, Any] = {}
 
@@ -41,7 +41,7 @@ class StopSignals:
         """Install the handlers. It may be called again: `restore` then restores what the first call replaced."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             old_handler = self._old_handlers.setdefault(number, signal.getsignal(number))
             if old_handler is not None and is_handled(number):  # None: a handler in C, which nothing could restore
                 signal.signal(number, self._on_signal)
@@ -55,14 +55,16 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame) -> None:
         now = time.monotonic()
-        is_first = self.received == 0
+        is_first = self.received_signal == 0
         if is_first:
-            self.received = number
+            self.received_signal = number
             self._receipt_time = now
         if os.environ.get("RANK", "0") != "0":  # rank 0 prints the line, and ends all ranks after a second signal
             return
         if not is_first:
-            window = REPEATED_BY_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED
+            window = (
+                TORCHRUN_REPEATED_SIGNAL_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED_SIGNAL_SECONDS
+            )
             if now - self._receipt_time >= window:
                 sys.exit(128 + number)
             return

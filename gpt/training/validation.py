@@ -14,15 +14,15 @@ from gpt.data.token_dataset import TokenSource
 from gpt.errors import NonFiniteError
 from gpt.files import write_text
 from gpt.hardware.memory import peak_memory_bytes
-from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
+from gpt.model.loss import IGNORE_INDEX
+from gpt.sampling.scoring import Score, eval_batch_tokens, score, sum_scores
 from gpt.training.callbacks import Callbacks
-from gpt.training.curves import Curves
 from gpt.training.health import warn_if_overfitting
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import NON_FINITE_HINT, GPTModule
-from gpt.training.progress import Progress
+from gpt.training.progress import ProgressDisplay
 from gpt.training.run_directory import RunDirectory
-from gpt.training.samples import Samples
+from gpt.training.samples import SampleWriter
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.training_clock import TrainingClock
 from gpt.training.versions import current_commit
@@ -40,8 +40,8 @@ class Validator:
         fabric: Fabric,
         module: GPTModule,
         callbacks: Callbacks,
-        logger: Curves,
-        progress: Progress,
+        logger: MetricLogger,
+        progress: ProgressDisplay,
     ):
         self._spec = spec
         self._run = run
@@ -52,7 +52,7 @@ class Validator:
         self._callbacks = callbacks
         self._logger = logger
         self._progress = progress
-        self._sample_writer = Samples(spec, run, logger)
+        self._sample_writer = SampleWriter(spec, run, logger)
         self._baselines: dict[str, float] = {}  # bits per byte; on rank 0, after the first validation of this process
         self.last_validated_step = -1
         self.metrics: dict = {}  # the content of metrics.json
@@ -69,7 +69,7 @@ class Validator:
         self._module.require_finite_weights(step)
         with self._clock.paused():
             scores = self._score_sources()
-            total = sum_of(scores)
+            total = sum_scores(scores)
             if not math.isfinite(total.nats_per_token):
                 raise NonFiniteError(f"step {step}: the validation loss is {total.nats_per_token}; {NON_FINITE_HINT}")
             # Losses on short sequences are not compared with losses at full length.
@@ -91,7 +91,7 @@ class Validator:
     def evaluate_initial_weights(self) -> None:
         """Score and sample trained weights before the first step. It cannot be the best step."""
         with self._clock.paused():
-            total = sum_of(self._score_sources())
+            total = sum_scores(self._score_sources())
             self._logger.write_metrics({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
             self._sample(0)
             self._progress.print_validation(0, total, self.samples)
@@ -118,7 +118,7 @@ class Validator:
         if self._fabric.is_global_zero:
             self._baselines = self._baselines or measure_baselines(dataset.sources)
             metrics["baselines"] = self._baselines
-            metrics["beaten_at_step"] = beat_baselines(self._state, self._baselines, total.bits_per_byte, step)
+            metrics["beaten_at_step"] = record_beaten_baselines(self._state, self._baselines, total.bits_per_byte, step)
         return metrics
 
     def _training_metrics(self, step: int) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Validator:
             self.samples, self.longest_copy = self._sample_writer.write(self._module, step)
 
 
-def beat_baselines(
+def record_beaten_baselines(
     state: TrainState, baselines: dict[str, float], bits_per_byte: float, step: int
 ) -> dict[str, int | None]:
     """Return the step of the first validation that beat each baseline, or None.
@@ -173,8 +173,8 @@ def score_source(fabric: Fabric, module: GPTModule, source: TokenSource) -> Scor
     Sequences have the length of the last training step. Every rank must call this.
     """
     T = module.sequence_length
-    batch_size = max(1, tokens_at_once(module.model, fabric.world_size) // T)
-    batches = validation_batches(source.validation, batch_size, T, IGNORE)
+    batch_size = max(1, eval_batch_tokens(module.model, fabric.world_size) // T)
+    batches = validation_batches(source.validation, batch_size, T, IGNORE_INDEX)
     rank_batches = (batch for i, batch in enumerate(batches) if i % fabric.world_size == fabric.global_rank)
     part = score(module.model, rank_batches, source.metadata["splits"]["validation"]["bytes"])
     if fabric.world_size == 1:

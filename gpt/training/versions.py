@@ -7,7 +7,7 @@ import subprocess
 from importlib.metadata import distribution, version
 from pathlib import Path
 
-from gpt.files import INSTALLED, PACKAGE, code_hash
+from gpt.files import IS_INSTALLED, PACKAGE, code_hash
 
 
 def git_commit(folder: Path = PACKAGE) -> str | None:
@@ -15,7 +15,7 @@ def git_commit(folder: Path = PACKAGE) -> str | None:
 
     For an installed package, return the commit that pip installed from a repository. Return None if there is no commit.
     """
-    if INSTALLED and folder == PACKAGE:
+    if IS_INSTALLED and folder == PACKAGE:
         source = json.loads(distribution("mini-gpt").read_text("direct_url.json") or "{}")
         return source.get("vcs_info", {}).get("commit_id")
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -28,19 +28,19 @@ def git_commit(folder: Path = PACKAGE) -> str | None:
 
 def installed_version() -> str:
     """Return the version and code hash of an installed package; empty in a checkout, which has a commit instead."""
-    return f"{version('mini-gpt')}+{code_hash()}" if INSTALLED else ""
+    return f"{version('mini-gpt')}+{code_hash()}" if IS_INSTALLED else ""
 
 
 @functools.cache
-def code() -> str:
+def code_version() -> str:
     """Return the commit, or else the installed version, or else the hash of gpt/."""
     return git_commit() or installed_version() or f"gpt/ of hash {code_hash()}"
 
 
 def record_code_version(commits: dict[str, str], step: int) -> None:
     """Add the code version of the steps after `step` to `commits` (step -> code version), if it has changed."""
-    if current_commit(commits) != code():
-        commits[str(step)] = code()
+    if current_commit(commits) != code_version():
+        commits[str(step)] = code_version()
 
 
 def current_commit(commits: dict[str, str]) -> str:
@@ -52,6 +52,6 @@ def versions() -> dict[str, str]:
     """Return the versions that a run depends on bit for bit. An installed package has no commit, so it is included."""
     versions = {"python": platform.python_version()}
     versions |= {name: version(name) for name in ("torch", "lightning", "tiktoken")}
-    if INSTALLED:
+    if IS_INSTALLED:
         versions["mini-gpt"] = installed_version()
     return versions

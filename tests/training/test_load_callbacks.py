@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint, save_checkpoint
 from gpt.training.callbacks import load_callbacks
 from gpt.training.config import parse_config
-from harness import TINY, begin_run, fit, refusal, refused, resume_run, tiny_arguments, tiny_config, train
+from harness import TINY_RUN, begin_run, fit, refusal, resume_run, tiny_arguments, tiny_config, train, train_refusal
 
 MODULE = """
 class Counter:
@@ -84,9 +84,9 @@ def test_mistakes_are_found_first(place):
     """Callbacks are checked before the text is read and a directory is created."""
     names = "callbacks=[of_mine:make,of_mine:made]"
     words = "2 of class Counter have a state_dict"
-    assert words in refused(*TINY, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", names)
+    assert words in train_refusal(*TINY_RUN, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", names)
     assert not (place / "run").exists()
-    assert words in refused(names, "plan=true")
+    assert words in train_refusal(names, "plan=true")
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_names_are_given_again_on_resuming(place, corpus_folder):
     done = train(*run, "callbacks=[of_mine:make,of_mine:StopAt5]")
     assert "counted 5" in done.stdout
     assert "of_mine" not in (run_dir / "config.yaml").read_text()
-    stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    stored = load_checkpoint(run_dir / "checkpoints/last.ckpt")
     assert stored["callbacks"] == {"Counter": {"steps": 5}}
     assert "callbacks" not in stored["config"]
     done = train(f"resume={run_dir}", "callbacks=of_mine:make")
@@ -117,9 +117,9 @@ def test_runs_name_no_callbacks(place, corpus_folder):
     file.write_text(yaml.safe_dump(stored))
     fit(resume_run(training.path))
     last = training.path / "checkpoints/last.ckpt"
-    forged = checkpoint.load(last)
+    forged = load_checkpoint(last)
     forged["config"]["callbacks"] = ["evil:make"]
-    checkpoint.save(forged, last)
+    save_checkpoint(forged, last)
     assert "cannot be resumed: there is no key 'callbacks'" in refusal(resume_run, training.path)
     assert "there is no key 'callbacks'" in refusal(parse_config, asdict(training.config) | {"callbacks": []})
     assert not (place / "ran").exists()

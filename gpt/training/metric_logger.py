@@ -20,17 +20,17 @@ from gpt.training.loggers import close_loggers, open_event_file, open_loggers
 from gpt.training.metrics import curve_points
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.run_directory import TABLE, RunDirectory
+from gpt.training.run_directory import METRICS_FILE, RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 if TYPE_CHECKING:  # importing it takes a second, and a run may not use it
     from torch.utils.tensorboard import SummaryWriter
 
-ROWS = 64  # of each matrix; enough to estimate an update ratio to a few per cent
+MAX_SAMPLED_ROWS = 64  # of each matrix; enough to estimate an update ratio to a few per cent
 
 
-class Curves:
+class MetricLogger:
     """Writes the metrics of training steps and validations, and what callbacks log. metrics.py lists all curves.
 
     On ranks above 0, nothing is written.
@@ -64,7 +64,7 @@ class Curves:
             return
         self._loggers = open_loggers(self._spec.config, self._run.path)
         if "csv" in logger_names:
-            self._table = (self._run.path / TABLE).open("a", encoding="utf-8", newline="")
+            self._table = (self._run.path / METRICS_FILE).open("a", encoding="utf-8", newline="")
             if self._table.tell() == 0:
                 self._table.write("step,tag,value\n")
         if "tensorboard" in logger_names:
@@ -115,7 +115,7 @@ class Curves:
 
         last_step, last_seconds = self._last_point
         if not module.checks_each_step and not math.isfinite(module.grad_norm):
-            raise module.broken_gradient(last_step, step, loss, "nothing was saved after it")
+            raise module.non_finite_gradient(last_step, step, loss, "nothing was saved after it")
         self._last_point = (step, state.seconds)
         self.tokens_per_second = (step - last_step) * trainer.tokens_per_step / (state.seconds - last_seconds)
 
@@ -196,5 +196,7 @@ class Curves:
 def _sample_rows(module: GPTModule) -> Tensor:
     """Return a copy of every n-th row of the matrices of each layer: (layers, weights)."""
     matrices = [p for block in module.model.blocks for p in block.parameters() if p.dim() == 2]
-    stride = -(-max(map(len, matrices)) // ROWS)  # the same for all matrices, so that each has its weight in the norm
+    stride = -(
+        -max(map(len, matrices)) // MAX_SAMPLED_ROWS
+    )  # the same for all matrices, so that each has its weight in the norm
     return torch.cat([p[::stride].flatten() for p in matrices]).view(len(module.model.blocks), -1)
