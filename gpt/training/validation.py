@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,42 +23,30 @@ from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import NON_FINITE_HINT, GPTModule
 from gpt.training.progress import ProgressDisplay
 from gpt.training.run_directory import RunDirectory
-from gpt.training.samples import SampleWriter
+from gpt.training.samples import write_samples
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.training_clock import TrainingClock
-from gpt.training.versions import current_commit
+from gpt.training.versions import current_code_version
 
 
+@dataclass
 class Validator:
     """Validates a run, while its clock is paused. Every rank must call the methods."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        run: RunDirectory,
-        state: TrainState,
-        clock: TrainingClock,
-        fabric: Fabric,
-        module: GPTModule,
-        callbacks: Callbacks,
-        logger: MetricLogger,
-        progress: ProgressDisplay,
-    ):
-        self._spec = spec
-        self._run = run
-        self._state = state
-        self._clock = clock
-        self._fabric = fabric
-        self._module = module
-        self._callbacks = callbacks
-        self._logger = logger
-        self._progress = progress
-        self._sample_writer = SampleWriter(spec, run, logger)
-        self._baselines: dict[str, float] = {}  # bits per byte; on rank 0, after the first validation of this process
-        self.last_validated_step = -1
-        self.metrics: dict = {}  # the content of metrics.json
-        self.samples: list[str] = []
-        self.longest_copy = 0  # length in characters of the longest passage that the samples copy
+    spec: RunSpec
+    run: RunDirectory
+    state: TrainState
+    clock: TrainingClock
+    fabric: Fabric
+    module: GPTModule
+    callbacks: Callbacks
+    logger: MetricLogger
+    progress: ProgressDisplay
+    last_validated_step: int = -1
+    metrics: dict[str, Any] = field(default_factory=dict)  # the content of metrics.json
+    samples: list[str] = field(default_factory=list)
+    longest_copy: int = 0  # length in characters of the longest passage that the samples copy
+    baselines: dict[str, float] = field(default_factory=dict)  # bits per byte; on rank 0, from the first validation on
 
     def validate(self, step: int) -> None:
         """Score the validation text after `step`, then update the best step, curves, samples and metrics.json.
@@ -65,9 +54,9 @@ class Validator:
         Raises:
             NonFiniteError: The weights or the loss are not finite. The best step is unchanged.
         """
-        state = self._state
-        self._module.require_finite_weights(step)
-        with self._clock.paused():
+        state = self.state
+        self.module.require_finite_weights(step)
+        with self.clock.paused():
             scores = self._score_sources()
             total = sum_scores(scores)
             if not math.isfinite(total.nats_per_token):
@@ -79,25 +68,25 @@ class Validator:
                 state.best_step = step
             self.last_validated_step = step
             metrics = self._score_metrics(step, total, scores)
-            self._logger.write_metrics(metrics, step)
-            warn_if_overfitting(self._spec, state, step, total)
+            self.logger.write_metrics(metrics, step)
+            warn_if_overfitting(self.spec, state, step, total)
             self._sample(step)
             self.metrics = metrics | self._training_metrics(step)
-            if self._fabric.is_global_zero:
-                write_text(self._run.path / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
-            self._progress.print_validation(step, total, self.samples)
-            self._callbacks.call("on_validation_end", step, score=total)
+            if self.fabric.is_global_zero:
+                write_text(self.run.path / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
+            self.progress.print_validation(step, total, self.samples)
+            self.callbacks.call("on_validation_end", step, score=total)
 
     def evaluate_initial_weights(self) -> None:
         """Score and sample trained weights before the first step. It cannot be the best step."""
-        with self._clock.paused():
+        with self.clock.paused():
             total = sum_scores(self._score_sources())
-            self._logger.write_metrics({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
+            self.logger.write_metrics({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
             self._sample(0)
-            self._progress.print_validation(0, total, self.samples)
+            self.progress.print_validation(0, total, self.samples)
 
     def _score_sources(self) -> list[Score]:
-        return [score_source(self._fabric, self._module, source) for source in self._spec.dataset.sources]
+        return [score_source(self.fabric, self.module, source) for source in self.spec.dataset.sources]
 
     def _score_metrics(self, step: int, total: Score, scores: Sequence[Score]) -> dict[str, Any]:
         """Return the metrics that depend on the total score and the score of each corpus. Only rank 0 has baselines."""
@@ -106,8 +95,8 @@ class Validator:
             "val_nats_per_byte": total.nats_per_byte,
             "val_bits_per_byte": total.bits_per_byte,
         }
-        config = self._spec.config
-        dataset = self._spec.dataset
+        config = self.spec.config
+        dataset = self.spec.dataset
         if len(scores) > 1:
             counts = count_sequences(step * config.sequences_per_step, dataset.weights, config.order_seed)
             T = config.model.context_length
@@ -115,16 +104,16 @@ class Validator:
             bits = [score.bits_per_byte for score in scores]
             metrics["corpus_bits_per_byte"] = dict(zip(dataset.names, bits, strict=True))
             metrics["corpus_epochs"] = dict(zip(dataset.names, epochs, strict=True))
-        if self._fabric.is_global_zero:
-            self._baselines = self._baselines or measure_baselines(dataset.sources)
-            metrics["baselines"] = self._baselines
-            metrics["beaten_at_step"] = record_beaten_baselines(self._state, self._baselines, total.bits_per_byte, step)
+        if self.fabric.is_global_zero:
+            self.baselines = self.baselines or measure_baselines(dataset.sources)
+            metrics["baselines"] = self.baselines
+            metrics["beaten_at_step"] = record_beaten_baselines(self.state, self.baselines, total.bits_per_byte, step)
         return metrics
 
     def _training_metrics(self, step: int) -> dict[str, Any]:
         """Return the metrics of the training so far. Their curves, if any, have more points."""
-        spec = self._spec
-        state = self._state
+        spec = self.spec
+        state = self.state
         tokens = step * spec.config.trainer.tokens_per_step
         metrics: dict[str, Any] = {
             "best_val_loss": state.best_loss,
@@ -134,9 +123,9 @@ class Validator:
             "epochs": tokens / spec.dataset.train_tokens,
             "train_seconds": state.seconds,
             "tokens_per_second": tokens / state.seconds,
-            "parameters": self._module.model.config.num_parameters,
-            "peak_memory_bytes": peak_memory_bytes(self._module.device),
-            "git_commit": current_commit(state.commits),
+            "parameters": self.module.model.config.num_parameters,
+            "peak_memory_bytes": peak_memory_bytes(self.module.device),
+            "git_commit": current_code_version(state.commits),
             "commits": state.commits,
         }
         if state.train_loss is not None:
@@ -146,8 +135,8 @@ class Validator:
         return metrics
 
     def _sample(self, step: int) -> None:
-        if self._fabric.is_global_zero:
-            self.samples, self.longest_copy = self._sample_writer.write(self._module, step)
+        if self.fabric.is_global_zero:
+            self.samples, self.longest_copy = write_samples(self.spec, self.run, self.module, self.logger, step)
 
 
 def record_beaten_baselines(

@@ -39,11 +39,11 @@ def code_version() -> str:
 
 def record_code_version(commits: dict[str, str], step: int) -> None:
     """Add the code version of the steps after `step` to `commits` (step -> code version), if it has changed."""
-    if current_commit(commits) != code_version():
+    if current_code_version(commits) != code_version():
         commits[str(step)] = code_version()
 
 
-def current_commit(commits: dict[str, str]) -> str:
+def current_code_version(commits: dict[str, str]) -> str:
     """Return the code version of the newest steps."""
     return list(commits.values())[-1] if commits else ""
 
