@@ -1,7 +1,8 @@
 """All metrics of a run, with their units, curves and labels.
 
-A new metric needs an entry here, and a line that computes it: in curves.py at each log point, or in validation.py at
-each validation. The curves, TensorBoard's charts, metrics.csv, the closing report and `gpt.compare` use this table.
+A new metric needs an entry here, and a line that computes it: in `write_point` of metric_logger.py for each log point,
+or in validation.py for each validation (`_score_metrics` with a curve, `_training_metrics` without). The curves,
+TensorBoard's charts, metrics.csv, the closing report and `gpt.compare` use this table.
 """
 
 from collections.abc import Mapping

@@ -89,7 +89,13 @@ class Validator:
         return [score_source(self.fabric, self.module, source) for source in self.spec.dataset.sources]
 
     def _score_metrics(self, step: int, total: Score, scores: Sequence[Score]) -> dict[str, Any]:
-        """Return the metrics that depend on the total score and the score of each corpus. Only rank 0 has baselines."""
+        """Return the metrics that get a point of a curve at each validation. Only rank 0 has baselines.
+
+        Args:
+            step: The step of this validation.
+            total: The score of the whole validation text.
+            scores: The score of each corpus.
+        """
         metrics: dict[str, Any] = {
             "val_loss": total.nats_per_token,
             "val_nats_per_byte": total.nats_per_byte,
@@ -111,7 +117,7 @@ class Validator:
         return metrics
 
     def _training_metrics(self, step: int) -> dict[str, Any]:
-        """Return the metrics of the training so far. Their curves, if any, have more points."""
+        """Return the other metrics in metrics.json. If they have a curve, metric_logger.py writes its points."""
         spec = self.spec
         state = self.state
         tokens = step * spec.config.trainer.tokens_per_step
