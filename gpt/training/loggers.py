@@ -46,7 +46,7 @@ def open_event_file(config: Config, run_dir: Path, step: int) -> "SummaryWriter"
 
 
 def comparable_settings(config: Config) -> dict[str, str | float | bool]:
-    """Return the settings for the HPARAMS tab, which shows settings that differ between runs first."""
+    """Return the settings for the HPARAMS tab. It shows settings that differ between runs first."""
     settings = {}
     for key, value in config.settings().items():
         if value is not None and key not in SETTINGS_WITHOUT_EFFECT:
