@@ -166,14 +166,14 @@ def test_a_disk_that_is_full_at_the_end(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from gpt.training.config import Config
-from gpt.training.metric_logger import Curves
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 spec = RunSpec(Config(run_dir=sys.argv[1]), Schedule(), dataset=None)
-curves = Curves(spec, RunDirectory(Path(sys.argv[1])), TrainState())
+logger = MetricLogger(spec, RunDirectory(Path(sys.argv[1])), TrainState())
 logger.open(0)
 for step in range(100):
     logger.write({"train/loss": 1.0}, step)
