@@ -22,14 +22,7 @@ MEMORIZED_RATIO_UNBEATEN = 1.25  # if it beats no baseline, because it has learn
 
 
 def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Score) -> None:
-    """Warn if the last validations are worse than the best while the training loss keeps falling.
-
-    Args:
-        spec: The run.
-        state: Stores the count of such validations.
-        step: The step of this validation.
-        score: The score of this validation.
-    """
+    """Warn, after a validation, if the last ones are worse than the best while the training loss keeps falling."""
     if state.overfit_count == OVERFIT_VALIDATIONS:
         return
     if state.best_step == step:
@@ -50,14 +43,7 @@ def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Scor
 
 
 def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step: int) -> None:
-    """Warn if train/loss stays far above its moving average, because the learning rate is too high.
-
-    Args:
-        spec: The run.
-        run: Its directory, for the command that repeats it.
-        state: Stores the moving average.
-        step: The step of the last point of train/loss.
-    """
+    """Warn, after a point of train/loss, if it stays far above its moving average: the learning rate is too high."""
     optim = spec.config.optim
     if state.train_loss is None or state.high_loss_count == DIVERGED_POINTS:
         return

@@ -13,7 +13,7 @@ import torch
 
 from gpt.console import clean_exit, print_line, print_warning
 from gpt.training.distributed import distributed_errors
-from gpt.training.stop_signals import SIGNALS, is_handled
+from gpt.training.stop_signals import STOP_SIGNALS, is_handled
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def launch(function: Callable[[Any], T], request: Any, num_processes: int) -> T:
                 rdzv_endpoint="127.0.0.1:0",
                 local_addr="127.0.0.1",  # a machine's name may have no address
                 logs_specs=DefaultLogsSpecs(log_dir=error_files),
-                signals_to_handle=",".join(signal.Signals(number).name for number in filter(is_handled, SIGNALS)),
+                signals_to_handle=",".join(signal.Signals(number).name for number in filter(is_handled, STOP_SIGNALS)),
             )
             return elastic_launch(config, _run_worker)(function, request)[0]
     except ChildFailedError as error:

@@ -12,7 +12,7 @@ from gpt.errors import UserError, summarize_error
 from gpt.files import read_text, write_text
 from gpt.training.config import Config
 from gpt.training.metrics import SETTINGS_WITHOUT_EFFECT, chart_patterns
-from gpt.training.run_directory import EVENTS_PATTERN, SUFFIX
+from gpt.training.run_directory import EVENTS_PATTERN, EVENTS_SUFFIX
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +35,7 @@ def open_event_file(config: Config, run_dir: Path, step: int) -> "SummaryWriter"
     if newest is not None and newest.name.split(".")[3] == f"{int(time.time()):010}":
         # TensorBoard reads files in the order of their names, which begin with the second: wait for the next second.
         time.sleep(1 - time.time() % 1)
-    writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
+    writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=EVENTS_SUFFIX)
     if step == 0:
         charts = {title: ["Multiline", patterns] for title, patterns in chart_patterns().items()}
         writer.add_custom_scalars({"Charts": charts})
@@ -46,7 +46,7 @@ def open_event_file(config: Config, run_dir: Path, step: int) -> "SummaryWriter"
 
 
 def comparable_settings(config: Config) -> dict[str, str | float | bool]:
-    """Return the settings for the HPARAMS tab, which shows settings that differ between runs first."""
+    """Return the settings for the HPARAMS tab. It shows settings that differ between runs first."""
     settings = {}
     for key, value in config.settings().items():
         if value is not None and key not in SETTINGS_WITHOUT_EFFECT:

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, which rounds gradients below 6e-8 to zero.
+"""Loss scaling for fp16. Without it, fp16 rounds gradients below 6e-8 to zero.
 
 The loss is multiplied by a scale before the backward pass, and the gradient is divided by it afterwards. If a gradient
 overflows, its step is skipped and the scale is halved. The scale doubles after 2,000 steps without an overflow. See

@@ -119,15 +119,11 @@ class MetricLogger:
         self._last_point = (step, state.seconds)
         self.tokens_per_second = (step - last_step) * trainer.tokens_per_step / (state.seconds - last_seconds)
 
-        metrics: dict[str, Any] = {
-            "train_loss": mean_loss,
-            "grad_norm": float(module.grad_norm),
-            "tokens_per_second": self.tokens_per_second,
-            "update_ratio": self._update_ratios(module),
-        }
+        metrics: dict[str, Any] = {"train_loss": mean_loss, "grad_norm": float(module.grad_norm)}
         rules = OPTIMIZERS[self._spec.config.optim.name]
         for group in optimizer.param_groups:  # lr, and matrix_lr if it is another
             metrics[rules[group["param_type"]].settings["lr"]] = group["lr"]
+        metrics["tokens_per_second"] = self.tokens_per_second
         if peak := peak_flops(module.device, trainer.precision):
             flops = module.model.flops_per_token(module.sequence_length) * self.tokens_per_second
             metrics["mfu"] = flops / (peak * fabric.world_size)
@@ -136,6 +132,7 @@ class MetricLogger:
         if module.loss_scale is not None:
             metrics["loss_scale"] = float(module.loss_scale.value_on(module.device))
             metrics["skipped_steps"] = module.loss_scale.skipped_steps
+        metrics["update_ratio"] = self._update_ratios(module)
         points = curve_points(metrics)
         self.write({curve: value for curve, value in points.items() if math.isfinite(value)}, step)
 

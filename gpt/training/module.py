@@ -108,7 +108,7 @@ class GPTModule(LightningModule):
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer for the weights on their present device."""
-        # For the directions of Muon, bfloat16 is accurate enough, wherever it is fast. In fp16 most would be zero.
+        # bfloat16 is accurate enough for the directions of Muon. It is used if it is fast. In fp16 most would be zero.
         precision = self.config.trainer.precision
         device = torch.device(self.config.trainer.device)
         muon_dtype = torch.bfloat16 if "bf16" in (precision, choose_precision("auto", device)) else torch.float32

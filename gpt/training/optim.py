@@ -175,22 +175,10 @@ def _adamw_state(p: Tensor, num_blocks: int) -> dict[str, Tensor]:
 def _adamw_step(params: list, states: list[dict], group: dict, dtype: torch.dtype) -> None:
     """AdamW: Loshchilov and Hutter 2019."""
     averages, squares, steps = ([s[name] for s in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-    adamw(
-        params,
-        [p.grad for p in params],
-        averages,
-        squares,
-        [],
-        steps,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=1e-8,
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-    )
+    beta1, beta2 = group["betas"]
+    options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "beta1": beta1, "beta2": beta2, "eps": 1e-8}
+    grads = [p.grad for p in params]
+    adamw(params, grads, averages, squares, [], steps, fused=True, amsgrad=False, maximize=False, **options)
 
 
 def _muon_state(p: Tensor, num_blocks: int) -> dict[str, Tensor]:

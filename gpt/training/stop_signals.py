@@ -43,7 +43,7 @@ class StopSignals:
             return
         for number in STOP_SIGNALS:
             old_handler = self._old_handlers.setdefault(number, signal.getsignal(number))
-            if old_handler is not None and is_handled(number):  # None: a handler in C, which nothing could restore
+            if old_handler is not None and is_handled(number):  # None means a handler in C
                 signal.signal(number, self._on_signal)
 
     def restore(self) -> None:

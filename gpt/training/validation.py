@@ -89,13 +89,7 @@ class Validator:
         return [score_source(self.fabric, self.module, source) for source in self.spec.dataset.sources]
 
     def _score_metrics(self, step: int, total: Score, scores: Sequence[Score]) -> dict[str, Any]:
-        """Return the metrics that get a point of a curve at each validation. Only rank 0 has baselines.
-
-        Args:
-            step: The step of this validation.
-            total: The score of the whole validation text.
-            scores: The score of each corpus.
-        """
+        """Return the metrics that get a point of a curve at each validation. Only rank 0 has baselines."""
         metrics: dict[str, Any] = {
             "val_loss": total.nats_per_token,
             "val_nats_per_byte": total.nats_per_byte,
@@ -148,14 +142,7 @@ class Validator:
 def record_beaten_baselines(
     state: TrainState, baselines: dict[str, float], bits_per_byte: float, step: int
 ) -> dict[str, int | None]:
-    """Return the step of the first validation that beat each baseline, or None.
-
-    Args:
-        state: Stores these steps.
-        baselines: Names to bits per byte.
-        bits_per_byte: The score of this validation.
-        step: The step of this validation.
-    """
+    """Compare a validation with the baselines. Return the step of the first that beat each of them, or None."""
     for name, baseline in baselines.items():
         if bits_per_byte < baseline:
             state.beaten_at_step.setdefault(name, step)

@@ -27,7 +27,7 @@ def git_commit(folder: Path = PACKAGE) -> str | None:
 
 
 def installed_version() -> str:
-    """Return the version and code hash of an installed package; empty in a checkout, which has a commit instead."""
+    """Return the version and code hash of an installed package; empty in a checkout, because it has a commit."""
     return f"{version('mini-gpt')}+{code_hash()}" if IS_INSTALLED else ""
 
 

@@ -266,37 +266,6 @@ def test_callbacks_stop_a_run(trained, tmp_path, capfd, hook, step, expected):
     assert (resume_run(training.path) is not None) == is_early
 
 
-class EarlyStopping:
-    """Stops a run after `patience` validations without a better score, and stores both."""
-
-    def __init__(self, patience: int):
-        self.state = {"patience": patience, "num_worse": 0, "best": float("inf")}
-
-    def on_validation_end(self, score, stop) -> None:
-        state, loss = self.state, score.nats_per_token
-        state["num_worse"] = 0 if loss < state["best"] else state["num_worse"] + 1
-        state["best"] = min(loss, state["best"])
-        if state["num_worse"] >= state["patience"]:
-            stop()
-
-    def state_dict(self) -> dict:
-        return self.state
-
-    def load_state_dict(self, state: dict) -> None:
-        self.state = state
-
-
-def test_early_stopping_by_a_callback(trained, tmp_path, overfitting):
-    """A callback stops the run by its scores. In the resumed run it continues with its stored state."""
-    training = begin_again(trained[0], tmp_path)
-    fit(training, [EarlyStopping(patience=1)])
-    last = load_checkpoint(training.path / "checkpoints/last.ckpt")
-    assert (last["step"], last["callbacks"]["EarlyStopping"]) == (9, {"patience": 1, "num_worse": 1, "best": 1.0})
-    resumed = resume_run(training.path)
-    fit(resumed, [EarlyStopping(patience=3)])
-    assert resumed.metrics["steps"] == 12  # its patience is still 1
-
-
 @pytest.mark.slow
 def test_two_processes_stop_together(corpus_folder, tmp_path):
     """If a callback of one process requests a stop, all stop at the next validation or log point."""

@@ -483,4 +483,4 @@ def test_rank_0_decides_the_horizon(settings, tmp_path):
     assert train_in_subprocess(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
     last = load_checkpoint(timed / "checkpoints/last.ckpt")
     assert last["state"]["total_steps"] == last["step"]
-    assert 3 <= last["state"]["seconds"] < 4
+    assert last["state"]["seconds"] >= 3

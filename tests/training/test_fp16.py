@@ -84,10 +84,10 @@ def test_overflow_skips_the_step(folder, tmp_path, overflowing, monkeypatch):
     assert json.loads((tmp_path / "fp16/metrics.json").read_text())["steps"] == 13
     assert curves["train/skipped_steps"] == list(enumerate(totals, 1))
     assert curves["train/loss_scale"] == list(enumerate(scales, 1))
-    made = [step for step, is_skipped in enumerate(skipped, 1) if not is_skipped]
-    assert [step for step, _ in curves["weights/update_ratio/layer_1"]] == made
+    updates = [step for step, is_skipped in enumerate(skipped, 1) if not is_skipped]
+    assert [step for step, _ in curves["weights/update_ratio/layer_1"]] == updates
     assert [step for step, _ in in_fp32["weights/update_ratio/layer_1"]] == list(range(1, 14))
-    assert [step for step, _ in curves["train/loss"]] == made  # no loss of a step that was skipped
+    assert [step for step, _ in curves["train/loss"]] == updates  # no loss of a step that was skipped
     assert "train/loss_scale" not in in_fp32
 
 
@@ -171,7 +171,7 @@ def test_several_processes(folder, tmp_path):
     settings += ["trainer.short_sequences=0", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
         train(*TINY_RUN, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
-    one, two = (read_table(tmp_path / name) for name in "12")
-    assert one["train/skipped_steps"] == two["train/skipped_steps"]
-    assert 0 < dict(one["train/skipped_steps"])[17] < 15
-    assert dict(two["train/loss"]) == pytest.approx(dict(one["train/loss"]), rel=1e-3)
+    alone, shared = (read_table(tmp_path / name) for name in "12")
+    assert alone["train/skipped_steps"] == shared["train/skipped_steps"]
+    assert 0 < dict(alone["train/skipped_steps"])[17] < 15
+    assert dict(shared["train/loss"]) == pytest.approx(dict(alone["train/loss"]), rel=1e-3)

@@ -110,14 +110,14 @@ def test_lightnings_callbacks_work(corpus_folder, tmp_path):
 def test_trainer_resumes_exactly(corpus_folder, tmp_path):
     """A run from Lightning's checkpoint of step 5 ends with the same weights."""
     spec = make_spec(corpus_folder, "trainer.short_sequences=0")
-    whole, part, rest = make_module(spec), make_module(spec), make_module(spec)
-    make_trainer(spec, tmp_path).fit(whole, TrainBatches(spec))
+    uninterrupted, interrupted, resumed = (make_module(spec) for _ in range(3))
+    make_trainer(spec, tmp_path).fit(uninterrupted, TrainBatches(spec))
     trainer = make_trainer(spec, tmp_path, max_steps=5)
-    trainer.fit(part, TrainBatches(spec))
+    trainer.fit(interrupted, TrainBatches(spec))
     trainer.save_checkpoint(tmp_path / "five.ckpt")
-    make_trainer(spec, tmp_path).fit(rest, TrainBatches(spec), ckpt_path=tmp_path / "five.ckpt", weights_only=True)
-    expected = whole.state_dict()
-    assert [name for name, value in rest.state_dict().items() if not torch.equal(value, expected[name])] == []
+    make_trainer(spec, tmp_path).fit(resumed, TrainBatches(spec), ckpt_path=tmp_path / "five.ckpt", weights_only=True)
+    expected = uninterrupted.state_dict()
+    assert [name for name, value in resumed.state_dict().items() if not torch.equal(value, expected[name])] == []
 
 
 @pytest.mark.parametrize("change", ["trainer.precision=fp16", "horizon=3s"])

@@ -177,8 +177,8 @@ def test_on_a_terminal(corpus_folder, tmp_path):
     samples = [piece for piece in columns(raw) if piece.startswith("    [")]
     assert [piece for piece in bars if "tok/s" in piece]
     assert max(disp_len(piece.rstrip()) for piece in [*bars, *steps, *samples]) <= 79
-    assert [re.match(r"step (\d+)/40  train +[\d.-]+ val \d", one)[1] for one in steps] == ["10", "20", "30", "40"]
-    assert [one[:9] for one in samples] == ["    [a→b]"] * 4
+    assert [re.match(r"step (\d+)/40  train +[\d.-]+ val \d", line)[1] for line in steps] == ["10", "20", "30", "40"]
+    assert [line[:9] for line in samples] == ["    [a→b]"] * 4
     after = raw[raw.rindex(samples[-1]) :]
     assert re.search(r"tok/s.*\r +\r\r\ntrained +40  steps: ", after), after[:500]  # in place of the bar, spaces
 

@@ -19,7 +19,6 @@ from gpt.training.report import report
 from gpt.training.schedule import Schedule
 from gpt.training.stop_signals import REPEATED_SIGNAL_SECONDS, StopSignals
 from harness import (
-    CallAt,
     StopAt,
     Training,
     begin_run,
@@ -112,17 +111,6 @@ def test_stopped_and_resumed_it_ends_in_time(corpus_folder, tmp_path, monkeypatc
     fit(longer)
     assert (machine.now, longer.config.horizon) == (14.125, "14s")
     assert "is behind this run, which has trained 65 steps in 14s" in refusal(resume_run, tmp_path / "run", "9s")
-
-
-@pytest.mark.slow
-def test_a_time_is_met_for_real(corpus_folder, tmp_path):
-    """A run trains for four real seconds, although its process is suspended for ten seconds."""
-    training = begin(corpus_folder, tmp_path, "horizon=4s", "trainer.validate_every=100000")
-    start = time.perf_counter()
-    fit(training, [CallAt(10, lambda: time.sleep(10))])
-    assert time.perf_counter() - start > 13
-    assert training.metrics["train_seconds"] == pytest.approx(4.0, rel=0.05)
-    assert training.metrics["steps"] > 20
 
 
 # --- patience ---

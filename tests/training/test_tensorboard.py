@@ -68,7 +68,7 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
     """Every point is in metrics.csv and, rounded to float32, in TensorBoard. metrics.json has the last of them."""
     training, _ = run
     table = read_table(training.path)
-    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
     assert expected == shown
     assert all(len(dict(points)) == len(points) for points in table.values())
@@ -166,22 +166,22 @@ def test_a_disk_that_is_full_at_the_end(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from gpt.training.config import Config
-from gpt.training.metric_logger import Curves
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 spec = RunSpec(Config(run_dir=sys.argv[1]), Schedule(), dataset=None)
-curves = Curves(spec, RunDirectory(Path(sys.argv[1])), TrainState())
-curves.open(0)
+logger = MetricLogger(spec, RunDirectory(Path(sys.argv[1])), TrainState())
+logger.open(0)
 for step in range(100):
-    curves.write({"train/loss": 1.0}, step)
-curves.writer.flush()
+    logger.write({"train/loss": 1.0}, step)
+logger.writer.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
-curves.write({"train/loss": 1.0}, 100)
+logger.write({"train/loss": 1.0}, 100)
 try:
-    curves.close()
+    logger.close()
 except OSError as error:
     print(error.strerror)
 """
