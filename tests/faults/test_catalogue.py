@@ -74,6 +74,7 @@ def test_files_that_were_changed_do_not_matter(hurt, reference, name):
         assert not (hurt / file).exists() or (hurt / file).read_text() == "mine"
 
 
+@pytest.mark.promise("runs.md#the intact checkpoint with the greatest step")
 def test_going_back_is_refused(hurt):
     """Resuming an older checkpoint of a run would undo the steps after it."""
     newest = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
@@ -98,6 +99,7 @@ def test_kill_between_best_and_last_checkpoint_leaves_a_complete_run(reference, 
     assert differences(run, reference) == []
 
 
+@pytest.mark.promise("runs.md#Ctrl-C")
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
 )
@@ -113,6 +115,7 @@ def test_signal_stops_after_the_step(corpus_folder, reference, tmp_path, capfd, 
     assert differences(run_dir, reference) == []
 
 
+@pytest.mark.promise("runs.md#ignored signal")
 @pytest.mark.parametrize(("number", "stop_signal"), [(signal.SIGHUP, 0), (signal.SIGINT, signal.SIGINT)])
 def test_ignored_signal_stays_ignored(corpus_folder, reference, tmp_path, number, stop_signal):
     """After `nohup`, SIGHUP does not stop a run. SIGINT does, even if a script's `&` made the process ignore it."""
@@ -136,6 +139,8 @@ def test_run_trains_in_a_thread(corpus_folder, reference, tmp_path):
     assert differences(tmp_path / "run", reference) == []
 
 
+@pytest.mark.promise("runs.md#any other exception", "runs.md#does not answer for two minutes")
+@pytest.mark.promise("runs.md#exception within an update", "runs.md#continues from the last checkpoint")
 @pytest.mark.parametrize(
     ("place", "error"),
     [
@@ -241,6 +246,7 @@ def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argume
 # --- in processes of their own ---
 
 
+@pytest.mark.promise("runs.md#continues bit for bit")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
@@ -281,6 +287,7 @@ def test_run_survives_closed_streams(settings, reference, tmp_path, streams):
     assert subprocess.run(f"{words} {streams}", shell=True, cwd=ROOT).returncode == 2
 
 
+@pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [10, 100])
 def test_full_disk_is_one_line(settings, reference, tmp_path, blocks):

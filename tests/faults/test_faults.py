@@ -19,6 +19,8 @@ from harness import Process, differences, fit, refused, resume_run, train, wait_
 RUN, STOP = ["horizon=101steps"], 29
 
 
+@pytest.mark.promise("runs.md#continues bit for bit", "runs.md#Weights, optimizer, curves, samples")
+@pytest.mark.promise("runs.md#a horizon in steps, tokens or epochs", "runs.md#exit code is 128")
 @pytest.mark.slow
 def test_run_that_is_stopped_and_killed_again_and_again_ends_as_the_reference(settings, reference, tmp_path):
     """It gets SIGTERM, SIGINT once and twice, and SIGKILL during a save."""
@@ -55,6 +57,7 @@ def test_run_that_is_stopped_and_killed_again_and_again_ends_as_the_reference(se
     assert "is complete" in done.stdout
 
 
+@pytest.mark.promise("runs.md#on CPUs")
 @pytest.mark.slow
 def test_run_killed_before_its_first_checkpoint_starts_again(settings, reference, tmp_path):
     """It needs only its configuration."""
@@ -85,6 +88,8 @@ def empty(file: Path) -> None:
     file.touch()
 
 
+@pytest.mark.promise("runs.md#verified by its checksum", "runs.md#the intact checkpoint with the greatest step")
+@pytest.mark.promise("runs.md#*.damaged", "security.md#CRC-32")
 @pytest.mark.parametrize(
     ("damage", "words"),
     [(truncate, "cut short"), (flip_a_bit, "damaged"), (empty, "cut short"), (Path.unlink, "is missing")],
@@ -124,6 +129,7 @@ class BreakGradient:
             module.model.final_norm.bias.register_hook(lambda gradient: gradient * float("nan"))
 
 
+@pytest.mark.promise("runs.md#NaN or infinite gradient")
 def test_broken_gradient_ends_the_run_and_saves_nothing(hurt):
     """The message has the step, the layers and the remedy. No update is made, and no checkpoint changes.
 
@@ -140,6 +146,7 @@ def test_broken_gradient_ends_the_run_and_saves_nothing(hurt):
     assert {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*")} == before
 
 
+@pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.slow
 def test_second_process_in_a_directory_is_refused(hurt):
     """The line has the process id of the first."""
@@ -172,6 +179,7 @@ def test_corrupt_tokens_are_refused(settings, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.promise("runs.md#Weights, optimizer, curves, samples")
 @pytest.mark.slow
 def test_run_on_a_mixture_continues_bit_for_bit(settings, tmp_path):
     """After a kill, it has the sequences, the BPE-dropout, the validation and the epochs of each corpus."""
@@ -225,6 +233,7 @@ def enough_for_four(settings, tmp_path_factory) -> int:
     return (one + 2 * eight) // 3
 
 
+@pytest.mark.promise("runs.md#micro_batch_size=auto")
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="SKIPPED LOUDLY: memory can be limited on Linux only")
 @pytest.mark.parametrize("micro_batch", ["auto", "8"])

@@ -85,6 +85,7 @@ def kill_at_random(training: Training, run_dir: Path, chance: random.Random, sec
     return "the starter" if code < 0 else "a rank"
 
 
+@pytest.mark.promise("runs.md#continues bit for bit")
 @pytest.mark.faults
 def test_run_killed_at_random_ends_as_its_reference(corpus_folder, tmp_path, capsys):
     """Each run is equal to its reference in every bit and in every point of its curves."""

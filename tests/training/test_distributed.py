@@ -383,6 +383,7 @@ def undisturbed(settings, tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.promise("runs.md#several devices")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),

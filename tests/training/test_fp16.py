@@ -124,6 +124,7 @@ def test_resuming(folder, tmp_path, overflowing, step):
     assert state["skipped_steps"] > 5
 
 
+@pytest.mark.promise("runs.md#fp16")
 def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     """It ends the run once the scale has fallen to 1, and the checkpoint of the last good step is as it was."""
     training_step = GPTModule.training_step

@@ -119,6 +119,7 @@ def test_loggers_that_cannot_be_started(trained, tmp_path, name, monkeypatch):
     assert not list(training.path.glob("checkpoints/*"))
 
 
+@pytest.mark.promise("security.md#wandb or mlflow")
 @pytest.mark.slow
 def test_wandb(trained, tmp_path, monkeypatch, capfd):
     """wandb gets the run, offline, and after an interruption the same run."""

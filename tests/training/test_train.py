@@ -334,6 +334,7 @@ def test_model_keys_do_not_go_with_init_from(refuse, run):
     assert "model.num_heads=5" in refuse(f"init_from={run[0]}", "model.num_heads=5")
 
 
+@pytest.mark.promise("runs.md#NaN or infinite gradient")
 def test_weights_that_an_update_broke_are_not_saved(settings, tmp_path):
     """The run ends with code 3 before they are validated, sampled or saved."""
     broken = ["optim.matrix_weight_decay=1e41", "trainer.validate_every=1", f"run_dir={tmp_path / 'run'}"]
