@@ -1,8 +1,10 @@
-"""Real trainings, in this process or in one of their own, and what it means that two runs are equal."""
+"""Real trainings, in this process or in another one, and the comparison of two runs."""
 
+import atexit
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -15,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.start import start_run
 from gpt.training.state import Result, RunSpec
+from processes import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
 # A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
@@ -122,31 +125,25 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
 
-@dataclass
-class Done:
-    """How a training ended, and what it printed."""
+def train(*arguments: str | Path, code: int | None = 0) -> subprocess.CompletedProcess:
+    """Run train.py in this process, to save the seconds of its imports.
 
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def train(*arguments: str | Path, code: int | None = 0) -> Done:
-    """Run train.py within this process, which saves the seconds of its imports; it must end with `code`, if given."""
+    Args:
+        arguments: the arguments of train.py.
+        code: the exit code that it must have, if not None.
+    """
     GlobalHydra.instance().clear()
     out, err = io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, ["train.py", *map(str, arguments)]
-    ended: int | str | None = 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    exit_code: int | str | None = 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    except SystemExit as end:
-        ended = end.code
-    finally:
-        sys.argv = before
-    assert isinstance(ended, int)
-    assert code in (None, ended), err.getvalue()
-    return Done(ended, out.getvalue(), CONCERNS.sub("", err.getvalue()))
+        except SystemExit as end:
+            exit_code = end.code
+    assert isinstance(exit_code, int)
+    assert code in (None, exit_code), err.getvalue()
+    return subprocess.CompletedProcess(arguments, exit_code, out.getvalue(), CONCERNS.sub("", err.getvalue()))
 
 
 def refused(*arguments: str | Path) -> str:
@@ -225,53 +222,91 @@ def fit(training: Training, callbacks: Sequence[Any] = ()) -> None:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """The command line of a training."""
+    """Return the command line of a training."""
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
-def train_apart(*arguments: str | Path, code: int | None = 0, **options) -> subprocess.CompletedProcess:
-    """Run train.py in a process of its own, for tests where the process is the point; it must end with `code`."""
-    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+@functools.cache
+def fork_server() -> ForkServer:
+    """Start a process that has imported the libraries of a training, but nothing of gpt. It ends with this process."""
+    server = ForkServer(["torch", "lightning.fabric", "hydra", "tensorboard.summary.writer.event_file_writer"])
+    atexit.register(server.close)
+    return server
+
+
+def python_program() -> str:
+    """Return a program that runs commands as `python` does, in processes that need not import the slow libraries."""
+    return str(fork_server().python()) if hasattr(os, "fork") else sys.executable
+
+
+def train_apart(
+    *arguments: str | Path, code: int | None = 0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Run train.py in another process, for tests where the process is the point.
+
+    Args:
+        arguments: the arguments of train.py.
+        code: the exit code that it must have, if not None.
+        env: the environment of a process that is not forked.
+    """
+    words = [sys.executable if env else python_program(), *command(*arguments)[1:]]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert code in (None, done.returncode), done.stderr
     done.stderr = CONCERNS.sub("", done.stderr)
     return done
 
 
-@dataclass
 class Process:
-    """A training process that is to be hurt, and its output so far."""
+    """A training in another process, which a test may stop or kill.
 
-    arguments: list
-    env: dict = field(default_factory=dict)
+    Args:
+        arguments: the arguments of train.py.
+        env: what is added to the environment. The process is then not forked.
+    """
 
-    def __post_init__(self) -> None:
-        self.process = subprocess.Popen(
-            command(*self.arguments),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | self.env,
-        )
-        self.output = ""
+    def __init__(self, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None):
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115, because it lives as long as this object
+        self._position = 0
+        self.output = ""  # without the advice on tiny runs, once the process has ended
+        words = command(*arguments)
+        self._process: ForkedProcess | subprocess.Popen
+        if env or not hasattr(os, "fork"):
+            streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(words, cwd=ROOT, env=os.environ | (env or {}), **streams)
+        else:
+            self._process = ForkedProcess(fork_server(), words[1:], self._log, ROOT, os.environ)
+        self.pid = self._process.pid
+
+    def _read(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 30, 0).decode(errors="replace")
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self._process.poll()
 
     def wait_for(self, text: str) -> bool:
-        """Read lines until one contains `text`; False if the output ends first."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
+        """Wait until the output has `text` after the text of the last call. Return False if the process ends first."""
+        while True:
+            has_ended = self.poll() is not None
+            index = self._read().find(text, self._position)
+            if index >= 0:
+                self._position = index + len(text)
                 return True
-        return False
+            if has_ended:
+                return False
+            time.sleep(0.002)
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        """Send a signal."""
+        self._process.send_signal(number)
 
     def end(self) -> int:
-        """Read the rest; returns the exit code."""
-        rest, _ = self.process.communicate(timeout=300)
-        self.output = CONCERNS.sub("", self.output + rest)
-        return self.process.returncode
+        """Wait for the end, and return the exit code."""
+        code = self._process.wait(300)
+        if not self._log.closed:
+            self.output = CONCERNS.sub("", self._read())
+            self._log.close()
+        return code
 
 
 class At:

@@ -152,7 +152,7 @@ def test_second_process_in_a_directory_is_refused(hurt):
     """The line has the process id of the first."""
     first = Process([f"resume={hurt}"])
     assert first.wait_for("continuing")
-    assert f"process {first.process.pid} is training in it" in refused(f"resume={hurt}")
+    assert f"process {first.pid} is training in it" in refused(f"resume={hurt}")
     first.send(signal.SIGKILL)
     first.end()
 
@@ -216,8 +216,8 @@ def train_large(settings, micro_batch, run_dir) -> Process:
 def measure_peak_memory(process: Process) -> int:
     """Wait for the end of a process, and return its largest address space in bytes."""
     peak = 0
-    while process.process.poll() is None:
-        if match := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{process.process.pid}/status").read_text()):
+    while process.poll() is None:
+        if match := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text()):
             peak = 1024 * int(match[1])
         time.sleep(0.01)
     assert process.end() == 0, process.output
@@ -241,7 +241,7 @@ def test_lack_of_memory_shrinks_an_automatic_micro_batch(settings, enough_for_fo
     """The tokens of a step stay the same. A size that the user gave is refused, with the next one to try."""
     process = train_large(settings, micro_batch, tmp_path / "run")
     assert process.wait_for("writing to")
-    resource.prlimit(process.process.pid, resource.RLIMIT_AS, (enough_for_four,) * 2)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (enough_for_four,) * 2)
     code = process.end()
     if micro_batch == "auto":
         assert code == 0, process.output
