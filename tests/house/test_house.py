@@ -14,7 +14,7 @@ GROUND = ("errors", "console", "files", "hardware")
 MODELS = ("loading", "checkpoint", "checkpoint_formats")  # modules of gpt/ that are rooms of their own
 # A room is a folder or a module. It may import itself and the rooms of the rows below, but no other room of its row.
 FLOORS = (
-    ("train", "notebook"),
+    ("train", "api"),
     ("generate", "commands"),
     ("training",),
     ("sampling", "loading"),
@@ -67,8 +67,8 @@ def room(module: str) -> str:
     if parts[0] != "gpt":
         return parts[0]
     if len(parts) == 1:
-        return "notebook"
-    if len(parts) == 2 and parts[1] in (*GROUND, *MODELS, "notebook"):
+        return "api"
+    if len(parts) == 2 and parts[1] in (*GROUND, *MODELS, "api"):
         return parts[1]
     return parts[1] if (ROOT / "gpt" / parts[1]).is_dir() else "commands"
 
