@@ -197,8 +197,11 @@ def report_exit_codes(connections: dict[socket.socket, int]) -> None:
 
 
 def become_child(streams: list[int], descriptors: list[int], sockets: list[socket.socket]) -> None:
-    """Take the streams of the client, start a session, and close what belongs to the server."""
-    os.setsid()
+    """Take the streams of the client, lead a process group, and close what belongs to the server.
+
+    In a session of its own, the system would ignore SIGTSTP.
+    """
+    os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(streams):
