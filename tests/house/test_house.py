@@ -150,7 +150,9 @@ for _module, _words, _libraries in MISTAKES:
     IMPORTS[f"{_module} {_words}"] = (_code, _libraries)
 
 
-@pytest.mark.parametrize("name", IMPORTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("training", "model"))) for name in IMPORTS]
+)
 def test_slow_libraries_wait(project, name):
     """A command that is mistyped answers before torch is imported. Sampling needs no library of the training."""
     code, libraries = IMPORTS[name]
