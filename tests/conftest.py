@@ -3,7 +3,7 @@
 import os
 
 os.environ["OMP_NUM_THREADS"] = (
-    "1"  # for processes that tests start: results depend on the number of threads bit for bit
+    "1"  # of child processes: every bit depends on it
 )
 
 import pytest
