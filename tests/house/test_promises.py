@@ -51,7 +51,7 @@ def test_every_promise_has_a_test_and_every_marker_a_promise():
 
 @pytest.mark.promise("security.md#dataset.json")
 def test_names_in_a_dataset_are_not_followed(tmp_path):
-    """Whoever writes dataset.json can seal it: it names no files but those of its tokens, in its own folder."""
+    """Anyone can write a sealed dataset.json. It may name only the files of its tokens, in its own folder."""
     (tmp_path / "text.txt").write_text("to be or not to be " * 50)
     made, cache = tmp_path / "made", tmp_path / "cache"
     config = DataConfig("text", str(tmp_path / "text.txt"))

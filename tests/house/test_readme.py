@@ -161,7 +161,7 @@ def test_training_command_composes(command, house):
 
 @pytest.mark.parametrize("command", [command for command in RUN if re.search(r"generate\.py|-m gpt", command)])
 def test_other_command_parses(command):
-    """Its program exists and knows every option."""
+    """Its program exists and has every option."""
     _, *rest = words(command)
     program = generate if rest[0] == "generate.py" else import_module(rest[1])
     with pytest.raises(SystemExit) if "--help" in rest else contextlib.nullcontext():
@@ -190,7 +190,7 @@ def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gpt.data.dataset_cache.DEFAULT_CACHE", tmp_path / "cache")
     write_texts(tmp_path)
     own = ["data.cache=cache", "trainer.device=cpu"]
-    monkeypatch.setattr("sys.path", [*sys.path])  # to which train.py adds the current folder
+    monkeypatch.setattr("sys.path", [*sys.path])  # train.py adds the current folder to it
     callbacks = [
         f"{file[:-3]}:{name}" for file, text in MODULES.items() for name in re.findall(r"^class (\w+)", text, re.M)
     ]
@@ -269,7 +269,7 @@ def run(folder: Path, command: str, is_forked: bool = True) -> str:
     Args:
         folder: the current folder.
         command: the command, which must succeed.
-        is_forked: whether `python` need not import the slow libraries. Otherwise it is this Python.
+        is_forked: whether `python` forks a process with all imports. Otherwise it starts this Python.
     """
     programs = [Path(python_program()).parent] * is_forked + [Path(sys.executable).parent, os.environ["PATH"]]
     environment = os.environ | {"PATH": os.pathsep.join(map(str, programs)), "WANDB_MODE": "offline"}
