@@ -2,9 +2,7 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # of child processes: every bit depends on it
-)
+os.environ["OMP_NUM_THREADS"] = "1"  # of child processes: every bit depends on it
 
 import pytest
 import torch

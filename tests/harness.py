@@ -104,7 +104,7 @@ def refusal(call: Callable, *arguments, **options) -> str:
 
 
 def command_refusal(capsys: pytest.CaptureFixture, program: str, *arguments: object) -> str:
-    """Run a command in this process, which must end with exit code 2, and return its last line.
+    """Run a command in this process, expect exit code 2, and return the last line on stderr.
 
     Args:
         capsys: pytest's.
@@ -149,7 +149,7 @@ def train(*arguments: str | Path, code: int | None = 0) -> subprocess.CompletedP
 
 
 def train_refusal(*arguments: str | Path) -> str:
-    """Return the one line with which train.py refuses these arguments."""
+    """Run train.py in this process, expect exit code 2, and return its one line."""
     (line,) = train(*arguments, code=2).stderr.strip().splitlines()
     assert line.startswith("train.py: ")
     return line
@@ -259,7 +259,7 @@ def train_in_subprocess(
 
 
 class Process:
-    """A training in another process, which a test may stop or kill.
+    """A training in another process. A test may stop or kill it.
 
     Args:
         arguments: the arguments of train.py.

@@ -1,4 +1,4 @@
-"""A run to which nothing happens, and the same run stopped half-way. RUN and STOP of a module give both lengths."""
+"""An undisturbed run, and the same run stopped half-way. RUN and STOP of a module give both lengths."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ def settings(corpus_folder, request) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(corpus_folder, request) -> Path:
-    """Return a run to which nothing happened."""
+    """Return an undisturbed run."""
     run_dir = corpus_folder / "reference"
     fit(begin_run(tiny_config(corpus_folder, *request.module.RUN, f"run_dir={run_dir}")))
     return run_dir

@@ -1,4 +1,4 @@
-"""Real processes are killed, stopped or suspended. Their runs end like a run to which nothing happened."""
+"""Real processes are killed, stopped or suspended. Their runs end like an undisturbed run."""
 
 import json
 import signal
@@ -94,7 +94,7 @@ def test_run_on_a_mixture_continues_bit_for_bit(settings, tmp_path):
 
 @pytest.mark.slow
 def test_suspending_changes_only_the_time(settings, reference, tmp_path):
-    """The signals are those of Ctrl-Z and fg."""
+    """Ctrl-Z and fg send these signals."""
     run_dir = tmp_path / "run"
     process = Process([*settings, f"run_dir={run_dir}"])
     wait_for_file(run_dir / "checkpoints/last.ckpt")

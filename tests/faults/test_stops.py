@@ -33,7 +33,7 @@ RUN, STOP = ["horizon=41steps"], 31
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
 )
 def test_signal_stops_after_the_step(corpus_folder, reference, tmp_path, capfd, number):
-    """The signals are those of a user, of a lost connection and of queues. The run saves before it ends."""
+    """A user, a lost connection and queues send these signals. The run saves before it ends."""
     run_dir = tmp_path / "run"
     training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     fit(training, [StopAt(STOP, number)])
@@ -153,7 +153,7 @@ def test_broken_gradient_ends_the_run_and_saves_nothing(run_copy):
     ids=["plain terminal", "no home", "other threads"],
 )
 def test_environment_makes_no_difference(run_copy, reference, environment):
-    """A run continues with its own number of threads, whatever the language, the terminal and the home folder."""
+    """A run continues with the same bits. It has stored its number of threads."""
     train_in_subprocess(f"resume={run_copy}", env=os.environ | environment)
     assert differences(run_copy, reference) == []
 
