@@ -168,7 +168,8 @@ def serve(socket_path: str) -> dict:
                     pass
             sys.exit()
         for connection in abandoned:
-            connections.pop(connection).close()
+            del connections[connection]
+            connection.close()
         if listener in ready:
             connection, _ = listener.accept()
             header, streams, _, _ = socket.recv_fds(connection, HEADER_BYTES, 3)
