@@ -217,7 +217,7 @@ def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
 # --- real processes ---
 
 LONG = ["horizon=100000steps", "trainer.validate_every=100000"]
-EXACT = ["trainer.micro_batch_size=3", "horizon=300steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+EXACT = ["trainer.micro_batch_size=3", "horizon=151steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
 
 
 def free_port() -> str:
@@ -383,6 +383,7 @@ def undisturbed(settings, tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.promise("runs.md#several devices")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
@@ -400,7 +401,7 @@ def test_stops_and_continues(settings, tmp_path, undisturbed, launcher, number):
     output = training.outputs()[0]
     assert launcher == "torchrun" or training.processes[0].returncode == 128 + number
     assert output.count("stopped at step ") == output.count("stopping after this step") == 1
-    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] < 300
+    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] < 151
     assert train_in_subprocess(f"resume={run_dir}").stderr == ""  # with two processes of its own
     assert read_curves(run_dir) == read_curves(undisturbed)
 

@@ -124,6 +124,7 @@ def test_a_run_that_stopped_among_skipped_steps_resumes_bit_for_bit(folder, tmp_
     assert state["skipped_steps"] > 5
 
 
+@pytest.mark.promise("runs.md#fp16")
 def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     """When the scale has fallen to 1, the run ends. The last good checkpoint does not change."""
     training_step = GPTModule.training_step

@@ -109,6 +109,7 @@ def spoil_weight(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(GPTModule, "training_step", spoiled)
 
 
+@pytest.mark.promise("runs.md#On CUDA, in bf16 and fp32", "runs.md#No checkpoint or validation")
 @pytest.mark.parametrize(
     ("step", "log_every", "message"),
     [

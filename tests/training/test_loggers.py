@@ -110,6 +110,7 @@ def test_loggers_that_cannot_be_started(trained, tmp_path, name, monkeypatch):
     assert not list(training.path.glob("checkpoints/*"))
 
 
+@pytest.mark.promise("security.md#wandb or mlflow")
 @pytest.mark.slow
 def test_wandb(trained, tmp_path, monkeypatch, capfd):
     """wandb records the run offline. The resumed run continues the same record."""

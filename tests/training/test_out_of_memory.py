@@ -44,6 +44,7 @@ def first(corpus_folder) -> Path:
     return corpus_folder / "first"
 
 
+@pytest.mark.promise("runs.md#micro_batch_size=auto")
 def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monkeypatch, capsys):
     """A warning has both sizes, and the run still starts from the weights of `init_from`."""
     sizes = imitate_small_device(monkeypatch, max_sequences=2)
@@ -87,6 +88,7 @@ def test_run_continues_from_its_last_whole_step(corpus_folder, tmp_path, monkeyp
         assert len(calls) == 5 + 10  # steps 4 and 5 are made again
 
 
+@pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.parametrize(
     ("size", "max_sequences", "words"),
     [(6, 3, "=6: try trainer.micro_batch_size=3"), (1, 0, "=1, the least: choose a smaller model")],

@@ -97,6 +97,7 @@ def test_learning_rate_follows_the_clock(corpus_folder, tmp_path, monkeypatch):
     assert lrs[100] < 0.05 * 0.01
 
 
+@pytest.mark.promise("runs.md#the horizon is a time")
 @pytest.mark.slow
 def test_stopped_and_resumed_it_ends_in_time(corpus_folder, tmp_path, monkeypatch):
     """A run is resumed on a machine of half the speed, and extended after its end."""
@@ -171,6 +172,7 @@ def test_patience_after_an_interruption(corpus_folder, tmp_path, overfitting):
 # --- signals ---
 
 
+@pytest.mark.promise("runs.md#second signal")
 def test_first_signal_stops_after_the_step_and_second_at_once(capfd):
     """The first is recorded, with a line on stderr. The second ends the process with code 128 + signal."""
     signals, handler = StopSignals(), signal.getsignal(signal.SIGTERM)
