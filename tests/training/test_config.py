@@ -268,6 +268,7 @@ def test_interpolation_of_an_unknown_key_is_refused():
     assert refusal(to_plain_values, composition).startswith("data.prompts[0]: ")
 
 
+@pytest.mark.promise("security.md#Configurations in checkpoints")
 @pytest.mark.parametrize(
     "text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\", "???"]
 )
