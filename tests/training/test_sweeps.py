@@ -87,20 +87,11 @@ def test_printed_settings_of_a_job_train_the_same_run(settings, tmp_path):
     ("arguments", "line"),
     [
         (["optim.lr=0.006,-1"], r"job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range"),
-        (
-            ["model=auto", "horizon=1min,4steps"],
-            r"job 1 \(.*\): model=auto needs a time limit: .* \(not horizon=4steps\)",
-        ),
         (["plan=json", "seed=1,2"], r"job 0 \(.*\): plan=json describes one new run: leave out -m"),
         (["seed=range(3,3)"], "the sweep has no jobs: one of its ranges or globs is empty"),
     ],
 )
 def test_mistake_in_any_job_is_refused_before_the_first_one_trains(settings, tmp_path, arguments, line):
-    settings = (
-        [word for word in settings if not word.startswith(("model.", "horizon"))]
-        if "model=auto" in arguments
-        else settings
-    )
     assert re.match(f"train.py: {line}", train_refusal("-m", *settings, *arguments))
     assert list(tmp_path.iterdir()) == []
 
