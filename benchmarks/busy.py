@@ -20,7 +20,7 @@ from train_step import PRESETS, config_of, ours
 
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPT
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import pack_weights
 
 VARIANTS = ("spinning", "giving way", "passive", "one thread")
@@ -44,7 +44,7 @@ def work(task: str, variant: str, seconds: float) -> Callable[[], dict]:
         idx = torch.ones(1, 5, dtype=torch.int64)
 
         def once() -> None:
-            for _ in islice(generate(model, idx, tokens, Sampling()), tokens):
+            for _ in islice(generate(model, idx, tokens, SamplingParams()), tokens):
                 pass
 
     once()

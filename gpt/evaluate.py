@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dict[str, Any]:
     """Load a model, and score what the command line asks for; several validation texts count together."""
     from gpt.hardware.device import DTYPES, choose_device
-    from gpt.sampling.scoring import strided_score, sum_of
+    from gpt.sampling.scoring import strided_score, sum_scores
 
     device = choose_device(args.device)
     model, tokenizer, record = open_with_record(path)
@@ -58,7 +58,7 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     stride = context if args.stride is None else args.stride
     require_range("--stride", stride, 1, context, note="(the model's context)")
     texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
-    score = sum_of(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
+    score = sum_scores(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
     if not score.nats_per_token < MOST_NATS:
         needs = f"the model needs {score.nats_per_token:.4g} nats per token"
         raise UserError(f"{needs}, so its weights are probably damaged: use another checkpoint")

@@ -12,7 +12,7 @@ from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
 from gpt.hardware.threads import giving_way
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.sampling.scoring import strided_score, sum_of
+from gpt.sampling.scoring import strided_score, sum_scores
 from gpt.training.advice import UNSPLIT
 from gpt.training.config import Config, with_values
 from gpt.training.optim import MINI
@@ -102,7 +102,7 @@ def probe(config: Config, schedule: Schedule, text: TokenDataset, seconds: float
         sizes = [source.metadata["splits"]["validation"]["bytes"] for source in text.sources]
         each_source = zip(text.sources, sizes, strict=True)
         T = config.model.context_length
-        found = sum_of(strided_score(model, source.validation, size, T) for source, size in each_source)
+        found = sum_scores(strided_score(model, source.validation, size, T) for source, size in each_source)
     law = Law(text.train_tokens, novelty(text.sources))
     return law.through(config.model, steps * config.trainer.tokens_per_step, found.bits_per_byte)
 

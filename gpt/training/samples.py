@@ -10,9 +10,9 @@ from gpt.data.overlap import find_copies
 from gpt.data.token_dataset import TokenDataset
 from gpt.data.tokenizer import Tokenizer
 from gpt.hardware.device import arithmetic
-from gpt.sampling.generation import Sampling
-from gpt.sampling.language_model import Continuation, LanguageModel
-from gpt.sampling.pictures import attention_picture
+from gpt.sampling.generation import SamplingParams
+from gpt.sampling.language_model import Completion, LanguageModel
+from gpt.sampling.pictures import draw_attention
 from gpt.training.curves import Curves
 from gpt.training.module import GPTModule
 from gpt.training.run_directory import SAMPLES, RunDirectory
@@ -72,17 +72,15 @@ class Samples:
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
         tokens = [token_label(self._dataset.tokenizer.decode_bytes([i])) for i in ids]
-        return np.asarray(
-            attention_picture(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text")
-        )
+        return np.asarray(draw_attention(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text"))
 
 
-def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Continuation:
+def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Completion:
     """Continue a prompt by at most `SAMPLE_TOKENS` tokens."""
     model = LanguageModel(module.model, tokenizer)
     ids = model.tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
-        *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator)
+        *_, (text,) = model.generate_batch([ids], SAMPLE_TOKENS, SamplingParams(), generator)
     return text
 
 

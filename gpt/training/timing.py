@@ -17,7 +17,7 @@ from gpt.hardware.device import arithmetic
 from gpt.hardware.memory import keep_freed_memory, release_memory
 from gpt.hardware.threads import giving_way
 from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import score, tokens_at_once
+from gpt.sampling.scoring import eval_batch_tokens, score
 from gpt.training.batch_loader import micro_batch
 from gpt.training.config import Config, Horizon
 from gpt.training.module import GPTModule
@@ -102,7 +102,7 @@ def seconds_validating(config: Config, schedule: Schedule, text: TokenDataset) -
     # For its memory, which a run holds meanwhile.
     optimizer = module.build_optimizer()
     T, sources, prompts = config.model.context_length, text.sources, config.data.prompts or []
-    size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
+    size = max(1, eval_batch_tokens(module.model, config.trainer.world_size) // T)
     batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
     generator = torch.Generator(module.device).manual_seed(config.seed)
     with arithmetic(config.trainer.device, deterministic=False), giving_way():

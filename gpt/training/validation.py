@@ -15,7 +15,7 @@ from gpt.errors import NonFiniteError
 from gpt.files import write_text
 from gpt.hardware.memory import peak_memory_bytes
 from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
+from gpt.sampling.scoring import Score, eval_batch_tokens, score, sum_scores
 from gpt.training.callbacks import Callbacks
 from gpt.training.curves import Curves
 from gpt.training.health import warn_if_overfitting
@@ -63,7 +63,7 @@ class Validator:
         self._module.require_finite_weights(step)
         with self._clock.paused():
             scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
-            total = sum_of(scores)
+            total = sum_scores(scores)
             if not math.isfinite(total.nats_per_token):
                 raise NonFiniteError(f"step {step}: the validation loss is {total.nats_per_token}; {NON_FINITE_HINT}")
             # Losses on short sequences are never compared with losses on full ones.
@@ -85,7 +85,7 @@ class Validator:
         """Score and sample trained weights before the first step. This is no validation of the run."""
         with self._clock.paused():
             scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
-            total = sum_of(scores)
+            total = sum_scores(scores)
             self._curves.record({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
             self._sample(0)
             self._progress.report(0, expected_steps, total, self.samples)
@@ -155,7 +155,7 @@ def score_dataset(fabric: Fabric, module: GPTModule, source: TokenSource) -> Sco
     Sequences have the length of the last training step. Every rank must call this.
     """
     T = module.sequence_length
-    batch_size = max(1, tokens_at_once(module.model, fabric.world_size) // T)
+    batch_size = max(1, eval_batch_tokens(module.model, fabric.world_size) // T)
     batches = validation_batches(source.validation, batch_size, T, IGNORE)
     own_batches = (batch for i, batch in enumerate(batches) if i % fabric.world_size == fabric.global_rank)
     part = score(module.model, own_batches, source.metadata["splits"]["validation"]["bytes"])

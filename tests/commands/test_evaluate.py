@@ -20,7 +20,7 @@ from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train
 from gpt.loading import open_model
 from gpt.model.loss import IGNORE
 from gpt.sampling import scoring
-from gpt.sampling.scoring import score, sum_of
+from gpt.sampling.scoring import score, sum_scores
 from harness import TINY, train, write_corpus
 from model_files import SHAPE, payload_of, small_model
 
@@ -122,7 +122,7 @@ def test_mixture(home, capsys):
     file = save(home / "mixture.ckpt", corpora.key)
     model, _ = open_model(file)
     splits = [source.metadata["splits"]["validation"] for source in corpora.sources]
-    expected = sum_of(
+    expected = sum_scores(
         score(model, validation_batches(source.validation, 4096 // T, T, IGNORE), split["bytes"])
         for source, split in zip(corpora.sources, splits, strict=True)
     )

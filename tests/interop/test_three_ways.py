@@ -16,7 +16,7 @@ from gpt.data.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tok
 from gpt.interop import gguf, huggingface
 from gpt.loading import open_model
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from harness import ROOT, train
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_greedy(tmp_path, name):
         model = random_model(GPTConfig(1024, 768, 12, 12), seed=21)
     prompt = tokenizer.encode(PROMPT)
     new = min(NEW, model.config.context_length - len(prompt))
-    ours = [int(token) for token in generate(model, torch.tensor([prompt]), new, Sampling(temperature=0.0))]
+    ours = [int(token) for token in generate(model, torch.tensor([prompt]), new, SamplingParams(temperature=0.0))]
     assert len(set(ours)) > 10
     text, last = [*prompt, *ours], len(prompt) - 1
     with torch.inference_mode():

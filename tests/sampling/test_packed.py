@@ -12,7 +12,7 @@ from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import packed
 from gpt.sampling.packed import (
-    BF16_FROM,
+    MAX_FP32_PARAMETERS,
     Int8Linear,
     PackedLinear,
     choose_sampling_precision,
@@ -109,7 +109,7 @@ def test_choice():
     small = make_initial_model(SHAPE, scale=5.0)
     with SkipInit():
         large = GPT(GPTConfig(64, 512, 4, 4))
-    assert large.config.num_parameters > BF16_FROM
+    assert large.config.num_parameters > MAX_FP32_PARAMETERS
     assert choose_sampling_precision("auto", small) == "fp32"
     assert choose_sampling_precision("auto", large) == "bf16"
     assert choose_sampling_precision("int8", small) == "int8"
@@ -132,10 +132,10 @@ def test_without_products_in_bf16(rows, precision, monkeypatch):
     """A CPU that lacks them multiplies many rows in fp32, which is at least as exact."""
     linear = make_linear(96, 53, bias=True)
     x, exact = torch.randn(rows, 96), []
-    for products in (True, False) if packed._multiplies_bf16() else (False,):  # what is not there cannot be compared
-        monkeypatch.setattr(packed, "_multiplies_bf16", lambda products=products: products)
+    for products in (True, False) if packed.has_bf16_kernels() else (False,):  # what is not there cannot be compared
+        monkeypatch.setattr(packed, "has_bf16_kernels", lambda products=products: products)
         kind = (PackedLinear if precision == "bf16" else Int8Linear)(linear.weight, linear.bias)
-        assert (precision == "int8") or kind._packed == products
+        assert (precision == "int8") or kind._is_packed == products
         out = kind(x)
         assert out.dtype == torch.bfloat16
         exact.append((out.float() - linear(x)).abs().mean().item())

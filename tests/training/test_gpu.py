@@ -200,11 +200,11 @@ def test_tokens_at_once(monkeypatch, gib, d_model, ranks, expected):
     """By the memory of the GPU and the width of the model, in whole powers of two; 4,096 on a CPU."""
     weight = torch.empty(2, d_model)
     model = SimpleNamespace(token_embedding=SimpleNamespace(weight=weight))
-    assert scoring.tokens_at_once(model, ranks) == 4096
+    assert scoring.eval_batch_tokens(model, ranks) == 4096
     memory = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     model.token_embedding.weight = SimpleNamespace(is_cuda=True, device="cuda", shape=weight.shape)
-    assert scoring.tokens_at_once(model, ranks) == expected
+    assert scoring.eval_batch_tokens(model, ranks) == expected
 
 
 # --- the script that measures all of this ---

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt import checkpoint
-from gpt.sampling.pictures import CELL, GAP, LINE
+from gpt.sampling.pictures import CELL_PX, GAP_PX, LINE_PX
 from harness import CONCERNS, ROOT, Done, read_curves, read_events, refused, tiny_arguments, train
 
 SCALARS = {
@@ -89,8 +89,8 @@ def test_tensorboard_reads_scalars_samples_and_a_picture(run):
     assert set(tags["tensors"]) == {"custom_scalars__config__", "samples/text_summary", "_hparams_/session_start_info"}
     assert tags["images"] == ["weights/attention"]
     image = events.Images("weights/attention")[0]  # two layers of three heads of 16 x 16 weights, and words
-    words = image.width - 3 * (16 * CELL + GAP)
-    assert words > 0 and image.height == 2 * LINE + words + 2 * (16 * CELL + GAP + LINE)
+    words = image.width - 3 * (16 * CELL_PX + GAP_PX)
+    assert words > 0 and image.height == 2 * LINE_PX + words + 2 * (16 * CELL_PX + GAP_PX + LINE_PX)
 
 
 def test_samples_are_listed_by_step(run):

@@ -8,12 +8,12 @@ import torch
 
 from gpt.model.fast import compiled
 from gpt.model.transformer import GPTConfig
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import Int8Linear, pack_weights
 from harness import refusal
 from small_models import make_idx, make_initial_model
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
 needs_gcc = pytest.mark.skipif(
