@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from gpt.console import command_line, say
+from gpt.console import clean_exit, print_line
 from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.sampling.arguments import parse_arguments, read_prompts
@@ -13,9 +13,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command, with the options of `sys.argv` by default."""
     args = parse_arguments(arguments)
     # Importing torch takes seconds. A mistake in the options is reported before that.
-    from gpt.hardware.threads import giving_way
+    from gpt.hardware.threads import yield_to_other_processes
 
-    with giving_way():
+    with yield_to_other_processes():
         sample(args)
 
 
@@ -26,7 +26,7 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.data import dataset_cache
     from gpt.data.token_dataset import find_cached_dataset
     from gpt.hardware.device import choose_device
-    from gpt.loading import find_checkpoint, open_with_record
+    from gpt.loading import find_checkpoint, open_checkpoint
     from gpt.sampling.insight import insight_page
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
@@ -37,11 +37,11 @@ def sample(args: argparse.Namespace) -> None:
     device = choose_device(args.device)
     prompts = [] if args.interactive else [prompt for prompt in read_prompts(args) for _ in range(args.num_samples)]
     path = find_checkpoint(args.checkpoint)
-    model, tokenizer, checkpoint = open_with_record(path)
-    sources = find_cached_dataset(checkpoint, tokenizer, dataset_cache.CACHE) if args.check else []
+    model, tokenizer, checkpoint = open_checkpoint(path)
+    sources = find_cached_dataset(checkpoint, tokenizer, dataset_cache.DEFAULT_CACHE) if args.check else []
     if args.check and not sources:
         raise UserError(
-            f"--check: the text that {path} was trained on is not in {dataset_cache.CACHE}: leave --check out"
+            f"--check: the text that {path} was trained on is not in {dataset_cache.DEFAULT_CACHE}: leave --check out"
         )
     precision = choose_sampling_precision(args.precision, model.to(device))
     rows = len(prompts) or args.num_samples
@@ -50,7 +50,7 @@ def sample(args: argparse.Namespace) -> None:
 
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 33  # short enough to type
     session = Session(LanguageModel(model, tokenizer), torch.Generator(device).manual_seed(seed), args)
-    say(f"generate.py: sampling {path} with seed {seed}", sys.stderr)
+    print_line(f"generate.py: sampling {path} with seed {seed}", sys.stderr)
     if args.interactive:
         repl(session)
         return
@@ -69,9 +69,9 @@ def sample(args: argparse.Namespace) -> None:
         metadata = {"checkpoint": str(path), "seed": seed} | vars(sampling)
         write_text(args.insight, insight_page(model, tokenizer, ids, completion.tokens, sampling, metadata))
         size = args.insight.stat().st_size
-        say(f"generate.py: wrote {args.insight} ({size:,} bytes): open it in a browser", sys.stderr)
+        print_line(f"generate.py: wrote {args.insight} ({size:,} bytes): open it in a browser", sys.stderr)
 
 
 if __name__ == "__main__":
-    with command_line("generate.py", "lower --num-samples, --max-new-tokens or --precision"):
+    with clean_exit("generate.py", "lower --num-samples, --max-new-tokens or --precision"):
         main()

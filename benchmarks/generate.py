@@ -68,7 +68,7 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
     start, batch = (PROMPT - 1, 1) if alone else (0, 512)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        gguf.write(GPT(GPTConfig(1024, 768, 12, 12)), gpt2_tokenizer(), path, kind.lower())
+        gguf.write_gguf(GPT(GPTConfig(1024, 768, 12, 12)), gpt2_tokenizer(), path, kind.lower())
         model = Llama(str(path), n_ctx=1024, n_batch=batch, n_threads=threads, n_threads_batch=threads, verbose=False)
     model.eval(ids)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt.console import Parser
 from gpt.data.chunking import decode_stream, replace_surrogates, strip_byte_order_mark
 from gpt.errors import UserError, require_range
-from gpt.files import explain, home_path
+from gpt.files import expand_path, user_errors
 
 OPTION_RANGES = {
     "max_new_tokens": (1, 10**7),
@@ -26,7 +26,7 @@ def parse_arguments(arguments: list[str] | None, args: argparse.Namespace | None
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", action="append", help="repeat it to continue several at once (default: none)")
     prompt_file = "a UTF-8 file; one newline at its end is dropped (default: none)"
-    add("--prompt-file", metavar="FILE", type=home_path, help=prompt_file)
+    add("--prompt-file", metavar="FILE", type=expand_path, help=prompt_file)
     add("--interactive", action="store_true", help="ask for prompts until Ctrl-D (default: off)")
     context = "continue the text so far; an empty line starts a new document (default: off)"
     group.add_argument("--keep-context", action="store_true", help=f"with --interactive: {context}")
@@ -48,7 +48,7 @@ def parse_arguments(arguments: list[str] | None, args: argparse.Namespace | None
     check = "also show which passages occur word for word in the training text (default: off)"
     add("--check", action="store_true", help=check)
     page = "also write a web page that shows why the model chose each token (default: off)"
-    add("--insight", metavar="PAGE.html", type=home_path, help=page)
+    add("--insight", metavar="PAGE.html", type=expand_path, help=page)
     top = "show the probability of each new token and of the N likeliest, before the filters below (default: off)"
     add("--top-logprobs", metavar="N", type=int, help=top)
     add = parser.add_argument_group("sampling").add_argument
@@ -78,7 +78,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [replace_surrogates(prompt) for prompt in args.prompt]
     source = args.prompt_file or Path("standard input")
-    with explain(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
+    with user_errors(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
         content = b"" if stream.isatty() else stream.read()
     prompt = "".join(strip_byte_order_mark(decode_stream([content], str(source))))
     return [re.sub(r"\r?\n\Z", "", prompt)]

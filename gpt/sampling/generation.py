@@ -141,7 +141,7 @@ def generate(
         new_starts = [pad + window_start(length - pad, context, slide) for pad in pad_lengths]
         if new_starts != window_starts:
             window_starts = new_starts
-            caches = model.new_caches()  # they hold the tokens from min(window_starts) to `cached_until`
+            caches = model.init_kv_caches()  # they hold the tokens from min(window_starts) to `cached_until`
             cached_until = min(window_starts)
             offsets = [start - cached_until for start in window_starts]
             cache_starts = torch.tensor(offsets, device=idx.device) if any(offsets) else None  # (B,)

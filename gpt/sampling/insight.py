@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpt.data.chunking import token_label
 from gpt.data.tokenizer import Tokenizer
-from gpt.files import ASSETS, home_path, write_text
+from gpt.files import ASSETS, expand_path, write_text
 from gpt.model.attention import MultiHeadAttention
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import SamplingParams, filter_logits
@@ -44,7 +44,7 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file, for a browser."""
-        write_text(home_path(path), self.html)
+        write_text(expand_path(path), self.html)
 
 
 @torch.inference_mode()

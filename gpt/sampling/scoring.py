@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.console import bars
+from gpt.console import import_tqdm
 from gpt.data.batches import validation_batches
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.loss import IGNORE
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT
 
 MIN_BATCH_TOKENS = 4096
@@ -64,7 +64,7 @@ def sum_scores(scores: Iterable[Score]) -> Score:
 
 @torch.no_grad()
 def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
-    """Score a model on batches of inputs and targets (B, T), with `IGNORE` for targets that do not count.
+    """Score a model on batches of inputs and targets (B, T), with `IGNORE_INDEX` for targets that do not count.
 
     `num_bytes` is the size of the text in UTF-8. End-of-text tokens between documents add nats but no bytes. A model in
     training mode is in training mode again afterwards.
@@ -75,7 +75,7 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     nats = 0.0
     num_tokens = 0
     for idx, targets in batches:
-        num_targets = int((targets != IGNORE).sum())
+        num_targets = int((targets != IGNORE_INDEX).sum())
         idx, targets = idx.to(device), targets.to(device)
         mean_loss = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
         nats += mean_loss.item() * num_targets  # summed in Python: Apple's GPUs have no float64
@@ -99,7 +99,7 @@ def strided_score(model: GPT, tokens: np.ndarray, num_bytes: int, stride: int) -
     """
     T = model.config.context_length
     B = max(1, eval_batch_tokens(model) // T)
-    batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE, stride)
+    batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE_INDEX, stride)
     num_batches = -(-len(tokens) // (B * stride))
-    bar = bars()(batches, total=num_batches, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
+    bar = import_tqdm()(batches, total=num_batches, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
     return score(model, bar, num_bytes)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.errors import UserError
 from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.generation import SamplingParams
@@ -44,7 +44,7 @@ class Session:
             excess = len(tokens) - context_length
             if excess > 0 and not self.args.keep_context:
                 note = f"the prompt has {len(tokens)} tokens and the model sees {context_length}"
-                say(f"generate.py: {note}: the first {excess} are cut", sys.stderr)
+                print_line(f"generate.py: {note}: the first {excess} are cut", sys.stderr)
         return self.model.generate_batch(
             [ids[prompt] for prompt in prompts],
             self.args.max_new_tokens,
@@ -70,7 +70,7 @@ def repl(session: Session) -> None:
     """Read prompts and continue each. Ctrl-C ends a text, Ctrl-D the session. `/top-k 5` sets an option."""
     if sys.stdin.isatty():
         keys = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
-        say(f"{keys}, and a line such as /temperature 0.5 changes an option", sys.stderr)
+        print_line(f"{keys}, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as for other prompts, in every locale
     text = ""  # with --keep-context all prompts and completions of the document, else the latest
@@ -84,7 +84,7 @@ def repl(session: Session) -> None:
             try:
                 session.set_option(*option.groups())
             except UserError as error:
-                say(str(error), sys.stderr)
+                print_line(str(error), sys.stderr)
             continue
         text = f"{text}\n{prompt}" if session.args.keep_context and text and prompt else prompt
         steps = session.complete([text] * session.args.num_samples)

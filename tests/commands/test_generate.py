@@ -23,7 +23,7 @@ import harness
 from gpt.sampling.arguments import unescape
 from gpt.sampling.generation import SamplingParams, window_start
 from gpt.sampling.packed import pack_weights
-from harness import give_stdin
+from harness import set_stdin
 from small_models import CONTEXT, EOT, make_writer, write_run
 
 PROGRAM = Path(generate.__file__).resolve()
@@ -177,13 +177,13 @@ def test_a_prompt_that_cannot_be_read_is_refused(tmp_path, monkeypatch, capsys):
     file = tmp_path / "latin-1.txt"
     file.write_bytes("2 3 5 é 7".encode("latin-1"))
     assert f"{file}: not UTF-8 (byte 0xe9 at offset 6)" in refusal(capsys, "--prompt-file", str(file))
-    give_stdin(monkeypatch, "23é".encode()[:-1])
+    set_stdin(monkeypatch, "23é".encode()[:-1])
     assert "standard input: not UTF-8 (byte 0xc3 at offset 2)" in refusal(capsys)
 
 
 def test_too_little_memory_is_reported_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(gpt.sampling.generation, "next_token", mock.Mock(side_effect=MemoryError))
-    line = harness.last_line(capsys, str(PROGRAM), "--prompt", "a")
+    line = harness.command_refusal(capsys, str(PROGRAM), "--prompt", "a")
     assert line.startswith("generate.py: ") and "memory" in line and "lower --num-samples" in line
 
 
@@ -269,7 +269,7 @@ def test_a_compiled_model_writes_the_same_text(capsys):
 
 def test_an_empty_prompt_begins_a_document(monkeypatch, capsys):
     """So does none. A prompt that spells end-of-text does not: its thirteen characters are text."""
-    give_stdin(monkeypatch, b"")
+    set_stdin(monkeypatch, b"")
     assert greedy_text(capsys, "--prompt", "") == greedy_text(capsys) == expected_text(b"", 23)
     text = greedy_text(capsys, "--prompt", "<|endoftext|>")
     assert text == expected_text(b"<|endoftext|>", 23) != expected_text(b"", 23)
@@ -392,7 +392,7 @@ def test_top_logprobs_print_a_line_for_each_token(monkeypatch, capsys):
     assert output(capsys, "--prompt", "2 3 5", *arguments, "--num-samples", "2") == (
         f"--- 1 of 2 ---\n{out}--- 2 of 2 ---\n{out}"
     )
-    give_stdin(monkeypatch, b"2 3 5\n")
+    set_stdin(monkeypatch, b"2 3 5\n")
     assert output(capsys, "--interactive", *arguments) == "> " + out.removeprefix("2 3 5") + "> \n"
 
 
@@ -426,7 +426,7 @@ def test_prompt_from_a_file_or_standard_input(tmp_path, monkeypatch, capsys, con
     """A newline at the end and a byte order mark at the beginning are dropped."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
-    give_stdin(monkeypatch, content)
+    set_stdin(monkeypatch, content)
     arguments = ["--max-new-tokens", "7", *GREEDY]
     expected = prompt + expected_text(prompt.encode(), 7) + "\n"
     assert output(capsys, *arguments, "--prompt-file", str(file)) == expected
@@ -446,7 +446,7 @@ def test_interactive_lines_are_prompts(monkeypatch, capsys, encoding):
 
 
 def test_interactive_samples(monkeypatch, capsys):
-    give_stdin(monkeypatch, b"2 3 5\n")
+    set_stdin(monkeypatch, b"2 3 5\n")
     text = expected_text(b"2 3 5", 7)
     assert output(capsys, *INTERACTIVE, *GREEDY, "--num-samples", "2") == f"> {text}\n---\n{text}\n> \n"
 
@@ -461,7 +461,7 @@ def test_interactive_options_hold_from_their_line_on(monkeypatch, capsys):
         "/max-new-tokens 0": "--max-new-tokens=0 .* at least 1 and at most 10000000",
         "/temprature 1": "/temprature .*/max-new-tokens /repetition-penalty /temperature ",
     }
-    give_stdin(monkeypatch, "".join(f"{line}\n" for line in [*lines[:2], *mistakes, *lines[2:]]).encode())
+    set_stdin(monkeypatch, "".join(f"{line}\n" for line in [*lines[:2], *mistakes, *lines[2:]]).encode())
     generate.main([*INTERACTIVE, "--temperature", "100"])
     printed = capsys.readouterr()
     for line, message in zip(printed.err.splitlines()[1:], mistakes.values(), strict=True):
@@ -471,7 +471,7 @@ def test_interactive_options_hold_from_their_line_on(monkeypatch, capsys):
 
 
 def test_a_terminal_shows_how_to_leave(monkeypatch, capsys):
-    give_stdin(monkeypatch, b"")
+    set_stdin(monkeypatch, b"")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     generate.main(["--interactive"])
     assert "Ctrl-D (on Windows Ctrl-Z and Enter)" in capsys.readouterr().err.splitlines()[-1]
@@ -479,7 +479,7 @@ def test_a_terminal_shows_how_to_leave(monkeypatch, capsys):
 
 def test_keep_context_continues_the_text(monkeypatch, capsys):
     """Each prompt is a line of its own. An empty one begins a document."""
-    give_stdin(monkeypatch, b"2 3\n5\n7\n\n11\n")
+    set_stdin(monkeypatch, b"2 3\n5\n7\n\n11\n")
     context, expected = b"", ""
     for prompt in (b"2 3", b"5", b"7", b"", b"11"):
         context = context + b"\n" + prompt if context and prompt else prompt
@@ -492,6 +492,6 @@ def test_keep_context_continues_the_text(monkeypatch, capsys):
 def test_keep_context_holds_what_ctrl_c_cut(monkeypatch, capsys):
     """Ctrl-C ends a text, and the session continues."""
     contexts = write_tokens(monkeypatch, b"abc\0defghij")
-    give_stdin(monkeypatch, b"2 3\n5\n")
+    set_stdin(monkeypatch, b"2 3\n5\n")
     assert output(capsys, *INTERACTIVE, "--keep-context") == "> abc\n> defghij\n> \n"
     assert (contexts[3], contexts[4]) == (b"2 3abc", b"2 3abc\n5")

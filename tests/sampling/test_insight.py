@@ -17,7 +17,7 @@ from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import SamplingParams, filter_logits, generate
 from gpt.sampling.insight import NUM_ALTERNATIVES, NUMBERS, insight_page
 from gpt.sampling.packed import pack_weights
-from harness import needs
+from harness import import_or_skip
 
 PROMPT = "a</script><b>\n"
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.6, repetition_penalty=1.3)
@@ -143,7 +143,7 @@ def test_what_heads_add(ids, precision):
 def test_bf16_is_stored_exactly(ids):
     """The numbers of a model that computes in bf16 are stored bit for bit."""
     model = make_model()
-    model.compute_in(torch.bfloat16)
+    model.set_compute_dtype(torch.bfloat16)
     page, ids = page_of(model, ids, 3), ids[:-1]
     x = model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
     expected = model.blocks[0].attention._project(model.blocks[0].norm1(x)[None])
@@ -185,7 +185,7 @@ def test_page_is_self_contained(page):
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = needs("playwright.sync_api")
+    sync_api = import_or_skip("playwright.sync_api")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")  # else playwright's own
     with sync_api.sync_playwright() as playwright:
         try:

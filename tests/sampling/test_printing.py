@@ -28,7 +28,7 @@ def make_sources(folder, *texts: str) -> list[TokenSource]:
         file = folder / f"{i}.txt"
         file.write_text(text, encoding="utf-8")
         data = DataConfig("text", str(file))
-        sources += prepare(data, TokenizerConfig("byte"), 8, folder / "cache", say=lambda line: None).sources
+        sources += prepare(data, TokenizerConfig("byte"), 8, folder / "cache", print_line=lambda line: None).sources
     return sources
 
 
