@@ -89,20 +89,6 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def test_imports_stay_light(project):
-    """Sampling imports no framework of the training, and not PyTorch's compiler, whose import takes a second."""
-    code = (
-        "import sys, generate\n"
-        "generate.main(['--prompt', 'a', '--max-new-tokens', '1', '--json'])\n"
-        "heavy = {'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'tensorboard', 'transformers'}\n"
-        "heavy |= {'tokenizers', 'huggingface_hub', 'pyarrow', 'pandas', 'wandb', 'mlflow', 'train', 'torch._dynamo'}\n"
-        "print(sorted(heavy & set(sys.modules)), 'gpt.sampling.generation' in sys.modules)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=project, env=environment, text=True, timeout=60)
-    assert printed.splitlines()[-1] == "[] True"
-
-
 def test_a_closed_pipe_ends_the_program_quietly(project):
     """As with `| head -c 5`: it ends long before its text would."""
     with started(project, "--prompt", "2 3 5 7", "--max-new-tokens", "1000000") as process:

@@ -157,14 +157,8 @@ def test_surprise_is_from_the_moment_of_sampling(model, prompt_length, new):
     """The page counts tokens that were drawn after the text had outgrown the context, and shows none of them."""
     prompt = np.random.default_rng(3).integers(32, 127, prompt_length).tolist()
     logits: list[torch.Tensor] = []
-    tokens = generate(
-        model,
-        torch.tensor([prompt[-CONTEXT:]]),
-        new,
-        SAMPLING,
-        torch.Generator().manual_seed(3),
-        on_logits=logits.append,
-    )
+    idx, generator = torch.tensor([prompt[-CONTEXT:]]), torch.Generator().manual_seed(3)
+    tokens = generate(model, idx, new, SAMPLING, generator, on_logits=logits.append)
     new_tokens = [int(token) for token in tokens]
     data = data_of(page_of(model, prompt + new_tokens, prompt_length))
     given = min(prompt_length, CONTEXT)
