@@ -232,11 +232,14 @@ def test_in_a_browser(model, ids, page, browser, tmp_path: Path):
         opacity = torch.tensor(shown).view(*head.shape, 4)[..., 3]
         torch.testing.assert_close(opacity.float(), 255 * head.sqrt(), atol=8, rtol=0)
     tokens = torch.tensor(ids[:-1])
-    earlier = (tokens[:, None] == tokens).tril(-1)
+    repeated = (tokens[:, None] == tokens).tril(-1)
     for head, hint in zip(maps.flatten(0, 1), tab.locator("#heads button").all_inner_texts(), strict=True):
-        places = {"before": head.diagonal(-1)[1:], "first": head[2:, 0], "itself": head.diagonal()[2:]}
-        places["same"] = (head * earlier)[2:].sum(1)
-        means = {name: float(weights.mean()) for name, weights in places.items()}
+        means = {
+            "before": head.diagonal(-1)[1:].mean(),
+            "first": head[2:, 0].mean(),
+            "itself": head.diagonal()[2:].mean(),
+        }
+        means["same"] = (head * repeated)[2:].sum(1).mean()
         name = max(means, key=lambda name: means[name])
         assert abs(means[name] - 0.2) < 0.02 or hint.split()[:1] == ([name] if means[name] > 0.2 else [])
     weights = model.attention_maps(torch.tensor([ids]))[0, 1, 1]  # of the position before each token that is chosen
