@@ -119,7 +119,7 @@ def generate(
     and the cache is rebuilt, every `slide` tokens.
 
     Args:
-        model: The model, which is set to evaluation mode.
+        model: The model. It is set to evaluation mode.
         idx: Token ids (B, T).
         max_new_tokens: How many tokens to yield.
         sampling: How to draw a token.

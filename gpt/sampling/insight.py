@@ -1,8 +1,9 @@
 """The insight page: one HTML file that shows why a model continued a text as it did.
 
 For each token it holds the model's expectations, the guesses of each layer, and what each head adds to the residual
-stream. It also holds the queries, keys and values of every head; the page computes attention weights from them. Every
-figure belongs to the position before the token, which predicted it. The page itself is gpt/assets/insight.*.
+stream. It also holds the queries, keys and values of every head; the page computes attention weights from them. The
+position before a token predicted it, so the figures of a token are from that position. The page itself is
+gpt/assets/insight.*.
 
 Letters in shapes: T tokens, V vocabulary, L layers, H heads, D head_dim, C d_model.
 """

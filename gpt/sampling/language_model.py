@@ -99,7 +99,7 @@ class LanguageModel:
         return f"{type(self).__name__}({shape}, tokenizer {self.tokenizer.name}, on {self.device})"
 
     def generate(self, prompt: str = "", max_new_tokens: int = 300, **options: Any) -> str:
-        """Continue a prompt and return the new text. The options are those of `stream`."""
+        """Continue a prompt and return the new text. The options are the same as for `stream`."""
         return "".join(self.stream(prompt, max_new_tokens, **options))
 
     def stream(

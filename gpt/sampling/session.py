@@ -1,4 +1,4 @@
-"""A session of generate.py: a model, the options of the command line, and a prompt after the other."""
+"""A session of generate.py: a model, the options of the command line, and one prompt after another."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 @dataclasses.dataclass
 class Session:
-    """A model on its device, the generator of its random numbers, and options, which `set_option` changes."""
+    """A model on its device, a generator of random numbers, and options. `set_option` changes the options."""
 
     model: LanguageModel
     generator: torch.Generator

@@ -78,7 +78,7 @@ def refusal(capsys, *arguments: str) -> str:
 
 @contextlib.contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Start generate.py in a folder. Its output is a pipe, and buffered whatever the environment sets."""
+    """Start generate.py in a folder. Its output is a pipe with a buffer, whatever the environment sets."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, PROGRAM, *arguments]

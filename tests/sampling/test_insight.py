@@ -75,7 +75,7 @@ def numbers_of(page: str, layer: int, T: int, head_dim: int) -> list[torch.Tenso
 
 
 def test_expectations(model, ids, page):
-    """Surprise, probabilities and what the filters left are those of the model."""
+    """Surprise and probabilities, before and after the filters, are the model's."""
     data, logits = data_of(page), model(torch.tensor([ids]))[0]
     assert [data[key] for key in ("tokens", "given", "heads", "width", "numbers")] == [ids, len(PROMPT), H, D, NUMBERS]
     assert data["expected"][0] == {"bits": None, "rank": 0, "likeliest": []}

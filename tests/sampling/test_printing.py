@@ -40,7 +40,7 @@ def make_sources(folder, *texts: str) -> list[TokenSource]:
             "41 of 47 tokens, in [[brackets]]; the longest passage has 16 characters",
             "[[all men are ]]fast,[[ to be self-evid]],[[ all men are ]]\n",
         ),
-        (  # the first byte of a yen is that of a pound
+        (  # a yen and a pound have the same first byte
             "created equal \u00a5",
             "15 of 16 tokens, in [[brackets]]; the longest passage has 14 characters",
             "[[created equal ]]\u00a5\n",
