@@ -163,7 +163,7 @@ def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:
 
 
 def describe_machine() -> dict:
-    """Return the properties of the machine on which the figures depend."""
+    """Return the properties of the machine that affect the figures."""
     cpu_info = Path("/proc/cpuinfo")
     cpu = platform.processor()
     if cpu_info.exists():
@@ -198,7 +198,7 @@ def rounds(seconds: float, min_rounds: int = 3) -> Iterator[int]:
 
 
 def training_dtype() -> str:
-    """Return PyTorch's name of the precision in which this machine trains."""
+    """Return the precision that training uses on this machine, as PyTorch names it."""
     name = choose_precision("auto", choose_device())
     return str(DTYPES[name]).removeprefix("torch.")
 

@@ -1,6 +1,6 @@
 """The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
 
-All variants use the precision in which this machine trains, bf16 or fp32, in turn for --seconds (90) with each preset.
+The variants take turns for --seconds (90) with each preset, in bf16 or fp32, as this machine trains.
 --shape 2 128 is for 2 sequences of 128 tokens. --only NAME ... selects the variants whose names contain one of these.
 
 Prints tokens a second, the fraction of the matrix peak measured in the same run, and peak memory. Every variant takes

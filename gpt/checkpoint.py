@@ -115,7 +115,7 @@ def _read_archive(path: Path, mmap: bool) -> Any:
         except RuntimeError as error:
             if not (mmap and is_out_of_memory(error)):
                 raise
-            # A mapping needs address space, which may be limited; memory that is already allocated may suffice.
+            # Without a mapping, memory that this process has already allocated may suffice.
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -146,7 +146,7 @@ def read_checkpoint_step(path: Path) -> float:
 def restore_model(checkpoint: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
     """Build a checkpoint's model around its own weights, without a copy, and its tokenizer.
 
-    Raises `UserError`, which names `path`, if the parts do not fit together.
+    Raises `UserError` with `path` if the parts do not fit together.
     """
     try:
         tokenizer = Tokenizer.from_dict(checkpoint["tokenizer"])

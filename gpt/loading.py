@@ -30,9 +30,9 @@ _HUB_NAME = re.compile(r"(distil)?gpt2|gpt2-(medium|large|xl)|[A-Za-z0-9][\w.-]*
 def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -> Path:
     """Return the checkpoint file or Hugging Face folder that a path or a name means.
 
-    The checkpoint of a run directory is its best, or else its newest. A path that does not exist is the name of a run
-    below `runs`, or else of a model on the Hugging Face hub, which is downloaded: OWNER/NAME, or gpt2 and its other
-    sizes. Without a path, the run is the newest below `runs`. Raises `UserError` if nothing is found.
+    The checkpoint of a run directory is its best, or else its newest. Without a path, the run is the newest below
+    `runs`. A path that does not exist is the name of a run below `runs`, or else of a model on the Hugging Face hub:
+    OWNER/NAME, or gpt2 and its other sizes. That model is downloaded. Raises `UserError` if nothing is found.
     """
     if path is None:
         path = _find_newest_run(runs)

@@ -87,20 +87,16 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, list[int] | None]:
     Rows without a token of ours, for added tokens or for padding, are left out, so they are never sampled. The order is
     None if the rows need no change. Raises `UserError` for other models than GPT-2. The weights are not read.
     """
-    vocab_size = _read_config(folder).get("vocab_size")
+    vocab_size: Any = _read_config(folder).get("vocab_size")
     tokenizer, order = read_huggingface_tokenizer(folder) or (gpt2_tokenizer(), None)
     num_rows = 1 + max(order or [tokenizer.end_of_text])
-    is_padded = (
-        type(vocab_size) is int
-        and num_rows < vocab_size <= num_rows + MAX_UNUSED_ROWS
-        and (order is not None or vocab_size % 64 == 0)
-    )
-    if vocab_size != num_rows and not is_padded:
-        owner = "its tokenizer" if order else "GPT-2's own tokenizer"
-        raise UserError(f"{folder}: its vocab_size is {vocab_size!r:.60}, and {owner} has {num_rows} tokens")
-    if is_padded and order is None:
-        order = list(range(num_rows))
-    return tokenizer, order
+    if vocab_size == num_rows:
+        return tokenizer, order
+    is_padded = type(vocab_size) is int and num_rows < vocab_size <= num_rows + MAX_UNUSED_ROWS
+    if is_padded and (order or vocab_size % 64 == 0):
+        return tokenizer, order or list(range(num_rows))
+    owner = "its tokenizer" if order else "GPT-2's own tokenizer"
+    raise UserError(f"{folder}: its vocab_size is {vocab_size!r:.60}, and {owner} has {num_rows} tokens")
 
 
 def load_huggingface_weights(folder: Path, order: list[int] | None = None) -> "GPT":
@@ -180,20 +176,12 @@ def _make_configs(model: "GPT", tokenizer: Tokenizer) -> dict[str, dict[str, Any
     if not shape.qkv_bias:
         config["qkv_bias"] = False  # only our own code reads it: `transformers` gets biases of zero
     # Without max_length, `pipeline` would generate 256 tokens. A small model has fewer positions.
-    generation_config: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "max_length": context_length,
-    }
-    generation_config |= end_ids | {"pad_token_id": tokenizer.end_of_text}
+    generation: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_length": context_length}
+    generation |= end_ids | {"pad_token_id": tokenizer.end_of_text}
     # The class GPT2Tokenizer has no ignore_merges, so it would give some words other tokens.
-    tokenizer_config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    tokenizer_config |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "model_max_length": context_length}
-    return {"config": config, "generation_config": generation_config, "tokenizer_config": tokenizer_config}
+    tokenization: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    tokenization |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "model_max_length": context_length}
+    return {"config": config, "generation_config": generation, "tokenizer_config": tokenization}
 
 
 def from_huggingface_weights(weights: dict[str, "Tensor"], num_layers: int) -> dict[str, "Tensor"]:
@@ -225,8 +213,8 @@ def named_weights(model: "GPT") -> Iterator[tuple[str, "Tensor"]]:
     """Yield a model's weights with their names in a GPT2Model. Biases that `qkv_bias` leaves out are zero."""
     state = model.state_dict()
     for name, gpt2_name in parameter_names(model.config.num_layers):
-        is_missing_bias = name not in state
-        yield gpt2_name, model.final_norm.bias.new_zeros(3 * model.config.d_model) if is_missing_bias else state[name]
+        zero_bias = model.final_norm.bias.new_zeros(3 * model.config.d_model)
+        yield gpt2_name, state.get(name, zero_bias)
 
 
 def parameter_names(num_layers: int) -> Iterator[tuple[str, str]]:

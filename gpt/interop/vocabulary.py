@@ -11,7 +11,7 @@ from gpt.errors import UserError
 if TYPE_CHECKING:
     import tokenizers
 
-COMPARED_BYTES = 120_000  # the approximate size of a text on which two tokenizers are compared
+COMPARED_BYTES = 120_000  # approximate: two tokenizers are compared on a text of this size
 
 _BYTE_TO_UNICODE = {byte: character for character, byte in UNICODE_TO_BYTE.items()}
 
@@ -32,7 +32,7 @@ def list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def to_huggingface_tokenizer(tokenizer: Tokenizer) -> "tokenizers.Tokenizer":
-    """Convert a tokenizer to one of the `tokenizers` library, which gives every text the same ids."""
+    """Convert a tokenizer to a tokenizer of the `tokenizers` library that gives every text the same ids."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
