@@ -21,14 +21,12 @@ from typing import Any
 from gpt.console import Parser, clean_exit, print_line
 from gpt.errors import UserError, summarize_error
 from gpt.files import TRAIN_COMMAND, expand_path, flatten, read_text, read_yaml
-from gpt.training.metrics import METRICS
+from gpt.training.metrics import METRICS, SETTINGS_WITHOUT_EFFECT
 
 RUNS = Path("runs")
 SEEDS = ("seed", "data.seed")
-# Settings without an effect on the model, and records of how the values were chosen.
-IGNORED_SETTINGS = re.compile(
-    r"run_dir|resume|rerun|logger|data\.(cache|cache_bytes|prompts)|(decided|amended|overrides)(\..*)?"
-)
+# Keys that record how the values were chosen; older versions wrote some of them.
+RECORD_KEYS = re.compile(r"resume|rerun|(decided|amended|overrides)(\..*)?")
 COLUMNS = [metric for metric in METRICS.values() if metric.column]
 STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # at 95%, for 1, 2, ... degrees of freedom
 TABLE_WIDTH = 80
@@ -181,7 +179,8 @@ def read_run(folder: Path) -> RunSummary:
         raise UserError(f"{folder}: not a run directory (it has no config.yaml); give one of those in {RUNS}/")
     with damage_errors(config_file):
         config = flatten(read_yaml(config_file))
-        settings = {key: value for key, value in config.items() if not IGNORED_SETTINGS.fullmatch(key)}
+        keys = [key for key in config if not RECORD_KEYS.fullmatch(key) and key not in SETTINGS_WITHOUT_EFFECT]
+        settings = {key: config[key] for key in keys}
     if not metrics_file.is_file():
         return RunSummary(name, settings, math.inf, {})
     with damage_errors(metrics_file):

@@ -79,6 +79,7 @@ def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
         assert logits.std() > 0.01
 
 
+@pytest.mark.promise("runs.md#second process in the same directory")
 def test_a_failed_write_leaves_the_folder_as_it_was(path):
     """It fails at a value that cannot be pickled, or halfway, here at a limit on the size of files."""
     for old in (None, b"the old checkpoint"):
@@ -254,6 +255,7 @@ def test_weights_whose_sum_overflows_are_finite(path):
 # --- hostile files ---
 
 
+@pytest.mark.promise("security.md#can run code", "security.md#weights_only=True")
 def test_a_pickle_is_never_run(tmp_path, path):
     """It may be the whole file, or a record of an archive that has everything else of a checkpoint."""
     trace = tmp_path / "trace"

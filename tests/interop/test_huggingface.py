@@ -141,6 +141,7 @@ def test_a_loaded_model_does_not_depend_on_the_file(folder):
     assert all(weight.is_contiguous() and torch.equal(weight, copy[name]) for name, weight in state.items())
 
 
+@pytest.mark.promise("security.md#safetensors")
 def test_pickles_are_not_read(folder, tmp_path):
     """The line names the program that rewrites older weights."""
     (folder / "model.safetensors").unlink()

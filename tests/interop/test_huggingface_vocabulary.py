@@ -207,8 +207,9 @@ def test_a_missing_merge_is_refused(folder):
     assert refusal(folder) == MERGES
 
 
+@pytest.mark.promise("security.md#1,024 bytes")
 @pytest.mark.parametrize("levels", [10, 11, 16])
-def test_letters_that_are_doubled(folder, levels):
+def test_tokens_of_doubled_letters_are_refused(folder, levels):
     """A small file cannot hold tokens so long that a text of a few of them fills the memory."""
     stored = read_json(folder)
     tokens = [to_printable(bytes([byte])) for byte in range(256)]

@@ -184,6 +184,7 @@ def open_in_subprocess(name: str, env: dict) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.promise("security.md#Downloads")
 @pytest.mark.slow
 def test_hub(tmp_path, hub):
     """A model is downloaded once, without its code and other files that are not needed."""
