@@ -45,9 +45,16 @@ def module_of(file: Path) -> str:
 
 
 def read_imports(file: Path) -> list[str]:
-    """Return every module that a file imports, inside functions as well."""
+    """Return every module that a file imports, inside functions as well, but not for type checkers only."""
     modules = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    type_blocks = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
+    for_types = {id(node) for block in type_blocks for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -69,6 +69,7 @@ NOT_RUN = {
     "python -m pytest -m slow",
     "python -m pytest -m faults",
     "python train.py experiment=finetune init_from=gpt2 data.path=FILE",  # downloads half a gigabyte
+    "python benchmarks/check_machine.py",  # tests/test_check_machine.py runs it
 }
 
 

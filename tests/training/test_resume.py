@@ -15,7 +15,8 @@ import torch
 from gpt import checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
-from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.lr_schedule import lr_multiplier
+from gpt.training.optim import OptimConfig
 from harness import (
     CallAt,
     StopAt,
