@@ -16,7 +16,7 @@ from harness import (
     train_refusal,
 )
 
-RUN, STOP = ["horizon=41steps"], 31
+RUN, STOP = ["horizon=41steps"], 29
 
 
 def contents(run: Path) -> dict[str, bytes]:

@@ -217,7 +217,8 @@ def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys, stop):
     losses = dict(read_table(tmp_path / "run")["train/loss"])
     warning = re.fullmatch(
         r"train.py: training loss has been far above its average since step (\d+) \((.*), and (.*) before\): "
-        r"best.ckpt of step 20 is from before; .* with python train.py run_dir=null resume=null optim.lr=1 optim.matrix_lr=1",
+        r"best.ckpt of step 20 is from before; .* with python train.py run_dir=null resume=null optim.lr=1 "
+        r"optim.matrix_lr=1",
         *lines,
     )
     assert warning
