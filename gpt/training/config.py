@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from gpt.checkpoint_formats import RENAMED, upgrade_config
+from gpt.checkpoint_formats import RENAMED_KEYS, upgrade_config
 from gpt.data.chunking import replace_surrogates
 from gpt.data.data_config import DataConfig
 from gpt.data.tokenizer import TokenizerConfig
@@ -25,7 +25,7 @@ from gpt.training.optim import OptimConfig
 from gpt.training.versions import code_version
 
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
-REPLACED_KEYS = RENAMED | {  # keys and choices of 0.5 -> what to use today
+REPLACED_KEYS = RENAMED_KEYS | {  # keys and choices of 0.5 -> what to use today
     "data=prepared": "data=tokens data.path=DIR",
     "rerun": "the first line of the run's command.txt, with changes appended",
 }
