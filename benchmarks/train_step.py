@@ -240,7 +240,7 @@ def report(preset: str, workers: list[Worker], peak: float, shape: Shape) -> dic
     """Print a preset's table; return its figures."""
     device = choose_device().type
     B, T = tokens(preset, device, shape)[0].shape
-    flops = GPT(config_of(preset)).flops_per_token(T) * B * T
+    flops = config_of(preset).costs().flops_per_token(T) * B * T
     print(f"\n{preset}: {B} x {T} tokens in {precision()}, {flops / 1e9:.1f} GFLOP a step, {peak / 1e9:,.0f} GFLOP/s")
     first, rows, figures = workers[0].median, [], {}
     for worker in workers:

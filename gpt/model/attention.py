@@ -130,7 +130,9 @@ class MultiHeadAttention(nn.Module):
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, blocked: Tensor | None) -> Tensor:
         T, S = queries.shape[-2], keys.shape[-2]
         dropout = self.dropout.p if self.training else 0.0
-        fused = prefers_fused_kernel(queries) if self.fused_kernel is None else self.fused_kernel
+        fused = self.fused_kernel
+        if fused is None:
+            fused = prefers_fused_kernel(queries.device.type, queries.dtype, T, is_training=queries.requires_grad)
         if not fused:
             mask = self.mask[S - T : S, :S] if blocked is None else blocked
             return in_halves(attention, queries, keys, values, mask, dropout)

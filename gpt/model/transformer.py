@@ -4,8 +4,10 @@ Letters in shapes: B batch, T tokens, S tokens so far (T and those in the cache)
 H heads.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +61,45 @@ class GPTConfig(ModelConfig):
     @property
     def num_parameters(self) -> int:
         """The number of trained parameters: embeddings (the tied head counts once), blocks and final norm."""
-        C = self.d_model
-        per_block = 12 * C**2 + (10 + 3 * self.qkv_bias) * C
-        return (self.vocab_size + self.context_length) * C + self.num_layers * per_block + 2 * C
+        return self.costs().parameters
+
+    def costs(self) -> "ModelCosts":
+        """Count what estimates of time and memory need on the modules themselves, in milliseconds, once per shape.
+
+        The model is built with one block and without memory. `UserError` if it is too large for any machine.
+        """
+        return _count_costs(type(self), tuple(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What a model takes, for estimates of its time and memory.
+
+    Args:
+        parameters: Trained parameters. The tied head counts once.
+        linear_weights: The number of weights in each linear map of a block.
+        block_weights: The number of weights in the linear maps of all blocks.
+        head_weights: The number of weights in the output head.
+        attention_width: The width of the attention of all blocks, d_model times num_layers.
+        kept_in_fp32: Numbers per token that a block keeps for its backward pass in fp32.
+        kept_in_dtype: Numbers per token that it keeps in the precision of its products, besides attention scores.
+    """
+
+    parameters: int
+    linear_weights: tuple[int, ...]
+    block_weights: int
+    head_weights: int
+    attention_width: int
+    kept_in_fp32: int
+    kept_in_dtype: int
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Return the floating-point operations to train on one token of a sequence.
+
+        These are six for each weight that multiplies (two forward, four backward), and in each block 12 C for every
+        token attended to, counting the full square of scores: Chowdhery et al. 2022 (PaLM), appendix B.
+        """
+        return 6 * (self.block_weights + self.head_weights) + 12 * self.attention_width * sequence_length
 
 
 class FeedForward(nn.Module):
@@ -210,15 +248,6 @@ class GPT(nn.Module):
             x = block(x)
         return torch.stack(maps, dim=1)
 
-    def flops_per_token(self, tokens: int) -> int:
-        """Floating-point operations to train on one token of a sequence of `tokens`.
-
-        Six for every weight that multiplies (two forward, four backward), plus 12 C a layer for every token attended
-        to, counting the full square of scores: Chowdhery et al. 2022 (PaLM), appendix B.
-        """
-        matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2) - self.position_embedding.weight.numel()
-        return 6 * matrices + 12 * self.config.num_layers * self.config.d_model * tokens
-
     def _blocked(self, seen: int, T: int, starts: Tensor) -> Tensor:
         """The mask (B, 1, T, S) that blocks later tokens and padding, but never a token itself."""
         causal = self.blocks[0].attention.mask[seen : seen + T, : seen + T]  # type: ignore[index, union-attr]
@@ -244,3 +273,31 @@ class GPT(nn.Module):
             else:
                 x = block(x, None if caches is None else caches[i], blocked)
         return self.final_norm(x).to(self.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _count_costs(config_type: type[GPTConfig], values: tuple) -> ModelCosts:
+    config = config_type(*values)
+    L = config.num_layers
+    try:
+        with torch.device("meta"), SkipInit():
+            model = GPT(replace(config, num_layers=1))
+    except (RuntimeError, TypeError, OverflowError):  # PyTorch counts bytes in 64 bits
+        raise UserError(f"a model of {config} is too large for any machine: choose a smaller one") from None
+    block: Any = model.blocks[0]
+    linears = [module for module in block.modules() if isinstance(module, Linear)]
+    norms = [module for module in block.modules() if isinstance(module, nn.LayerNorm)]
+    block_parameters = sum(p.numel() for p in block.parameters())
+    linear_weights = tuple(linear.weight.numel() for linear in linears)
+    return ModelCosts(
+        parameters=sum(p.numel() for p in model.parameters()) + (L - 1) * block_parameters,
+        linear_weights=linear_weights,
+        block_weights=L * sum(linear_weights),
+        head_weights=model.token_embedding.weight.numel(),
+        attention_width=L * block.attention.out_proj.in_features,
+        kept_in_fp32=sum(math.prod(norm.normalized_shape) for norm in norms),
+        # The inputs of the linear maps, and what attention and GELU keep of their own inputs.
+        kept_in_dtype=sum(linear.in_features for linear in linears)
+        + block.attention.W_qkv.out_features
+        + block.feed_forward.expand.out_features,
+    )

@@ -107,7 +107,7 @@ class Curves:
             values[rules[group["param_type"]].settings["lr"]] = group["lr"]
         values["tokens_per_second"] = self.tokens_per_second
         if peak := peak_flops(module.device, settings.precision):
-            flops = module.model.flops_per_token(module.sequence_length) * self.tokens_per_second
+            flops = module.model.config.costs().flops_per_token(module.sequence_length) * self.tokens_per_second
             values["mfu"] = flops / (peak * fabric.world_size)
         if memory := peak_memory_bytes(module.device):
             values["peak_memory_gib"] = memory / 2**30

@@ -311,7 +311,7 @@ def test_flops_per_token():
     head = 11 * 6
     block = 6 * 18 + 6 * 6 + 6 * 24 + 24 * 6  # queries, keys and values; output; expand; contract
     scores_and_mixing = 2 * 5 * 6  # each of five tokens costs a product of 6 with a key and one with a value
-    assert model.flops_per_token(5) == 6 * (head + 2 * block + 2 * scores_and_mixing) == 6300
+    assert model.config.costs().flops_per_token(5) == 6 * (head + 2 * block + 2 * scores_and_mixing) == 6300
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -14,14 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 
-def prefers_fused_kernel(queries: Tensor) -> bool:
-    """Whether `scaled_dot_product_attention` is the fastest route for these queries (B, H, T, D).
+def prefers_fused_kernel(device: str, dtype: torch.dtype, num_queries: int, is_training: bool) -> bool:
+    """Return True if `scaled_dot_product_attention` is the fastest route.
 
-    It is, except for bfloat16 training on a CPU, where its backward pass is slow: writing attention out saves 7% of a
-    GPT-2 124M step on 4 x 1,024 tokens, and holds 0.9 GB of weights. Longer windows would need too much memory.
+    It is, except for bfloat16 training on a CPU, where its backward pass is slow. Writing attention out saves 7% of a
+    GPT-2 124M step on 4 x 1,024 tokens, and holds 0.9 GB of weights. Longer sequences would need too much memory.
     """
-    bf16_training = queries.dtype == torch.bfloat16 and queries.requires_grad
-    return not (queries.device.type == "cpu" and bf16_training and queries.shape[-2] <= 1024)
+    return not (device == "cpu" and dtype == torch.bfloat16 and is_training and num_queries <= 1024)
 
 
 def in_halves(
@@ -93,12 +92,15 @@ class _TiedLookup(torch.autograd.Function):
 
 
 class SkipInit(TorchFunctionMode):
-    """Skip the drawing of random weights; their memory is not even touched.
+    """Build modules without drawing their weights. The memory of the weights is not even touched.
 
-    The meta device does the same, but drawing there imports PyTorch's compiler, which takes longer than it saves.
+    On the meta device, PyTorch would import its compiler to compute the causal mask, which takes seconds. A tensor
+    without numbers needs no computation, so that is skipped too.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func.__name__ in ("normal_", "uniform_", "kaiming_uniform_"):
             return None
+        if func.__name__ == "triu" and args[0].is_meta:
+            return args[0]
         return func(*args, **(kwargs or {}))

@@ -75,7 +75,7 @@ def test_halves_are_split_only_when_long(dropout):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "requires_grad", "T", "expected"),
+    ("dtype", "is_training", "T", "expected"),
     [
         (torch.float32, True, 7, True),
         (torch.bfloat16, False, 7, True),
@@ -83,6 +83,7 @@ def test_halves_are_split_only_when_long(dropout):
         (torch.bfloat16, True, 1024, False),
     ],
 )
-def test_preferred_path(dtype, requires_grad, T, expected):
+def test_preferred_path(dtype, is_training, T, expected):
     """On a CPU the fused kernel is preferred, except for bfloat16 training on at most 1,024 tokens."""
-    assert prefers_fused_kernel(torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=requires_grad)) is expected
+    assert prefers_fused_kernel("cpu", dtype, T, is_training) is expected
+    assert prefers_fused_kernel("cuda", dtype, T, is_training)
