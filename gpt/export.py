@@ -126,5 +126,5 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.export", memory="choose a machine with more"):
+    with command_line("gpt.export", memory_hint="choose a machine with more"):
         main()
