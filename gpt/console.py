@@ -31,7 +31,7 @@ _SYSTEM_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, er
 _SYSTEM_ERRORS |= {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENXIO}
 
 
-def say(line: str, stream: TextIO | None = None) -> None:
+def print_line(line: str, stream: TextIO | None = None) -> None:
     """Print and flush a line, on stdout or the given stream, above any progress bars.
 
     An error does not end the program. If the reader or the terminal has gone, this and all later lines are dropped. On
@@ -39,7 +39,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     """
     stream = stream or sys.stdout
     try:
-        with bars().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
+        with import_tqdm().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
             print(escape_control_chars(line), file=stream, flush=True)
     except OSError as error:
         if not is_disk_full(error):
@@ -53,9 +53,9 @@ def escape_control_chars(text: str, pattern: str = CONTROL_CHARS) -> str:
     return re.sub(pattern, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def warn(line: str, program: str = "train.py") -> None:
+def print_warning(line: str, program: str = "train.py") -> None:
     """Print a line on stderr, after the name of the program."""
-    say(f"{program}: {line}", sys.stderr)
+    print_line(f"{program}: {line}", sys.stderr)
 
 
 def _has_lost_reader(error: OSError) -> bool:
@@ -84,7 +84,7 @@ def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def bars() -> type["tqdm"]:
+def import_tqdm() -> type["tqdm"]:
     """Import tqdm, with a lock for threads. Python 3.14 would report its lock for processes as leaked after SIGKILL."""
     from tqdm import auto, tqdm
 
@@ -94,17 +94,17 @@ def bars() -> type["tqdm"]:
 
 def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
     """Return a progress bar in bytes, for terminals and notebooks. It appears after `delay` seconds, and is erased."""
-    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not (sys.stderr.isatty() or in_notebook())}
-    return bars()(desc=label, total=total, initial=initial, delay=delay, **style)
+    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not (sys.stderr.isatty() or is_notebook())}
+    return import_tqdm()(desc=label, total=total, initial=initial, delay=delay, **style)
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Return True if this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time in its two largest units, such as 2m46s."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -116,7 +116,7 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{second:02}s" if minutes else f"{second}s"
 
 
-def quote(word: str) -> str:
+def shell_quote(word: str) -> str:
     """Quote a word for this system's shell."""
     if os.name != "nt":
         return shlex.quote(word)
@@ -147,7 +147,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def command_line(
+def clean_exit(
     program: str, memory_hint: str = "choose a smaller model", rewrite: Callable[[str], str] = str
 ) -> Iterator[None]:
     """Turn the expected errors of a command into one line on stderr and an exit code.
@@ -218,7 +218,7 @@ def _finish(program: str) -> None:
 
 def _end(program: str, message: str, code: int) -> None:
     """Exit with one line of printable characters."""
-    warn("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message), program)
+    print_warning("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message), program)
     sys.exit(code)
 
 

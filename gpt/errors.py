@@ -27,7 +27,7 @@ class UserError(OneLineError, ValueError):
     """A user's mistake. The message is one line with the value, the limit and the remedy."""
 
 
-class OutsideError(UserError):
+class ExternalError(UserError):
     """A failure of a store, a disk, a network or memory. The same command may succeed later."""
 
 
@@ -69,7 +69,7 @@ def require_range(
         raise UserError(f"{key}={value} is out of range: it must be {limits} {note}".rstrip())
 
 
-def reason(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return the message of an error in one line of bounded length."""
     if isinstance(error, RecursionError):  # its message depends on the version of Python
         return "it is nested too deeply"

@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
+from gpt.errors import ExternalError, UserError, is_disk_full, summarize_error
 
 PACKAGE = Path(__file__).resolve().parent
-INSTALLED = (PACKAGE / "configs").is_dir()  # by pip; in a checkout, configs/ lies beside gpt/
-CONFIGS = PACKAGE / "configs" if INSTALLED else PACKAGE.parent / "configs"
+IS_INSTALLED = (PACKAGE / "configs").is_dir()  # by pip; in a checkout, configs/ lies beside gpt/
+CONFIGS = PACKAGE / "configs" if IS_INSTALLED else PACKAGE.parent / "configs"
 ASSETS = PACKAGE / "assets"
-TRAIN = "gpt.train()" if INSTALLED else "python train.py"  # for messages
+TRAIN_COMMAND = "gpt.train()" if IS_INSTALLED else "python train.py"  # for messages
 
 # The errors of systems that cannot sync a folder: Windows, then file systems of virtual machines and networks.
 _FOLDER_SYNC_ERRORS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
@@ -30,8 +30,8 @@ RENAME_RETRY_SECONDS = 2.0  # virus scanners and indexers on Windows open every 
 
 
 @contextlib.contextmanager
-def explain(path: Path, action: str = "read", remedy: str = "fix that, or move the file away") -> Iterator[None]:
-    """Turn a system error of the block into a `UserError`. It is an `OutsideError` unless a file is missing.
+def user_errors(path: Path, action: str = "read", hint: str = "fix that, or move the file away") -> Iterator[None]:
+    """Turn a system error of the block into a `UserError`. It is an `ExternalError` unless a file is missing.
 
     Args:
         path: The file or folder that the message names.
@@ -42,11 +42,11 @@ def explain(path: Path, action: str = "read", remedy: str = "fix that, or move t
         yield
     except OSError as error:
         problem = "the disk is full" if is_disk_full(error) else f"cannot be {action}"
-        error_type = UserError if isinstance(error, FileNotFoundError) else OutsideError
-        raise error_type(f"{path}: {problem} ({error.strerror or error}); {remedy}") from None
+        error_type = UserError if isinstance(error, FileNotFoundError) else ExternalError
+        raise error_type(f"{path}: {problem} ({error.strerror or error}); {hint}") from None
 
 
-def home_path(path: str | Path) -> Path:
+def expand_path(path: str | Path) -> Path:
     """Expand `~` to the home directory. A shell does not do so in --to=~/model."""
     return Path(os.path.expanduser(path))
 
@@ -71,7 +71,7 @@ def sync_parents(path: Path) -> None:
         sync(folder)
 
 
-def publish(finished: Path, path: Path) -> None:
+def atomic_rename(finished: Path, path: Path) -> None:
     """Give a finished file or folder its final name in one step, and wait until both are safe on disk.
 
     A file replaces an older one. Windows refuses while another program has either file open, so this retries.
@@ -90,7 +90,7 @@ def publish(finished: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path` to write to. If the block succeeds, that file replaces `path`.
 
     After an error the temporary file is deleted, and `path` is unchanged. A device or a pipe is never replaced: its own
@@ -104,14 +104,14 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
-        publish(temporary, path)
+        atomic_rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")  # the same bytes on every system
 
 
@@ -120,7 +120,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{path}: cannot be read ({summarize_error(error)})") from None
 
 
 class _NoAliases(yaml.SafeLoader):
@@ -138,7 +138,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(text, _NoAliases)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{path}: cannot be read ({summarize_error(error)})") from None
 
 
 def code_hash() -> str:
@@ -164,7 +164,7 @@ def mark_as_cache(folder: Path) -> None:
         write_text(tag, f"{CACHE_SIGNATURE}\n# Written by mini-gpt: see https://bford.info/cachedir/\n")
 
 
-def is_output(folder: Path) -> bool:
+def is_program_output(folder: Path) -> bool:
     """Return True if programs wrote the folder: it is a run, or has a CACHEDIR.TAG."""
     if (folder / "config.yaml").exists() and any((folder / name).exists() for name in (".lock", "checkpoints")):
         return True  # a run has no such tag, because backups should keep its models
@@ -173,24 +173,24 @@ def is_output(folder: Path) -> bool:
     return False
 
 
-def link(source: Path, target: Path) -> None:
+def hard_link(source: Path, target: Path) -> None:
     """Make `target` another name of the file `source`, in one step. It replaces an older target."""
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
 
 
-class HeldError(Exception):
+class LockedError(Exception):
     """Another process holds the lock. The message is its process id, if known."""
 
 
-def hold(file: Path, on_wait: Callable[[str], None] | None = None) -> BaseFileLock:
+def acquire_lock(file: Path, on_wait: Callable[[str], None] | None = None) -> BaseFileLock:
     """Take a lock. It ends when it is released, or with the process, even if that is killed.
 
     If another process holds the lock, call `on_wait` with its process id, and wait. Without `on_wait`, raise
-    `HeldError`. `OSError` if the file cannot be created. The file itself stays. On a file system without locks, a second
+    `LockedError`. `OSError` if the file cannot be created. The file itself stays. On a file system without locks, a second
     file with the owner's process id is the lock. It is void if that process of this machine has ended.
     """
     lock: BaseFileLock = FileLock(file, thread_local=False, fallback_to_soft=False)
@@ -209,7 +209,7 @@ def hold(file: Path, on_wait: Callable[[str], None] | None = None) -> BaseFileLo
         with contextlib.suppress(OSError):  # nobody can read a locked file on Windows
             owner = " on ".join(owner_file.read_text(encoding="utf-8", errors="replace").split()[:2])
         if on_wait is None:
-            raise HeldError(owner or "(unknown)") from None
+            raise LockedError(owner or "(unknown)") from None
         on_wait(owner or "(unknown)")
         lock.acquire()
     if owner_file == file:

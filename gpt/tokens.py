@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from gpt.console import Parser, command_line
+from gpt.console import Parser, clean_exit
 from gpt.data.chunking import (
     decode_stream,
     replace_surrogates,
@@ -17,12 +17,12 @@ from gpt.data.chunking import (
 )
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
-from gpt.files import explain, home_path
+from gpt.files import expand_path, user_errors
 from gpt.loading import open_tokenizer
 
-EXCERPT = 1000  # tokens to show of a longer text
-SHORT = 40  # up to this many tokens are also listed one by one
-BORDER = "│"  # between tokens
+MAX_SHOWN_TOKENS = 1000  # tokens to show of a longer text
+MAX_LISTED_TOKENS = 40  # up to this many tokens are also listed one by one
+TOKEN_BORDER = "│"  # between tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,7 +40,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("tokenizer", metavar="TOKENIZER", nargs="?", default="gpt2", help=kinds)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
-    text.add_argument("--file", metavar="FILE", type=home_path, help="a UTF-8 file to split")
+    text.add_argument("--file", metavar="FILE", type=expand_path, help="a UTF-8 file to split")
     return parser.parse_args(arguments)
 
 
@@ -52,7 +52,7 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         if sys.stdin.isatty():
             raise UserError("there is no text: give --text TEXT or --file FILE, or pipe one in")
         return sys.stdin.buffer
-    with explain(args.file):
+    with user_errors(args.file):
         return args.file.open("rb")
 
 
@@ -62,13 +62,15 @@ def show(tokenizer: Tokenizer, chunks: Iterable[str]) -> None:
     tokens = size = characters = 0
     for chunk in chunks:
         ids = tokenizer.encode_chunk(chunk)
-        beginning += ids[: EXCERPT - len(beginning)].tolist()
+        beginning += ids[: MAX_SHOWN_TOKENS - len(beginning)].tolist()
         tokens, size, characters = tokens + len(ids), size + len(chunk.encode("utf-8")), characters + len(chunk)
     if tokens:
         shown = (show_token(tokenizer.decode_bytes([token])) for token in beginning)
-        excerpt = "".join(token.removesuffix("\n") + BORDER + "\n" * token.endswith("\n") for token in shown)
-        print(excerpt + "...\n" if tokens > EXCERPT else excerpt.rstrip("\n").removesuffix(BORDER) + "\n")
-    if 0 < tokens <= SHORT:
+        excerpt = "".join(token.removesuffix("\n") + TOKEN_BORDER + "\n" * token.endswith("\n") for token in shown)
+        print(
+            excerpt + "...\n" if tokens > MAX_SHOWN_TOKENS else excerpt.rstrip("\n").removesuffix(TOKEN_BORDER) + "\n"
+        )
+    if 0 < tokens <= MAX_LISTED_TOKENS:
         for token in beginning:
             data = tokenizer.decode_bytes([token])
             print(f"{token:>6}  {data.hex(' '):<23}  {token_label(data)}")
@@ -83,5 +85,5 @@ def _count(number: int, noun: str) -> str:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.tokens"):
+    with clean_exit("gpt.tokens"):
         main()

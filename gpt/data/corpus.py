@@ -9,16 +9,16 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt.console import quote, say
+from gpt.console import print_line, shell_quote
 from gpt.data import python_docs
 from gpt.data.chunking import split_into_chunks, utf8_size
 from gpt.data.data_config import DataConfig, is_url
-from gpt.data.download import RemoteFile, local_path
+from gpt.data.download import RemoteFile, fetch_if_remote
 from gpt.data.file_hashes import hash_files
-from gpt.data.find_files import find_remote_files, find_text_files, unique_files
+from gpt.data.find_files import drop_duplicate_files, find_remote_files, find_text_files
 from gpt.data.readers import Document, detect_markup, read_documents, reader_for
 from gpt.errors import UserError
-from gpt.files import explain
+from gpt.files import user_errors
 
 TINY_SHAKESPEARE: dict[str, Any] = {
     "path": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -31,19 +31,19 @@ class Chunk(NamedTuple):
     """A chunk of a document; a short document is one chunk."""
 
     text: str
-    begins: bool  # is the first of its document
-    ends: bool  # is the last of its document
+    starts_document: bool  # is the first of its document
+    ends_document: bool  # is the last of its document
 
 
 class ShardStart(NamedTuple):
     """A place in a corpus at which reading can begin: the number of a file, and the byte in it.
 
-    `begins` says whether a document begins there; `characters` is the length of the text before.
+    `starts_document` says whether a document begins there; `characters` is the length of the text before.
     """
 
     file: int
     byte: int
-    begins: bool
+    starts_document: bool
     characters: int
 
 
@@ -71,12 +71,12 @@ class Corpus:
         """
         for number, file in enumerate(self.files[first.file :], first.file):
             is_first = number == first.file
-            begins = first.begins or not is_first
+            starts_document = first.starts_document or not is_first
             for blocks, byte in self.read(file, first.byte if is_first else 0):
                 for text, after in pairwise(chain(split_into_chunks(blocks), [""])):  # chunks are never empty
-                    yield number, byte, Chunk(text, begins, ends=not after)
-                    begins, byte = (False, byte if byte is None else byte + utf8_size(text))
-                begins = True
+                    yield number, byte, Chunk(text, starts_document, ends_document=not after)
+                    starts_document, byte = (False, byte if byte is None else byte + utf8_size(text))
+                starts_document = True
 
     def up_to(self, end: ShardStart) -> "Corpus":
         """Return the corpus without the files behind a place."""
@@ -114,7 +114,7 @@ class Corpus:
             raise UserError(f"{files}: every document is empty; give a text, or its key with data.text_field=")
 
 
-def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
+def open_corpus(data: DataConfig, cache: Path, print_line: Say = print_line) -> Corpus:
     """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
     if data.name == "python_stdlib":
         return Corpus("python_stdlib", python_docs.files(), lambda file, _: [Document(python_docs.read_source(file))])
@@ -127,10 +127,10 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
                 yield from (Document([text]) for text in python_docs.builtin_docs())
 
         return Corpus("python_docs", modules, read_docs, sys.version)
-    files = _find_files(data, cache, say)
+    files = _find_files(data, cache, print_line)
     validation: tuple[Path | RemoteFile, ...] = ()
     if data.validation_paths:
-        validation = _find_files(replace(data, path=data.validation_path), cache, say)
+        validation = _find_files(replace(data, path=data.validation_path), cache, print_line)
         files = tuple(file for file in files if file not in validation)  # such as the whole folder
         if not files:
             raise UserError(f"data.path={data.path!r} has no text but that for validation: give text to train on")
@@ -142,17 +142,19 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
                 raw.setdefault(found, []).append(file)
     for (what, hint), alike in raw.items():
         others = f" and {len(alike) - 1:,} more" if len(alike) > 1 else ""
-        hint = hint.format(quote(str(alike[0])), data.text_field)
-        say(f"{alike[0].name}{others}: {what}, taken as raw text, markup included; for the text alone: {hint}")
+        hint = hint.format(shell_quote(str(alike[0])), data.text_field)
+        print_line(f"{alike[0].name}{others}: {what}, taken as raw text, markup included; for the text alone: {hint}")
     return make_corpus(data, files, len(validation))
 
 
 def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validation_files: int = 0) -> Corpus:
     """Return the corpus of these files, the last ones of them for validation."""
-    version = "\n".join([data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reading.items())])
+    version = "\n".join(
+        [data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reader_settings.items())]
+    )
 
     def read(file: Path | RemoteFile, start: int) -> Iterator[Document]:
-        documents = read_documents(local_path(file), data, start)
+        documents = read_documents(fetch_if_remote(file), data, start)
         return (Document(blocks) for blocks, _ in documents) if isinstance(file, RemoteFile) else documents
 
     return Corpus(data.name, files, read, version, validation_files)
@@ -161,21 +163,23 @@ def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validati
 def _fingerprint(file: Path | RemoteFile) -> tuple:
     if isinstance(file, RemoteFile):
         return file.size, file.tag
-    with explain(file):
+    with user_errors(file):
         status = file.stat()
     return status.st_size, status.st_mtime_ns
 
 
-def _find_files(data: DataConfig, cache: Path, say: Say) -> tuple[Path | RemoteFile, ...]:
+def _find_files(data: DataConfig, cache: Path, print_line: Say) -> tuple[Path | RemoteFile, ...]:
     """Return the files that the paths name, each once."""
     if data.name == "tinyshakespeare":
         data = replace(data, name="text", **TINY_SHAKESPEARE)
     if data.sha256 is not None:
-        return (RemoteFile(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, say),)
+        return (RemoteFile(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, print_line),)
     files: list[Path | RemoteFile] = []
     for path in data.paths:
         files += (
-            find_remote_files(path, cache, data.cache_bytes, say) if is_url(path) else find_text_files(path, cache, say)
+            find_remote_files(path, cache, data.cache_bytes, print_line)
+            if is_url(path)
+            else find_text_files(path, cache, print_line)
         )
-    here = set(unique_files(file for file in files if isinstance(file, Path)))
+    here = set(drop_duplicate_files(file for file in files if isinstance(file, Path)))
     return tuple(dict.fromkeys(file for file in files if file in here or isinstance(file, RemoteFile)))

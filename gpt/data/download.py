@@ -19,10 +19,10 @@ from urllib.parse import unquote
 
 import fsspec
 
-from gpt.console import progress_bar, say
-from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, one_at_a_time
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
-from gpt.files import explain, publish
+from gpt.console import print_line, progress_bar
+from gpt.data.dataset_cache import CACHE_WRITE_HINT, exclusive_lock, make_cache
+from gpt.errors import ExternalError, UserError, is_disk_full, summarize_error
+from gpt.files import atomic_rename, user_errors
 
 DOWNLOAD_BLOCK_BYTES = 1 << 23  # bytes to request for at once; after each attempt that failed, a quarter of that
 ABANDONED_SECONDS = 3600  # seconds after which nobody fetches an unfinished file any more
@@ -50,9 +50,9 @@ class RemoteFile:
     size: int | None
     tag: str
     cache: Path
-    room: int  # bytes that all copies together may take
+    cache_bytes: int  # bytes that all copies together may take
     sha256: str = ""
-    say: Callable[[str], None] = say
+    print_line: Callable[[str], None] = print_line
 
     def __str__(self) -> str:
         return self.url
@@ -79,20 +79,20 @@ class RemoteFile:
         Raises `UserError` naming the URL or the folder, the reason and the remedy.
         """
         target = self.target
-        with explain(target.parent, *CACHE_WRITE_HINT):
+        with user_errors(target.parent, *CACHE_WRITE_HINT):
             make_cache(self.cache)
-            with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
+            with exclusive_lock(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.print_line):
                 if not target.is_file():
                     part = target.with_name(f"{target.name}.part")
                     self._download(part)
-                    publish(part, target)
+                    atomic_rename(part, target)
                 # `_make_room` knows by it what is in use; the time of the content stays, by which a change is noticed.
                 os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
     def _download(self, part: Path) -> None:
         """Append the rest of the file to what an earlier attempt left, and check the whole."""
-        request = functools.partial(retry, url=self.url, say=self.say)
+        request = functools.partial(retry, url=self.url, print_line=self.print_line)
         fs, path = open_filesystem(self.url)
         with store_errors(self.url):
             size, tag = (self.size, self.tag) if self.size is not None else request(lambda _: size_and_tag(fs, path))
@@ -107,21 +107,23 @@ class RemoteFile:
             stream.seek(0)
             if self.sha256:
                 found, wanted = (hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower())
-                what, remedy = (f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256=")
+                what, hint = (f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256=")
             else:
                 found, wanted = (repr(request(lambda _: size_and_tag(fs, path))), repr((size, tag)))
-                what, remedy = f"size and tag are {found}, and were {wanted}", ""
+                what, hint = f"size and tag are {found}, and were {wanted}", ""
             if found != wanted:
                 stream.truncate(0)
                 raise UserError(
-                    f"{self.url}: {what}: the file has changed, or another server answered; check the URL{remedy}, and "
+                    f"{self.url}: {what}: the file has changed, or another server answered; check the URL{hint}, and "
                     "run the command again"
                 )
 
     def _make_room(self, part: Path, size: int) -> None:
         """Delete the copies that were used longest ago, until `size` bytes fit beside the others."""
-        if size > self.room:
-            raise UserError(f"data.cache_bytes={self.room} does not hold {self.url}, of {size:,} bytes: raise it")
+        if size > self.cache_bytes:
+            raise UserError(
+                f"data.cache_bytes={self.cache_bytes} does not hold {self.url}, of {size:,} bytes: raise it"
+            )
         copies = []
         for file in part.parent.iterdir():
             with contextlib.suppress(OSError):  # another process has deleted it
@@ -131,13 +133,13 @@ class RemoteFile:
                     if file.suffix != ".part" or status.st_mtime < time.time() - ABANDONED_SECONDS:
                         copies.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, file))
         for _, length, file in sorted(copies):
-            if size > self.room:
+            if size > self.cache_bytes:
                 with contextlib.suppress(OSError):  # in use, on Windows
                     file.unlink()
                     size -= length
 
 
-def local_path(file: Path | RemoteFile) -> Path:
+def fetch_if_remote(file: Path | RemoteFile) -> Path:
     """Return a file that can be read here: the copy of a remote one."""
     return file.fetch() if isinstance(file, RemoteFile) else file
 
@@ -187,21 +189,23 @@ def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attem
     return block
 
 
-def require_room(files: Sequence[Path | RemoteFile], cache: Path, room: int) -> None:
-    """Raise `UserError` unless all these files can be in the cache together, in `room` bytes and on the disk."""
+def require_disk_space(files: Sequence[Path | RemoteFile], cache: Path, cache_bytes: int) -> None:
+    """Raise `UserError` unless all these files can be in the cache together, in `cache_bytes` bytes and on the disk."""
     remote = [file for file in files if isinstance(file, RemoteFile)]
     size = sum(file.size or 0 for file in remote)
-    if size > room:
-        what = f"data.cache_bytes={room:,} does not hold the {len(remote):,} files of this dataset, {size:,} bytes"
+    if size > cache_bytes:
+        what = (
+            f"data.cache_bytes={cache_bytes:,} does not hold the {len(remote):,} files of this dataset, {size:,} bytes"
+        )
         raise UserError(f"{what}: raise it, or name fewer files")
     missing = sum(file.size or 0 for file in remote if not file.target.is_file())
     if missing:
-        with explain(cache, *CACHE_WRITE_HINT):
+        with user_errors(cache, *CACHE_WRITE_HINT):
             make_cache(cache)
             free = shutil.disk_usage(cache).free
         if missing > free:
             what = f"{cache}: the disk has {free:,} bytes free, and {missing:,} are to be fetched"
-            raise OutsideError(f"{what}: make room, or name another folder with data.cache=")
+            raise ExternalError(f"{what}: make room, or name another folder with data.cache=")
 
 
 # --- stores: what their libraries raise, and how long to wait for them ---
@@ -224,7 +228,7 @@ def open_filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return fsspec.core.url_to_fs(url, **options)
 
 
-def retry(request: Callable[[int], Any], url: str, say: Callable[[str], None], wait: float = math.inf) -> Any:
+def retry(request: Callable[[int], Any], url: str, print_line: Callable[[str], None], wait: float = math.inf) -> Any:
     """Return the answer to `request(attempt)`; after an error that may pass, request again, with ever longer pauses.
 
     `wait` is the number of seconds after which to give up, if that is less than `MAX_WAIT_SECONDS`.
@@ -240,7 +244,9 @@ def retry(request: Callable[[int], Any], url: str, say: Callable[[str], None], w
             if attempt + 1 >= MAX_ATTEMPTS or waited >= min(wait, MAX_WAIT_SECONDS) or _store_hint(error):
                 raise
             if silent and waited >= QUIET_SECONDS:
-                say(f"{url}: does not answer ({reason(error)}): waiting for it, for about two minutes at most")
+                print_line(
+                    f"{url}: does not answer ({summarize_error(error)}): waiting for it, for about two minutes at most"
+                )
                 silent = False
         time.sleep(min(15, 2**attempt / 5))
 
@@ -255,13 +261,13 @@ def store_errors(url: str) -> Iterator[None]:
     except ImportError as error:
         driver = DRIVERS.get(url.partition("://")[0])
         install = f": pip install {driver}" if driver else ""
-        raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
+        raise UserError(f"{url}: needs a driver that is not installed{install} ({summarize_error(error)})") from None
     except Exception as error:  # each store has a library of its own
         if is_disk_full(error):
             raise
         hint = _store_hint(error)
-        kind = UserError if hint else OutsideError
-        what = f"{type(error).__name__}: {reason(error)}"
+        kind = UserError if hint else ExternalError
+        what = f"{type(error).__name__}: {summarize_error(error)}"
         raise kind(f"{url}: cannot be used ({what}); {hint or OFFLINE_HINT}") from None
 
 

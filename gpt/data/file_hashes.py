@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpt.data.dataset_cache import make_cache, read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import make_cache, read_checked_json, write_checked_json
 from gpt.data.download import RemoteFile
-from gpt.files import explain
+from gpt.files import user_errors
 
 REMEMBERED_BYTES = 1 << 20  # files from this size on are remembered
 
@@ -24,7 +24,7 @@ def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
     store = cache / "hashes.json"
     known: dict[str, list] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = read_sealed_file(store)
+        known = read_checked_json(store)
     before = dict(known)
 
     def sha256(file: Path | RemoteFile) -> str:
@@ -33,7 +33,7 @@ def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
             if not file.sha256 and known.get(file.url, [None])[0] != fingerprint:
                 known[file.url] = [fingerprint, sha256(file.fetch())]
             return file.sha256.lower() or known[file.url][1]
-        with explain(file), file.open("rb") as stream:
+        with user_errors(file), file.open("rb") as stream:
             status = os.fstat(stream.fileno())
             fingerprint = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
             settled = max(status.st_mtime, status.st_ctime) < time.time() - 2
@@ -51,5 +51,5 @@ def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
     if known != before:
         with contextlib.suppress(OSError):  # the next process computes them again
             make_cache(cache)
-            write_sealed_file(store, known)
+            write_checked_json(store, known)
     return digests

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import fsspec
 
-from gpt.console import say
-from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_sealed_file, write_sealed_file
+from gpt.console import print_line
+from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_checked_json, write_checked_json
 from gpt.data.download import (
     MAX_WAIT_SECONDS,
     QUIET_SECONDS,
@@ -25,20 +25,20 @@ from gpt.data.download import (
     version_tag,
 )
 from gpt.data.readers import looks_like_text
-from gpt.errors import OutsideError, UserError
-from gpt.files import explain, home_path, is_output
+from gpt.errors import ExternalError, UserError
+from gpt.files import expand_path, is_program_output, user_errors
 
 
-def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) -> tuple[Path, ...]:
+def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = print_line) -> tuple[Path, ...]:
     """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
     Folders and globs leave out hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders
     leave out empty and binary files, too; a file named explicitly must be text. A file with several links is returned
     once.
     """
-    root = home_path(path)
+    root = expand_path(path)
     if os.path.isfile(root):
-        return unique_files([root])
+        return drop_duplicate_files([root])
     is_folder = os.path.isdir(root)
     top = root if is_folder else next(folder for folder in root.parents if not glob.has_magic(str(folder)))
     passed: list[Path] = []
@@ -48,27 +48,31 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
         """Whether to look into a folder, `top` or one below it."""
         if folder != top and (folder.name.startswith(".") or not is_open(folder.parent)):
             return False
-        if is_output(folder) or (cache.is_dir() and folder.samefile(cache)):
+        if is_program_output(folder) or (cache.is_dir() and folder.samefile(cache)):
             passed.append(folder)
             return False
         return True
 
-    found = unique_files(_in_folder(top, is_open) if is_folder else _matches(root.relative_to(top), top, is_open))
+    found = drop_duplicate_files(
+        _in_folder(top, is_open) if is_folder else _matches(root.relative_to(top), top, is_open)
+    )
     if passed:
         count = f"{len(passed)} folder{'s' * (len(passed) > 1)}"
-        say(f"skipping {count} below {top}, of runs or the cache: {_first_files(passed, top)}")
+        print_line(f"skipping {count} below {top}, of runs or the cache: {_first_files(passed, top)}")
     if is_folder:
         is_text = {file: looks_like_text(file) for file in found}
         if others := [file for file in found if not is_text[file]]:
             what = f"{len(others)} of {len(found)} files below {root}, empty or not text"
-            say(f"skipping {what}: {_first_files(others, root)}")
+            print_line(f"skipping {what}: {_first_files(others, root)}")
             found = tuple(file for file in found if is_text[file])
     if not found:
         raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
     return found
 
 
-def find_remote_files(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> tuple[RemoteFile, ...]:
+def find_remote_files(
+    url: str, cache: Path, cache_bytes: int, print_line: Callable[[str], None] = print_line
+) -> tuple[RemoteFile, ...]:
     """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
 
     Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
@@ -77,24 +81,26 @@ def find_remote_files(url: str, cache: Path, room: int, say: Callable[[str], Non
     try:
         fs, path = open_filesystem(url)
         with store_errors(url):
-            listed = retry(lambda _: _listed(fs, path), url, say, QUIET_SECONDS if note.is_file() else MAX_WAIT_SECONDS)
-    except OutsideError as error:
+            listed = retry(
+                lambda _: _listed(fs, path), url, print_line, QUIET_SECONDS if note.is_file() else MAX_WAIT_SECONDS
+            )
+    except ExternalError as error:
         try:
-            listed = read_sealed_file(note)["files"]
+            listed = read_checked_json(note)["files"]
         except (OSError, ValueError):
             raise error from None
-        say(f"{error}; taking its files as they were the last time")
+        print_line(f"{error}; taking its files as they were the last time")
     else:
         if not listed:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
-        with explain(note.parent, *CACHE_WRITE_HINT):
+        with user_errors(note.parent, *CACHE_WRITE_HINT):
             make_cache(cache)
             note.parent.mkdir(exist_ok=True)
-            write_sealed_file(note, {"files": listed})
-    return tuple(RemoteFile(name, size, tag, cache, room, say=say) for name, size, tag in listed)
+            write_checked_json(note, {"files": listed})
+    return tuple(RemoteFile(name, size, tag, cache, cache_bytes, print_line=print_line) for name, size, tag in listed)
 
 
-def unique_files(files: Iterable[Path]) -> tuple[Path, ...]:
+def drop_duplicate_files(files: Iterable[Path]) -> tuple[Path, ...]:
     """Return files in their order, each once however many links lead to it."""
     first: dict[Path, Path] = {}
     for file in files:

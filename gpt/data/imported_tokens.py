@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt.console import progress_bar
 from gpt.data.data_config import DataConfig, is_url
-from gpt.data.download import RemoteFile, local_path, require_room
+from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
 from gpt.data.find_files import find_remote_files
 from gpt.data.storage import Directory, as_directory, file_size
 from gpt.data.token_dataset import (
@@ -29,18 +29,18 @@ from gpt.data.token_files import (
     INDEX_SUFFIXES,
     TOKEN_SUFFIXES,
     TokenSequence,
-    allow_open_files,
     hash_tokens,
     is_validation_name,
     open_token_file,
+    raise_open_file_limit,
 )
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, tokenizer_key
-from gpt.errors import UserError, reason
-from gpt.files import explain, home_path
+from gpt.errors import UserError, summarize_error
+from gpt.files import expand_path, user_errors
 
 TOKEN_FILES_FORMAT = 1  # raise it when the same files give other tokens, or another split
 VALIDATION_TOKENS = 1_000_000  # of training files without validation text beside them, at most a tenth
-SEARCHED_TOKENS = 1_000_000  # in which an end-of-text is expected
+END_OF_TEXT_SEARCH_TOKENS = 1_000_000  # in which an end-of-text is expected
 
 
 class TokenFile(NamedTuple):
@@ -56,7 +56,7 @@ class TokenFile(NamedTuple):
 
 
 def open_tokens(
-    data: DataConfig, tokenizer: TokenizerConfig | Tokenizer, cache: Path, say: Callable[[str], None]
+    data: DataConfig, tokenizer: TokenizerConfig | Tokenizer, cache: Path, print_line: Callable[[str], None]
 ) -> TokenSource:
     """Open what `data.path` names: a directory that `prepare` made, or token files of other programs.
 
@@ -70,8 +70,10 @@ def open_tokens(
             raise UserError(f"{what}: leave data.validation_path out")
         model_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         return open_source(directory, cache, data.cache_bytes, tokenizer=model_tokenizer)
-    files = [file for path in data.paths for file in find_token_files(path, cache, data.cache_bytes, say)]
-    chosen = [file for path in data.validation_paths for file in find_token_files(path, cache, data.cache_bytes, say)]
+    files = [file for path in data.paths for file in find_token_files(path, cache, data.cache_bytes, print_line)]
+    chosen = [
+        file for path in data.validation_paths for file in find_token_files(path, cache, data.cache_bytes, print_line)
+    ]
     validation = chosen or [file for file in files if file.is_validation]
     held_out = {str(file.file) for file in validation}
     train = [file for file in files if str(file.file) not in held_out and not file.is_validation]
@@ -87,8 +89,8 @@ def open_tokens(
         "tokenizer": tokenizer_record,
         "validation_bytes": data.validation_bytes,
     }
-    parts = _split(train, validation, arrays, tokenizer.end_of_text, data.validation_bytes, say)
-    return _make_source(*parts, tokenizer, key, say)
+    parts = _split(train, validation, arrays, tokenizer.end_of_text, data.validation_bytes, print_line)
+    return _make_source(*parts, tokenizer, key, print_line)
 
 
 def _is_prepared(directory: Directory) -> bool:
@@ -97,9 +99,9 @@ def _is_prepared(directory: Directory) -> bool:
     return is_folder and any(file_size(directory, name) is not None for name in (DATASET_FILE, MANIFEST_FILE))
 
 
-def find_token_files(path: str, cache: Path, room: int, say: Callable[[str], None]) -> list[TokenFile]:
+def find_token_files(path: str, cache: Path, cache_bytes: int, print_line: Callable[[str], None]) -> list[TokenFile]:
     """Return, sorted, the token files that a path or a URL names: one, all below a folder, or the matches of a glob."""
-    found = _find_remote(path, cache, room, say) if is_url(path) else _find_local(path)
+    found = _find_remote(path, cache, cache_bytes, print_line) if is_url(path) else _find_local(path)
     files = [file for file in found if file.name.endswith(TOKEN_SUFFIXES) and "/." not in f"/{file.name}"]
     if not files:
         suffixes = " or ".join(TOKEN_SUFFIXES)
@@ -110,7 +112,7 @@ def find_token_files(path: str, cache: Path, room: int, say: Callable[[str], Non
 
 
 def _find_local(path: str) -> list[TokenFile]:
-    root = home_path(path)
+    root = expand_path(path)
     if root.is_dir():
         top, files = root, sorted(root.rglob("*"))
     elif root.is_file():
@@ -126,12 +128,12 @@ def _find_local(path: str) -> list[TokenFile]:
     return found
 
 
-def _find_remote(url: str, cache: Path, room: int, say: Callable[[str], None]) -> list[TokenFile]:
-    files = find_remote_files(url, cache, room, say)
+def _find_remote(url: str, cache: Path, cache_bytes: int, print_line: Callable[[str], None]) -> list[TokenFile]:
+    files = find_remote_files(url, cache, cache_bytes, print_line)
     known = {file.url: file for file in files}
     if not url.startswith("http"):  # a web server lists nothing
         for folder in {file.url.rpartition("/")[0] for file in files}:
-            known |= {file.url: file for file in find_remote_files(folder, cache, room, say)}
+            known |= {file.url: file for file in find_remote_files(folder, cache, cache_bytes, print_line)}
     top = os.path.commonprefix([file.url for file in files]).rpartition("/")[0]  # noqa: RUF071 - of URLs, not paths
     found = []
     for file in files:
@@ -159,12 +161,14 @@ def _tokenizer_of_files(
         raise UserError(
             f"{files[0].file}: a token file does not name its tokenizer, and tokenizer=bpe trains one: {hint}"
         )
-    with explain(stored):
+    with user_errors(stored):
         try:
             own = Tokenizer.from_dict(json.loads(stored.read_bytes()))
         except ValueError as error:
             hint = "copy the one of a prepared text, not that of the Hugging Face libraries"
-            raise UserError(f"{stored}: is not a tokenizer of this project ({reason(error)}): {hint}") from None
+            raise UserError(
+                f"{stored}: is not a tokenizer of this project ({summarize_error(error)}): {hint}"
+            ) from None
     return own, tokenizer_key(own)
 
 
@@ -172,13 +176,13 @@ def _open_files(
     files: Sequence[TokenFile], tokenizer: Tokenizer, data: DataConfig, cache: Path
 ) -> dict[str, tuple[np.ndarray, str]]:
     """Fetch token files, map and check them; return the ids and the identity of each, by its path or URL."""
-    require_room([one for file in files for one in (file.file, *file.indices.values())], cache, data.cache_bytes)
-    allow_open_files(len(files))
+    require_disk_space([one for file in files for one in (file.file, *file.indices.values())], cache, data.cache_bytes)
+    raise_open_file_limit(len(files))
     opened = {}
     for file in files:
-        path = local_path(file.file)
+        path = fetch_if_remote(file.file)
         with token_file_errors(file.file, "fetch or write it again"):
-            indices = {suffix: local_path(index) for suffix, index in file.indices.items()}
+            indices = {suffix: fetch_if_remote(index) for suffix, index in file.indices.items()}
             ids = open_token_file(path, file.name, indices, tokenizer.vocab_size)
             with progress_bar(f"checking {file.name}", path.stat().st_size, delay=1) as bar:
                 sha256, highest = hash_tokens(path, ids, cache, bar.update)
@@ -193,7 +197,7 @@ def _split(
     arrays: dict[str, np.ndarray],
     end_of_text: int,
     max_tokens: int,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> tuple[TokenSequence, TokenSequence]:
     """Return the tokens for training and those for validation: the first of the given files, or the last of all."""
     tokens = TokenSequence([arrays[str(file.file)] for file in train])
@@ -201,23 +205,23 @@ def _split(
         held_out = TokenSequence([arrays[str(file.file)] for file in validation])
         if len(held_out) > max_tokens:
             what = f"validating on the first {max_tokens:,} of {len(held_out):,} tokens of {validation[0].name}"
-            say(f"{what}: data.validation_bytes= sets how many")
+            print_line(f"{what}: data.validation_bytes= sets how many")
         return tokens, held_out.part(0, max_tokens)
     start = len(tokens) - min(max_tokens, VALIDATION_TOKENS, len(tokens) // 10)
     ends = np.flatnonzero(tokens[start : (start + len(tokens)) // 2] == end_of_text)
     start += int(ends[0]) if len(ends) else 0
     what = f"validating on the last {len(tokens) - start:,} tokens: no file is named val, valid, validation or dev"
-    say(f"{what}; data.validation_path= names others")
+    print_line(f"{what}; data.validation_path= names others")
     return tokens.part(0, start), tokens.part(start, len(tokens))
 
 
 def _make_source(
-    train: TokenSequence, validation: TokenSequence, tokenizer: Tokenizer, key: dict, say: Callable[[str], None]
+    train: TokenSequence, validation: TokenSequence, tokenizer: Tokenizer, key: dict, print_line: Callable[[str], None]
 ) -> TokenSource:
     """Return a source with the counts that other programs do not keep; those of the training text are estimated."""
-    if not (train[:SEARCHED_TOKENS] == tokenizer.end_of_text).any():
-        what = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {min(len(train), SEARCHED_TOKENS):,} tokens"
-        say(f"{what}: the model will not learn where a document begins")
+    if not (train[:END_OF_TEXT_SEARCH_TOKENS] == tokenizer.end_of_text).any():
+        what = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {min(len(train), END_OF_TEXT_SEARCH_TOKENS):,} tokens"
+        print_line(f"{what}: the model will not learn where a document begins")
     ids, lengths = validation[:], np.zeros(tokenizer.vocab_size, np.int64)
     for token, rank in tokenizer.ranks.items():
         lengths[rank] = len(token)

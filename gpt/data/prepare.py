@@ -17,23 +17,23 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.console import progress_bar, say
+from gpt.console import print_line, progress_bar
 from gpt.data.chunking import utf8_size
 from gpt.data.corpus import Chunk, Corpus, Say
 from gpt.data.data_config import DataConfig
 from gpt.data.dataset_cache import (
-    CACHE,
     CACHE_WRITE_HINT,
+    DEFAULT_CACHE,
     delete,
+    exclusive_lock,
     make_cache,
-    one_at_a_time,
-    unsealed,
+    parse_checked_json,
     working_folder,
 )
 from gpt.data.file_hashes import hash_files
 from gpt.data.imported_tokens import open_tokens
 from gpt.data.mixture import integer_weights, source_names, split_mixture
-from gpt.data.scan import TOKENS_FORMAT, CorpusScanner, Plan, make_plan, read_plan
+from gpt.data.scan import TOKENS_FORMAT, CorpusScanner, ShardPlan, make_shard_plan, read_shard_plan
 from gpt.data.split import SAMPLE_BYTES, Split
 from gpt.data.storage import Directory, as_directory, file_size, new_file, read_bytes, write_bytes, write_sealed
 from gpt.data.token_dataset import (
@@ -48,9 +48,9 @@ from gpt.data.token_dataset import (
 )
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, tokenizer_key, train_bpe
-from gpt.errors import OutsideError, UserError, reason
-from gpt.files import explain, mark_as_cache, write_text
-from gpt.files import publish as publish_folder
+from gpt.errors import ExternalError, UserError, summarize_error
+from gpt.files import atomic_rename as publish_folder
+from gpt.files import mark_as_cache, user_errors, write_text
 
 DATASET_LAYOUT = 2  # raise it when a directory holds the same tokens in another way
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,8 +73,8 @@ def prepare(
     data: DataConfig | str | Sequence[str],
     tokenizer: TokenizerConfig | Tokenizer | None = None,
     context_length: int = 1,
-    cache: str | Path = CACHE,
-    say: Say = say,
+    cache: str | Path = DEFAULT_CACHE,
+    print_line: Say = print_line,
     *,
     to: str | Path | None = None,
     executor: Executor | None = None,
@@ -96,12 +96,12 @@ def prepare(
     tokenizer, cache = tokenizer or TokenizerConfig(), Path(cache).absolute()
     names, weights = source_names(data), integer_weights(data)
     if data.name == "tokens":
-        source = open_tokens(data, tokenizer, cache, say)
+        source = open_tokens(data, tokenizer, cache, print_line)
         _require_enough(len(source.train), len(source.validation), context_length)
         return TokenDataset((source,), names, weights)
     if to is not None and data.name == "mix":
         raise UserError(f"to={str(to)!r} takes one text, not a mixture: prepare each of its texts")
-    scanners = [CorpusScanner(part, cache, say) for part in split_mixture(data)]
+    scanners = [CorpusScanner(part, cache, print_line) for part in split_mixture(data)]
     if len(scanners) > 1 and isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
         tokenizer = _joint_tokenizer(scanners, weights, tokenizer.vocab_size, cache)
     if to is not None:
@@ -125,7 +125,7 @@ def _joint_tokenizer(scanners: list[CorpusScanner], weights: Sequence[int], voca
             yield from texts[:: max(1, -(-size * MIXTURE_BLOCK // (SAMPLE_BYTES * weight)))]
 
     tokenizer = train_bpe(sample(), vocab_size)
-    with explain(cache, *CACHE_WRITE_HINT):
+    with user_errors(cache, *CACHE_WRITE_HINT):
         make_cache(cache)
         write_text(file, json.dumps(tokenizer.to_dict()))
     return tokenizer
@@ -151,9 +151,9 @@ def _prepare_in_cache(
     key = _dataset_key(scanner.sha256, tokenizer_key(tokenizer), scanner.data.validation_bytes)
     folder = cache / f"{name}-{tokenizer.name}-{_digest(key | {'layout': DATASET_LAYOUT})}"
     if folder.exists():
-        scanner.say(f"{name} is already prepared, in {folder}")
+        scanner.print_line(f"{name} is already prepared, in {folder}")
     else:
-        with explain(cache, *CACHE_WRITE_HINT), working_folder(folder, scanner.say) as working:
+        with user_errors(cache, *CACHE_WRITE_HINT), working_folder(folder, scanner.print_line) as working:
             if not folder.exists():  # another process may have made it while we waited
                 if not (working / DATASET_FILE).exists():  # which is written last
                     _make_shards(working, scanner, tokenizer, context_length, executor)
@@ -180,14 +180,14 @@ def _prepare_into(
     """Prepare a corpus into a directory that the user has named; an interrupted preparation goes on."""
     with contextlib.ExitStack() as stack:
         if isinstance(directory, Path):
-            stack.enter_context(explain(directory, "written", "fix that, or name another directory"))
+            stack.enter_context(user_errors(directory, "written", "fix that, or name another directory"))
             directory.mkdir(parents=True, exist_ok=True)
             mark_as_cache(directory)
-            stack.enter_context(one_at_a_time(directory / ".lock", "preparing this text", scanner.say))
+            stack.enter_context(exclusive_lock(directory / ".lock", "preparing this text", scanner.print_line))
             for file in directory.glob(".*.bin.*"):  # which a killed process has left
                 file.unlink()
         _make_shards(directory, scanner, tokenizer, context_length, executor, keep_plan=True)
-    scanner.say(f"to train on it: data=tokens data.path={directory}")
+    scanner.print_line(f"to train on it: data=tokens data.path={directory}")
     return open_source(directory, scanner.cache, scanner.data.cache_bytes)
 
 
@@ -202,25 +202,25 @@ def _make_shards(
     """Plan, make the shards that are missing, and publish. `keep_plan` refuses a directory with another plan."""
     plan, chunks = None, None
     try:
-        plan = read_plan(directory)
+        plan = read_shard_plan(directory)
     except UserError:  # damaged, or of another version
         if keep_plan:
             raise
-    if plan is not None and not plan.is_of(scanner, tokenizer):
+    if plan is not None and not plan.matches(scanner, tokenizer):
         if keep_plan:
             raise UserError(f"{directory}: holds another text, or one that has changed since: name an empty folder")
         plan = None
     if plan is None:
         if isinstance(directory, Path) and not keep_plan:
             delete(directory)
-        plan, chunks = make_plan(scanner, tokenizer, hash_all=not keep_plan)
+        plan, chunks = make_shard_plan(scanner, tokenizer, hash_all=not keep_plan)
         scanner.__dict__.pop("scan", None)  # whose sample takes memory
         plan.write(directory)
     records = read_records(directory, plan)
     done = sum(_text_bytes(record) for record in records if record)
     missing = [number for number, record in enumerate(records) if record is None]
     if done and missing:
-        scanner.say(f"resuming the preparation of {scanner.corpus.name} at {done / max(done, plan.bytes):.0%}")
+        scanner.print_line(f"resuming the preparation of {scanner.corpus.name} at {done / max(done, plan.bytes):.0%}")
     with progress_bar(f"tokenizing {scanner.corpus.name}", plan.bytes, done, delay=1) as bar:
         if executor is None:
             for number in missing:
@@ -231,7 +231,7 @@ def _make_shards(
     metadata = _publish(directory, plan, scanner.corpus, context_length)
     text, tokens = (sum(metadata["splits"][split][kind] for split in SPLITS) for kind in ("bytes", "tokens"))
     validation_bytes = metadata["splits"]["validation"]["bytes"]
-    scanner.say(
+    scanner.print_line(
         f"prepared {text:,} bytes as {tokens:,} tokens ({text / tokens:.2f} bytes per token, vocabulary "
         f"{plan.tokenizer.vocab_size:,}), of which {validation_bytes:,} bytes are for validation"
     )
@@ -240,24 +240,24 @@ def _make_shards(
 def _run_on_executor(
     executor: Executor, missing: list[int], arguments: tuple[Directory, Path, int], on_progress: Progress
 ) -> None:
-    """Make shards elsewhere; `OutsideError` names those that failed, after all were tried."""
-    directory, cache, room = arguments
+    """Make shards elsewhere; `ExternalError` names those that failed, after all were tried."""
+    directory, cache, cache_bytes = arguments
     try:
         futures = {
-            executor.submit(encode_shard, str(directory), number, str(cache), room): number for number in missing
+            executor.submit(encode_shard, str(directory), number, str(cache), cache_bytes): number for number in missing
         }
     except BrokenExecutor as error:
-        raise OutsideError(f"{directory}: nothing was encoded ({error}): give another executor") from None
+        raise ExternalError(f"{directory}: nothing was encoded ({error}): give another executor") from None
     failed: dict[int, str] = {}
     for future in as_completed(futures):
         try:
             on_progress(future.result())
         except (UserError, OSError, MemoryError, BrokenExecutor) as error:  # all else is a bug
-            failed[futures[future]] = reason(error)
+            failed[futures[future]] = summarize_error(error)
     if failed:
         first = "; ".join(f"shard {number}: {why}" for number, why in sorted(failed.items())[:3])
         what = f"{len(failed):,} of {len(missing):,} shards failed ({first}{'; ...' * (len(failed) > 3)})"
-        raise OutsideError(f"{directory}: {what}: fix that and prepare it again, which keeps the others")
+        raise ExternalError(f"{directory}: {what}: fix that and prepare it again, which keeps the others")
 
 
 # --- one shard ---
@@ -266,7 +266,7 @@ def _run_on_executor(
 def encode_shard(
     directory: str | Path,
     number: int,
-    cache: str | Path = CACHE,
+    cache: str | Path = DEFAULT_CACHE,
     cache_bytes: int = DataConfig.cache_bytes,
     threads: int = 1,
 ) -> int:
@@ -282,17 +282,17 @@ def encode_shard(
         threads: On which to encode.
     """
     directory, cache = as_directory(directory), Path(cache)
-    if (plan := read_plan(directory)) is None:
+    if (plan := read_shard_plan(directory)) is None:
         raise UserError(f"{directory}: holds no plan: begin with prepare() of gpt.data.prepare")
     record = read_record(directory, plan, number)
     if record is None:
-        corpus = plan.open_corpus(cache, cache_bytes, say)
+        corpus = plan.open_corpus(cache, cache_bytes, print_line)
         record = _encode_shard(plan, number, corpus, directory, cache, threads)
     return _text_bytes(record)
 
 
 def _encode_shard(
-    plan: Plan,
+    plan: ShardPlan,
     number: int,
     corpus: Corpus,
     directory: Directory,
@@ -307,7 +307,7 @@ def _encode_shard(
     """
     files = plan.files_of_shard(number)
     corpus.require_unchanged(plan.fingerprints, files)
-    tasks = _tasks(chunks or plan.chunks_of_shard(number, corpus), plan.split, plan.starts[number].characters)
+    tasks = _tasks(chunks or plan.chunks_of_shard(number, corpus), plan.split, plan.shard_starts[number].characters)
     splits: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0} for name in SPLITS}
     digests = {name: hashlib.sha256() for name in SPLITS}
     with contextlib.ExitStack() as stack:
@@ -377,28 +377,28 @@ def _encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
         chunks = [chunk for chunk, is_validation in task if is_validation == (name == "validation")]
         ids = [end_of_text[:0]]
         for chunk in chunks:
-            if chunk.begins:
+            if chunk.starts_document:
                 ids.append(end_of_text)
             ids.append(tokenizer.encode_chunk(chunk.text).astype(dtype))
         size = sum(utf8_size(chunk.text) for chunk in chunks)
-        encoded[name] = np.concatenate(ids), size, sum(chunk.begins for chunk in chunks)
+        encoded[name] = np.concatenate(ids), size, sum(chunk.starts_document for chunk in chunks)
     return encoded
 
 
 # --- all shards ---
 
 
-def read_records(directory: Directory, plan: Plan, verify: bool = True) -> list[dict | None]:
+def read_records(directory: Directory, plan: ShardPlan, verify: bool = True) -> list[dict | None]:
     """Return the record of each shard; None of a shard that the directory does not have whole."""
     with ThreadPoolExecutor(16) as threads:
-        return list(threads.map(lambda i: read_record(directory, plan, i, verify), range(len(plan.starts))))
+        return list(threads.map(lambda i: read_record(directory, plan, i, verify), range(len(plan.shard_starts))))
 
 
-def read_record(directory: Directory, plan: Plan, number: int, verify: bool = True) -> dict | None:
+def read_record(directory: Directory, plan: ShardPlan, number: int, verify: bool = True) -> dict | None:
     """Return the record of a shard; None unless its files are there, with their sizes, and here with their hashes."""
     content = read_bytes(directory, _record_file(number)) or b""
     try:
-        record = unsealed(content.decode(), _record_file(number))
+        record = parse_checked_json(content.decode(), _record_file(number))
     except ValueError:
         return None
     if record["plan"] != plan.digest:
@@ -408,13 +408,13 @@ def read_record(directory: Directory, plan: Plan, number: int, verify: bool = Tr
         if file_size(directory, file) != split["tokens"] * token_dtype(plan.tokenizer.vocab_size).itemsize:
             return None
         if verify and isinstance(directory, Path):
-            with explain(directory / file), (directory / file).open("rb") as stream:
+            with user_errors(directory / file), (directory / file).open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != split["sha256"]:
                     return None
     return record
 
 
-def _publish(directory: Directory, plan: Plan, corpus: Corpus, context_length: int) -> dict:
+def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_length: int) -> dict:
     """Write dataset.json, after checking that every shard is there, and return what it holds.
 
     Raises `UserError` naming the shards that are missing.
@@ -449,11 +449,11 @@ def _publish(directory: Directory, plan: Plan, corpus: Corpus, context_length: i
 
 
 def _read_validation(directory: Directory, number: int, record: dict) -> bytes:
-    """Return the validation tokens of a shard; `OutsideError` if they are not what its record says."""
+    """Return the validation tokens of a shard; `ExternalError` if they are not what its record says."""
     name = _shard_file("validation", number)
     content = read_bytes(directory, name) or b""
     if hashlib.sha256(content).hexdigest() != record["splits"]["validation"]["sha256"]:
-        raise OutsideError(f"{directory}/{name}: is damaged: delete it, and prepare the text again")
+        raise ExternalError(f"{directory}/{name}: is damaged: delete it, and prepare the text again")
     return content
 
 

@@ -10,14 +10,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt.console import quote
+from gpt.console import shell_quote
 from gpt.data.chunking import decode_stream, replace_surrogates, utf8_size
 from gpt.data.compression import COMPRESSED_SUFFIXES, LEADING_BYTES, decompress, read_beginning
 from gpt.data.data_config import DataConfig
 from gpt.errors import UserError
-from gpt.files import explain
+from gpt.files import user_errors
 
-BLOCK_BYTES = 1 << 20  # to read at once
+READ_BLOCK_BYTES = 1 << 20  # to read at once
 _ENCODING_HINT = ", or set data.encoding=windows-1252 or data.errors=replace"
 # How files begin that are never read, what they are, and what makes text of them.
 _REFUSED = [
@@ -98,7 +98,7 @@ def read_lines(file: Path, data: DataConfig) -> Iterator[bytes]:
 
 def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]:
     """Return the blocks of a text file, in UTF-8 if it is so; raise `UserError` if it is empty or binary."""
-    blocks: Iterator[bytes] = decompress(file, BLOCK_BYTES, start)
+    blocks: Iterator[bytes] = decompress(file, READ_BLOCK_BYTES, start)
     if start:
         return blocks
     if data.encoding != "utf-8":
@@ -112,7 +112,9 @@ def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]
         raise UserError(f"{file}: its first two bytes say UTF-16; {convert}, or set data.encoding=utf-16")
     if found := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED):
         what, command = found
-        raise UserError(f"{file}: {what}; make text of it first, for example with {command.format(quote(str(file)))}")
+        raise UserError(
+            f"{file}: {what}; make text of it first, for example with {command.format(shell_quote(str(file)))}"
+        )
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
     return itertools.chain([first], blocks)
@@ -193,10 +195,10 @@ def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
-    with explain(file), file.open("rb") as stream:
+    with user_errors(file), file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(
-                stream, buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
+                stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
             )
             is_text = re.compile(r"(dictionary<values=)?(large_)?string|(large_)?list<\w+: struct<.*\b(role|from): ")
             names = [column.name for column in table.schema_arrow if is_text.match(str(column.type))]

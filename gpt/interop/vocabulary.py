@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt.data.tokenizer import BYTE_OF_STAND_IN, END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
+from gpt.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, UNICODE_TO_BYTE, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 SAMPLE = 120_000  # bytes of text, about, on which two tokenizers are compared
 
-_STAND_IN = {byte: character for character, byte in BYTE_OF_STAND_IN.items()}
+_STAND_IN = {byte: character for character, byte in UNICODE_TO_BYTE.items()}
 
 
-def stand_ins(token: bytes) -> str:
+def to_printable(token: bytes) -> str:
     """Spell a token with GPT-2's printable stand-in for each byte."""
     return "".join(_STAND_IN[byte] for byte in token)
 
 
-def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+def list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """List every split of every token into two known tokens, by the rank of the token and then of the two parts.
 
     tiktoken joins any two neighbours that spell a token; with one merge per token, other libraries would miss some.
@@ -31,13 +31,13 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return sorted(known, key=lambda pair: (ranks[pair[0] + pair[1]], ranks[pair[0]], ranks[pair[1]]))
 
 
-def to_huggingface(tokenizer: Tokenizer) -> "tokenizers.Tokenizer":
+def to_huggingface_tokenizer(tokenizer: Tokenizer) -> "tokenizers.Tokenizer":
     """Convert a tokenizer to one of the `tokenizers` library, which gives every text the same ids."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Theirs
 
-    vocab = {stand_ins(token): rank for token, rank in tokenizer.ranks.items()}
-    pairs = [(stand_ins(left), stand_ins(right)) for left, right in merges(tokenizer.ranks)]
+    vocab = {to_printable(token): rank for token, rank in tokenizer.ranks.items()}
+    pairs = [(to_printable(left), to_printable(right)) for left, right in list_merges(tokenizer.ranks)]
     converted = Theirs(models.BPE(vocab=vocab, merges=pairs, ignore_merges=True))  # a word that is a token needs none
     converted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     converted.decoder = decoders.ByteLevel()
@@ -54,8 +54,8 @@ def read(folder: Path) -> tuple[Tokenizer, list[int]] | None:
     """
     if not (file := folder / "tokenizer.json").is_file():
         if (folder / "vocab.json").is_file():
-            remedy = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
-            raise UserError(f"{folder}: its tokenizer is in the older form, vocab.json: {remedy}")
+            hint = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
+            raise UserError(f"{folder}: its tokenizer is in the older form, vocab.json: {hint}")
         return None
     from tokenizers import Tokenizer as Theirs
 
@@ -81,9 +81,9 @@ def _with_ranks(theirs: "tokenizers.Tokenizer") -> tuple[Tokenizer, list[int]]:
     every = sorted([*own.values(), *special.values()])
     if every != list(range(len(every))):
         raise ValueError(f"its {len(every)} ids are not 0 to {len(every) - 1}, each once")
-    if foreign := [token for token in tokens if not BYTE_OF_STAND_IN.keys() >= set(token)]:
+    if foreign := [token for token in tokens if not UNICODE_TO_BYTE.keys() >= set(token)]:
         raise ValueError(f"its token {foreign[0]!r:.100} is not spelled in GPT-2's stand-ins for bytes")
-    ranks = {bytes(BYTE_OF_STAND_IN[character] for character in token): rank for rank, token in enumerate(tokens)}
+    ranks = {bytes(UNICODE_TO_BYTE[character] for character in token): rank for rank, token in enumerate(tokens)}
     known = [one for one in (gpt2_tokenizer(), byte_tokenizer()) if one.ranks == ranks]
     tokenizer = known[0] if known else Tokenizer("bpe", ranks, GPT2_PATTERN)
     theirs.no_truncation()

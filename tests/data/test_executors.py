@@ -17,11 +17,11 @@ import pytest
 
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import encode_shard, prepare
-from gpt.data.scan import CorpusScanner, make_plan
+from gpt.data.scan import CorpusScanner, make_shard_plan
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
-from harness import needs, refusal
+from harness import import_or_skip, refusal
 from workshop import DOCUMENTS, content, lists, write_documents, write_files
 
 BPE = TokenizerConfig("bpe", 307)
@@ -48,7 +48,7 @@ def long_texts(tmp_path_factory) -> str:
 def into(to: Path | str, text: str, cache: Path, executor: Executor | None = None, **more) -> TokenSource:
     """Prepare a text into a directory without a word."""
     data = DataConfig("text", text, **more)
-    [source] = prepare(data, BPE, cache=cache, say=[].append, to=to, executor=executor).sources
+    [source] = prepare(data, BPE, cache=cache, print_line=[].append, to=to, executor=executor).sources
     return source
 
 
@@ -117,9 +117,9 @@ def test_shards_from_anywhere(tmp_path, text, undisturbed):
     """`encode_shard` is a plain function of a planned directory: in any order, some twice; prepare() then publishes."""
     made, cache = tmp_path / "made", tmp_path / "cache"
     scanner = CorpusScanner(DataConfig("text", text), cache, [].append)
-    plan, _ = make_plan(scanner, BPE, hash_all=False)
+    plan, _ = make_shard_plan(scanner, BPE, hash_all=False)
     plan.write(made)
-    numbers = [*range(len(plan.starts)), 0, 3]
+    numbers = [*range(len(plan.shard_starts)), 0, 3]
     random.Random(3).shuffle(numbers)
     for number in numbers:
         assert encode_shard(made, number, tmp_path / "another machine's") > 0
@@ -190,7 +190,7 @@ def test_a_process_that_dies(tmp_path, text, undisturbed):
 @pytest.mark.slow
 def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
     """A real cluster of two workers; Dask makes elsewhere what the killed one had in hand."""
-    distributed = needs("distributed")
+    distributed = import_or_skip("distributed")
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         distributed.Client(cluster) as client,
@@ -266,13 +266,13 @@ def test_a_hundred_kills(tmp_path, text, undisturbed):
     """Two processes at a time make random shards, each killed at any moment: in the end the same bytes."""
     chance, made, kills = random.Random(3), tmp_path / "made", 0
     scanner = CorpusScanner(DataConfig("text", text), tmp_path / "cache", [].append)
-    plan, _ = make_plan(scanner, BPE, hash_all=False)
+    plan, _ = make_shard_plan(scanner, BPE, hash_all=False)
     plan.write(made)
     context = multiprocessing.get_context("fork")
     while kills < 100:
         running = []
         for _ in range(2):
-            number, cache = chance.randrange(len(plan.starts)), tmp_path / chance.choice(["one", "another"])
+            number, cache = chance.randrange(len(plan.shard_starts)), tmp_path / chance.choice(["one", "another"])
             running.append(context.Process(target=encode_shard, args=(made, number, cache)))
             running[-1].start()
         time.sleep(chance.uniform(0, 0.03))

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 import gpt.data.token_dataset
-from gpt.data.dataset_cache import read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import read_checked_json, write_checked_json
 from gpt.data.token_dataset import SPLITS, TokenDataset, find_cached_dataset, open_cached
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
-from model_files import write_prepared
+from model_files import write_prepared_corpus
 
 IDS = {name: np.random.default_rng(7).integers(0, 257, count) for name, count in zip(SPLITS, (103, 31), strict=True)}
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer | None = None, **changes) -> Path:
     """A prepared corpus of `IDS`."""
-    return write_prepared(folder, tokenizer, *IDS.values(), **changes)
+    return write_prepared_corpus(folder, tokenizer, *IDS.values(), **changes)
 
 
 def pairs_tokenizer(tokens: int) -> Tokenizer:
@@ -60,7 +60,7 @@ def test_open(tmp_path):
         with pytest.raises(ValueError, match="read-only"):
             found[5:11] = 7
     assert prepared.tokenizer.to_dict() == byte_tokenizer().to_dict()
-    assert prepared.metadata == read_sealed_file(tmp_path / "folder/dataset.json")
+    assert prepared.metadata == read_checked_json(tmp_path / "folder/dataset.json")
 
 
 def test_key_of_a_mixture(tmp_path):
@@ -143,12 +143,12 @@ def test_damage_is_named(tmp_path, damage):
     open_cached(folder)
     inflict(folder)
     said = refusal(open_cached, folder)
-    remedy = (
+    hint = (
         ""
         if "; " in reason or "made with" in reason or reason == NOTHING
         else f"; delete {folder}, and it will be prepared again"
     )
-    assert re.fullmatch(rf"{folder}[^:]*: {reason}{remedy}", said), said
+    assert re.fullmatch(rf"{folder}[^:]*: {reason}{hint}", said), said
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -201,9 +201,9 @@ def test_the_shape_of_the_metadata(tmp_path, change):
     """Whoever writes dataset.json can seal it: a line says what it lacks."""
     inflict, reason = CHANGES[change]
     folder = write_folder(tmp_path / "folder")
-    metadata = read_sealed_file(folder / "dataset.json")
+    metadata = read_checked_json(folder / "dataset.json")
     inflict(metadata)
-    write_sealed_file(folder / "dataset.json", metadata)
+    write_checked_json(folder / "dataset.json", metadata)
     assert re.fullmatch(rf"{folder}: is damaged \({reason}\); delete .*", refusal(open_cached, folder))
 
 
@@ -218,7 +218,7 @@ def test_other_files_than_metadata(tmp_path, name, written):
 
 def test_ids_are_in_the_vocabulary(tmp_path):
     """A file with its hash may hold other ids than the tokenizer has."""
-    folder = write_prepared(tmp_path / "folder", None, [257] * 50)
+    folder = write_prepared_corpus(tmp_path / "folder", None, [257] * 50)
     said = refusal(open_cached, folder)
     assert "train.bin: cannot be read (it has the id 257, and the vocabulary 257 entries)" in said
 
@@ -226,11 +226,11 @@ def test_ids_are_in_the_vocabulary(tmp_path):
 def test_what_version_0_5_prepared(tmp_path):
     """Its manifest.json has no lists of files, or one of shards; both open, and the cache finds the first."""
     folder = write_folder(tmp_path / "folder", key={"corpus": "a", "tokenizer": {}})
-    metadata = read_sealed_file(folder / "dataset.json")
+    metadata = read_checked_json(folder / "dataset.json")
     (folder / "dataset.json").unlink()
     for split in metadata["splits"].values():
         [[_, _, split["sha256"]]] = split.pop("files")
-    write_sealed_file(folder / "manifest.json", metadata)
+    write_checked_json(folder / "manifest.json", metadata)
     source = open_cached(folder)
     assert source.train[:].tolist() == IDS["train"].tolist()
     assert source.validation.tolist() == IDS["validation"].tolist()
@@ -240,7 +240,7 @@ def test_what_version_0_5_prepared(tmp_path):
     for i, ids in enumerate(np.split(IDS["train"].astype("uint16"), [40])):
         ids.tofile(folder / f"train-000000-{i:02}.bin")
         shards.append([f"train-000000-{i:02}.bin", len(ids), hashlib.sha256(ids.tobytes()).hexdigest()])
-    write_sealed_file(folder / "manifest.json", metadata | {"shards": shards})
+    write_checked_json(folder / "manifest.json", metadata | {"shards": shards})
     (folder / "train.bin").unlink()
     assert open_cached(folder).train[:].tolist() == IDS["train"].tolist()
 

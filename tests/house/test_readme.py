@@ -24,11 +24,11 @@ from omegaconf import OmegaConf
 
 import generate
 from gpt.files import flatten
-from gpt.training.cli import parse_overrides, plain_values
+from gpt.training.cli import parse_overrides, to_plain_values
 from gpt.training.config import Config, parse_horizon
 from gpt.training.metrics import METRICS
 from gpt.training.request import parse_request
-from harness import ROOT, needs, train
+from harness import ROOT, import_or_skip, train
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "data/README.md"]
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
@@ -149,7 +149,7 @@ def composed(folder: Path, overrides: list[str]) -> Config:
     if overrides[:1] == ["--config-dir"]:
         overrides = [f"hydra.searchpath=[file://{folder / overrides[1]}]", *overrides[2:]]
     with initialize_config_dir(str(folder / "configs"), version_base="1.3"):
-        values, model = plain_values(compose("train", overrides)), "auto" if "model=auto" in overrides else ""
+        values, model = to_plain_values(compose("train", overrides)), "auto" if "model=auto" in overrides else ""
     return parse_request(values, parse_overrides(overrides), model=model).config
 
 
@@ -200,7 +200,7 @@ def test_recipe(house, name):
 def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     """A training, sampling, splitting text, comparing and measuring runs, in this process; figures are all named."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gpt.data.dataset_cache.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("gpt.data.dataset_cache.DEFAULT_CACHE", tmp_path / "cache")
     write_texts(tmp_path)
     own = ["data.cache=cache", "trainer.device=cpu"]
     monkeypatch.setattr("sys.path", [*sys.path])  # to which train.py adds the current folder
@@ -317,7 +317,7 @@ def lived_in(house) -> Path:
 def test_command(lived_in, command):
     """It succeeds and prints something."""
     if "wandb" in command:
-        needs("wandb")
+        import_or_skip("wandb")
     shutil.rmtree(lived_in / "my-model", ignore_errors=True)
     assert run(lived_in, command).strip()
 

@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from gpt.model.fast.loss import CHUNK_BYTES, SLICE
+from gpt.model.fast.chunked_loss import LOGITS_CHUNK_BYTES, VOCAB_SLICE
 from gpt.model.fast.operations import prefers_fused_kernel
-from gpt.model.linear import ROUND_AGAIN_FROM
+from gpt.model.linear import MIN_RECAST_ELEMENTS
 from gpt.model.transformer import GPTConfig
 
 MAX_CPU_TOKENS = 4096  # in a micro-batch: more tokens at once are no faster on a CPU
@@ -46,13 +46,13 @@ def activation_bytes(
     block += 2 * C * size * has_dropout
     kept = L * 4 * C + block if checkpointing else L * block
     # A small matrix, and on a GPU any, is kept in the precision of the products, too.
-    rounded = sum(n for n in costs.linear_weights if size < 4 and (not on_cpu or n < ROUND_AGAIN_FROM))
+    rounded = sum(n for n in costs.linear_weights if size < 4 and (not on_cpu or n < MIN_RECAST_ELEMENTS))
     temporary = C * (16 + 8 * size) + 2 * scores  # the gradients of one block, and its scores
     activations = tokens * (kept + temporary) + L * rounded * size
 
     # A chunk of rows of the logits is kept. One slice of the vocabulary at a time is computed in fp32.
-    width = min(V, SLICE) if on_cpu else V
-    rows = tokens / math.ceil(tokens * V * size / CHUNK_BYTES.get(device, 2**27))
+    width = min(V, VOCAB_SLICE) if on_cpu else V
+    rows = tokens / math.ceil(tokens * V * size / LOGITS_CHUNK_BYTES.get(device, 2**27))
     logits = rows * (V * size + width * (4 if on_cpu else 8)) + tokens * C * (4 + 2 * size) + 4 * V * C
     return activations + logits
 
