@@ -190,8 +190,8 @@ def acquire_lock(file: Path, on_wait: Callable[[str], None] | None = None) -> Ba
     """Take a lock. It ends when it is released, or with the process, even if that is killed.
 
     If another process holds the lock, call `on_wait` with its process id, and wait. Without `on_wait`, raise
-    `LockedError`. `OSError` if the file cannot be created. The file itself stays. On a file system without locks, a second
-    file with the owner's process id is the lock. It is void if that process of this machine has ended.
+    `LockedError`. `OSError` if the file cannot be created. The file itself stays. On a file system without locks, the
+    lock is a second file with the owner's process id. It is void if that process of this machine has ended.
     """
     lock: BaseFileLock = FileLock(file, thread_local=False, fallback_to_soft=False)
     owner_file = file

@@ -220,7 +220,8 @@ def _make_source(
 ) -> TokenSource:
     """Return a source with the counts that other programs do not keep; those of the training text are estimated."""
     if not (train[:END_OF_TEXT_SEARCH_TOKENS] == tokenizer.end_of_text).any():
-        what = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {min(len(train), END_OF_TEXT_SEARCH_TOKENS):,} tokens"
+        searched = min(len(train), END_OF_TEXT_SEARCH_TOKENS)
+        what = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {searched:,} tokens"
         print_line(f"{what}: the model will not learn where a document begins")
     ids, lengths = validation[:], np.zeros(tokenizer.vocab_size, np.int64)
     for token, rank in tokenizer.ranks.items():

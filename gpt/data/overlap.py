@@ -18,8 +18,8 @@ Passage = tuple[int, int]  # of a text: its first token, and the one after its l
 def find_common_spans(text: np.ndarray, corpus: TokenSequence | np.ndarray) -> list[Passage]:
     """Find the passages of `MIN_COPY_TOKENS` or more that a text (N,) has in common with a corpus of token ids.
 
-    They are in order, and none lies in another. Of a large corpus the first `MAX_SEARCHED_TOKENS` count. One pass over it,
-    block by block, finds the spans that consist of runs of `MIN_COPY_TOKENS`, by their 64-bit hashes. Every longer
+    They are in order, and none lies in another. Of a large corpus the first `MAX_SEARCHED_TOKENS` count. One pass over
+    it, block by block, finds the spans that consist of runs of `MIN_COPY_TOKENS`, by their 64-bit hashes. Every longer
     passage lies in one of these.
     """
     wanted, spans = _hashes(text), set()
