@@ -35,13 +35,13 @@ def activation_bytes(
     size = dtype.itemsize
     tokens = B * T
 
-    # Bytes per token that autograd keeps in a block. tests/model/test_memory.py counts them.
+    # Bytes per token that autograd keeps in a block. tests/model/test_memory_estimate.py counts them.
     scores = size * shape.num_heads * T
     block: float = 4 * costs.kept_in_fp32 + size * costs.kept_in_dtype
     if prefers_fused_kernel(device, dtype, T, is_training=True):
         block += 3 * scores * (on_cpu and has_dropout)
     else:
-        computed = 0.75 if T > 256 else 1  # long sequences skip a quarter of the scores: see split queries
+        computed = 0.75 if T > 256 else 1  # `split_query_attention` skips a quarter of the scores
         block += C * size * has_dropout + computed * scores * (1 + 2 * has_dropout)
     block += 2 * C * size * has_dropout
     kept = L * 4 * C + block if checkpointing else L * block

@@ -133,7 +133,7 @@ def generate(
             caches, windows, seen = model.init_kv_caches(), wanted, min(wanted.values())
             later = [wanted[fill] - seen for fill in fills]
             starts = torch.tensor(later, device=idx.device) if any(later) else None  # (B,)
-        hidden = model.hidden(tokens[:, seen:length], caches, starts)  # (B, new, C)
+        hidden = model.forward_features(tokens[:, seen:length], caches, starts)  # (B, new, C)
         seen = length
         logits = model.head(hidden[:, -1])  # (B, V)
         if on_logits is not None:

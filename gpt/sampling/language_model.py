@@ -177,7 +177,7 @@ class LanguageModel:
         while (done := len(found)) < len(ids) - 1:
             start = max(0, done - context // 2)
             seen = ids[start : min(start + context, len(ids) - 1)]
-            hidden = self.model.hidden(torch.tensor([seen], device=self.device))[0, done - start :]
+            hidden = self.model.forward_features(torch.tensor([seen], device=self.device))[0, done - start :]
             found += self._logprobs(self.model.head(hidden), ids[done + 1 : start + len(seen) + 1], top)
         return found
 

@@ -76,7 +76,7 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     for idx, targets in batches:
         counted = int((targets != IGNORE_INDEX).sum())
         idx, targets = idx.to(device), targets.to(device)
-        mean = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
+        mean = chunked_next_token_loss(model.forward_features(idx), model.token_embedding.weight, targets)
         nats += mean.item() * counted  # summed in Python: Apple's GPUs have no float64
         tokens += counted
     model.train(was_training)

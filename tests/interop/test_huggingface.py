@@ -88,7 +88,7 @@ def test_without_a_head(tmp_path):
     theirs.save_pretrained(tmp_path)
     model = load_huggingface_weights(tmp_path).eval()
     idx = torch.arange(CONTEXT)[None]
-    torch.testing.assert_close(model.hidden(idx), theirs(idx).last_hidden_state, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(model.forward_features(idx), theirs(idx).last_hidden_state, atol=1e-4, rtol=0.0)
 
 
 def test_half_precision_becomes_single(saved, folder):

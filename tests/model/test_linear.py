@@ -103,7 +103,7 @@ def test_what_is_rounded():
         assert torch.equal(parameter, exact.get_parameter(name))
     results = {}
     hooks = [module.register_forward_hook(lambda m, _, out: results.update({m: out})) for module in model.modules()]
-    model.hidden(torch.arange(7)[None])
+    model.forward_features(torch.arange(7)[None])
     for hook in hooks:
         hook.remove()
     in_fp32 = {type(module).__name__ for module, out in results.items() if out.dtype == torch.float32}

@@ -162,9 +162,9 @@ def test_head_is_tied():
     assert not [name for name in model.state_dict() if "head" in name]
     for one in (model, make_model(qkv_bias=False)):
         assert sum(tensor.numel() for tensor in one.state_dict().values()) == one.config.num_parameters
-    expected = torch.einsum("btc,vc->btv", model.hidden(idx), model.token_embedding.weight)
+    expected = torch.einsum("btc,vc->btv", model.forward_features(idx), model.token_embedding.weight)
     torch.testing.assert_close(model(idx), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(model.head(model.hidden(idx)), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.head(model.forward_features(idx)), expected, atol=1e-5, rtol=1e-5)
     absent = next(v for v in range(VOCAB) if v not in idx)
     model(idx).square().mean().backward()
     assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
@@ -191,7 +191,7 @@ def test_compiled_once(checkpointing):
         counts.append(counter.frame_count)
         score(model, validation_batches(text, 3, CONTEXT, IGNORE_INDEX), num_bytes=1)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
-            model.eval().hidden(idx[:1, :7])
+            model.eval().forward_features(idx[:1, :7])
         model.train()
         counts.append(counter.frame_count)
     assert counts == [1, 2, 2, 2, 2, 2]
@@ -221,7 +221,7 @@ def test_elsewhere(name, fused):
     caches, starts = model.init_kv_caches(), torch.zeros(len(idx), dtype=torch.long, device="meta")
     with torch.no_grad():
         for tokens in (idx[:, :-1], idx[:, -1:]):
-            assert model.head(model.hidden(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
+            assert model.head(model.forward_features(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
     assert model.attention_maps(idx).device.type == "meta"
 
 
@@ -229,12 +229,12 @@ def test_short_windows_stand_at_all_places():
     """Of three rows, each is what it would be at the beginning of a context whose positions were its own."""
     model, T = make_model(), CONTEXT // 3
     idx = make_idx(T).repeat(3, 1)
-    hidden, _ = model.features_and_head(idx, places=3)
+    hidden, _ = model.features_and_head(idx, num_offsets=3)
     positions = model.position_embedding.weight.detach().clone()
     for place in range(3):
         with torch.no_grad():
             model.position_embedding.weight[:T] = positions[place * T : (place + 1) * T]
-        torch.testing.assert_close(hidden[place::3], model.hidden(idx)[place::3])
+        torch.testing.assert_close(hidden[place::3], model.forward_features(idx)[place::3])
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])

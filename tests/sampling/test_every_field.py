@@ -65,8 +65,8 @@ def cached_in_parts(model: GPT, idx: Tensor, folder: Path) -> Tensor:
 
 
 def padded(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    shorter, starts = torch.cat([idx[:, :1], idx[:, :-1]], dim=1), torch.tensor([1])
-    logits = model.head(model.hidden(shorter, starts=starts))[:, 1:]
+    shorter, pad_lengths = torch.cat([idx[:, :1], idx[:, :-1]], dim=1), torch.tensor([1])
+    logits = model.head(model.forward_features(shorter, pad_lengths=pad_lengths))[:, 1:]
     return torch.cat([logits, model(idx)[:, -1:]], dim=1)  # of the padded row, the last token has no room
 
 
@@ -142,7 +142,7 @@ def test_unknown_fields(tmp_path, use: Callable, what):
     shape = dataclasses.asdict(model.config)
     model.config = WithWindow(**shape, other_field=3)
     line = refusal(use, model, byte_tokenizer(), tmp_path / "model")
-    assert line == f"model.other_field=3 is nothing that GPT-2 has, and all that {what} knows is GPT-2"
+    assert line == f"{what} supports only GPT-2, which has no model.other_field=3"
     assert not list(tmp_path.iterdir())
     model.config = WithWindow(**shape)
     (tmp_path / "model").mkdir()
