@@ -111,7 +111,7 @@ def test_auto_precision_of_a_cpu(monkeypatch, name, flags, expected):
     ],
 )
 def test_peaks(monkeypatch, name, teraflops):
-    """Names are as CUDA spells them. A card that only resembles a known card has no peak, and other devices have none."""
+    """A card that only resembles a known card has no peak, and other devices have none."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(CUDA, "bf16") == (teraflops and teraflops * 1e12)
     assert peak_flops(CUDA, "fp32") is peak_flops(CPU, "bf16") is peak_flops(MPS, "bf16") is None

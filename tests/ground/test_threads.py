@@ -56,7 +56,7 @@ def wait_until(condition, seconds: float = 20.0) -> bool:
 
 
 def test_spinning_is_tried_again(two_threads, contended, monkeypatch):
-    """The threads sleep for `SLEEP_SECONDS`, spin until contention shows, and sleep again. At the end they are awake."""
+    """The threads sleep for `SLEEP_SECONDS`, spin until contention shows, and sleep again. They end awake."""
     monkeypatch.setattr(threads, "SLEEP_SECONDS", 0.1)
     num_threads = teams()
     with yield_to_other_processes():
