@@ -73,25 +73,15 @@ class GPTConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What estimates of time and memory need to know about a model.
+    """What estimates of time and memory need to know about a model."""
 
-    Args:
-        parameters: Trained parameters. The tied head counts once.
-        linear_weights: The number of weights in each linear map of a block.
-        block_weights: The number of weights in the linear maps of all blocks.
-        head_weights: The number of weights in the output head.
-        attention_width: The width of the attention of all blocks, d_model times num_layers.
-        kept_in_fp32: Numbers per token that a block keeps for its backward pass in fp32.
-        kept_in_dtype: Numbers per token that it keeps in the precision of its products, besides attention scores.
-    """
-
-    parameters: int
-    linear_weights: tuple[int, ...]
-    block_weights: int
+    parameters: int  # the tied head counts once
+    linear_weights: tuple[int, ...]  # the size of each linear map of a block
+    block_weights: int  # in the linear maps of all blocks
     head_weights: int
-    attention_width: int
-    kept_in_fp32: int
-    kept_in_dtype: int
+    attention_width: int  # d_model times num_layers
+    kept_in_fp32: int  # numbers per token that a block keeps for its backward pass
+    kept_in_dtype: int  # the same in the precision of products, without attention scores
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Return the floating-point operations to train on one token of a sequence.
