@@ -52,15 +52,15 @@ class OnDevice(torch.Tensor):
     """A tensor on the device. No operation accepts it together with a tensor on the CPU."""
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor):
-        kinds = {"dtype": held.dtype, "device": DEVICE, "requires_grad": held.requires_grad}
-        return cls._make_wrapper_subclass(cls, held.shape, held.stride(), held.storage_offset(), **kinds)
+    def __new__(cls, cpu_value: torch.Tensor):
+        kinds = {"dtype": cpu_value.dtype, "device": DEVICE, "requires_grad": cpu_value.requires_grad}
+        return cls._make_wrapper_subclass(cls, cpu_value.shape, cpu_value.stride(), cpu_value.storage_offset(), **kinds)
 
-    def __init__(self, held: torch.Tensor):
-        self.held = held
+    def __init__(self, cpu_value: torch.Tensor):
+        self.cpu_value = cpu_value
 
     def tolist(self):
-        return self.held.tolist()
+        return self.cpu_value.tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -69,9 +69,9 @@ class OnDevice(torch.Tensor):
         raise AssertionError(f"{func} outside of the device's mode")
 
 
-def held(value):
+def cpu_value(value):
     """Return the CPU tensor behind a tensor on the device. Return other values unchanged."""
-    return value.held if isinstance(value, OnDevice) else value
+    return value.cpu_value if isinstance(value, OnDevice) else value
 
 
 class Device(TorchDispatchMode):
@@ -87,8 +87,8 @@ class Device(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if there and func not in MOVES and any(t.dim() for t in tensors if not isinstance(t, OnDevice)):
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-        result = func(*tree_map(held, args), **tree_map(held, kwargs))
-        known = {id(tensor.held): tensor for tensor in there}
+        result = func(*tree_map(cpu_value, args), **tree_map(cpu_value, kwargs))
+        known = {id(tensor.cpu_value): tensor for tensor in there}
         return tree_map(lambda value: self.wrapped(func, value, known), result) if is_there else result
 
     def wrapped(self, func, value, known: dict[int, OnDevice]):
@@ -121,7 +121,7 @@ def attach_device() -> None:
     number = {"mps": first, torch.device("mps"): first}  # without its number, PyTorch would ask Apple's library
     torch.Tensor.to = lambda self, *args, **kwargs: move(self, *(number.get(a, a) for a in args), **kwargs)
     torch.tensor = lambda data, device=None, **kwargs: tensor(data, **kwargs).to(device or "cpu")
-    torch.save = lambda payload, stream: save(tree_map(held, payload), stream)
+    torch.save = lambda payload, stream: save(tree_map(cpu_value, payload), stream)
 
 
 def main() -> None:

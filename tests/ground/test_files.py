@@ -161,13 +161,13 @@ def test_hard_link(tmp_path, monkeypatch, possible):
 def test_a_lock_names_its_owner(tmp_path):
     """A second holder is refused and told the first one's process id, also from another process; then it is free."""
     file = tmp_path / ".lock"
-    held = acquire_lock(file)
+    lock = acquire_lock(file)
     with pytest.raises(LockedError, match=str(os.getpid())):
         acquire_lock(file)
     program = f"from pathlib import Path; from gpt.files import acquire_lock; acquire_lock(Path({str(file)!r}))"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert f"LockedError: {os.getpid()}" in other.stderr
-    held.release()
+    lock.release()
     acquire_lock(file).release()
 
 

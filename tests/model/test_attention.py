@@ -63,9 +63,9 @@ def test_the_future_changes_nothing(fused_kernel, changed):
     module, x = make_module(fused_kernel), make_input(CONTEXT)
     other = x.clone()
     other[:, changed] += 1.0
-    before, after = module(x), module(other)
-    torch.testing.assert_close(after[:, :changed], before[:, :changed], atol=1e-6, rtol=0.0)
-    assert ((after - before)[:, changed:].abs().amax(dim=-1) > 1e-3).all()
+    original, after = module(x), module(other)
+    torch.testing.assert_close(after[:, :changed], original[:, :changed], atol=1e-6, rtol=0.0)
+    assert ((after - original)[:, changed:].abs().amax(dim=-1) > 1e-3).all()
 
 
 @BOTH_PATHS
@@ -142,10 +142,10 @@ def test_dropout_drops_and_scales(fused_kernel, tokens):
         module.out_proj.weight.copy_(torch.eye(tokens))
         module.out_proj.bias.zero_()
         after, weights = module(x)[0], module.weights(x)[0, 0]
-    kept, allowed = after != 0, ~module.mask
-    assert not kept[~allowed].any()
-    assert 1 - kept[allowed].float().mean().item() == pytest.approx(dropout, abs=0.06)  # five standard deviations
-    torch.testing.assert_close(after[kept], weights[kept] / (1 - dropout))
+    survivors, allowed = after != 0, ~module.mask
+    assert not survivors[~allowed].any()
+    assert 1 - survivors[allowed].float().mean().item() == pytest.approx(dropout, abs=0.06)  # five standard deviations
+    torch.testing.assert_close(after[survivors], weights[survivors] / (1 - dropout))
     torch.testing.assert_close(module.eval()(x)[0], weights)
 
 

@@ -82,10 +82,12 @@ def test_large_matrices_keep_no_rounded_copy(large):
     """The backward pass keeps a rounded copy of a small matrix, but not of a large one."""
     linear, x, _ = make_linear()
     linear.compute_dtype = torch.bfloat16
-    kept = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved_tensors = []
+    with saved_tensors_hooks(lambda tensor: saved_tensors.append(tensor) or tensor, lambda tensor: tensor):
         linear(x).sum()
-    weights = {(tensor.dtype, tensor is linear.weight) for tensor in kept if tensor.numel() == linear.weight.numel()}
+    weights = {
+        (tensor.dtype, tensor is linear.weight) for tensor in saved_tensors if tensor.numel() == linear.weight.numel()
+    }
     assert weights == ({(torch.float32, True)} if large else {(torch.bfloat16, False)})
 
 

@@ -28,11 +28,11 @@ def test_activations_are_what_autograd_keeps(dtype, context_length, dropout):
 def kept_bytes(shape: GPTConfig, dtype: torch.dtype) -> int:
     """Return the memory of all tensors that the backward pass of three sequences needs, except for the weights."""
     model = GPT(shape).set_compute_dtype(dtype).train()
-    ours = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    parameter_storages = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in ours:
+        if tensor.untyped_storage().data_ptr() not in parameter_storages:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 

@@ -188,9 +188,9 @@ def drawn_module() -> MultiHeadAttention:
 
 def test_every_printed_number_is_computed():
     """What no test computes is what a test starts from."""
-    given = {"000 x", "001 example", "001 values", "002 x", "004 x", "004 dropout pattern", "004 heads"}
+    inputs = {"000 x", "001 example", "001 values", "002 x", "004 x", "004 dropout pattern", "004 heads"}
     elsewhere = {"002 masked scores", "002 output", "002 output by head"}
-    assert COMPUTED.keys() | MODULES.keys() | given | elsewhere == NOTES.keys()
+    assert COMPUTED.keys() | MODULES.keys() | inputs | elsewhere == NOTES.keys()
 
 
 @pytest.mark.parametrize("name", COMPUTED)

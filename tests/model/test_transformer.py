@@ -46,7 +46,7 @@ def make_idx(T: int) -> Tensor:
 @pytest.fixture(scope="module")
 def models() -> tuple[GPT, GPT2LMHeadModel]:
     """Return the small model and its twin from `transformers`, with the same weights."""
-    ours = make_model()
+    model = make_model()
     config = GPT2Config(
         vocab_size=VOCAB,
         n_positions=CONTEXT,
@@ -57,9 +57,9 @@ def models() -> tuple[GPT, GPT2LMHeadModel]:
         eos_token_id=0,
         attn_implementation="eager",
     )
-    theirs = GPT2LMHeadModel(config).eval()
-    theirs.load_state_dict(in_their_layout(ours))
-    return ours, theirs
+    reference = GPT2LMHeadModel(config).eval()
+    reference.load_state_dict(in_their_layout(model))
+    return model, reference
 
 
 def in_their_layout(model: GPT) -> dict[str, Tensor]:
@@ -72,40 +72,40 @@ def in_their_layout(model: GPT) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_logits_equal_transformers(models, T):
     """The same weights give the same logits."""
-    ours, theirs = models
+    model, reference = models
     idx = make_idx(T)
-    expected = theirs(idx).logits
+    expected = reference(idx).logits
     assert expected.std() > 0.5
-    torch.testing.assert_close(ours(idx), expected, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=0.0)
 
 
 def test_gradients_equal_transformers(models):
     """The next-token loss and its gradient in every parameter are the same too."""
-    ours, theirs = models
+    model, reference = models
     idx = make_idx(CONTEXT)
-    ours.zero_grad()
-    theirs.zero_grad()
-    loss = F.cross_entropy(ours(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
-    expected_loss = theirs(idx, labels=idx).loss
+    model.zero_grad()
+    reference.zero_grad()
+    loss = F.cross_entropy(model(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
+    expected_loss = reference(idx, labels=idx).loss
     loss.backward()
     expected_loss.backward()
     torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0.0)
-    gradients = copy.deepcopy(ours)
-    for copied, parameter in zip(gradients.parameters(), ours.parameters(), strict=True):
+    gradients = copy.deepcopy(model)
+    for copied, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
         copied.data = parameter.grad
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    found = {name: gradient for name, gradient in in_their_layout(gradients).items() if name in expected}
-    assert all(gradient.abs().max() > 1e-3 for gradient in found.values())
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    actual = {name: gradient for name, gradient in in_their_layout(gradients).items() if name in expected}
+    assert all(gradient.abs().max() > 1e-3 for gradient in actual.values())
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0.0)
 
 
 def test_attention_maps_equal_transformers(models):
     """The attention weights of each layer and head are the same."""
-    ours, theirs = models
-    maps = ours.attention_maps(make_idx(7))
+    model, reference = models
+    maps = model.attention_maps(make_idx(7))
     assert not maps.requires_grad
     with torch.no_grad():
-        expected = torch.stack(theirs(make_idx(7), output_attentions=True).attentions, dim=1)
+        expected = torch.stack(reference(make_idx(7), output_attentions=True).attentions, dim=1)
     torch.testing.assert_close(maps, expected, atol=1e-5, rtol=0.0)
 
 
@@ -314,7 +314,7 @@ def test_a_model_too_large_for_pytorch_is_refused():
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing(dropout):
     """Recomputed activations give the same gradients, bit for bit, and take less memory."""
-    kept, gradients = [], []
+    num_stored, gradients = [], []
     for checkpointing in (False, True):
         model = make_model(dropout=dropout).train()
         model.checkpointing = checkpointing
@@ -328,7 +328,7 @@ def test_checkpointing(dropout):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(make_idx(5)).square().mean()
         loss.backward()
-        kept.append(len(storages))
+        num_stored.append(len(storages))
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-    assert kept[1] < kept[0] / 2
+    assert num_stored[1] < num_stored[0] / 2

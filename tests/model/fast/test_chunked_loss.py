@@ -231,7 +231,7 @@ def test_scale():
         loss = chunked_next_token_loss(half, weight, targets, scale=scale)
         gradients = torch.autograd.grad(loss * 65536 / 3, (half, weight))  # a third, as if gradients accumulated
         pairs = zip(gradients, expected, strict=True)
-        errors[scale] = [relative_error(own.float() * 3 / 65536, right.float()) for own, right in pairs]
+        errors[scale] = [relative_error(gradient.float() * 3 / 65536, expected.float()) for gradient, expected in pairs]
     unscaled, scaled, as_tensor = errors.values()
     assert as_tensor == scaled
     assert max(scaled) < 0.006 < 0.012 < min(unscaled)
@@ -240,5 +240,5 @@ def test_scale():
         torch.autograd.grad(chunked_next_token_loss(hidden, weight, targets, scale=scale) * factor, (hidden, weight))
         for scale, factor in ((1.0, 1.0), (64.0, 64.0))
     )
-    for own, right in zip(with_scale, plain, strict=True):
-        assert torch.equal(own / 64, right)
+    for gradient, expected in zip(with_scale, plain, strict=True):
+        assert torch.equal(gradient / 64, expected)

@@ -31,19 +31,19 @@ needs_gcc = pytest.mark.skipif(
 @pytest.mark.parametrize("threads", [1, 3])
 def test_single_token(precision, error, shape, threads):
     """The compiled functions equal the model as closely as the precision allows. Any width works."""
-    before, plain = torch.get_num_threads(), []
+    num_threads, plain_calls = torch.get_num_threads(), []
     torch.set_num_threads(threads)
     try:
         exact = make_initial_model(shape, scale=5.0)
         model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
         for block in model.blocks:
-            block.attention.register_forward_hook(lambda *_: plain.append(True))
+            block.attention.register_forward_hook(lambda *_: plain_calls.append(True))
         idx = make_idx(101, 1, 23)
         with torch.no_grad():
             expected = exact(idx)
             caches = model.init_kv_caches()
             steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
-            assert len(plain) == 2  # the blocks, for the first token only
+            assert len(plain_calls) == 2  # the blocks, for the first token only
             together = model(idx).float()
         bound = error * expected.std().item()
         assert 0 < (steps - expected).abs().mean().item() < bound
@@ -56,7 +56,7 @@ def test_single_token(precision, error, shape, threads):
         if precision == "fp32":
             assert tokens.tolist() == [torch.stack(list(generate(exact, idx[:, :5], 31, GREEDY)), dim=1)[0].tolist()]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 @needs_gcc

@@ -16,10 +16,10 @@ def test_tied_embedding():
     """The rows, the embedding and the sum of both gradients are the same, also for repeated tokens."""
     torch.manual_seed(5)
     idx = torch.tensor([[3, 3, 0], [10, 3, 7]])
-    mixer, given = torch.randn(C), torch.randn(V, C)
+    mixer, embedding = torch.randn(C), torch.randn(V, C)
     results = []
     for plain in (False, True):
-        weight = given.clone().requires_grad_()
+        weight = embedding.clone().requires_grad_()
         rows, head = (F.embedding(idx, weight), weight) if plain else tied_embedding(idx, weight)
         loss = (rows * mixer).sin().sum() + head.exp().sum()
         results.append((rows, head, *torch.autograd.grad(loss, weight)))
@@ -29,15 +29,15 @@ def test_tied_embedding():
 def test_skip_init():
     """Nothing is drawn inside it, so the generator's state stays. Outside, drawing is unchanged."""
     torch.manual_seed(7)
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     with SkipInit():
         module = torch.nn.Sequential(torch.nn.Linear(C, V), torch.nn.Embedding(V, C))
         module[1].weight.normal_(0.0, 0.02)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
     drawn = torch.nn.Linear(C, V)
     torch.manual_seed(7)
     assert torch.equal(drawn.weight, torch.nn.Linear(C, V).weight)
-    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
