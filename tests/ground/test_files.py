@@ -159,7 +159,7 @@ def test_hard_link(tmp_path, monkeypatch, possible):
 
 
 def test_a_lock_names_its_owner(tmp_path):
-    """A second holder is refused and told the first one's process id, also from another process; then it is free."""
+    """A second holder is refused with the first holder's process id, also from another process. Then the lock is free."""
     file = tmp_path / ".lock"
     lock = acquire_lock(file)
     with pytest.raises(LockedError, match=str(os.getpid())):
@@ -173,7 +173,7 @@ def test_a_lock_names_its_owner(tmp_path):
 
 @pytest.fixture(params=["with locks", "without locks"])
 def file_system(request, monkeypatch) -> str:
-    """Python that starts a process on a file system with locks, or one that answers as Lustre without -o flock."""
+    """Return Python code for a file system with locks, or without, like Lustre without -o flock."""
     if request.param == "with locks":
         return "import os\n"
     fcntl = pytest.importorskip("fcntl")
@@ -186,7 +186,7 @@ def file_system(request, monkeypatch) -> str:
 
 
 def test_a_lock_ends_with_its_process(tmp_path, file_system):
-    """A process that is killed leaves a file, not a lock; until then others are told that it holds it."""
+    """A killed process leaves a file, but no lock."""
     file = tmp_path / ".lock"
     program = f"{file_system}import gpt.files, pathlib; held = gpt.files.acquire_lock(pathlib.Path({str(file)!r}))\n"
     first = subprocess.Popen(

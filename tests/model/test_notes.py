@@ -164,7 +164,7 @@ COMPUTED: dict[str, Callable[[], Tensor]] = {
     "004 linear weights after dropout": lambda: linear_weights(causal(6)) * NOTES["004 dropout pattern"],
     "004 products of heads": lambda: NOTES["004 heads"] @ NOTES["004 heads"].mT,
 }
-MODULES: dict[str, Callable[[], MultiHeadAttention]] = {  # in which the notes' whole attention is one special case
+MODULES: dict[str, Callable[[], MultiHeadAttention]] = {  # the notes' whole attention is a special case of each
     "000 context": lambda: heads_module([W.T for W in kid_projections()], 2, 3),
     "004 uniform context": lambda: heads_module([W.T for W in uniform()], 1, 6),
     "004 linear context": lambda: heads_module(linear_layers(789, 3), 1, 6),
@@ -187,7 +187,7 @@ def drawn_module() -> MultiHeadAttention:
 
 
 def test_every_printed_number_is_computed():
-    """What no test computes is what a test starts from."""
+    """The other numbers are inputs of tests."""
     inputs = {"000 x", "001 example", "001 values", "002 x", "004 x", "004 dropout pattern", "004 heads"}
     elsewhere = {"002 masked scores", "002 output", "002 output by head"}
     assert COMPUTED.keys() | MODULES.keys() | inputs | elsewhere == NOTES.keys()
