@@ -21,14 +21,12 @@ from typing import Any
 from gpt.console import Parser, clean_exit, print_line
 from gpt.errors import UserError, summarize_error
 from gpt.files import TRAIN_COMMAND, expand_path, flatten, read_text, read_yaml
-from gpt.training.metrics import METRICS
+from gpt.training.metrics import METRICS, SETTINGS_WITHOUT_EFFECT
 
 RUNS = Path("runs")
 SEEDS = ("seed", "data.seed")
-# Settings without an effect on the model, and records of how the values were chosen.
-IGNORED = re.compile(
-    r"run_dir|resume|rerun|logger|data\.(cache|cache_bytes|prompts)|(decided|amended|overrides)(\..*)?"
-)
+# Keys that record how values were chosen, some of older versions.
+RECORDS = re.compile(r"resume|rerun|(decided|amended|overrides)(\..*)?")
 SCORES = ("val_loss", "val_bits_per_byte", "best_val_loss")
 COLUMNS = [metric for metric in METRICS.values() if metric.column]
 STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # at 95%, for 1, 2, ... degrees of freedom
@@ -168,7 +166,8 @@ def read_run(folder: Path) -> RunSummary:
     best, metrics = math.inf, {}
     try:
         config = flatten(read_yaml(file))
-        settings = {key: value for key, value in config.items() if not IGNORED.fullmatch(key)}
+        settings = {key: value for key, value in config.items() if not RECORDS.fullmatch(key)}
+        settings = {key: value for key, value in settings.items() if key not in SETTINGS_WITHOUT_EFFECT}
         file = folder / "metrics.json"
         if file.is_file():
             stored = json.loads(read_text(file))

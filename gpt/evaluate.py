@@ -110,10 +110,10 @@ def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
     with tempfile.TemporaryFile() as stream:
         for _, _, chunk in corpus.chunks():
             ids = tokenizer.encode_chunk(chunk.text)
-            if chunk.begins:
+            if chunk.starts_document:
                 ids = np.concatenate([[tokenizer.end_of_text], ids])
             stream.write(ids.astype(token_dtype(tokenizer.vocab_size)).data)
-            documents, size = documents + chunk.begins, size + len(chunk.text.encode("utf-8"))
+            documents, size = documents + chunk.starts_document, size + len(chunk.text.encode("utf-8"))
         corpus.require_text(size)
         stream.flush()
         return Text(np.asarray(np.memmap(stream, token_dtype(tokenizer.vocab_size), mode="r")), documents, size)

@@ -94,21 +94,6 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
             process.kill()  # it has ended long ago, if all is well
 
 
-def test_imports_stay_light(project):
-    """Sampling imports none of the training's frameworks, nor PyTorch's compiler, which takes a second."""
-    code = (
-        "import sys, gpt.sampling.generation, generate\n"
-        "generate.main(['--prompt', 'a', '--max-new-tokens', '1', '--json'])\n"
-        "heavy = {'lightning', 'pytorch_lightning', 'hydra', 'omegaconf', 'tensorboard', 'transformers'}\n"
-        "heavy |= {'tokenizers', 'huggingface_hub', 'pyarrow', 'pandas', 'wandb', 'mlflow', 'train', 'torch._dynamo'}\n"
-        "print(sorted(heavy & set(sys.modules)), 'gpt.sampling.generation' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parent)}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[] True")
-
-
 def test_closed_pipe(project):
     """As with `| head -c 5`: when the reader has gone, the program ends quietly, long before its text would."""
     with started(project, "--prompt", "2 3 5 7", "--max-new-tokens", "1000000") as process:

@@ -197,6 +197,7 @@ def test_zeros_after_a_kill(tmp_path, server, monkeypatch):
     assert server.starts()[0] == 3 << 18
 
 
+@pytest.mark.promise("security.md#Downloads")
 def test_wrong_hash(tmp_path, server, downloads):
     """Refused, and nothing is left, so that the next attempt begins anew."""
     wrong = hashlib.sha256(b"another").hexdigest()
@@ -258,6 +259,7 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
     assert (downloads / f"{NAME}.part").read_bytes() == CONTENT[:101]
 
 
+@pytest.mark.promise("runs.md#does not answer for two minutes")
 def test_away_for_a_while(tmp_path, server, monkeypatch):
     """It is waited for, which one line says, with pauses that grow up to a bound; then one line ends it."""
     pauses, said = [], []

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -27,6 +27,7 @@ from gpt.data.split import scan_chunks
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig
 from gpt.files import CACHE_TAG
+from processes import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 13
@@ -122,7 +123,7 @@ def halves(data: DataConfig) -> tuple[list[str], list[str]]:
     characters = 0
     for whole in pieces:
         for piece, validates in split.assign(whole, characters):
-            parts[validates].extend([""] * piece.begins)
+            parts[validates].extend([""] * piece.starts_document)
             parts[validates][-1] += piece.text
         characters += len(whole.text)
     return parts
@@ -159,33 +160,23 @@ def fail_with(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-# --- processes to be hurt: they are forked from one that has everything imported, since that takes seconds ---
-
-
-def serve() -> None:
-    """For each order on stdin begin a process, or wait until one has stopped or ended; its number, or how it ended."""
-    gc.freeze()
-    print("null", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            _, status = os.waitpid(order["wait"], os.WUNTRACED)
-            print("null" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status), flush=True)
-        elif number := os.fork():
-            print(number, flush=True)
-        else:
-            obey(**order)
+# --- processes to be hurt ---
 
 
 def obey(
-    path: str, cache: str, output: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
+    path: str, cache: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
 ) -> NoReturn:
-    """Prepare as a command line would; `at` is what is done to the file system, how many times, when a signal comes."""
+    """Prepare a text as a command would, and end this process.
+
+    Args:
+        path: the text.
+        cache: the cache.
+        values: other constants.
+        at: words of a call that changes the file system, how many such calls there are, and the signal that comes then.
+        tokenizer: its name.
+        context_length: that of the model.
+    """
     signal.alarm(60)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    stream = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
     if at:
         what, number, signal_number = at
         touches = itertools.count(1)
@@ -216,69 +207,52 @@ def obey(
 
 
 class Workshop:
-    """Real processes that prepare."""
+    """Real processes that prepare. A process is named by its number."""
 
     def __init__(self, outputs: Path):
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "default::ResourceWarning", "-c", "import workshop; workshop.serve()"],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/data'}"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._server = ForkServer(["workshop"], ["-W", "default::ResourceWarning"])
         self._outputs = outputs
-        self._living: set[int] = set()
-        assert self._answer() is None
-
-    def _ask(self, order: dict) -> int | None:
-        assert self._server.stdin is not None
-        print(json.dumps(order), file=self._server.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> int | None:
-        assert self._server.stdout is not None
-        return json.loads(self._server.stdout.readline())
+        self._processes: dict[int, tuple[ForkedProcess, Path]] = {}
 
     def start(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, **more) -> int:
-        """The number of a process that prepares, with `more` for `obey`."""
+        """Start a process that prepares, with `more` for `obey`, and return its number."""
+        arguments = {"path": data.path, "cache": str(cache), "values": values} | more
+        words = ["-c", "import json, sys, workshop; workshop.obey(**json.loads(sys.argv[1]))", json.dumps(arguments)]
         output = self._outputs / str(time.monotonic_ns())
-        output.touch()
-        paths = {"path": data.path, "cache": str(cache), "output": str(output)}
-        number = self._ask(paths | {"values": values} | more)
-        assert number is not None
-        self._living.add(number)
-        (self._outputs / f"of {number}").unlink(missing_ok=True)  # numbers come round again
-        (self._outputs / f"of {number}").symlink_to(output)
-        return number
+        with output.open("a") as stream:
+            process = ForkedProcess(self._server, words, stream, ROOT, os.environ)
+        self._processes[process.pid] = process, output
+        return process.pid
 
     def wait(self, number: int) -> int | None:
-        """Its exit code, negative where a signal ended it; None where one has stopped it."""
-        code = self._ask({"wait": number})
-        if code is not None:
-            self._living.remove(number)
+        """Return the exit code once the process has ended, negative if a signal ended it, or None if one stopped it."""
+        process, _ = self._processes[number]
+        while (code := process.poll()) is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(number).status() == psutil.STATUS_STOPPED:
+                    return None
+            time.sleep(0.002)
         return code
 
     def said(self, number: int) -> str:
-        """What a process has printed so far."""
-        return (self._outputs / f"of {number}").read_text()
+        """Return what a process has printed so far."""
+        return self._processes[number][1].read_text()
 
     def run(self, *arguments, **more) -> tuple[int | None, str]:
-        """Prepare to the end: the exit code, and all that was printed."""
+        """Prepare to the end. Return the exit code, and all that was printed."""
         number = self.start(*arguments, **more)
         return self.wait(number), self.said(number)
 
     def wait_until_said(self, number: int, text: str) -> None:
-        """Wait for a line of a process."""
+        """Wait until a process has printed a text."""
         deadline = time.monotonic() + 30
         while text not in self.said(number):
             assert time.monotonic() < deadline, self.said(number)
             time.sleep(0.005)
 
     def close(self) -> None:
-        """End all that is left."""
-        for number in self._living:
-            os.kill(number, signal.SIGKILL)
-        self._server.communicate()
+        """End all processes."""
+        self._server.close()
 
 
 def remount(disk: Path, options: str) -> None:

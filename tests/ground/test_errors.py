@@ -112,6 +112,7 @@ class Broken(io.StringIO):
         raise OSError(self.number, "broken")
 
 
+@pytest.mark.promise("runs.md#closed terminal")
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_a_training_survives_lost_output(monkeypatch, number):
     """With a closed terminal or a full disk for the log, a training succeeds. Other commands have lost their result."""
@@ -128,6 +129,7 @@ def test_a_training_survives_lost_output(monkeypatch, number):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
+@pytest.mark.promise("security.md#escape sequences")
 def test_no_escape_codes_on_a_terminal():
     """A terminal gets no control characters. A pipe gets none that start an escape sequence."""
     code = "from gpt.console import *\nwith clean_exit('p'):"

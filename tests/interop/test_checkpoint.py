@@ -84,6 +84,7 @@ def test_failing_write(tmp_path, old):
     assert [file.read_bytes() for file in tmp_path.iterdir()] == ([old] if old else [])
 
 
+@pytest.mark.promise("runs.md#second process in the same directory")
 def test_full_disk(tmp_path):
     """A write that breaks off halfway, here at a limit on the size of files, leaves the old checkpoint alone."""
     path, payload = tmp_path / "last.ckpt", make_payload()
@@ -289,6 +290,7 @@ def test_half_precision_and_metadata_are_taken(tmp_path):
 # --- hostile files ---
 
 
+@pytest.mark.promise("security.md#can run code", "security.md#weights_only=True")
 def test_pickle_in_an_archive_is_never_run(tmp_path):
     """A pickle, alone or inside an archive that has everything a checkpoint has, is refused and not run."""
     path, trace = tmp_path / "last.ckpt", tmp_path / "trace"

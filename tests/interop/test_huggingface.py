@@ -62,6 +62,7 @@ def refusal(folder: Path) -> str:
     return line.removeprefix(f"{folder}")
 
 
+@pytest.mark.promise("security.md#safetensors")
 def test_pickles_are_not_read(folder, tmp_path):
     """Older weights are not even opened, and the line says how to write them anew."""
     (folder / "model.safetensors").unlink()

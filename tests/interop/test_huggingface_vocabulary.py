@@ -207,6 +207,7 @@ def test_other_tokenizers(folder, place, value, reason):
     assert refusal(folder).startswith(reason)
 
 
+@pytest.mark.promise("security.md#1,024 bytes")
 @pytest.mark.parametrize("levels", [10, 11, 16])
 def test_letters_that_are_doubled(folder, levels):
     """A small file cannot hold tokens so long that what is made of a few of them fills the memory."""

@@ -195,6 +195,7 @@ def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.promise("security.md#Downloads")
 @pytest.mark.slow
 def test_hub(tmp_path, hub):
     """A name is downloaded, once, and no more than is needed."""
