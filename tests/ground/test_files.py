@@ -159,7 +159,7 @@ def test_hard_link(tmp_path, monkeypatch, possible):
 
 
 def test_a_lock_names_its_owner(tmp_path):
-    """A second holder is refused with the first holder's process id, also from another process. Then the lock is free."""
+    """A second holder is refused with the first holder's process id, also from another process. Then it is free."""
     file = tmp_path / ".lock"
     lock = acquire_lock(file)
     with pytest.raises(LockedError, match=str(os.getpid())):
