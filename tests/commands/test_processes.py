@@ -12,13 +12,11 @@ from harness import ROOT
 
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED: Windows has another Ctrl-C")
 @pytest.mark.parametrize("command", [["train.py", "--cfg", "job"], ["generate.py"], ["-m", "gpt.evaluate"]])
-@pytest.mark.parametrize("delay", [0.3, 0.8])
-def test_ctrl_c_while_it_imports(command, delay):
-    """It ends at once, and nothing is said of what was being imported."""
+def test_ctrl_c_during_imports_ends_a_command_without_a_traceback(command):
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, text=True, **streams)
-    time.sleep(delay)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert "Traceback" not in error
-    assert process.returncode in (0, 2, 130, -signal.SIGINT)  # it may have been faster
+    assert process.returncode in (0, 2, 130, -signal.SIGINT)  # the command may have ended before the signal
