@@ -167,7 +167,8 @@ def find_candidates(
 
     def finalize_candidate(candidate: ModelConfig) -> tuple[Config, Schedule]:
         context = max(candidate.context_length, config.model.context_length)
-        model = replace(candidate, context_length=context, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias)
+        sizes = {name: getattr(candidate, name) for name in ("d_model", "num_layers", "num_heads")}
+        model = replace(config.model, context_length=context, **sizes)
         tokens = config.trainer.tokens_per_step // config.model.context_length * context  # as many sequences
         short = config.trainer.short_sequences or 0
         values = {"model": model, "trainer.tokens_per_step": tokens, "trainer.short_sequences": short}

@@ -8,7 +8,7 @@ untrained one lacks everything, so the fall begins slowly, and how far it goes d
 import math
 from dataclasses import dataclass, replace
 
-from gpt.model.transformer import ModelConfig
+from gpt.model.transformer import GPTConfig, ModelConfig
 
 # Bits per byte are a power of what a model lacks: FALL where a text repeats itself, and less the more novel it is.
 LOSS_EXPONENT = 2.74
@@ -61,7 +61,8 @@ class ScalingLaw:
         return min((tokens * 0.95**i for i in range(400)), key=lambda some: self.bits_per_byte(model, some))
 
     def _lacking(self, model: ModelConfig, tokens: float) -> float:
-        size, text, seen = 12 * model.num_layers * model.d_model**2 / 1e6, self.train_tokens / 1e6, tokens / 1e6
+        size = GPTConfig(**vars(model)).costs().block_weights / 1e6
+        text, seen = self.train_tokens / 1e6, tokens / 1e6
         by_heart = 1 + OVERFIT_FACTOR * (seen / text) ** 2 * size**OVERFIT_EXPONENT
         lacking = size**-SIZE_EXPONENT + (TOKENS_PER_WEIGHT / seen) ** TOKENS_EXPONENT
         return (lacking / (1 + lacking)) ** (
