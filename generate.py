@@ -42,10 +42,10 @@ def sample(args: argparse.Namespace) -> None:
     # The model, packed for these rows
     path = find_checkpoint(args.checkpoint)
     model, tokenizer, record = open_with_record(path)
-    sources = find_cached_dataset(record, tokenizer, dataset_cache.CACHE) if args.check else []
+    sources = find_cached_dataset(record, tokenizer, dataset_cache.DEFAULT_CACHE) if args.check else []
     if args.check and not sources:
         raise UserError(
-            f"--check: the text that {path} was trained on is not in {dataset_cache.CACHE}: leave --check out"
+            f"--check: the text that {path} was trained on is not in {dataset_cache.DEFAULT_CACHE}: leave --check out"
         )
     precision = choose_sampling_precision(args.precision, model.to(device))
     rows = len(prompts) or args.num_samples

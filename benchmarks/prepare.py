@@ -22,7 +22,7 @@ from measuring import Worker, configure, finish, machine, parser, table
 from gpt.data import python_docs, token_dataset
 from gpt.data.batches import training_batch
 from gpt.data.data_config import DataConfig
-from gpt.data.dataset_cache import write_sealed_file
+from gpt.data.dataset_cache import write_checked_json
 from gpt.data.prepare import prepare
 from gpt.data.token_files import TokenSequence, map_tokens
 from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer
@@ -162,7 +162,7 @@ def sparse(folder: Path, tokens: int) -> Path:
         counts = {"tokens": length, "bytes": length, "documents": 1}
         splits[split] = counts | {"files": [[f"{split}.bin", length, digest]]}
     metadata = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
-    write_sealed_file(folder / "dataset.json", metadata)
+    write_checked_json(folder / "dataset.json", metadata)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 

@@ -35,7 +35,7 @@ from queue import SimpleQueue
 import numpy as np
 from measuring import ROOT, table
 
-from gpt.data.baselines import novelty
+from gpt.data.baselines import measure_novelty
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import prepare
 from gpt.data.tokenizer import TokenizerConfig
@@ -141,7 +141,7 @@ def extend_points(texts: Sequence[Path]) -> None:
         for (text, (layers, channels, steps)), found in zip(runs, train_all(made), strict=True):
             data = DataConfig("text", str(text), validation_bytes=VALIDATION_BYTES)
             prepared = prepare(data, TokenizerConfig(), 128, text.parent / "cache")
-            of_text = (text.stem, f"{novelty(prepared.sources):.2f}", prepared.train_tokens)
+            of_text = (text.stem, f"{measure_novelty(prepared.sources):.2f}", prepared.train_tokens)
             print(*of_text, layers, channels, steps, found["val_bits_per_byte"], sep=",", file=stream, flush=True)
 
 

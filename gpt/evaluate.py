@@ -12,7 +12,7 @@ import numpy as np
 from gpt.console import Parser, command_line, say, warn
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import add_reader_options, as_cli_options, data_config_from_args
-from gpt.data.dataset_cache import CACHE
+from gpt.data.dataset_cache import DEFAULT_CACHE
 from gpt.data.token_dataset import find_cached_dataset
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer
@@ -25,7 +25,11 @@ MOST_NATS = 700  # per token; beyond, the perplexity overflows
 def main(arguments: list[str] | None = None) -> None:
     """Print the model's figures as a table, or as JSON."""
     args = parse_arguments(arguments)
-    corpus = open_corpus(data_config_from_args(args), CACHE, lambda line: say(line, sys.stderr)) if args.text else None
+    corpus = (
+        open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: say(line, sys.stderr))
+        if args.text
+        else None
+    )
     path = find_checkpoint(args.checkpoint)
 
     from gpt.hardware.threads import giving_way
@@ -118,8 +122,10 @@ def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -
 
     `record` is what the checkpoint says. `UserError` if the text is not in the cache, or if there is no run.
     """
-    if not (sources := find_cached_dataset(record, tokenizer, CACHE)):
-        raise UserError(f"{path}: the validation text of its run, if any, is not in {CACHE}: give a text with --text")
+    if not (sources := find_cached_dataset(record, tokenizer, DEFAULT_CACHE)):
+        raise UserError(
+            f"{path}: the validation text of its run, if any, is not in {DEFAULT_CACHE}: give a text with --text"
+        )
     counts = [source.metadata["splits"]["validation"] for source in sources]
     return [Text(source.validation, n["documents"], n["bytes"]) for source, n in zip(sources, counts, strict=True)]
 

@@ -20,9 +20,9 @@ from gpt.errors import UserError
 from gpt.files import explain, home_path
 from gpt.loading import open_tokenizer
 
-EXCERPT = 1000  # tokens to show of a longer text
-SHORT = 40  # up to this many tokens are also listed one by one
-BORDER = "│"  # between tokens
+MAX_SHOWN_TOKENS = 1000  # tokens to show of a longer text
+MAX_LISTED_TOKENS = 40  # up to this many tokens are also listed one by one
+TOKEN_BORDER = "│"  # between tokens
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,13 +62,15 @@ def show(tokenizer: Tokenizer, chunks: Iterable[str]) -> None:
     tokens = size = characters = 0
     for chunk in chunks:
         ids = tokenizer.encode_chunk(chunk)
-        beginning += ids[: EXCERPT - len(beginning)].tolist()
+        beginning += ids[: MAX_SHOWN_TOKENS - len(beginning)].tolist()
         tokens, size, characters = tokens + len(ids), size + len(chunk.encode("utf-8")), characters + len(chunk)
     if tokens:
         shown = (show_token(tokenizer.decode_bytes([token])) for token in beginning)
-        excerpt = "".join(token.removesuffix("\n") + BORDER + "\n" * token.endswith("\n") for token in shown)
-        print(excerpt + "...\n" if tokens > EXCERPT else excerpt.rstrip("\n").removesuffix(BORDER) + "\n")
-    if 0 < tokens <= SHORT:
+        excerpt = "".join(token.removesuffix("\n") + TOKEN_BORDER + "\n" * token.endswith("\n") for token in shown)
+        print(
+            excerpt + "...\n" if tokens > MAX_SHOWN_TOKENS else excerpt.rstrip("\n").removesuffix(TOKEN_BORDER) + "\n"
+        )
+    if 0 < tokens <= MAX_LISTED_TOKENS:
         for token in beginning:
             data = tokenizer.decode_bytes([token])
             print(f"{token:>6}  {data.hex(' '):<23}  {token_label(data)}")

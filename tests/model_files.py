@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpt import checkpoint
-from gpt.data.dataset_cache import write_sealed_file
+from gpt.data.dataset_cache import write_checked_json
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 
@@ -82,7 +82,7 @@ def write_prepared(
         counts = {"tokens": len(ids), "bytes": len(ids), "documents": 1}
         splits[name] = counts | {"files": [[f"{name}.bin", len(ids), digest]]}
     metadata = {"key": {"tokenizer": {}}, "tokenizer": tokenizer.sha256, "splits": splits}
-    write_sealed_file(folder / "dataset.json", metadata | changes)
+    write_checked_json(folder / "dataset.json", metadata | changes)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     return folder
 

@@ -13,7 +13,10 @@ MIN_COMPRESSED_BYTES = 10_000  # below, a compressor has too little to learn fro
 MAX_COMPRESSED_BYTES = 10_000_000  # above, xz takes minutes
 COUNTED_TOKENS = 1 << 22  # training tokens that the counts are of, which take a quarter of a second
 ROW_TOKENS = 1 << 12  # tokens in a row, of those
-SEEN_TOKENS, UNSEEN_TOKENS = (1 << 18, 1 << 17)  # training and validation tokens that say how new a text is
+NOVELTY_TRAIN_TOKENS, NOVELTY_VALIDATION_TOKENS = (
+    1 << 18,
+    1 << 17,
+)  # training and validation tokens that say how new a text is
 COUNT_BLOCK_TOKENS = 1 << 20  # validation tokens
 
 
@@ -45,7 +48,7 @@ def sample(tokens: TokenSequence | np.ndarray, size: int) -> np.ndarray:
     return tokens[starts[:, None] + np.arange(ROW_TOKENS)].astype(np.int64)
 
 
-def novelty(sources: Sequence[TokenSource]) -> float:
+def measure_novelty(sources: Sequence[TokenSource]) -> float:
     """Return the bits per byte that lzma needs for some validation text after some training text.
 
     They are few where texts repeat one another, and many where each page is new.
@@ -53,8 +56,8 @@ def novelty(sources: Sequence[TokenSource]) -> float:
     seen = unseen = b""
     for source in sources:
         decode = source.tokenizer.decode_bytes
-        seen += decode(sample(source.train, SEEN_TOKENS // len(sources)).ravel().tolist())
-        unseen += decode(sample(source.validation, UNSEEN_TOKENS // len(sources)).ravel().tolist())
+        seen += decode(sample(source.train, NOVELTY_TRAIN_TOKENS // len(sources)).ravel().tolist())
+        unseen += decode(sample(source.validation, NOVELTY_VALIDATION_TOKENS // len(sources)).ravel().tolist())
     return 8 * (len(lzma.compress(seen + unseen)) - len(lzma.compress(seen))) / len(unseen)
 
 

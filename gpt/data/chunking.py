@@ -10,8 +10,8 @@ from gpt.errors import UserError
 CHUNK_CHARS = 1 << 17  # a chunk takes some milliseconds to encode, so threads rarely contend
 
 # What \s matches in GPT-2's pattern: Unicode's White_Space. Python's own \s includes four more control characters.
-SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_LAST_SPACE = re.compile(f"[{SPACE}](?=[^{SPACE}])")
+WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_LAST_SPACE = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
 _SIGNS = {" ": "·", "\t": "→", "\n": "⏎\n"}
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)

@@ -13,9 +13,9 @@ from gpt.console import quote, say
 from gpt.data import python_docs
 from gpt.data.chunking import split_into_chunks, utf8_size
 from gpt.data.data_config import DataConfig, is_url
-from gpt.data.download import RemoteFile, local_path
+from gpt.data.download import RemoteFile, fetch_if_remote
 from gpt.data.file_hashes import hash_files
-from gpt.data.find_files import find_remote_files, find_text_files, unique_files
+from gpt.data.find_files import drop_duplicate_files, find_remote_files, find_text_files
 from gpt.data.readers import Document, detect_markup, read_documents, reader_for
 from gpt.errors import UserError
 from gpt.files import explain
@@ -31,19 +31,19 @@ class Chunk(NamedTuple):
     """A chunk of a document; a short document is one chunk."""
 
     text: str
-    begins: bool  # is the first of its document
-    ends: bool  # is the last of its document
+    starts_document: bool  # is the first of its document
+    ends_document: bool  # is the last of its document
 
 
 class ShardStart(NamedTuple):
     """A place in a corpus at which reading can begin: the number of a file, and the byte in it.
 
-    `begins` says whether a document begins there; `characters` is the length of the text before.
+    `starts_document` says whether a document begins there; `characters` is the length of the text before.
     """
 
     file: int
     byte: int
-    begins: bool
+    starts_document: bool
     characters: int
 
 
@@ -71,12 +71,12 @@ class Corpus:
         """
         for number, file in enumerate(self.files[first.file :], first.file):
             is_first = number == first.file
-            begins = first.begins or not is_first
+            starts_document = first.starts_document or not is_first
             for blocks, byte in self.read(file, first.byte if is_first else 0):
                 for text, after in pairwise(chain(split_into_chunks(blocks), [""])):  # chunks are never empty
-                    yield number, byte, Chunk(text, begins, ends=not after)
-                    begins, byte = (False, byte if byte is None else byte + utf8_size(text))
-                begins = True
+                    yield number, byte, Chunk(text, starts_document, ends_document=not after)
+                    starts_document, byte = (False, byte if byte is None else byte + utf8_size(text))
+                starts_document = True
 
     def up_to(self, end: ShardStart) -> "Corpus":
         """Return the corpus without the files behind a place."""
@@ -149,10 +149,12 @@ def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
 
 def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validation_files: int = 0) -> Corpus:
     """Return the corpus of these files, the last ones of them for validation."""
-    version = "\n".join([data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reading.items())])
+    version = "\n".join(
+        [data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reader_settings.items())]
+    )
 
     def read(file: Path | RemoteFile, start: int) -> Iterator[Document]:
-        documents = read_documents(local_path(file), data, start)
+        documents = read_documents(fetch_if_remote(file), data, start)
         return (Document(blocks) for blocks, _ in documents) if isinstance(file, RemoteFile) else documents
 
     return Corpus(data.name, files, read, version, validation_files)
@@ -177,5 +179,5 @@ def _find_files(data: DataConfig, cache: Path, say: Say) -> tuple[Path | RemoteF
         files += (
             find_remote_files(path, cache, data.cache_bytes, say) if is_url(path) else find_text_files(path, cache, say)
         )
-    here = set(unique_files(file for file in files if isinstance(file, Path)))
+    here = set(drop_duplicate_files(file for file in files if isinstance(file, Path)))
     return tuple(dict.fromkeys(file for file in files if file in here or isinstance(file, RemoteFile)))

@@ -106,7 +106,7 @@ class DataConfig:
         return replace(self, **paths, cache=absolute(self.cache))
 
     @property
-    def reading(self) -> dict[str, str]:
+    def reader_settings(self) -> dict[str, str]:
         """The keys below that are set: text that was prepared before there were any keeps its hash."""
         keys = ("separator", "encoding")
         return {key: getattr(self, key) for key in keys if getattr(self, key) != getattr(DataConfig, key)}

@@ -13,9 +13,9 @@ from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, sync_parents, wri
 if INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
     from platformdirs import user_cache_path
 
-    CACHE = user_cache_path("mini-gpt", appauthor=False)
+    DEFAULT_CACHE = user_cache_path("mini-gpt", appauthor=False)
 else:
-    CACHE = PACKAGE.parent / "data" / "cache"
+    DEFAULT_CACHE = PACKAGE.parent / "data" / "cache"
 CACHE_WRITE_HINT = ("written", "fix that or name another folder with data.cache=, and run the command again")
 PLAN_FILE = "plan.json"  # what is decided; without it, nothing in a working folder counts
 
@@ -28,23 +28,23 @@ def make_cache(cache: Path) -> None:
         mark_as_cache(cache)
 
 
-def write_sealed_file(file: Path, content: dict) -> None:
-    """Replace a JSON file as a whole, with a hash of its content, by which `read_sealed_file` notices damage."""
-    write_text(file, sealed(content))
+def write_checked_json(file: Path, content: dict) -> None:
+    """Replace a JSON file as a whole, with a hash of its content, by which `read_checked_json` notices damage."""
+    write_text(file, dump_checked_json(content))
 
 
-def read_sealed_file(file: Path) -> dict:
-    """Return what `write_sealed_file` wrote; raise `ValueError` if it is damaged."""
-    return unsealed(file.read_text(encoding="utf-8"), file.name)
+def read_checked_json(file: Path) -> dict:
+    """Return what `write_checked_json` wrote; raise `ValueError` if it is damaged."""
+    return parse_checked_json(file.read_text(encoding="utf-8"), file.name)
 
 
-def sealed(content: dict) -> str:
+def dump_checked_json(content: dict) -> str:
     """Return JSON with its own hash in it."""
     return json.dumps({**content, "seal": _seal(content)}, indent=2)
 
 
-def unsealed(text: str, name: str) -> dict:
-    """Return what `sealed` got; raise `ValueError` if it is damaged."""
+def parse_checked_json(text: str, name: str) -> dict:
+    """Return what `dump_checked_json` got; raise `ValueError` if it is damaged."""
     try:
         content = json.loads(text)
         if isinstance(content, dict) and content.pop("seal", None) == _seal(content):
@@ -59,7 +59,7 @@ def _seal(content: dict) -> str:
 
 
 @contextlib.contextmanager
-def one_at_a_time(lock_file: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
+def exclusive_lock(lock_file: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock; if another process has it, say so once and wait for it.
 
     `task` says what the lock is for, as in "preparing this text". The lock file stays.
@@ -79,7 +79,7 @@ def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
     Whatever an interruption leaves there is for the next process to continue with. A user's mistake deletes it.
     """
     make_cache(folder.parent)
-    with one_at_a_time(folder.parent / f".{folder.name}.lock", "preparing this text", say):
+    with exclusive_lock(folder.parent / f".{folder.name}.lock", "preparing this text", say):
         working = folder.with_name(f".preparing-{folder.name}")
         try:
             yield working

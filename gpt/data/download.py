@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import fsspec
 
 from gpt.console import progress_bar, say
-from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, one_at_a_time
+from gpt.data.dataset_cache import CACHE_WRITE_HINT, exclusive_lock, make_cache
 from gpt.errors import OutsideError, UserError, is_disk_full, reason
 from gpt.files import explain, publish
 
@@ -50,7 +50,7 @@ class RemoteFile:
     size: int | None
     tag: str
     cache: Path
-    room: int  # bytes that all copies together may take
+    cache_bytes: int  # bytes that all copies together may take
     sha256: str = ""
     say: Callable[[str], None] = say
 
@@ -81,7 +81,7 @@ class RemoteFile:
         target = self.target
         with explain(target.parent, *CACHE_WRITE_HINT):
             make_cache(self.cache)
-            with one_at_a_time(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
+            with exclusive_lock(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
                 if not target.is_file():
                     part = target.with_name(f"{target.name}.part")
                     self._download(part)
@@ -120,8 +120,10 @@ class RemoteFile:
 
     def _make_room(self, part: Path, size: int) -> None:
         """Delete the copies that were used longest ago, until `size` bytes fit beside the others."""
-        if size > self.room:
-            raise UserError(f"data.cache_bytes={self.room} does not hold {self.url}, of {size:,} bytes: raise it")
+        if size > self.cache_bytes:
+            raise UserError(
+                f"data.cache_bytes={self.cache_bytes} does not hold {self.url}, of {size:,} bytes: raise it"
+            )
         copies = []
         for file in part.parent.iterdir():
             with contextlib.suppress(OSError):  # another process has deleted it
@@ -131,13 +133,13 @@ class RemoteFile:
                     if file.suffix != ".part" or status.st_mtime < time.time() - ABANDONED_SECONDS:
                         copies.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, file))
         for _, length, file in sorted(copies):
-            if size > self.room:
+            if size > self.cache_bytes:
                 with contextlib.suppress(OSError):  # in use, on Windows
                     file.unlink()
                     size -= length
 
 
-def local_path(file: Path | RemoteFile) -> Path:
+def fetch_if_remote(file: Path | RemoteFile) -> Path:
     """Return a file that can be read here: the copy of a remote one."""
     return file.fetch() if isinstance(file, RemoteFile) else file
 
@@ -187,12 +189,14 @@ def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attem
     return block
 
 
-def require_room(files: Sequence[Path | RemoteFile], cache: Path, room: int) -> None:
-    """Raise `UserError` unless all these files can be in the cache together, in `room` bytes and on the disk."""
+def require_disk_space(files: Sequence[Path | RemoteFile], cache: Path, cache_bytes: int) -> None:
+    """Raise `UserError` unless all these files can be in the cache together, in `cache_bytes` bytes and on the disk."""
     remote = [file for file in files if isinstance(file, RemoteFile)]
     size = sum(file.size or 0 for file in remote)
-    if size > room:
-        what = f"data.cache_bytes={room:,} does not hold the {len(remote):,} files of this dataset, {size:,} bytes"
+    if size > cache_bytes:
+        what = (
+            f"data.cache_bytes={cache_bytes:,} does not hold the {len(remote):,} files of this dataset, {size:,} bytes"
+        )
         raise UserError(f"{what}: raise it, or name fewer files")
     missing = sum(file.size or 0 for file in remote if not file.target.is_file())
     if missing:

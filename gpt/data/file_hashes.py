@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpt.data.dataset_cache import make_cache, read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import make_cache, read_checked_json, write_checked_json
 from gpt.data.download import RemoteFile
 from gpt.files import explain
 
@@ -24,7 +24,7 @@ def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
     store = cache / "hashes.json"
     known: dict[str, list] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = read_sealed_file(store)
+        known = read_checked_json(store)
     before = dict(known)
 
     def sha256(file: Path | RemoteFile) -> str:
@@ -51,5 +51,5 @@ def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
     if known != before:
         with contextlib.suppress(OSError):  # the next process computes them again
             make_cache(cache)
-            write_sealed_file(store, known)
+            write_checked_json(store, known)
     return digests

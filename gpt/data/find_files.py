@@ -12,7 +12,7 @@ from typing import NoReturn
 import fsspec
 
 from gpt.console import say
-from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_checked_json, write_checked_json
 from gpt.data.download import (
     MAX_WAIT_SECONDS,
     QUIET_SECONDS,
@@ -38,7 +38,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
     """
     root = home_path(path)
     if os.path.isfile(root):
-        return unique_files([root])
+        return drop_duplicate_files([root])
     is_folder = os.path.isdir(root)
     top = root if is_folder else next(folder for folder in root.parents if not glob.has_magic(str(folder)))
     passed: list[Path] = []
@@ -53,7 +53,9 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
             return False
         return True
 
-    found = unique_files(_in_folder(top, is_open) if is_folder else _matches(root.relative_to(top), top, is_open))
+    found = drop_duplicate_files(
+        _in_folder(top, is_open) if is_folder else _matches(root.relative_to(top), top, is_open)
+    )
     if passed:
         count = f"{len(passed)} folder{'s' * (len(passed) > 1)}"
         say(f"skipping {count} below {top}, of runs or the cache: {_first_files(passed, top)}")
@@ -68,7 +70,9 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
     return found
 
 
-def find_remote_files(url: str, cache: Path, room: int, say: Callable[[str], None] = say) -> tuple[RemoteFile, ...]:
+def find_remote_files(
+    url: str, cache: Path, cache_bytes: int, say: Callable[[str], None] = say
+) -> tuple[RemoteFile, ...]:
     """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
 
     Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
@@ -80,7 +84,7 @@ def find_remote_files(url: str, cache: Path, room: int, say: Callable[[str], Non
             listed = retry(lambda _: _listed(fs, path), url, say, QUIET_SECONDS if note.is_file() else MAX_WAIT_SECONDS)
     except OutsideError as error:
         try:
-            listed = read_sealed_file(note)["files"]
+            listed = read_checked_json(note)["files"]
         except (OSError, ValueError):
             raise error from None
         say(f"{error}; taking its files as they were the last time")
@@ -90,11 +94,11 @@ def find_remote_files(url: str, cache: Path, room: int, say: Callable[[str], Non
         with explain(note.parent, *CACHE_WRITE_HINT):
             make_cache(cache)
             note.parent.mkdir(exist_ok=True)
-            write_sealed_file(note, {"files": listed})
-    return tuple(RemoteFile(name, size, tag, cache, room, say=say) for name, size, tag in listed)
+            write_checked_json(note, {"files": listed})
+    return tuple(RemoteFile(name, size, tag, cache, cache_bytes, say=say) for name, size, tag in listed)
 
 
-def unique_files(files: Iterable[Path]) -> tuple[Path, ...]:
+def drop_duplicate_files(files: Iterable[Path]) -> tuple[Path, ...]:
     """Return files in their order, each once however many links lead to it."""
     first: dict[Path, Path] = {}
     for file in files:

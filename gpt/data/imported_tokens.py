@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt.console import progress_bar
 from gpt.data.data_config import DataConfig, is_url
-from gpt.data.download import RemoteFile, local_path, require_room
+from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
 from gpt.data.find_files import find_remote_files
 from gpt.data.storage import Directory, as_directory, file_size
 from gpt.data.token_dataset import (
@@ -29,10 +29,10 @@ from gpt.data.token_files import (
     INDEX_SUFFIXES,
     TOKEN_SUFFIXES,
     TokenSequence,
-    allow_open_files,
     hash_tokens,
     is_validation_name,
     open_token_file,
+    raise_open_file_limit,
 )
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, tokenizer_key
 from gpt.errors import UserError, reason
@@ -40,7 +40,7 @@ from gpt.files import explain, home_path
 
 TOKEN_FILES_FORMAT = 1  # raise it when the same files give other tokens, or another split
 VALIDATION_TOKENS = 1_000_000  # of training files without validation text beside them, at most a tenth
-SEARCHED_TOKENS = 1_000_000  # in which an end-of-text is expected
+END_OF_TEXT_SEARCH_TOKENS = 1_000_000  # in which an end-of-text is expected
 
 
 class TokenFile(NamedTuple):
@@ -97,9 +97,9 @@ def _is_prepared(directory: Directory) -> bool:
     return is_folder and any(file_size(directory, name) is not None for name in (DATASET_FILE, MANIFEST_FILE))
 
 
-def find_token_files(path: str, cache: Path, room: int, say: Callable[[str], None]) -> list[TokenFile]:
+def find_token_files(path: str, cache: Path, cache_bytes: int, say: Callable[[str], None]) -> list[TokenFile]:
     """Return, sorted, the token files that a path or a URL names: one, all below a folder, or the matches of a glob."""
-    found = _find_remote(path, cache, room, say) if is_url(path) else _find_local(path)
+    found = _find_remote(path, cache, cache_bytes, say) if is_url(path) else _find_local(path)
     files = [file for file in found if file.name.endswith(TOKEN_SUFFIXES) and "/." not in f"/{file.name}"]
     if not files:
         suffixes = " or ".join(TOKEN_SUFFIXES)
@@ -126,12 +126,12 @@ def _find_local(path: str) -> list[TokenFile]:
     return found
 
 
-def _find_remote(url: str, cache: Path, room: int, say: Callable[[str], None]) -> list[TokenFile]:
-    files = find_remote_files(url, cache, room, say)
+def _find_remote(url: str, cache: Path, cache_bytes: int, say: Callable[[str], None]) -> list[TokenFile]:
+    files = find_remote_files(url, cache, cache_bytes, say)
     known = {file.url: file for file in files}
     if not url.startswith("http"):  # a web server lists nothing
         for folder in {file.url.rpartition("/")[0] for file in files}:
-            known |= {file.url: file for file in find_remote_files(folder, cache, room, say)}
+            known |= {file.url: file for file in find_remote_files(folder, cache, cache_bytes, say)}
     top = os.path.commonprefix([file.url for file in files]).rpartition("/")[0]  # noqa: RUF071 - of URLs, not paths
     found = []
     for file in files:
@@ -172,13 +172,13 @@ def _open_files(
     files: Sequence[TokenFile], tokenizer: Tokenizer, data: DataConfig, cache: Path
 ) -> dict[str, tuple[np.ndarray, str]]:
     """Fetch token files, map and check them; return the ids and the identity of each, by its path or URL."""
-    require_room([one for file in files for one in (file.file, *file.indices.values())], cache, data.cache_bytes)
-    allow_open_files(len(files))
+    require_disk_space([one for file in files for one in (file.file, *file.indices.values())], cache, data.cache_bytes)
+    raise_open_file_limit(len(files))
     opened = {}
     for file in files:
-        path = local_path(file.file)
+        path = fetch_if_remote(file.file)
         with token_file_errors(file.file, "fetch or write it again"):
-            indices = {suffix: local_path(index) for suffix, index in file.indices.items()}
+            indices = {suffix: fetch_if_remote(index) for suffix, index in file.indices.items()}
             ids = open_token_file(path, file.name, indices, tokenizer.vocab_size)
             with progress_bar(f"checking {file.name}", path.stat().st_size, delay=1) as bar:
                 sha256, highest = hash_tokens(path, ids, cache, bar.update)
@@ -215,8 +215,8 @@ def _make_source(
     train: TokenSequence, validation: TokenSequence, tokenizer: Tokenizer, key: dict, say: Callable[[str], None]
 ) -> TokenSource:
     """Return a source with the counts that other programs do not keep; those of the training text are estimated."""
-    if not (train[:SEARCHED_TOKENS] == tokenizer.end_of_text).any():
-        what = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {min(len(train), SEARCHED_TOKENS):,} tokens"
+    if not (train[:END_OF_TEXT_SEARCH_TOKENS] == tokenizer.end_of_text).any():
+        what = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {min(len(train), END_OF_TEXT_SEARCH_TOKENS):,} tokens"
         say(f"{what}: the model will not learn where a document begins")
     ids, lengths = validation[:], np.zeros(tokenizer.vocab_size, np.int64)
     for token, rank in tokenizer.ranks.items():

@@ -8,7 +8,7 @@ from gpt.data.token_dataset import TokenSource
 from gpt.data.token_files import TokenSequence
 
 MIN_COPY_TOKENS = 8  # tokens: shorter passages are common phrases; a power of two
-SEARCHED_TOKENS = 1 << 26  # tokens of a corpus, at most: it takes seconds
+MAX_SEARCHED_TOKENS = 1 << 26  # tokens of a corpus, at most: it takes seconds
 SEARCH_BLOCK_TOKENS = 1 << 15  # tokens of the corpus, whose hashes then stay in the processor's cache
 HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial that hashes a run of tokens, modulo 2^64
 
@@ -18,14 +18,14 @@ Passage = tuple[int, int]  # of a text: its first token, and the one after its l
 def find_common_spans(text: np.ndarray, corpus: TokenSequence | np.ndarray) -> list[Passage]:
     """Find the passages of `MIN_COPY_TOKENS` or more that a text (N,) has in common with a corpus of token ids.
 
-    They are in order, and none lies in another. Of a large corpus the first `SEARCHED_TOKENS` count. One pass over it,
+    They are in order, and none lies in another. Of a large corpus the first `MAX_SEARCHED_TOKENS` count. One pass over it,
     block by block, finds the spans that consist of runs of `MIN_COPY_TOKENS`, by their 64-bit hashes. Every longer
     passage lies in one of these.
     """
     wanted, spans = _hashes(text), set()
     few = np.zeros(1 << 16, bool)  # most runs of the corpus are ruled out by 16 bits of their hash
     few[wanted >> np.uint64(48)] = True
-    limit, step = min(len(corpus), SEARCHED_TOKENS), max(SEARCH_BLOCK_TOKENS, len(text))
+    limit, step = min(len(corpus), MAX_SEARCHED_TOKENS), max(SEARCH_BLOCK_TOKENS, len(text))
     for start in range(0, limit, step):
         block = corpus[start : min(limit, start + step + len(text) - 1)]  # a passage that begins in the step is whole
         hashes = _hashes(block)

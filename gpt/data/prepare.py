@@ -22,18 +22,18 @@ from gpt.data.chunking import utf8_size
 from gpt.data.corpus import Chunk, Corpus, Say
 from gpt.data.data_config import DataConfig
 from gpt.data.dataset_cache import (
-    CACHE,
     CACHE_WRITE_HINT,
+    DEFAULT_CACHE,
     delete,
+    exclusive_lock,
     make_cache,
-    one_at_a_time,
-    unsealed,
+    parse_checked_json,
     working_folder,
 )
 from gpt.data.file_hashes import hash_files
 from gpt.data.imported_tokens import open_tokens
 from gpt.data.mixture import integer_weights, source_names, split_mixture
-from gpt.data.scan import TOKENS_FORMAT, CorpusScanner, Plan, make_plan, read_plan
+from gpt.data.scan import TOKENS_FORMAT, CorpusScanner, ShardPlan, make_shard_plan, read_shard_plan
 from gpt.data.split import SAMPLE_BYTES, Split
 from gpt.data.storage import Directory, as_directory, file_size, new_file, read_bytes, write_bytes, write_sealed
 from gpt.data.token_dataset import (
@@ -73,7 +73,7 @@ def prepare(
     data: DataConfig | str | Sequence[str],
     tokenizer: TokenizerConfig | Tokenizer | None = None,
     context_length: int = 1,
-    cache: str | Path = CACHE,
+    cache: str | Path = DEFAULT_CACHE,
     say: Say = say,
     *,
     to: str | Path | None = None,
@@ -183,7 +183,7 @@ def _prepare_into(
             stack.enter_context(explain(directory, "written", "fix that, or name another directory"))
             directory.mkdir(parents=True, exist_ok=True)
             mark_as_cache(directory)
-            stack.enter_context(one_at_a_time(directory / ".lock", "preparing this text", scanner.say))
+            stack.enter_context(exclusive_lock(directory / ".lock", "preparing this text", scanner.say))
             for file in directory.glob(".*.bin.*"):  # which a killed process has left
                 file.unlink()
         _make_shards(directory, scanner, tokenizer, context_length, executor, keep_plan=True)
@@ -202,18 +202,18 @@ def _make_shards(
     """Plan, make the shards that are missing, and publish. `keep_plan` refuses a directory with another plan."""
     plan, chunks = None, None
     try:
-        plan = read_plan(directory)
+        plan = read_shard_plan(directory)
     except UserError:  # damaged, or of another version
         if keep_plan:
             raise
-    if plan is not None and not plan.is_of(scanner, tokenizer):
+    if plan is not None and not plan.matches(scanner, tokenizer):
         if keep_plan:
             raise UserError(f"{directory}: holds another text, or one that has changed since: name an empty folder")
         plan = None
     if plan is None:
         if isinstance(directory, Path) and not keep_plan:
             delete(directory)
-        plan, chunks = make_plan(scanner, tokenizer, hash_all=not keep_plan)
+        plan, chunks = make_shard_plan(scanner, tokenizer, hash_all=not keep_plan)
         scanner.__dict__.pop("scan", None)  # whose sample takes memory
         plan.write(directory)
     records = read_records(directory, plan)
@@ -241,10 +241,10 @@ def _run_on_executor(
     executor: Executor, missing: list[int], arguments: tuple[Directory, Path, int], on_progress: Progress
 ) -> None:
     """Make shards elsewhere; `OutsideError` names those that failed, after all were tried."""
-    directory, cache, room = arguments
+    directory, cache, cache_bytes = arguments
     try:
         futures = {
-            executor.submit(encode_shard, str(directory), number, str(cache), room): number for number in missing
+            executor.submit(encode_shard, str(directory), number, str(cache), cache_bytes): number for number in missing
         }
     except BrokenExecutor as error:
         raise OutsideError(f"{directory}: nothing was encoded ({error}): give another executor") from None
@@ -266,7 +266,7 @@ def _run_on_executor(
 def encode_shard(
     directory: str | Path,
     number: int,
-    cache: str | Path = CACHE,
+    cache: str | Path = DEFAULT_CACHE,
     cache_bytes: int = DataConfig.cache_bytes,
     threads: int = 1,
 ) -> int:
@@ -282,7 +282,7 @@ def encode_shard(
         threads: On which to encode.
     """
     directory, cache = as_directory(directory), Path(cache)
-    if (plan := read_plan(directory)) is None:
+    if (plan := read_shard_plan(directory)) is None:
         raise UserError(f"{directory}: holds no plan: begin with prepare() of gpt.data.prepare")
     record = read_record(directory, plan, number)
     if record is None:
@@ -292,7 +292,7 @@ def encode_shard(
 
 
 def _encode_shard(
-    plan: Plan,
+    plan: ShardPlan,
     number: int,
     corpus: Corpus,
     directory: Directory,
@@ -307,7 +307,7 @@ def _encode_shard(
     """
     files = plan.files_of_shard(number)
     corpus.require_unchanged(plan.fingerprints, files)
-    tasks = _tasks(chunks or plan.chunks_of_shard(number, corpus), plan.split, plan.starts[number].characters)
+    tasks = _tasks(chunks or plan.chunks_of_shard(number, corpus), plan.split, plan.shard_starts[number].characters)
     splits: dict[str, dict] = {name: {"tokens": 0, "bytes": 0, "documents": 0} for name in SPLITS}
     digests = {name: hashlib.sha256() for name in SPLITS}
     with contextlib.ExitStack() as stack:
@@ -377,28 +377,28 @@ def _encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
         chunks = [chunk for chunk, is_validation in task if is_validation == (name == "validation")]
         ids = [end_of_text[:0]]
         for chunk in chunks:
-            if chunk.begins:
+            if chunk.starts_document:
                 ids.append(end_of_text)
             ids.append(tokenizer.encode_chunk(chunk.text).astype(dtype))
         size = sum(utf8_size(chunk.text) for chunk in chunks)
-        encoded[name] = np.concatenate(ids), size, sum(chunk.begins for chunk in chunks)
+        encoded[name] = np.concatenate(ids), size, sum(chunk.starts_document for chunk in chunks)
     return encoded
 
 
 # --- all shards ---
 
 
-def read_records(directory: Directory, plan: Plan, verify: bool = True) -> list[dict | None]:
+def read_records(directory: Directory, plan: ShardPlan, verify: bool = True) -> list[dict | None]:
     """Return the record of each shard; None of a shard that the directory does not have whole."""
     with ThreadPoolExecutor(16) as threads:
-        return list(threads.map(lambda i: read_record(directory, plan, i, verify), range(len(plan.starts))))
+        return list(threads.map(lambda i: read_record(directory, plan, i, verify), range(len(plan.shard_starts))))
 
 
-def read_record(directory: Directory, plan: Plan, number: int, verify: bool = True) -> dict | None:
+def read_record(directory: Directory, plan: ShardPlan, number: int, verify: bool = True) -> dict | None:
     """Return the record of a shard; None unless its files are there, with their sizes, and here with their hashes."""
     content = read_bytes(directory, _record_file(number)) or b""
     try:
-        record = unsealed(content.decode(), _record_file(number))
+        record = parse_checked_json(content.decode(), _record_file(number))
     except ValueError:
         return None
     if record["plan"] != plan.digest:
@@ -414,7 +414,7 @@ def read_record(directory: Directory, plan: Plan, number: int, verify: bool = Tr
     return record
 
 
-def _publish(directory: Directory, plan: Plan, corpus: Corpus, context_length: int) -> dict:
+def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_length: int) -> dict:
     """Write dataset.json, after checking that every shard is there, and return what it holds.
 
     Raises `UserError` naming the shards that are missing.

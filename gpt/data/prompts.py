@@ -11,7 +11,7 @@ TOKENS = 4096  # to look at
 WORDS, CHARACTERS = 4, 40  # in a prompt, at most
 
 
-def prompts_from(dataset: TokenDataset) -> list[str]:
+def extract_prompts(dataset: TokenDataset) -> list[str]:
     """Return the empty prompt, which starts a document, and the words that begin one in each of up to three corpora.
 
     A single corpus gives two, the better one last, since the closing commands use the last prompt.

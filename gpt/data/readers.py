@@ -17,7 +17,7 @@ from gpt.data.data_config import DataConfig
 from gpt.errors import UserError
 from gpt.files import explain
 
-BLOCK_BYTES = 1 << 20  # to read at once
+READ_BLOCK_BYTES = 1 << 20  # to read at once
 _ENCODING_HINT = ", or set data.encoding=windows-1252 or data.errors=replace"
 # How files begin that are never read, what they are, and what makes text of them.
 _REFUSED = [
@@ -98,7 +98,7 @@ def read_lines(file: Path, data: DataConfig) -> Iterator[bytes]:
 
 def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]:
     """Return the blocks of a text file, in UTF-8 if it is so; raise `UserError` if it is empty or binary."""
-    blocks: Iterator[bytes] = decompress(file, BLOCK_BYTES, start)
+    blocks: Iterator[bytes] = decompress(file, READ_BLOCK_BYTES, start)
     if start:
         return blocks
     if data.encoding != "utf-8":
@@ -196,7 +196,7 @@ def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
     with explain(file), file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(
-                stream, buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
+                stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
             )
             is_text = re.compile(r"(dictionary<values=)?(large_)?string|(large_)?list<\w+: struct<.*\b(role|from): ")
             names = [column.name for column in table.schema_arrow if is_text.match(str(column.type))]

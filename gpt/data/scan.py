@@ -12,7 +12,7 @@ from pathlib import Path
 from gpt.console import progress_bar
 from gpt.data.corpus import FIRST_SHARD, Chunk, Corpus, Say, ShardStart, make_corpus, open_corpus
 from gpt.data.data_config import BUILTIN_CORPORA, DataConfig
-from gpt.data.dataset_cache import PLAN_FILE, sealed
+from gpt.data.dataset_cache import PLAN_FILE, dump_checked_json
 from gpt.data.download import RemoteFile
 from gpt.data.file_hashes import hash_files
 from gpt.data.split import CorpusScan, Split, scan_chunks
@@ -66,15 +66,15 @@ class CorpusScanner:
             sampled = self._read(replace(self.corpus, files=self.corpus.files[::stride]), self.fingerprints[::stride])
             if sampled.split.threshold:  # else the validation text is the end of the text, which only a reading finds
                 split = replace(sampled.split, threshold=sampled.split.threshold // stride)
-                return replace(sampled, bytes=0, split=split, starts=_starts_at_files(sizes))
+                return replace(sampled, bytes=0, split=split, shard_starts=_starts_at_files(sizes))
         return self._read(self.corpus, self.fingerprints)
 
     def _read(self, corpus: Corpus, fingerprints: list[tuple]) -> CorpusScan:
         self.say(f"reading {corpus.name} ({len(corpus.files):,} file{'s' * (len(corpus.files) != 1)})")
-        marks, starts = Counter[str](), [FIRST_SHARD]
+        marks, shard_starts = Counter[str](), [FIRST_SHARD]
         validation_start: list[int] = []
         with progress_bar(f"reading {corpus.name}", delay=1) as bar:
-            chunks = _noted(corpus, fingerprints, marks, starts, validation_start)
+            chunks = _noted(corpus, fingerprints, marks, shard_starts, validation_start)
             scan = scan_chunks(chunks, self.data.validation_bytes, bar.update)
         corpus.require_text(scan.bytes)
         for mark, count in marks.most_common(1):
@@ -83,14 +83,14 @@ class CorpusScanner:
         corpus.require_unchanged(fingerprints, range(len(corpus.files)))
         if corpus.validation_files:
             scan = replace(scan, split=Split(0, 0, validation_start[0] if validation_start else scan.characters))
-        return replace(scan, starts=tuple(starts))
+        return replace(scan, shard_starts=tuple(shard_starts))
 
 
 def _noted(
     corpus: Corpus,
     fingerprints: list[tuple],
     marks: Counter[str],
-    starts: list[ShardStart],
+    shard_starts: list[ShardStart],
     validation_start: list[int],
 ) -> Iterator[Chunk]:
     """Yield the chunks of a corpus, and note where shards begin, and where the validation files do."""
@@ -103,7 +103,7 @@ def _noted(
         if file >= first_validation_file and not validation_start:
             validation_start.append(characters)
         if byte is not None and bytes_before + byte - shard_begin >= SHARD_BYTES:
-            starts.append(ShardStart(file, byte, chunk.begins, characters))
+            shard_starts.append(ShardStart(file, byte, chunk.starts_document, characters))
             shard_begin = bytes_before + byte
         characters += len(chunk.text)
         marks.update({mark: count for mark in SEPARATORS if (count := chunk.text.count(mark))})
@@ -112,15 +112,15 @@ def _noted(
 
 def _starts_at_files(sizes: list[int]) -> tuple[ShardStart, ...]:
     """Return where shards begin if they hold whole files."""
-    starts, before = [FIRST_SHARD], [0, *accumulate(sizes)]
+    shard_starts, before = [FIRST_SHARD], [0, *accumulate(sizes)]
     for file in range(len(sizes)):
-        if before[file] - before[starts[-1].file] >= SHARD_BYTES:
-            starts.append(ShardStart(file, 0, True, 0))
-    return tuple(starts)
+        if before[file] - before[shard_starts[-1].file] >= SHARD_BYTES:
+            shard_starts.append(ShardStart(file, 0, True, 0))
+    return tuple(shard_starts)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """What a scan has decided, as plan.json and tokenizer.json: all that `encode_shard` needs besides the text.
 
     Attributes:
@@ -140,7 +140,7 @@ class Plan:
     validation_files: int
     hashes: dict[str, str]
     split: Split
-    starts: tuple[ShardStart, ...]
+    shard_starts: tuple[ShardStart, ...]
     bytes: int
     tokenizer: Tokenizer
     tokenizer_key: dict
@@ -149,14 +149,18 @@ class Plan:
     def content(self) -> dict:
         """What plan.json holds."""
         fields = {"data": self.data, "files": self.files, "validation_files": self.validation_files}
-        fields |= {"hashes": self.hashes, "split": asdict(self.split), "starts": [list(start) for start in self.starts]}
+        fields |= {
+            "hashes": self.hashes,
+            "split": asdict(self.split),
+            "starts": [list(start) for start in self.shard_starts],
+        }
         fields |= {"bytes": self.bytes, "tokenizer": self.tokenizer.sha256, "tokenizer_key": self.tokenizer_key}
         return {"plan": PLAN_FORMAT, "format": TOKENS_FORMAT, **fields}
 
     @cached_property
     def digest(self) -> str:
         """The hash of the plan, by which the records of its shards name it."""
-        return hashlib.sha256(sealed(self.content).encode()).hexdigest()
+        return hashlib.sha256(dump_checked_json(self.content).encode()).hexdigest()
 
     @property
     def fingerprints(self) -> list[tuple]:
@@ -166,17 +170,17 @@ class Plan:
         write_bytes(directory, TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()).encode())
         write_sealed(directory, PLAN_FILE, self.content)
 
-    def is_of(self, scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer) -> bool:
+    def matches(self, scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer) -> bool:
         """Return True if this is the plan of a corpus as it is now."""
         corpus = scanner.corpus
         now = _data_record(scanner.data), _file_records(scanner), corpus.validation_files, tokenizer_key(tokenizer)
         return now == (self.data, self.files, self.validation_files, self.tokenizer_key)
 
-    def open_corpus(self, cache: Path, room: int, say: Say) -> Corpus:
-        """Return the corpus. Remote files come into the cache, which may take `room` bytes."""
+    def open_corpus(self, cache: Path, cache_bytes: int, say: Say) -> Corpus:
+        """Return the corpus. Remote files come into the cache, which may take `cache_bytes` bytes."""
         data = DataConfig(**self.data | ({} if self.data["name"] in BUILTIN_CORPORA else {"path": "."}))
         files = tuple(
-            RemoteFile(file, size, tag, cache, room, say=say) if isinstance(tag, str) else Path(file)
+            RemoteFile(file, size, tag, cache, cache_bytes, say=say) if isinstance(tag, str) else Path(file)
             for file, size, tag in self.files
         )
         if data.name not in ("python_docs", "python_stdlib"):
@@ -188,12 +192,12 @@ class Plan:
 
     def files_of_shard(self, number: int) -> range:
         """Return the numbers of the files that a shard has text of."""
-        first, *following = self.starts[number : number + 2]
+        first, *following = self.shard_starts[number : number + 2]
         return range(first.file, following[0].file + (following[0].byte > 0) if following else len(self.files))
 
     def chunks_of_shard(self, number: int, corpus: Corpus) -> Iterator[Chunk]:
         """Yield the chunks of a shard."""
-        first, *following = self.starts[number : number + 2]
+        first, *following = self.shard_starts[number : number + 2]
         if following:
             corpus = corpus.up_to(following[0])
         for file, byte, chunk in corpus.chunks(first):
@@ -202,9 +206,9 @@ class Plan:
             yield chunk
 
 
-def make_plan(
+def make_shard_plan(
     scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer, hash_all: bool
-) -> tuple[Plan, list[Chunk] | None]:
+) -> tuple[ShardPlan, list[Chunk] | None]:
     """Scan a corpus; return the plan, and all chunks of the text if memory holds them.
 
     Args:
@@ -215,19 +219,25 @@ def make_plan(
     scan = scanner.scan
     made = tokenizer if isinstance(tokenizer, Tokenizer) else _make_tokenizer(tokenizer, scan, scanner.say)
     numbers = (
-        range(len(scanner.corpus.files)) if hash_all else sorted({start.file for start in scan.starts if start.byte})
+        range(len(scanner.corpus.files))
+        if hash_all
+        else sorted({start.file for start in scan.shard_starts if start.byte})
     )
     known = scanner.hashes if hash_all else hash_files([scanner.corpus.files[i] for i in numbers], scanner.cache)
     hashes = {str(number): sha256 for number, sha256 in zip(numbers, known, strict=True)}
-    chunks = [chunk for chunk, _ in scan.sample] if scan.stride == 1 and len(scan.starts) == 1 else None
+    chunks = [chunk for chunk, _ in scan.sample] if scan.stride == 1 and len(scan.shard_starts) == 1 else None
     files, key = _file_records(scanner), tokenizer_key(tokenizer)
     validation_files = scanner.corpus.validation_files
     data = _data_record(scanner.data)
-    return Plan(data, files, validation_files, hashes, scan.split, scan.starts, scan.bytes, made, key), chunks
+    return ShardPlan(
+        data, files, validation_files, hashes, scan.split, scan.shard_starts, scan.bytes, made, key
+    ), chunks
 
 
 def _data_record(data: DataConfig) -> dict:
-    return {key: getattr(data, key) for key in ("name", "text_field", "errors", "validation_bytes")} | data.reading
+    return {
+        key: getattr(data, key) for key in ("name", "text_field", "errors", "validation_bytes")
+    } | data.reader_settings
 
 
 def _file_records(scanner: CorpusScanner) -> list[list]:
@@ -245,7 +255,7 @@ def _make_tokenizer(config: TokenizerConfig, scan: CorpusScan, say: Say) -> Toke
     return train_bpe(scan.training_sample(), config.vocab_size)
 
 
-def read_plan(directory: Directory) -> Plan | None:
+def read_shard_plan(directory: Directory) -> ShardPlan | None:
     """Return the plan in a directory, None if there is none; `UserError` if it is damaged or of another version."""
     content, stored = read_sealed(directory, PLAN_FILE, DAMAGE_HINT), read_bytes(directory, TOKENIZER_FILE)
     if content is None or stored is None:
@@ -258,9 +268,9 @@ def read_plan(directory: Directory) -> Plan | None:
         tokenizer = None
     if tokenizer is None or tokenizer.sha256 != content["tokenizer"]:
         raise UserError(f"{directory}: its tokenizer is not the one in its plan: begin again, in an empty folder")
-    return Plan(
+    return ShardPlan(
         **{key: content[key] for key in ("data", "files", "validation_files", "hashes", "bytes", "tokenizer_key")},
         split=Split(**content["split"]),
-        starts=tuple(ShardStart(*start) for start in content["starts"]),
+        shard_starts=tuple(ShardStart(*start) for start in content["starts"]),
         tokenizer=tokenizer,
     )

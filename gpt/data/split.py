@@ -31,7 +31,7 @@ class Split:
     def assign(self, chunk: Chunk, characters: int) -> list[tuple[Chunk, bool]]:
         """Return a chunk with whether it is for validation, in two where training ends; `characters` come before it."""
         if self.threshold:
-            short = chunk.begins and chunk.ends and len(chunk.text) <= self.largest
+            short = chunk.starts_document and chunk.ends_document and len(chunk.text) <= self.largest
             encoded = chunk.text.encode("utf-8") if short else b""
             return [(chunk, short and len(encoded) <= self.largest and _hash(encoded) < self.threshold)]
         left = self.end - characters  # for training
@@ -39,10 +39,10 @@ class Split:
             return [(chunk, False)]
         if left > 0:
             return [
-                (Chunk(chunk.text[:left], chunk.begins, False), False),
-                (Chunk(chunk.text[left:], True, chunk.ends), True),
+                (Chunk(chunk.text[:left], chunk.starts_document, False), False),
+                (Chunk(chunk.text[left:], True, chunk.ends_document), True),
             ]
-        return [(Chunk(chunk.text, chunk.begins or left == 0, chunk.ends), True)]
+        return [(Chunk(chunk.text, chunk.starts_document or left == 0, chunk.ends_document), True)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CorpusScan:
     split: Split
     sample: list[tuple[Chunk, int]]
     stride: int
-    starts: tuple[ShardStart, ...] = (FIRST_SHARD,)
+    shard_starts: tuple[ShardStart, ...] = (FIRST_SHARD,)
 
     def training_sample(self) -> Iterator[str]:
         """Yield the sample's training text."""
@@ -83,9 +83,9 @@ def scan_chunks(
     stride, sampled = 1, 0
     for number, chunk in enumerate(chunks):
         encoded = chunk.text.encode("utf-8")
-        if chunk.begins:
+        if chunk.starts_document:
             documents += 1
-            if chunk.ends:
+            if chunk.ends_document:
                 candidates.add(encoded, num_bytes)
         tail.append(encoded)
         tail_bytes += len(encoded)

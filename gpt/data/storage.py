@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt.console import say
 from gpt.data.data_config import is_url
-from gpt.data.dataset_cache import make_cache, sealed, unsealed
+from gpt.data.dataset_cache import dump_checked_json, make_cache, parse_checked_json
 from gpt.data.download import open_filesystem, retry, store_errors
 from gpt.errors import OutsideError
 from gpt.files import explain, home_path, replacing, sync_parents
@@ -43,7 +43,7 @@ def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
     """Return what `write_sealed` wrote, None if there is none; `OutsideError` with the hint if it is damaged."""
     content = read_bytes(directory, name)
     try:
-        return None if content is None else unsealed(content.decode("utf-8"), name)
+        return None if content is None else parse_checked_json(content.decode("utf-8"), name)
     except ValueError as error:
         raise OutsideError(f"{directory}: is damaged ({error}); {hint}") from None
 
@@ -60,7 +60,7 @@ def write_bytes(directory: Directory, name: str, content: bytes) -> None:
 
 def write_sealed(directory: Directory, name: str, content: dict) -> None:
     """Put JSON into a directory with a hash of its content, by which `read_sealed` notices damage."""
-    write_bytes(directory, name, sealed(content).encode())
+    write_bytes(directory, name, dump_checked_json(content).encode())
 
 
 def file_size(directory: Directory, name: str) -> int | None:

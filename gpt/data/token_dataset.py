@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.data.dataset_cache import read_sealed_file
-from gpt.data.download import RemoteFile, local_path, require_room
+from gpt.data.dataset_cache import read_checked_json
+from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
 from gpt.data.storage import Directory, read_bytes, read_sealed
-from gpt.data.token_files import TokenSequence, allow_open_files, hash_tokens, map_tokens, token_dtype
+from gpt.data.token_files import TokenSequence, hash_tokens, map_tokens, raise_open_file_limit, token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import OutsideError, UserError, reason
 
@@ -80,9 +80,9 @@ class TokenDataset:
 
 
 def open_source(
-    directory: Directory, cache: Path, room: int = 0, hint: str = DAMAGE_HINT, tokenizer: Tokenizer | None = None
+    directory: Directory, cache: Path, cache_bytes: int = 0, hint: str = DAMAGE_HINT, tokenizer: Tokenizer | None = None
 ) -> TokenSource:
-    """Open a prepared text. Files behind a URL are all fetched first; the cache may take `room` bytes of them.
+    """Open a prepared text. Files behind a URL are all fetched first; the cache may take `cache_bytes` bytes of them.
 
     Raises `UserError` naming what is wrong and what to do about it, also if the tokenizer is not the given one.
     """
@@ -96,11 +96,11 @@ def open_source(
     files: list[Path | RemoteFile] = [
         directory / name
         if isinstance(directory, Path)
-        else RemoteFile(f"{directory}/{name}", tokens * dtype.itemsize, "", cache, room, sha256)
+        else RemoteFile(f"{directory}/{name}", tokens * dtype.itemsize, "", cache, cache_bytes, sha256)
         for name, tokens, sha256 in listed
     ]
-    require_room(files, cache, room)
-    allow_open_files(len(files))
+    require_disk_space(files, cache, cache_bytes)
+    raise_open_file_limit(len(files))
     is_small = sum(tokens for _, tokens, _ in listed) * dtype.itemsize <= VERIFY_BYTES
     arrays = []
     for file, (_, tokens, sha256) in zip(files, listed, strict=True):
@@ -121,7 +121,7 @@ def open_source(
 
 def _fetched(file: Path | RemoteFile) -> Path:
     try:
-        return local_path(file)
+        return fetch_if_remote(file)
     except UserError as error:  # such as a name that is gone, which no user has given
         raise OutsideError(str(error)) from None
 
@@ -145,7 +145,7 @@ def require_in_vocabulary(highest: int, vocab_size: int) -> None:
         raise ValueError(f"it has the id {highest:,}, and the vocabulary {vocab_size:,} entries")
 
 
-def holds_dataset(directory: Directory) -> bool:
+def has_dataset(directory: Directory) -> bool:
     """Return True if a directory holds a prepared text."""
     return any(read_bytes(directory, name) is not None for name in (DATASET_FILE, MANIFEST_FILE))
 
@@ -208,7 +208,7 @@ def find_cached_dataset(checkpoint: dict, tokenizer: Tokenizer, cache: Path) -> 
     for name in (MANIFEST_FILE, DATASET_FILE):
         for file in cache.glob(f"[!.]*/{name}"):
             with contextlib.suppress(OSError, ValueError):  # damaged, so it is not found
-                metadata = read_sealed_file(file)
+                metadata = read_checked_json(file)
                 if metadata.get("tokenizer") == tokenizer.sha256:
                     prepared[json.dumps(metadata.get("key"))] = file.parent
     return [open_cached(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []

@@ -28,7 +28,7 @@ MEGATRON = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # types, 
 TOKEN_SUFFIXES = (".bin", ".ds")
 INDEX_SUFFIXES = (".idx", ".index", ".metadata")  # of the files beside them
 VALIDATION_WORDS = {"val", "valid", "validation", "dev"}  # in the name of a file or a folder
-BLOCK_BYTES = 1 << 22  # to read at once
+HASH_BLOCK_BYTES = 1 << 22  # to read at once
 OPEN_FILES = 1024  # that a process may need besides the token files
 
 
@@ -172,7 +172,7 @@ def hash_tokens(
             return remembered[0], int(remembered[1])
     digest, highest, header = hashlib.sha256(), 0, status.st_size - tokens.nbytes
     with file.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
+        while block := stream.read(HASH_BLOCK_BYTES):
             digest.update(block)
             ids = np.frombuffer(memoryview(block)[header:], tokens.dtype)
             highest, header = max(highest, int(ids.max(initial=0))), 0
@@ -185,7 +185,7 @@ def hash_tokens(
     return digest.hexdigest(), highest
 
 
-def allow_open_files(count: int) -> None:
+def raise_open_file_limit(count: int) -> None:
     """Let this process keep `count` token files open if the system permits it: macOS begins with 256."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # which Windows lacks

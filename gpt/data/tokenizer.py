@@ -28,7 +28,7 @@ MAX_TOKEN_BYTES = (
 # characters stand for themselves; the other bytes are U+0100 and on, in order.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_OF_STAND_IN = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+UNICODE_TO_BYTE = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 @dataclass
@@ -176,7 +176,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         (chunk for text in texts for chunk in split_into_chunks([replace_surrogates(text)])), trainer
     )
     learnt = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
-    tokens = [bytes(BYTE_OF_STAND_IN[character] for character in token) for token, _ in learnt]
+    tokens = [bytes(UNICODE_TO_BYTE[character] for character in token) for token, _ in learnt]
     ordered = [bytes([byte]) for byte in range(256)] + [token for token in tokens if len(token) > 1]
     return Tokenizer("bpe", {token: rank for rank, token in enumerate(ordered)}, GPT2_PATTERN)
 

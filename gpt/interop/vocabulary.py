@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt.data.tokenizer import BYTE_OF_STAND_IN, END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
+from gpt.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, UNICODE_TO_BYTE, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SAMPLE = 120_000  # bytes of text, about, on which two tokenizers are compared
 
-_STAND_IN = {byte: character for character, byte in BYTE_OF_STAND_IN.items()}
+_STAND_IN = {byte: character for character, byte in UNICODE_TO_BYTE.items()}
 
 
 def stand_ins(token: bytes) -> str:
@@ -81,9 +81,9 @@ def _with_ranks(theirs: "tokenizers.Tokenizer") -> tuple[Tokenizer, list[int]]:
     every = sorted([*own.values(), *special.values()])
     if every != list(range(len(every))):
         raise ValueError(f"its {len(every)} ids are not 0 to {len(every) - 1}, each once")
-    if foreign := [token for token in tokens if not BYTE_OF_STAND_IN.keys() >= set(token)]:
+    if foreign := [token for token in tokens if not UNICODE_TO_BYTE.keys() >= set(token)]:
         raise ValueError(f"its token {foreign[0]!r:.100} is not spelled in GPT-2's stand-ins for bytes")
-    ranks = {bytes(BYTE_OF_STAND_IN[character] for character in token): rank for rank, token in enumerate(tokens)}
+    ranks = {bytes(UNICODE_TO_BYTE[character] for character in token): rank for rank, token in enumerate(tokens)}
     known = [one for one in (gpt2_tokenizer(), byte_tokenizer()) if one.ranks == ranks]
     tokenizer = known[0] if known else Tokenizer("bpe", ranks, GPT2_PATTERN)
     theirs.no_truncation()

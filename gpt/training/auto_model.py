@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpt.console import duration, say
-from gpt.data.baselines import novelty
+from gpt.data.baselines import measure_novelty
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.hardware.device import arithmetic
@@ -103,7 +103,7 @@ def probe(config: Config, schedule: Schedule, text: TokenDataset, seconds: float
         each_source = zip(text.sources, sizes, strict=True)
         T = config.model.context_length
         found = sum_of(strided_score(model, source.validation, size, T) for source, size in each_source)
-    law = Law(text.train_tokens, novelty(text.sources))
+    law = Law(text.train_tokens, measure_novelty(text.sources))
     return law.through(config.model, steps * config.trainer.tokens_per_step, found.bits_per_byte)
 
 

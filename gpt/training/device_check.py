@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt.console import say
-from gpt.data.dataset_cache import CACHE
+from gpt.data.dataset_cache import DEFAULT_CACHE
 from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.hardware.device import DTYPES
@@ -35,7 +35,7 @@ def require_agreement(module: GPTModule) -> None:
         return
     setting = torch.cuda.get_device_name() if trainer.device == "cuda" else trainer.device
     setting += f" with torch {torch.__version__}, precision={trainer.precision}, compile={trainer.compile}"
-    known = Path(module.config.data.cache or CACHE) / "devices.txt"
+    known = Path(module.config.data.cache or DEFAULT_CACHE) / "devices.txt"
     if setting in (before := known.read_text(encoding="utf-8") if known.exists() else "").splitlines():
         return
     with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,7 @@ import torch
 
 from gpt.console import say
 from gpt.data.data_config import BUILTIN_CORPORA
-from gpt.data.prompts import prompts_from
+from gpt.data.prompts import extract_prompts
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
@@ -100,7 +100,9 @@ def finalize(
     """
     config = on_machine(request, machine, dataset)
     if config.data.prompts is None:
-        config = with_values(config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or prompts_from(dataset)})
+        config = with_values(
+            config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or extract_prompts(dataset)}
+        )
     if request.model == "auto":
         candidates = candidates or weigh_models(request, machine, dataset)
         config, schedule = _with_best_model(config, dataset, candidates)

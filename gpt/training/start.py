@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.console import say, warn
-from gpt.data.dataset_cache import CACHE
+from gpt.data.dataset_cache import DEFAULT_CACHE
 from gpt.data.mixture import integer_weights, source_names
 from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenDataset, find_cached_dataset
@@ -122,7 +122,7 @@ def load_dataset(
     """
     context_length = config.model.context_length
     on_progress = (lambda line: None) if quiet else say
-    cache = Path(config.data.cache or CACHE)
+    cache = Path(config.data.cache or DEFAULT_CACHE)
     try:
         return prepare(config.data, tokenizer or config.tokenizer, context_length, cache, on_progress)
     except TooShortError as error:

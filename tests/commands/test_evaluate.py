@@ -41,7 +41,7 @@ def home(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def our_cache(home, monkeypatch):
     """The cache of this test instead of the project's."""
-    monkeypatch.setattr(evaluate, "CACHE", home / "cache")
+    monkeypatch.setattr(evaluate, "DEFAULT_CACHE", home / "cache")
 
 
 def prepare_text(home: Path, name: str, path, **changes):
@@ -220,7 +220,7 @@ def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
     given = [f"data.path={tmp_path}/corpus.txt", f"data.cache={tmp_path}/cache", f"run_dir={tmp_path}/run"]
     settings = ["horizon=20steps", "trainer.device=cpu", f"trainer.precision={precision}"]
     train(*TINY, *given, *settings)
-    monkeypatch.setattr(evaluate, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(evaluate, "DEFAULT_CACHE", tmp_path / "cache")
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
     found = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", precision)
     assert found["nats_per_token"] == pytest.approx(metrics["val_loss"], rel=1e-6)

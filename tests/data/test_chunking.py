@@ -10,7 +10,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpt.data.chunking import CHUNK_CHARS, SPACE, replace_surrogates, split_into_chunks
+from gpt.data.chunking import CHUNK_CHARS, WHITESPACE, replace_surrogates, split_into_chunks
 
 WHITE = regex.compile(r"\p{White_Space}")
 EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
@@ -94,7 +94,7 @@ def test_pieces_come_early(blocks, size):
 
 def test_white_space_is_what_the_tokenizers_pattern_takes():
     """SPACE is tiktoken's \\s and Unicode's White_Space; Python's own has the four separators from U+001C on more."""
-    ours = re.findall(f"[{SPACE}]", "".join(EVERY_CHARACTER))
+    ours = re.findall(f"[{WHITESPACE}]", "".join(EVERY_CHARACTER))
     bytes_alone = {bytes([byte]): byte for byte in range(256)}
     matcher = tiktoken.Encoding("spaces", pat_str=r"\s", mergeable_ranks=bytes_alone, special_tokens={})
     assert matcher.decode(matcher.encode_ordinary("".join(EVERY_CHARACTER))) == "".join(ours)

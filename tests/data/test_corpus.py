@@ -29,7 +29,7 @@ from gpt.data import compression, readers
 from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import Chunk, Corpus, ShardStart, open_corpus
 from gpt.data.data_config import DATA_NAMES, DataConfig
-from gpt.data.dataset_cache import read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import read_checked_json, write_checked_json
 from gpt.data.readers import Document
 from gpt.files import CACHE_TAG
 from harness import ROOT, refusal
@@ -277,18 +277,18 @@ def test_large_files_are_remembered(tmp_path, clock, large, fill):
     cache = tmp_path / "made" / "for it"
     clock.ahead = 3
     first = open_quietly(large.parent).sha256(cache)
-    assert read_sealed_file(cache / "hashes.json") == remembered(large)
+    assert read_checked_json(cache / "hashes.json") == remembered(large)
     assert {file.name for file in cache.iterdir()} == {"hashes.json", CACHE_TAG}
     other = fill(tmp_path / "other", c__txt="hello again") / "c.txt"
     open_quietly(other).sha256(cache)
-    assert read_sealed_file(cache / "hashes.json") == remembered(large) | remembered(other)
+    assert read_checked_json(cache / "hashes.json") == remembered(large) | remembered(other)
     assert open_quietly(large.parent).sha256(cache) == first
 
 
 def test_a_remembered_file_is_not_read(tmp_path, clock, large):
     """Another hash under its stamp is taken for its own, which without the memory it is not."""
     true = open_quietly(large).sha256(tmp_path)
-    write_sealed_file(tmp_path / "hashes.json", remembered(large, "0" * 64))
+    write_checked_json(tmp_path / "hashes.json", remembered(large, "0" * 64))
     expected = hashlib.sha256(f"text\ntext\nstrict\n.txt\n{'0' * 64}\n".encode()).hexdigest()
     assert open_quietly(large).sha256(tmp_path) == expected != true
     clock.ahead = 3
@@ -319,7 +319,7 @@ def test_a_changed_file_is_read_again(tmp_path, clock, large, fill):
     assert (after.st_size, after.st_ino, after.st_mtime_ns) == (11, before.st_ino, before.st_mtime_ns)
     second = open_quietly(large).sha256(tmp_path)
     assert second != first
-    assert read_sealed_file(tmp_path / "hashes.json") == remembered(large)
+    assert read_checked_json(tmp_path / "hashes.json") == remembered(large)
     replacement = fill(tmp_path, new="hello world") / "new"
     replacement.replace(large)
     assert open_quietly(large).sha256(tmp_path) == first
@@ -334,7 +334,7 @@ def test_damaged_memory_is_made_anew(tmp_path, clock, large, content):
     (tmp_path / "hashes.json").write_bytes(content)
     clock.ahead = 3
     assert open_quietly(large).sha256(tmp_path) == true
-    assert read_sealed_file(tmp_path / "hashes.json") == remembered(large)
+    assert read_checked_json(tmp_path / "hashes.json") == remembered(large)
 
 
 def test_memory_that_cannot_be_written(tmp_path, clock, large):
@@ -355,11 +355,11 @@ def whole(pieces: list[tuple[int, int | None, Chunk]]) -> list[tuple[int, str]]:
     open_document = False
     for number, _, piece in pieces:
         assert not documents or number >= documents[-1][0]
-        assert piece.begins != open_document
-        documents.append((number, piece.text) if piece.begins else (number, documents.pop()[1] + piece.text))
+        assert piece.starts_document != open_document
+        documents.append((number, piece.text) if piece.starts_document else (number, documents.pop()[1] + piece.text))
         assert documents[-1][0] == number
         assert piece.text
-        open_document = not piece.ends
+        open_document = not piece.ends_document
     assert not open_document
     return documents
 
@@ -407,12 +407,12 @@ def test_pieces_from_any_place(folder, texts, separator, marked, block):
     data = DataConfig("text", [str(folder / f"{i}.txt") for i in range(len(texts))], separator=separator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt.data.corpus, "split_into_chunks", functools.partial(split_into_chunks, size=5))
-        patch.setattr(gpt.data.readers, "BLOCK_BYTES", block)
+        patch.setattr(gpt.data.readers, "READ_BLOCK_BYTES", block)
         corpus = open_corpus(data, NOWHERE, lambda line: None)
         pieces = list(corpus.chunks())
         for i, (file, byte, piece) in enumerate(pieces):
             assert byte is not None
-            assert list(corpus.chunks(ShardStart(file, byte, piece.begins, 0))) == pieces[i:]
+            assert list(corpus.chunks(ShardStart(file, byte, piece.starts_document, 0))) == pieces[i:]
 
 
 def test_where_reading_cannot_begin(tmp_path, fill):

@@ -17,7 +17,7 @@ import pytest
 
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import encode_shard, prepare
-from gpt.data.scan import CorpusScanner, make_plan
+from gpt.data.scan import CorpusScanner, make_shard_plan
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
@@ -117,9 +117,9 @@ def test_shards_from_anywhere(tmp_path, text, undisturbed):
     """`encode_shard` is a plain function of a planned directory: in any order, some twice; prepare() then publishes."""
     made, cache = tmp_path / "made", tmp_path / "cache"
     scanner = CorpusScanner(DataConfig("text", text), cache, [].append)
-    plan, _ = make_plan(scanner, BPE, hash_all=False)
+    plan, _ = make_shard_plan(scanner, BPE, hash_all=False)
     plan.write(made)
-    numbers = [*range(len(plan.starts)), 0, 3]
+    numbers = [*range(len(plan.shard_starts)), 0, 3]
     random.Random(3).shuffle(numbers)
     for number in numbers:
         assert encode_shard(made, number, tmp_path / "another machine's") > 0
@@ -266,13 +266,13 @@ def test_a_hundred_kills(tmp_path, text, undisturbed):
     """Two processes at a time make random shards, each killed at any moment: in the end the same bytes."""
     chance, made, kills = random.Random(3), tmp_path / "made", 0
     scanner = CorpusScanner(DataConfig("text", text), tmp_path / "cache", [].append)
-    plan, _ = make_plan(scanner, BPE, hash_all=False)
+    plan, _ = make_shard_plan(scanner, BPE, hash_all=False)
     plan.write(made)
     context = multiprocessing.get_context("fork")
     while kills < 100:
         running = []
         for _ in range(2):
-            number, cache = chance.randrange(len(plan.starts)), tmp_path / chance.choice(["one", "another"])
+            number, cache = chance.randrange(len(plan.shard_starts)), tmp_path / chance.choice(["one", "another"])
             running.append(context.Process(target=encode_shard, args=(made, number, cache)))
             running[-1].start()
         time.sleep(chance.uniform(0, 0.03))

@@ -17,7 +17,7 @@ import pytest
 
 from gpt.data import prepare as prepare_module
 from gpt.data.data_config import DataConfig
-from gpt.data.dataset_cache import write_sealed_file
+from gpt.data.dataset_cache import write_checked_json
 from gpt.data.token_dataset import SPLITS
 from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer
 from gpt.errors import OutsideError, UserError
@@ -178,7 +178,7 @@ def test_what_an_earlier_version_left(tmp_path, many, undisturbed):
         folder = folder.rename(folder.with_name(f".preparing-{folder.name}"))
         (folder / "dataset.json").unlink()
         (folder / "train.bin").write_bytes(b"half")
-        write_sealed_file(folder / "plan.json", {"plan": 1, "format": 3, "split": {}, "places": [], "bytes": 7})
+        write_checked_json(folder / "plan.json", {"plan": 1, "format": 3, "split": {}, "places": [], "bytes": 7})
         make(many, cache)
     assert content(folder_of(cache)) == undisturbed
 

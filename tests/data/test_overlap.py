@@ -52,5 +52,5 @@ def test_only_the_beginning_of_a_large_corpus(monkeypatch):
     """What stands behind the searched part is not found."""
     corpus = np.arange(97, dtype="uint32")
     assert find_common_spans(corpus[60:80].astype(int), corpus) == [(0, 20)]
-    monkeypatch.setattr(overlap, "SEARCHED_TOKENS", 71)
+    monkeypatch.setattr(overlap, "MAX_SEARCHED_TOKENS", 71)
     assert find_common_spans(corpus[60:80].astype(int), corpus) == [(0, 11)]

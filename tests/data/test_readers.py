@@ -50,7 +50,7 @@ def read(file: Path, block: int | None = None, **more) -> list[str]:
     """The documents of a file, read in blocks of so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
-            patch.setattr(gpt.data.readers, "BLOCK_BYTES", block)
+            patch.setattr(gpt.data.readers, "READ_BLOCK_BYTES", block)
         return ["".join(blocks) for blocks, _ in read_documents(file, DataConfig(**more))]
 
 

@@ -80,15 +80,15 @@ def test_bounded_disk(s3, here, tmp_path):
     for i, text in enumerate(TEXTS):
         s3.pipe_file(f"texts/five/{i}.txt", text.encode())
         sizes.append(len(text.encode()))
-    room = 2 * max(sizes) + min(sizes) // 2
-    data = DataConfig("text", "s3://texts/five", cache_bytes=room)
+    cache_bytes = 2 * max(sizes) + min(sizes) // 2
+    data = DataConfig("text", "s3://texts/five", cache_bytes=cache_bytes)
     corpus, most = open_corpus(data, tmp_path, [].append), []
     for _ in range(2):
         assert "".join(piece.text for _, _, piece in corpus.chunks()) == "".join(TEXTS)
     for _ in corpus.chunks():
         copies = [file for file in (tmp_path / "downloads").iterdir() if not file.name.startswith(".")]
         most.append(sum(file.stat().st_size for file in copies))
-    assert min(sizes) < max(most) <= room
+    assert min(sizes) < max(most) <= cache_bytes
     [source] = prepare(data, TokenizerConfig("byte"), 7, tmp_path, [].append).sources
     [whole] = prepare(DataConfig("text", "s3://texts/five"), TokenizerConfig("byte"), 7, tmp_path / "2").sources
     assert source.metadata["splits"] == whole.metadata["splits"]

@@ -33,11 +33,11 @@ def sides(found: CorpusScan, documents: Iterable[str]) -> tuple[list[str], list[
     for whole in pieces_of(documents):
         halves = found.split.assign(whole, characters)
         assert "".join(part.text for part, _ in halves) == whole.text
-        assert [part.ends for part, _ in halves] == [False] * (len(halves) - 1) + [whole.ends]
-        assert halves[0][0].begins or not whole.begins
+        assert [part.ends_document for part, _ in halves] == [False] * (len(halves) - 1) + [whole.ends_document]
+        assert halves[0][0].starts_document or not whole.starts_document
         for part, validates in halves:
             assert part.text
-            if part.begins:
+            if part.starts_document:
                 parts[validates].append("")
             parts[validates][-1] += part.text
         characters += len(whole.text)

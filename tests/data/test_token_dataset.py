@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gpt.data.token_dataset
-from gpt.data.dataset_cache import read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import read_checked_json, write_checked_json
 from gpt.data.token_dataset import SPLITS, TokenDataset, find_cached_dataset, open_cached
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
@@ -60,7 +60,7 @@ def test_open(tmp_path):
         with pytest.raises(ValueError, match="read-only"):
             found[5:11] = 7
     assert prepared.tokenizer.to_dict() == byte_tokenizer().to_dict()
-    assert prepared.metadata == read_sealed_file(tmp_path / "folder/dataset.json")
+    assert prepared.metadata == read_checked_json(tmp_path / "folder/dataset.json")
 
 
 def test_key_of_a_mixture(tmp_path):
@@ -201,9 +201,9 @@ def test_the_shape_of_the_metadata(tmp_path, change):
     """Whoever writes dataset.json can seal it: a line says what it lacks."""
     inflict, reason = CHANGES[change]
     folder = write_folder(tmp_path / "folder")
-    metadata = read_sealed_file(folder / "dataset.json")
+    metadata = read_checked_json(folder / "dataset.json")
     inflict(metadata)
-    write_sealed_file(folder / "dataset.json", metadata)
+    write_checked_json(folder / "dataset.json", metadata)
     assert re.fullmatch(rf"{folder}: is damaged \({reason}\); delete .*", refusal(open_cached, folder))
 
 
@@ -226,11 +226,11 @@ def test_ids_are_in_the_vocabulary(tmp_path):
 def test_what_version_0_5_prepared(tmp_path):
     """Its manifest.json has no lists of files, or one of shards; both open, and the cache finds the first."""
     folder = write_folder(tmp_path / "folder", key={"corpus": "a", "tokenizer": {}})
-    metadata = read_sealed_file(folder / "dataset.json")
+    metadata = read_checked_json(folder / "dataset.json")
     (folder / "dataset.json").unlink()
     for split in metadata["splits"].values():
         [[_, _, split["sha256"]]] = split.pop("files")
-    write_sealed_file(folder / "manifest.json", metadata)
+    write_checked_json(folder / "manifest.json", metadata)
     source = open_cached(folder)
     assert source.train[:].tolist() == IDS["train"].tolist()
     assert source.validation.tolist() == IDS["validation"].tolist()
@@ -240,7 +240,7 @@ def test_what_version_0_5_prepared(tmp_path):
     for i, ids in enumerate(np.split(IDS["train"].astype("uint16"), [40])):
         ids.tofile(folder / f"train-000000-{i:02}.bin")
         shards.append([f"train-000000-{i:02}.bin", len(ids), hashlib.sha256(ids.tobytes()).hexdigest()])
-    write_sealed_file(folder / "manifest.json", metadata | {"shards": shards})
+    write_checked_json(folder / "manifest.json", metadata | {"shards": shards})
     (folder / "train.bin").unlink()
     assert open_cached(folder).train[:].tolist() == IDS["train"].tolist()
 

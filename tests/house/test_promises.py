@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpt.data.corpus import DataConfig
-from gpt.data.dataset_cache import read_sealed_file, write_sealed_file
+from gpt.data.dataset_cache import read_checked_json, write_checked_json
 from gpt.data.prepare import prepare
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
@@ -183,18 +183,18 @@ def test_names_in_a_dataset_are_not_followed(tmp_path):
         [source] = prepare(DataConfig("tokens", str(made)), TokenizerConfig(), 8, cache).sources
         return source.train[:].tolist()
 
-    tokens, metadata = opened(), read_sealed_file(made / "dataset.json")
+    tokens, metadata = opened(), read_checked_json(made / "dataset.json")
     files = metadata["splits"]["train"]["files"]
     [[name, *described]] = files
     secret = shutil.copy(made / name, tmp_path / "secret.bin")
     names = ("../secret.bin", str(secret), "../made/" + name, "sub/" + name, name + "\n", "tokenizer.json", 7)
     for changed in (*([other, *described] for other in names), [name, described[0], "../" * 22]):  # a copy's name
         files[0] = changed
-        write_sealed_file(made / "dataset.json", metadata)
+        write_checked_json(made / "dataset.json", metadata)
         with pytest.raises(UserError, match="is damaged"):
             opened()
     files[0] = [name, *described]
-    write_sealed_file(made / "dataset.json", metadata)
+    write_checked_json(made / "dataset.json", metadata)
     assert opened() == tokens
     (made / name).unlink()
     (made / name).symlink_to(secret)

@@ -200,7 +200,7 @@ def test_recipe(house, name):
 def test_cheap_commands_run(tmp_path, monkeypatch, capsys):
     """A training, sampling, splitting text, comparing and measuring runs, in this process; figures are all named."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gpt.data.dataset_cache.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("gpt.data.dataset_cache.DEFAULT_CACHE", tmp_path / "cache")
     write_texts(tmp_path)
     own = ["data.cache=cache", "trainer.device=cpu"]
     monkeypatch.setattr("sys.path", [*sys.path])  # to which train.py adds the current folder

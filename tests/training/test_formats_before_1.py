@@ -99,7 +99,7 @@ def test_its_configuration_is_read_and_its_model_evaluated(earlier, monkeypatch,
     Path("again").mkdir()
     Path("again/config.yaml").write_text(to_yaml(config))
     train("--config-dir", "again", "--config-name", "config", "run_dir=new", "horizon=1steps")  # prepares its text
-    monkeypatch.setattr(evaluate, "CACHE", Path("cache"))
+    monkeypatch.setattr(evaluate, "DEFAULT_CACHE", Path("cache"))
     evaluate.main(["--checkpoint", f"run-{number}", "--json"])
     assert json.loads(capsys.readouterr().out)["nats_per_token"] == pytest.approx(last_loss(number), rel=1e-5)
 
