@@ -4,7 +4,7 @@ import argparse
 import functools
 import sys
 
-from gpt.console import command_line, say
+from gpt.console import clean_exit, print_line
 from gpt.errors import UserError
 from gpt.files import write_text
 from gpt.sampling.arguments import parse_arguments, read_prompts
@@ -14,9 +14,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Sample as the command line says."""
     args = parse_arguments(arguments)
     # Importing torch takes seconds, so that waits until the arguments have proved right.
-    from gpt.hardware.threads import giving_way
+    from gpt.hardware.threads import yield_to_other_processes
 
-    with giving_way():
+    with yield_to_other_processes():
         sample(args)
 
 
@@ -27,21 +27,21 @@ def sample(args: argparse.Namespace) -> None:
     from gpt.data import dataset_cache
     from gpt.data.token_dataset import find_cached_dataset
     from gpt.hardware.device import choose_device
-    from gpt.loading import find_checkpoint, open_with_record
-    from gpt.sampling.generation import Sampling
+    from gpt.loading import find_checkpoint, open_checkpoint
+    from gpt.sampling.generation import SamplingParams
     from gpt.sampling.insight import insight_page
     from gpt.sampling.language_model import LanguageModel
     from gpt.sampling.packed import choose_sampling_precision, choose_threads, pack_weights
     from gpt.sampling.printing import copied, interact, print_growing, print_json, print_several
 
     # What is asked for
-    sampling = Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
+    sampling = SamplingParams(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
     device = choose_device(args.device)
     prompts = [] if args.interactive else [prompt for prompt in read_prompts(args) for _ in range(args.num_samples)]
 
     # The model, packed for these rows
     path = find_checkpoint(args.checkpoint)
-    model, tokenizer, record = open_with_record(path)
+    model, tokenizer, record = open_checkpoint(path)
     sources = find_cached_dataset(record, tokenizer, dataset_cache.DEFAULT_CACHE) if args.check else []
     if args.check and not sources:
         raise UserError(
@@ -54,9 +54,9 @@ def sample(args: argparse.Namespace) -> None:
 
     # The text
     seed = args.seed if args.seed is not None else torch.Generator().seed() >> 33  # short enough to type
-    say(f"generate.py: sampling {path} with seed {seed}", sys.stderr)
-    continue_texts = functools.partial(
-        LanguageModel(model, tokenizer).continue_texts,
+    print_line(f"generate.py: sampling {path} with seed {seed}", sys.stderr)
+    generate_batch = functools.partial(
+        LanguageModel(model, tokenizer).generate_batch,
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
         generator=torch.Generator(device).manual_seed(seed),
@@ -71,13 +71,13 @@ def sample(args: argparse.Namespace) -> None:
         ids, context = tokenizer.encode(prompt), model.config.context_length
         if (excess := len(ids) - context) > 0:
             note = f"the prompt has {len(ids)} tokens and the model sees {context}: the first {excess} are cut"
-            say(f"generate.py: {note}", sys.stderr)
+            print_line(f"generate.py: {note}", sys.stderr)
         return ids
 
     if args.interactive:
-        interact(continue_texts, tokenizer.encode if args.keep_context else encode, args.num_samples, args.keep_context)
+        interact(generate_batch, tokenizer.encode if args.keep_context else encode, args.num_samples, args.keep_context)
         return
-    steps = continue_texts([encode(prompt) for prompt in prompts])
+    steps = generate_batch([encode(prompt) for prompt in prompts])
     if args.json:
         print_json(prompts, steps, {"checkpoint": str(path), "seed": seed, "sampling": vars(sampling)})
     elif len(prompts) == 1:
@@ -88,11 +88,11 @@ def sample(args: argparse.Namespace) -> None:
             facts = {"checkpoint": str(path), "seed": seed} | vars(sampling)
             write_text(args.insight, insight_page(model, tokenizer, encode(prompts[0]), text.tokens, sampling, facts))
             size = args.insight.stat().st_size
-            say(f"generate.py: wrote {args.insight} ({size:,} bytes): open it in a browser", sys.stderr)
+            print_line(f"generate.py: wrote {args.insight} ({size:,} bytes): open it in a browser", sys.stderr)
     else:
         print_several(prompts, steps, sources)
 
 
 if __name__ == "__main__":
-    with command_line("generate.py", "lower --num-samples, --max-new-tokens or --precision"):
+    with clean_exit("generate.py", "lower --num-samples, --max-new-tokens or --precision"):
         main()

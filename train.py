@@ -2,7 +2,7 @@
 
 import sys
 
-from gpt.console import command_line  # before what takes seconds, since gpt/__init__.py deals with Ctrl-C
+from gpt.console import clean_exit  # before what takes seconds, since gpt/__init__.py deals with Ctrl-C
 
 # isort: split
 import hydra
@@ -51,5 +51,5 @@ def job(composed: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    with command_line("train.py"), distributed_errors():
+    with clean_exit("train.py"), distributed_errors():
         compose_and_run(job)

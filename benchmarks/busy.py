@@ -18,9 +18,9 @@ import torch
 from measuring import Worker, finish, machine, parser, table
 from train_step import PRESETS, config_of, ours
 
-from gpt.hardware.threads import giving_way
+from gpt.hardware.threads import yield_to_other_processes
 from gpt.model.transformer import GPT
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import pack_weights
 
 VARIANTS = ("spinning", "giving way", "passive", "one thread")
@@ -44,14 +44,14 @@ def work(task: str, variant: str, seconds: float) -> Callable[[], dict]:
         idx = torch.ones(1, 5, dtype=torch.int64)
 
         def once() -> None:
-            for _ in islice(generate(model, idx, tokens, Sampling()), tokens):
+            for _ in islice(generate(model, idx, tokens, SamplingParams()), tokens):
                 pass
 
     once()
 
     def step() -> dict:
         count, start = 0, time.perf_counter()
-        with giving_way() if variant == "giving way" else contextlib.nullcontext():
+        with yield_to_other_processes() if variant == "giving way" else contextlib.nullcontext():
             while time.perf_counter() - start < seconds:
                 once()
                 count += tokens

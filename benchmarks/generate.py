@@ -21,7 +21,7 @@ from gpt.data.tokenizer import gpt2_tokenizer
 from gpt.hardware.device import choose_device
 from gpt.interop import gguf
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import pack_weights
 
 PROMPT = 16
@@ -37,7 +37,7 @@ def ours(precision: str, rows: int, tokens: int, compiled: bool = False) -> Call
     idx = prompt(rows)
 
     def step() -> None:
-        for _ in islice(generate(model, idx, tokens, Sampling(temperature=0.0)), tokens):
+        for _ in islice(generate(model, idx, tokens, SamplingParams(temperature=0.0)), tokens):
             pass
 
     return step
@@ -68,7 +68,7 @@ def llama_cpp(kind: str, rows: int, tokens: int) -> Callable[[], list[int]]:
     start, batch = (PROMPT - 1, 1) if alone else (0, 512)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        gguf.write(GPT(GPTConfig(1024, 768, 12, 12)), gpt2_tokenizer(), path, kind.lower())
+        gguf.write_gguf(GPT(GPTConfig(1024, 768, 12, 12)), gpt2_tokenizer(), path, kind.lower())
         model = Llama(str(path), n_ctx=1024, n_batch=batch, n_threads=threads, n_threads_batch=threads, verbose=False)
     model.eval(ids)
 

@@ -19,11 +19,11 @@ from unittest import mock
 from measuring import configure, finish, machine, parser, synchronize, table
 
 from gpt.training.batch_loader import micro_batch
-from gpt.training.curves import Curves
 from gpt.training.loop import run_training
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
-from gpt.training.progress import Progress
+from gpt.training.progress import ProgressDisplay
 from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory
 from gpt.training.start import start_run
@@ -47,14 +47,14 @@ PRESETS = {  # overrides, steps in each turn, turns
 }
 WARM_UP = 2  # turns in which memory is still being allocated
 PARTS = (  # of the loop, whose time is counted
-    (Curves, "begin_step"),
-    (Curves, "add_loss"),
-    (Curves, "write_point"),
-    (Progress, "end_step"),
+    (MetricLogger, "begin_step"),
+    (MetricLogger, "add_loss"),
+    (MetricLogger, "write_point"),
+    (ProgressDisplay, "end_step"),
     (TrainingClock, "end_step"),
     (RunDirectory, "save_last"),
     (RunDirectory, "save_best"),
-    (GPTModule, "measure_gradients"),
+    (GPTModule, "measure_grad_norm"),
 )
 
 
@@ -120,7 +120,7 @@ def measure(preset: str) -> dict:
     horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         spec, run = start_run(Request(configure(f"run_dir={folder}", horizon, *overrides)))
-        assert spec.config.accumulation == 1  # a step of the bare loop is one micro-batch
+        assert spec.config.accumulation_steps == 1  # a step of the bare loop is one micro-batch
         spec = replace(spec, schedule=replace(spec.schedule, validate_every=10**9))
         bare = BareLoop(spec, steps, turns)
         for part, name in PARTS:

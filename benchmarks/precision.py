@@ -14,7 +14,7 @@ from measuring import finish, machine, parser, table, train_as_user
 
 from gpt.data.batches import validation_batches
 from gpt.loading import open_model
-from gpt.model.loss import IGNORE
+from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling.packed import pack_weights
 from gpt.sampling.scoring import Score
 from gpt.training.config import load_config
@@ -31,10 +31,10 @@ def score(run_dir: Path, precision: str) -> float:
     pack_weights(model, precision, rows=2)
     text = dataset.sources[0]
     nats, tokens = 0.0, 0
-    for idx, targets in validation_batches(text.validation, 32, config.model.context_length, IGNORE):
+    for idx, targets in validation_batches(text.validation, 32, config.model.context_length, IGNORE_INDEX):
         logits = model(idx).float().flatten(0, 1)  # not gpt.sampling.scoring.score, which passes the packed head by
-        nats += F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum").item()
-        tokens += int((targets != IGNORE).sum())
+        nats += F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum").item()
+        tokens += int((targets != IGNORE_INDEX).sum())
     return Score(nats, tokens, text.metadata["splits"]["validation"]["bytes"]).bits_per_byte
 
 

@@ -67,9 +67,9 @@ def hugging_face(texts: list[str]) -> Callable[[], object]:
 
 def fast_gpt2():
     """GPT-2's encoding in the `tokenizers` library, with the merges derived from the ranks."""
-    from gpt.interop.vocabulary import to_huggingface
+    from gpt.interop.vocabulary import to_huggingface_tokenizer
 
-    return to_huggingface(gpt2_tokenizer())
+    return to_huggingface_tokenizer(gpt2_tokenizer())
 
 
 def throughput(megabytes: float, folder: Path) -> dict[str, float]:

@@ -130,7 +130,15 @@ def compare_rates(texts: Sequence[Path]) -> None:
 POINTS = ROOT / "benchmarks/law.csv"
 RUNS = ((3, 96, 3300), (4, 128, 2000), (6, 192, 800), (8, 256, 400))  # a minute of two cores each
 RUNS += ((3, 96, 16300), (4, 128, 9800), (6, 192, 3900), (8, 256, 2000))  # five minutes
-NUMBERS = ("FALL", "NOVELTY", "SIZE_POWER", "SEEN", "SEEN_POWER", "BY_HEART", "BY_HEART_POWER")
+NUMBERS = (
+    "LOSS_EXPONENT",
+    "NOVELTY_SCALE",
+    "SIZE_EXPONENT",
+    "TOKENS_PER_WEIGHT",
+    "TOKENS_EXPONENT",
+    "OVERFIT_FACTOR",
+    "OVERFIT_EXPONENT",
+)
 
 
 def extend_points(texts: Sequence[Path]) -> None:
@@ -165,7 +173,7 @@ def fit_law() -> None:
         found = []
         for row in rows:
             probe = probes[row["text"]]
-            of_text = law.Law(int(row["distinct"]), row["novelty"]).through(
+            of_text = law.ScalingLaw(int(row["distinct"]), row["novelty"]).calibrate(
                 model(probe), 1024 * probe["steps"], probe["bits"]
             )
             try:

@@ -19,7 +19,7 @@ from measuring import Worker, finish, machine, matrix_peak, parser, precision, r
 
 from gpt.hardware.device import choose_compile, choose_device, choose_precision
 from gpt.hardware.memory import keep_freed_memory
-from gpt.model.fast.loss import chunked_next_token_loss
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.optim import OptimConfig, build_optimizer
 
@@ -68,7 +68,7 @@ def ours(
     if device == "cuda":
         torch.set_float32_matmul_precision(matmul)
     torch.manual_seed(0)
-    model = GPT(config_of(preset)).compute_in(getattr(torch, dtype)).to(device)
+    model = GPT(config_of(preset)).set_compute_dtype(getattr(torch, dtype)).to(device)
     model.checkpointing = checkpointing
     if compiled and choose_compile("auto", torch.device(device)):
         for block in model.blocks:
@@ -81,7 +81,7 @@ def ours(
     idx, targets = tokens(preset, device, shape)
 
     def step() -> None:
-        loss(*model.hidden_and_head(idx), targets).backward()
+        loss(*model.features_and_head(idx), targets).backward()
         finite = torch.nn.utils.get_total_norm([p.grad for p in parameters]).isfinite()
         if waits or device != "cuda":
             finite.item()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpt.api import train
     from gpt.data.tokenizer import Tokenizer
     from gpt.model.attention import MultiHeadAttention
     from gpt.model.transformer import GPT, GPTConfig
-    from gpt.notebook import train
     from gpt.sampling.generation import generate
     from gpt.sampling.language_model import LanguageModel
 
@@ -33,7 +33,7 @@ _HOMES = {
     "MultiHeadAttention": "gpt.model.attention",
     "Tokenizer": "gpt.data.tokenizer",
     "generate": "gpt.sampling.generation",
-    "train": "gpt.notebook",
+    "train": "gpt.api",
 }
 
 

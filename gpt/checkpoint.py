@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.checkpoint_formats import upgraded
+from gpt.checkpoint_formats import upgrade_config
 from gpt.data.tokenizer import Tokenizer
-from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
-from gpt.files import replacing, sync
+from gpt.errors import UserError, is_disk_full, is_out_of_memory, summarize_error
+from gpt.files import atomic_write, sync
 from gpt.model.transformer import GPT, GPTConfig
 
-FORMAT = 4  # final with version 1.0; raise it when older programs cannot read what is written
+CHECKPOINT_FORMAT = 4  # final with version 1.0; raise it when older programs cannot read what is written
 SCHEMA = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}
 # The types that `require_storable` lets into a checkpoint. PyTorch reads all of them with `weights_only=True`.
-PLAIN = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tensor, torch.nn.Parameter}
+STORABLE_TYPES = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tensor, torch.nn.Parameter}
 
 
 class DamagedError(UserError):
@@ -38,7 +38,7 @@ class UnreadableError(UserError):
     """The disk cannot read a file; another checkpoint of the run may be intact."""
 
 
-def save(payload: dict[str, Any], path: Path) -> None:
+def save_checkpoint(payload: dict[str, Any], path: Path) -> None:
     """Write a checkpoint, which replaces an older one only once it is complete.
 
     Makes the folder it lies in, but none above. Raises `UserError` on a full disk, and if the folder above is gone.
@@ -47,7 +47,7 @@ def save(payload: dict[str, Any], path: Path) -> None:
         if not path.parent.exists():
             path.parent.mkdir(exist_ok=True)
             sync(path.parent.parent)
-        with replacing(path) as temporary, temporary.open("wb") as stream:
+        with atomic_write(path) as temporary, temporary.open("wb") as stream:
             torch.save(payload, stream)
     except FileNotFoundError:
         raise UserError(f"{path}: cannot be written, because its folder was deleted or moved: put it back") from None
@@ -66,13 +66,13 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def require_storable(state: Any) -> None:
-    """Raise `ValueError` if part of a state is something that `load` may refuse."""
+    """Raise `ValueError` if part of a state is something that `load_checkpoint` may refuse."""
     for part in _parts(state):
-        if type(part) not in PLAIN:
+        if type(part) not in STORABLE_TYPES:
             raise ValueError(f"Unsupported: {type(part).__name__}")
 
 
-def load(path: Path, mmap: bool = False) -> dict[str, Any]:
+def load_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint onto the CPU. Raises `UserError` if it is missing, damaged, or not one of ours.
 
     With `mmap` its tensors stay in the file until they are copied, and several processes share what they read.
@@ -101,31 +101,33 @@ def load(path: Path, mmap: bool = False) -> dict[str, Any]:
         if isinstance(refused, OSError) and refused.errno != errno.EINVAL:  # which it meets in wrong offsets
             kind: type[UserError] = UnreadableError if refused.errno == errno.EIO else UserError
             raise kind(f"{path}: cannot be read ({refused.strerror})") from None
-        why = "it is cut short or in another format" if isinstance(error, zipfile.BadZipFile) else reason(error)
+        why = (
+            "it is cut short or in another format" if isinstance(error, zipfile.BadZipFile) else summarize_error(error)
+        )
         if "weights_only" in why:
             why = "it holds objects other than tensors and plain types, which are never loaded"
         raise DamagedError(f"{path}: not a checkpoint of this project ({why})") from None
     for key, kind in SCHEMA.items():
         if not isinstance(payload, dict) or not isinstance(payload.get(key), kind):
             raise UserError(f"{path}: not a checkpoint of this project (its {key!r} is missing or of another type)")
-    if payload["format"] > FORMAT:
+    if payload["format"] > CHECKPOINT_FORMAT:
         newer = f"written by a newer version of this project (format {payload['format']})"
         raise UserError(f"{path}: {newer}; update first")
     try:
-        return payload | {"config": upgraded(payload["config"])}
+        return payload | {"config": upgrade_config(payload["config"])}
     except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a checkpoint of this project ({reason(error)})") from None
+        raise UserError(f"{path}: not a checkpoint of this project ({summarize_error(error)})") from None
 
 
-def step_of(path: Path) -> float:
-    """The step of a checkpoint, for which no tensor is read; infinite where only `load` can say what is wrong."""
+def read_checkpoint_step(path: Path) -> float:
+    """Return a checkpoint's step without reading a tensor; infinity if the file cannot be read."""
     try:
         return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
-    except Exception:  # of zipfile, pickle, torch or the system, as in `load`
+    except Exception:  # of zipfile, pickle, torch or the system, as in `load_checkpoint`
         return math.inf
 
 
-def to_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
+def restore_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
     """Build a checkpoint's model around its own weights, uncopied; `UserError` with `path` if its parts do not fit."""
     try:
         tokenizer = Tokenizer.from_dict(payload["tokenizer"])
@@ -135,7 +137,7 @@ def to_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
         if is_out_of_memory(error):
             raise
         parts = "the checkpoint's tokenizer, configuration and weights"
-        raise UserError(f"{path}: {parts} do not fit together ({reason(error)})") from None
+        raise UserError(f"{path}: {parts} do not fit together ({summarize_error(error)})") from None
     return model, tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-CAME: dict[str, Any] = {  # keys that came later: what the code did before
+ADDED_KEYS: dict[str, Any] = {  # keys that came later: what the code did before
     "overrides": {},  # not recorded
     "trainer.answer_minutes": 10.0,
     "data.separator": None,
@@ -20,14 +20,14 @@ GONE: dict[str, dict[Any, Any] | None] = {  # keys that went, which drops them, 
 }
 
 
-def upgraded(config: dict[str, Any]) -> dict[str, Any]:
+def upgrade_config(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a run of any earlier version, nested, as this one would have written it."""
     config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
     for old, name in RENAMED.items():
         group, key = _place(config, old)
         if key in group:
             group[name.rpartition(".")[2]] = group.pop(key)
-    for name, value in CAME.items():
+    for name, value in ADDED_KEYS.items():
         group, key = _place(config, name)
         group.setdefault(key, value)
     for name, values in GONE.items():

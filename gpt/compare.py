@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from gpt.console import Parser, command_line, say
-from gpt.errors import UserError, reason
-from gpt.files import TRAIN, flatten, home_path, read_text, read_yaml
+from gpt.console import Parser, clean_exit, print_line
+from gpt.errors import UserError, summarize_error
+from gpt.files import TRAIN_COMMAND, expand_path, flatten, read_text, read_yaml
 from gpt.training.metrics import METRICS
 
 RUNS = Path("runs")
@@ -139,7 +139,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     about = "Print runs by their best validation, and whether they differ by more than the noise of their seeds."
     parser = Parser("python -m gpt.compare", about)
     which = "a run directory or its name (default: all in runs/)"
-    parser.add_argument("runs", metavar="RUN", nargs="*", type=home_path, help=which)
+    parser.add_argument("runs", metavar="RUN", nargs="*", type=expand_path, help=which)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser.parse_args(arguments)
 
@@ -148,16 +148,16 @@ def read_all_runs() -> Iterator[RunSummary]:
     """Read every run in runs/; report a damaged one and leave it out. `UserError` if there is no other."""
     folders = sorted(file.parent for file in RUNS.glob("*/config.yaml"))
     if not folders:
-        raise UserError(f"there are no runs in {RUNS}/: train one first with {TRAIN}")
+        raise UserError(f"there are no runs in {RUNS}/: train one first with {TRAIN_COMMAND}")
     num_damaged = 0
     for folder in folders:
         try:
             yield read_run(folder)
         except UserError as error:
             num_damaged += 1
-            say(f"gpt.compare: {error}", sys.stderr)
+            print_line(f"gpt.compare: {error}", sys.stderr)
     if num_damaged == len(folders):
-        raise UserError(f"no run in {RUNS}/ can be read: train one with {TRAIN}")
+        raise UserError(f"no run in {RUNS}/ can be read: train one with {TRAIN_COMMAND}")
 
 
 def read_run(folder: Path) -> RunSummary:
@@ -179,7 +179,7 @@ def read_run(folder: Path) -> RunSummary:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
-        raise UserError(f"{file}: damaged ({reason(error)}); leave this run out, or move it away") from None
+        raise UserError(f"{file}: damaged ({summarize_error(error)}); leave this run out, or move it away") from None
     return RunSummary(folder.name if folder.parent == RUNS else str(folder), settings, best, metrics)
 
 
@@ -212,5 +212,5 @@ def format_settings(settings: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.compare"):
+    with clean_exit("gpt.compare"):
         main()

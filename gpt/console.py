@@ -31,7 +31,7 @@ _OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EN
 _OUTSIDE |= {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENXIO}
 
 
-def say(line: str, stream: TextIO | None = None) -> None:
+def print_line(line: str, stream: TextIO | None = None) -> None:
     """Print a line at once, on stdout or the given stream, above the progress bars if there are any.
 
     Where it cannot be written the program goes on: if the reader or the terminal has gone, this and all later lines
@@ -39,7 +39,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     """
     stream = stream or sys.stdout
     try:
-        with bars().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
+        with import_tqdm().external_write_mode(stream) if "tqdm" in sys.modules else contextlib.nullcontext():
             print(visible(line), file=stream, flush=True)
     except OSError as error:
         if not is_disk_full(error):
@@ -53,9 +53,9 @@ def visible(text: str, codes: str = CONTROLS) -> str:
     return re.sub(codes, lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def warn(line: str, program: str = "train.py") -> None:
+def print_warning(line: str, program: str = "train.py") -> None:
     """Print a line on stderr, with the name of the program that says it."""
-    say(f"{program}: {line}", sys.stderr)
+    print_line(f"{program}: {line}", sys.stderr)
 
 
 def _has_lost_reader(error: OSError) -> bool:
@@ -82,7 +82,7 @@ def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes once more on its way out
 
 
-def bars() -> type["tqdm"]:
+def import_tqdm() -> type["tqdm"]:
     """Import tqdm, with a lock of threads: Python 3.14 reports its own, of processes, as leaked after a SIGKILL."""
     from tqdm import auto, tqdm
 
@@ -92,17 +92,17 @@ def bars() -> type["tqdm"]:
 
 def progress_bar(label: str, total: int | None = None, initial: int = 0, delay: float = 0) -> "tqdm":
     """Show a bar in bytes, and its label, on terminals and in notebooks, after `delay` seconds; it goes at the end."""
-    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not (sys.stderr.isatty() or in_notebook())}
-    return bars()(desc=label, total=total, initial=initial, delay=delay, **style)
+    style = {"unit": "B", "unit_scale": True, "leave": False, "disable": not (sys.stderr.isatty() or is_notebook())}
+    return import_tqdm()(desc=label, total=total, initial=initial, delay=delay, **style)
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write a time in its two largest units, such as 2m46s."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -114,7 +114,7 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{second:02}s" if minutes else f"{second}s"
 
 
-def quote(word: str) -> str:
+def shell_quote(word: str) -> str:
     """Quote a word for this system's shell."""
     if os.name != "nt":
         return shlex.quote(word)
@@ -145,7 +145,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def command_line(
+def clean_exit(
     program: str, memory: str = "choose a smaller model", told: Callable[[str], str] = str
 ) -> Iterator[None]:
     """Run a command so that its expected ends are clean: no traceback, and an exit code that says what happened.
@@ -209,7 +209,7 @@ def _finish(program: str) -> None:
 
 def _end(program: str, message: str, code: int) -> None:
     """Exit with one line, in which nothing is unprintable."""
-    warn("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message), program)
+    print_warning("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message), program)
     sys.exit(code)
 
 

@@ -27,7 +27,7 @@ class UserError(OneLineError, ValueError):
     """A user's mistake; the message is one line with the value, the limit and the remedy."""
 
 
-class OutsideError(UserError):
+class ExternalError(UserError):
     """Something outside of the program fails: a store, a disk, a network, memory. It may work again later."""
 
 
@@ -62,7 +62,7 @@ def require_range(
         raise UserError(f"{key}={value} is out of range: it must be {limits}{' ' * bool(note)}{note}")
 
 
-def reason(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Put what an error says into one line of bounded length."""
     if isinstance(error, RecursionError):  # each version of Python has words of its own
         return "it is nested too deeply"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt.console import Parser, command_line, say, warn
+from gpt.console import Parser, clean_exit, print_line, print_warning
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import add_reader_options, as_cli_options, data_config_from_args
 from gpt.data.dataset_cache import DEFAULT_CACHE
@@ -17,24 +17,24 @@ from gpt.data.token_dataset import find_cached_dataset
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
-from gpt.loading import find_checkpoint, open_with_record
+from gpt.loading import find_checkpoint, open_checkpoint
 
-MOST_NATS = 700  # per token; beyond, the perplexity overflows
+MAX_NATS_PER_TOKEN = 700  # per token; beyond, the perplexity overflows
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the model's figures as a table, or as JSON."""
     args = parse_arguments(arguments)
     corpus = (
-        open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: say(line, sys.stderr))
+        open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: print_line(line, sys.stderr))
         if args.text
         else None
     )
     path = find_checkpoint(args.checkpoint)
 
-    from gpt.hardware.threads import giving_way
+    from gpt.hardware.threads import yield_to_other_processes
 
-    with giving_way():
+    with yield_to_other_processes():
         report = evaluate(args, path, corpus)
     if args.json:
         print(json.dumps(report, indent=2))
@@ -47,23 +47,25 @@ def main(arguments: list[str] | None = None) -> None:
 def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dict[str, Any]:
     """Load a model, and score what the command line asks for; several validation texts count together."""
     from gpt.hardware.device import DTYPES, choose_device
-    from gpt.sampling.scoring import strided_score, sum_of
+    from gpt.sampling.scoring import strided_score, sum_scores
 
     device = choose_device(args.device)
-    model, tokenizer, record = open_with_record(path)
-    model.to(device).compute_in(DTYPES[args.precision])
+    model, tokenizer, record = open_checkpoint(path)
+    model.to(device).set_compute_dtype(DTYPES[args.precision])
     context = model.config.context_length
     full_length_from_step = (record.get("state") or {}).get("full_length_from_step")
     if full_length_from_step is None:  # before format 4
         full_length_from_step = (record.get("schedule") or {}).get("whole_from", 0)
     if 1 < record.get("step", 0) <= full_length_from_step:
         short = record["config"]["trainer"]["short_sequences"]
-        warn(f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on")
+        print_warning(
+            f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on"
+        )
     stride = context if args.stride is None else args.stride
     require_range("--stride", stride, 1, context, note="(the model's context)")
     texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
-    score = sum_of(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
-    if not score.nats_per_token < MOST_NATS:
+    score = sum_scores(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
+    if not score.nats_per_token < MAX_NATS_PER_TOKEN:
         needs = f"the model needs {score.nats_per_token:.4g} nats per token"
         raise UserError(f"{needs}, so its weights are probably damaged: use another checkpoint")
     figures = ("bytes", "tokens", "nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
@@ -131,5 +133,5 @@ def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -
 
 
 if __name__ == "__main__":
-    with command_line("gpt.evaluate", "choose a smaller model or another --device", as_cli_options):
+    with clean_exit("gpt.evaluate", "choose a smaller model or another --device", as_cli_options):
         main()

@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt.console import Parser, command_line, quote
+from gpt.console import Parser, clean_exit, shell_quote
 from gpt.data.python_docs import builtin_docs
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
-from gpt.files import home_path, publish, sync
+from gpt.files import atomic_rename, expand_path, sync
 from gpt.interop import gguf, huggingface, model_card
 from gpt.loading import find_checkpoint, open_model
 
@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
     path = find_checkpoint(args.checkpoint)
     model, tokenizer = open_model(path)
     if args.to.suffix == ".gguf":
-        gguf.write(model, tokenizer, args.to, args.type or "f32")
+        gguf.write_gguf(model, tokenizer, args.to, args.type or "f32")
         print(f"{path} as {args.type or 'f32'}: {args.to}, {args.to.stat().st_size:,} bytes")
-        print(f"run it:   llama-cli -m {quote(str(args.to))}")
+        print(f"run it:   llama-cli -m {shell_quote(str(args.to))}")
         return
     text = "\n".join(builtin_docs()) + "".join(token.decode("utf-8", "replace") for token in tokenizer.ranks)
     ids = tokenizer.encode(text)
@@ -39,22 +39,24 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{args.to.name}.", dir=args.to.parent) as working:
         folder = Path(working) / args.to.name
         folder.mkdir()
-        huggingface.write(model, tokenizer, folder)
-        model_card.write(model, path, args.to.name, folder)
+        huggingface.write_huggingface(model, tokenizer, folder)
+        model_card.write_model_card(model, path, args.to.name, folder)
         compared = [compare_ids(tokenizer, folder, text, ids), compare_weights(model, tokenizer, folder)]
         compared.append(compare_logits(model, folder, ids))
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
         for file in folder.iterdir():
             sync(file)
         try:
-            publish(folder, args.to)
+            atomic_rename(folder, args.to)
         except OSError:
             require_new(args.to)  # which another export may have made meanwhile
             raise
     print(f"{path}: written to {args.to}/ ({', '.join(files)}: {sum(files.values()):,} bytes)")
     print(f"compared: {'; '.join(compared)}; on Python's documentation and every token of the vocabulary")
     print(f"load it:  AutoModelForCausalLM.from_pretrained({str(args.to)!r})")
-    print(f"share it: hf upload {quote(args.to.name)} {quote(str(args.to))}, once README.md there names a licence")
+    print(
+        f"share it: hf upload {shell_quote(args.to.name)} {shell_quote(str(args.to))}, once README.md there names a licence"
+    )
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -62,8 +64,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("python -m gpt.export", "Write a model for Hugging Face's transformers, or for llama.cpp.")
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help="a run, checkpoint, Hugging Face GPT-2 or hub name (default: newest run)")
-    add("--to", metavar="PATH", type=home_path, required=True, help="a new folder, or a new file that ends in .gguf")
-    add("--type", choices=gguf.KINDS, help="how a .gguf file stores the weights (default: f32, which loses nothing)")
+    add("--to", metavar="PATH", type=expand_path, required=True, help="a new folder, or a new file that ends in .gguf")
+    add(
+        "--type",
+        choices=gguf.GGUF_TYPES,
+        help="how a .gguf file stores the weights (default: f32, which loses nothing)",
+    )
     args = parser.parse_args(arguments)
     if args.type and args.to.suffix != ".gguf":
         raise UserError(f"--type={args.type} is for .gguf files, and the weights of a folder stay fp32: leave it out")
@@ -92,7 +98,7 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, text: str, ids: list[int]) -
 
 def compare_weights(model: "GPT", tokenizer: Tokenizer, folder: Path) -> str:
     """Read the folder as `--checkpoint` would; `UserError` if a bit of the model or the tokenizer has changed."""
-    again, same = huggingface.load_model(folder)
+    again, same = huggingface.load_huggingface(folder)
     state, shape = again.state_dict(), dict(vars(again.config), dropout=model.config.dropout)
     equal = all(weight.equal(state[name]) for name, weight in model.state_dict().items())
     if not equal or shape != vars(model.config) or same.to_dict() != tokenizer.to_dict():
@@ -126,5 +132,5 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.export", memory="choose a machine with more"):
+    with clean_exit("gpt.export", memory="choose a machine with more"):
         main()

@@ -14,13 +14,13 @@ from typing import Any
 import yaml
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
+from gpt.errors import ExternalError, UserError, is_disk_full, summarize_error
 
 PACKAGE = Path(__file__).resolve().parent
-INSTALLED = (PACKAGE / "configs").is_dir()  # by pip, as opposed to a checkout, where configs/ lies beside gpt/
-CONFIGS = PACKAGE / "configs" if INSTALLED else PACKAGE.parent / "configs"
+IS_INSTALLED = (PACKAGE / "configs").is_dir()  # by pip, as opposed to a checkout, where configs/ lies beside gpt/
+CONFIGS = PACKAGE / "configs" if IS_INSTALLED else PACKAGE.parent / "configs"
 ASSETS = PACKAGE / "assets"
-TRAIN = "gpt.train()" if INSTALLED else "python train.py"  # what messages tell the user to run
+TRAIN_COMMAND = "gpt.train()" if IS_INSTALLED else "python train.py"  # what messages tell the user to run
 
 # How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
 _NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
@@ -29,20 +29,20 @@ PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into ever
 
 
 @contextlib.contextmanager
-def explain(path: Path, what: str = "read", remedy: str = "fix that, or move the file away") -> Iterator[None]:
+def user_errors(path: Path, what: str = "read", hint: str = "fix that, or move the file away") -> Iterator[None]:
     """Turn an error of the system, which keeps a file from being read or a folder from being written, into one line.
 
-    It is an `OutsideError`, unless the file is not there, which may not be the same again later.
+    It is an `ExternalError`, unless the file is not there, which may not be the same again later.
     """
     try:
         yield
     except OSError as error:
         why = "the disk is full" if is_disk_full(error) else f"cannot be {what}"
-        kind = UserError if isinstance(error, FileNotFoundError) else OutsideError
-        raise kind(f"{path}: {why} ({error.strerror or error}); {remedy}") from None
+        kind = UserError if isinstance(error, FileNotFoundError) else ExternalError
+        raise kind(f"{path}: {why} ({error.strerror or error}); {hint}") from None
 
 
-def home_path(path: str | Path) -> Path:
+def expand_path(path: str | Path) -> Path:
     """Return a path in which `~` is the home directory, also where no shell has seen it, as in --to=~/model."""
     return Path(os.path.expanduser(path))
 
@@ -67,7 +67,7 @@ def sync_parents(path: Path) -> None:
         sync(folder)
 
 
-def publish(finished: Path, path: Path) -> None:
+def atomic_rename(finished: Path, path: Path) -> None:
     """Give a finished file or folder its final name in one step, and wait until both are safe on disk.
 
     A file replaces an older one. Windows refuses while another program has one of them open, so this tries for a while.
@@ -86,7 +86,7 @@ def publish(finished: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path` to write to; the file takes the place of `path` when the block succeeds.
 
     After an error nothing is left of it, and `path` is what it was. A device or a pipe is never replaced: its own name
@@ -100,14 +100,14 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
-        publish(temporary, path)
+        atomic_rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")  # the same bytes on every system
 
 
@@ -116,7 +116,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{path}: cannot be read ({summarize_error(error)})") from None
 
 
 class _NoAliases(yaml.SafeLoader):
@@ -134,7 +134,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.load(text, _NoAliases)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
+        raise UserError(f"{path}: cannot be read ({summarize_error(error)})") from None
 
 
 def code_hash() -> str:
@@ -159,7 +159,7 @@ def mark_as_cache(folder: Path) -> None:
         write_text(tag, f"{CACHE_SIGNATURE}\n# Written by mini-gpt: see https://bford.info/cachedir/\n")
 
 
-def is_output(folder: Path) -> bool:
+def is_program_output(folder: Path) -> bool:
     """Tell whether a folder holds what programs have made: a run, or anything with a CACHEDIR.TAG."""
     if (folder / "config.yaml").exists() and any((folder / name).exists() for name in (".lock", "checkpoints")):
         return True  # a run, which has no such tag, because backups should keep its models
@@ -168,23 +168,23 @@ def is_output(folder: Path) -> bool:
     return False
 
 
-def link(source: Path, target: Path) -> None:
+def hard_link(source: Path, target: Path) -> None:
     """Make `target` another name of the file `source`, in one step, replacing it if it exists."""
-    with replacing(target) as temporary:
+    with atomic_write(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
             shutil.copyfile(source, temporary)
 
 
-class HeldError(Exception):
+class LockedError(Exception):
     """Another process holds the lock; as a string, its process id where it is known."""
 
 
-def hold(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
+def acquire_lock(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
     """Take a lock until what is returned is released or the process ends, however it ends.
 
-    Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises `HeldError`.
+    Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises `LockedError`.
     `OSError` where the file cannot be made. The file itself stays. On a file system that knows no locks, the lock is
     that another file exists, which names its owner; that of a process which has died on this machine counts for none.
     """
@@ -204,7 +204,7 @@ def hold(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
         with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
             owner = " on ".join(names.read_text(encoding="utf-8", errors="replace").split()[:2])
         if tell is None:
-            raise HeldError(owner or "(unknown)") from None
+            raise LockedError(owner or "(unknown)") from None
         tell(owner or "(unknown)")
         lock.acquire()
     if names == file:

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 from gpt.data.token_dataset import DATASET_FILE, MANIFEST_FILE, read_metadata
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
-from gpt.files import TRAIN
+from gpt.files import TRAIN_COMMAND
 from gpt.interop import huggingface
 
 if TYPE_CHECKING:
     from gpt.model.transformer import GPT
 
-BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"  # of a run
-SAVED = "checkpoints/saved.json"  # when the newest of them was saved
-_PREFERRED = (BEST, LAST, PREVIOUS)
+BEST_CHECKPOINT, LAST_CHECKPOINT, PREVIOUS_CHECKPOINT = (
+    "checkpoints/best.ckpt",
+    "checkpoints/last.ckpt",
+    "checkpoints/previous.ckpt",
+)  # of a run
+SAVE_TIME_FILE = "checkpoints/saved.json"  # when the newest of them was saved
+_PREFERRED = (BEST_CHECKPOINT, LAST_CHECKPOINT, PREVIOUS_CHECKPOINT)
 _HUB_NAME = re.compile(r"(distil)?gpt2|gpt2-(medium|large|xl)|[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -32,16 +36,16 @@ def find_checkpoint(path: str | Path | None = None, runs: Path = Path("runs")) -
     its larger sizes, on the Hugging Face hub, from which the model is downloaded.
     """
     if path is None and (path := _newest(runs)) is None:
-        raise UserError(f"no run below {runs}/ has a checkpoint: train one first with {TRAIN}")
+        raise UserError(f"no run below {runs}/ has a checkpoint: train one first with {TRAIN_COMMAND}")
     named = find_path(path, runs)
     path = named if os.path.exists(named) else _from_hub(str(path), runs)
-    if huggingface.is_directory(path) or path.is_file():
+    if huggingface.is_huggingface_folder(path) or path.is_file():
         return path
     run = path.parent if path.name == "checkpoints" else path
     for name in _PREFERRED:
         if (file := run / name).is_file():
             return file
-    raise UserError(f"{path}: a folder without {BEST} or {LAST}; give a run directory")
+    raise UserError(f"{path}: a folder without {BEST_CHECKPOINT} or {LAST_CHECKPOINT}; give a run directory")
 
 
 def _newest(runs: Path) -> Path | None:
@@ -53,7 +57,7 @@ def _newest(runs: Path) -> Path | None:
 def _saved(run: Path) -> float:
     """The time at which a run was saved last: as recorded, or else that of its files, which copying changes."""
     try:
-        return float(json.loads((run / SAVED).read_text(encoding="utf-8"))["saved"])
+        return float(json.loads((run / SAVE_TIME_FILE).read_text(encoding="utf-8"))["saved"])
     except (OSError, ValueError, KeyError, TypeError):
         return max(file.stat().st_mtime for name in _PREFERRED if (file := run / name).exists())
 
@@ -90,25 +94,25 @@ def _from_hub(name: str, runs: Path) -> Path:
     first = name.split("/")[0]
     below_here = first == runs.name or os.path.exists(first)  # a mistake in "runs/typo" is not looked up elsewhere
     if _HUB_NAME.fullmatch(name) and len(name) <= 96 and not below_here and not name.endswith(".ckpt"):
-        return huggingface.download(name)
-    remedy = f"give a path, a name below {runs}/, or OWNER/NAME on the Hugging Face hub"
-    raise UserError(f"{name}: there is no such checkpoint or run directory: {remedy}")
+        return huggingface.download_from_hub(name)
+    hint = f"give a path, a name below {runs}/, or OWNER/NAME on the Hugging Face hub"
+    raise UserError(f"{name}: there is no such checkpoint or run directory: {hint}")
 
 
 def open_model(path: str | Path) -> tuple["GPT", Tokenizer]:
     """Open what `find_checkpoint` finds: a model, on the CPU and in eval mode, and its tokenizer, or `UserError`."""
-    return open_with_record(path)[:2]
+    return open_checkpoint(path)[:2]
 
 
-def open_with_record(path: str | Path) -> tuple["GPT", Tokenizer, dict[str, Any]]:
+def open_checkpoint(path: str | Path) -> tuple["GPT", Tokenizer, dict[str, Any]]:
     """Open a model as `open_model` does, with its whole checkpoint (empty for a Hugging Face directory)."""
     from gpt import checkpoint
 
     path = find_checkpoint(path)
-    if huggingface.is_directory(path):
-        return *huggingface.load_model(path), {}
-    payload = checkpoint.load(path)
-    return *checkpoint.to_model(payload, path), payload
+    if huggingface.is_huggingface_folder(path):
+        return *huggingface.load_huggingface(path), {}
+    payload = checkpoint.load_checkpoint(path)
+    return *checkpoint.restore_model(payload, path), payload
 
 
 def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
@@ -120,7 +124,7 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
         kinds = "gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
         raise UserError(f"{str(name_or_path)!r} is not a tokenizer: choose {kinds}")
     path = Path(name_or_path)
-    if huggingface.is_directory(path):
+    if huggingface.is_huggingface_folder(path):
         return huggingface.load_tokenizer(path)[0]
     if any((path / name).is_file() for name in (DATASET_FILE, MANIFEST_FILE)):
         return read_metadata(path)[1]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO
 
-from gpt.console import Parser, command_line
+from gpt.console import Parser, clean_exit
 from gpt.data.chunking import (
     decode_stream,
     replace_surrogates,
@@ -18,7 +18,7 @@ from gpt.data.chunking import (
 )
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
-from gpt.files import explain, home_path
+from gpt.files import expand_path, user_errors
 from gpt.loading import open_tokenizer
 
 MAX_SHOWN_TOKENS = 1000  # of a longer text, only the beginning is shown
@@ -41,7 +41,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("tokenizer", metavar="TOKENIZER", nargs="?", default="gpt2", help=choices)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
-    text.add_argument("--file", metavar="FILE", type=home_path, help="a UTF-8 file to split")
+    text.add_argument("--file", metavar="FILE", type=expand_path, help="a UTF-8 file to split")
     return parser.parse_args(arguments)
 
 
@@ -53,7 +53,7 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         if sys.stdin.isatty():
             raise UserError("there is no text: give --text TEXT or --file FILE, or pipe one in")
         return sys.stdin.buffer
-    with explain(args.file):
+    with user_errors(args.file):
         return args.file.open("rb")
 
 
@@ -87,5 +87,5 @@ def _count(number: int, noun: str) -> str:
 
 
 if __name__ == "__main__":
-    with command_line("gpt.tokens"):
+    with clean_exit("gpt.tokens"):
         main()

@@ -27,7 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.data.token_files import TokenSequence, map_tokens
 from gpt.errors import UserError
 from gpt.training import loop
@@ -43,7 +43,7 @@ from gpt.training.state import Result, RunSpec
 ROOT = Path(__file__).resolve().parents[1]
 # A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
 # epochs, and intervals that are primes, so that they never coincide.
-TINY = [
+TINY_RUN = [
     "model.context_length=16",
     "model.d_model=24",
     "model.num_layers=2",
@@ -60,10 +60,10 @@ TINY = [
     "data.prompts=[alpha]",  # sampling is half of such a run
 ]
 # What every tiny run is told of its text (config/test_advice.py), so that other tests may ask for an empty stderr.
-CONCERNS = re.compile(
+ADVICE_LINES = re.compile(
     r"train\.py: (the validation text has|[\d,]+ steps would|a vocabulary of|validation loss was) .*\n"
 )
-TIMES = ("train_seconds", "tokens_per_second", "peak_memory_bytes")
+TIMING_KEYS = ("train_seconds", "tokens_per_second", "peak_memory_bytes")
 
 
 def write_corpus(folder: Path) -> Path:
@@ -78,7 +78,7 @@ def write_corpus(folder: Path) -> Path:
 _FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 
-def on_disk(tokens: np.ndarray) -> TokenSequence:
+def write_token_sequence(tokens: np.ndarray) -> TokenSequence:
     """Tokens as train.py prepares them: in one file."""
     _FOLDERS.append(tempfile.TemporaryDirectory())
     file = Path(_FOLDERS[-1].name) / "train.bin"
@@ -86,7 +86,7 @@ def on_disk(tokens: np.ndarray) -> TokenSequence:
     return TokenSequence([map_tokens(file, tokens.dtype)])
 
 
-def needs(module: str) -> Any:
+def import_or_skip(module: str) -> Any:
     """Import what only slow tests need; where it is missing the test is skipped, but in CI it fails."""
     if "CI" in os.environ:
         return importlib.import_module(module)
@@ -101,7 +101,7 @@ def refusal(call: Callable, *arguments, **options) -> str:
     return str(caught.value)
 
 
-def last_line(capsys: pytest.CaptureFixture, program: str, *arguments: object) -> str:
+def command_refusal(capsys: pytest.CaptureFixture, program: str, *arguments: object) -> str:
     """How a command that cannot do what it is asked for ends: the last line of a run of it within this process.
 
     `program` is a file, or the name of a module; what a test has replaced in other modules stays so.
@@ -117,7 +117,7 @@ def last_line(capsys: pytest.CaptureFixture, program: str, *arguments: object) -
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     """Put these bytes on standard input."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
@@ -146,10 +146,10 @@ def train(*arguments: str | Path, code: int | None = 0) -> Done:
         sys.argv = before
     assert isinstance(ended, int)
     assert code in (None, ended), err.getvalue()
-    return Done(ended, out.getvalue(), CONCERNS.sub("", err.getvalue()))
+    return Done(ended, out.getvalue(), ADVICE_LINES.sub("", err.getvalue()))
 
 
-def refused(*arguments: str | Path) -> str:
+def train_refusal(*arguments: str | Path) -> str:
     """The one line with which train.py refuses these arguments."""
     (line,) = train(*arguments, code=2).stderr.strip().splitlines()
     assert line.startswith("train.py: ")
@@ -158,7 +158,7 @@ def refused(*arguments: str | Path) -> str:
 
 def tiny_arguments(folder: Path, *changes: str) -> list[str]:
     """The arguments of a tiny run on the corpus in `folder`."""
-    return [*TINY, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", *changes]
+    return [*TINY_RUN, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", *changes]
 
 
 def tiny_config(folder: Path, *changes: str) -> Config:
@@ -172,7 +172,7 @@ def tiny_config(folder: Path, *changes: str) -> Config:
     return with_values(config, {"overrides": {key: settings[key] for key in overridden if key in settings}})
 
 
-def finalized(config: Config) -> Config:
+def finalize_config(config: Config) -> Config:
     """The configuration with what the machine and the model determine, without a dataset."""
     machine = dataclasses.asdict(check_machine(Request(config)))
     config = with_values(config, {f"trainer.{key}": value for key, value in machine.items()})
@@ -229,11 +229,11 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
-def train_apart(*arguments: str | Path, code: int | None = 0, **options) -> subprocess.CompletedProcess:
+def train_in_subprocess(*arguments: str | Path, code: int | None = 0, **options) -> subprocess.CompletedProcess:
     """Run train.py in a process of its own, for tests where the process is the point; it must end with `code`."""
     done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
     assert code in (None, done.returncode), done.stderr
-    done.stderr = CONCERNS.sub("", done.stderr)
+    done.stderr = ADVICE_LINES.sub("", done.stderr)
     return done
 
 
@@ -270,11 +270,11 @@ class Process:
     def end(self) -> int:
         """Read the rest; returns the exit code."""
         rest, _ = self.process.communicate(timeout=300)
-        self.output = CONCERNS.sub("", self.output + rest)
+        self.output = ADVICE_LINES.sub("", self.output + rest)
         return self.process.returncode
 
 
-class At:
+class CallAt:
     """Does something, once, after some step."""
 
     def __init__(self, step: int, act: Callable[[], object]):
@@ -286,7 +286,7 @@ class At:
             self.act()
 
 
-class StopAt(At):
+class StopAt(CallAt):
     """Sends this process a signal, once, after some step."""
 
     def __init__(self, step: int, number: signal.Signals = signal.SIGTERM):
@@ -345,7 +345,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     """What differs between two finished runs, bit for bit, times aside; empty if nothing does."""
     found = []
     for name in ("last", "best"):
-        leaves = [flatten(checkpoint.load(run / f"checkpoints/{name}.ckpt")) for run in (run_dir, reference)]
+        leaves = [flatten(load_checkpoint(run / f"checkpoints/{name}.ckpt")) for run in (run_dir, reference)]
         for key in sorted(leaves[0].keys() | leaves[1].keys()):
             a, b = (side.get(key) for side in leaves)
             same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -362,6 +362,6 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     if [row for row in tables[0] if ",work/" not in row] != [row for row in tables[1] if ",work/" not in row]:
         found.append("metrics.csv")
     metrics = [json.loads((run / "metrics.json").read_text()) for run in (run_dir, reference)]
-    keys = [key for key in metrics[0] | metrics[1] if key not in TIMES]
+    keys = [key for key in metrics[0] | metrics[1] if key not in TIMING_KEYS]
     found += [f"metrics.json {key}" for key in keys if metrics[0].get(key) != metrics[1].get(key)]
     return found

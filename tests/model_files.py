@@ -30,21 +30,21 @@ def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, 
     return model
 
 
-def payload_of(model: GPT, tokenizer: Tokenizer | None = None, **record: object) -> dict:
+def make_checkpoint(model: GPT, tokenizer: Tokenizer | None = None, **record: object) -> dict:
     """Return what a checkpoint of a model must hold, with these other keys."""
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"}
     parts = {"config": {"model": shape}, "tokenizer": (tokenizer or byte_tokenizer()).to_dict()}
-    return {"format": checkpoint.FORMAT, "state_dict": weights} | parts | record
+    return {"format": checkpoint.CHECKPOINT_FORMAT, "state_dict": weights} | parts | record
 
 
-def trained_payload(shape: ModelConfig = SHAPE, seed: int = 3) -> dict:
+def make_trained_checkpoint(shape: ModelConfig = SHAPE, seed: int = 3) -> dict:
     """Return what a training saves, with an optimizer that has made a step."""
     model = small_model(shape, seed=seed)
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
     groups = [{"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}]
     optimizer = {"state": state, "param_groups": groups}
-    return payload_of(model, optimizer=optimizer, step=11, git_commit=None, prompts=["2 3 5", "é"])
+    return make_checkpoint(model, optimizer=optimizer, step=11, git_commit=None, prompts=["2 3 5", "é"])
 
 
 class Bomb:
@@ -61,11 +61,11 @@ def write_run(folder: Path, *args, tokenizer: Tokenizer | None = None, record: d
     """Write a run directory whose best checkpoint is `small_model(*args, tokenizer, **options)`, and return that."""
     model = small_model(*args, tokenizer=tokenizer, **options)
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(payload_of(model, tokenizer, **(record or {})), folder / "checkpoints/best.ckpt")
+    checkpoint.save_checkpoint(make_checkpoint(model, tokenizer, **(record or {})), folder / "checkpoints/best.ckpt")
     return model
 
 
-def write_prepared(
+def write_prepared_corpus(
     folder: Path,
     tokenizer: Tokenizer | None = None,
     train: Sequence[int] = range(103),
@@ -88,7 +88,7 @@ def write_prepared(
 
 
 @contextlib.contextmanager
-def limited_files(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """Let no file grow beyond a number of bytes, as where a disk is full."""
     import resource  # which Windows lacks
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.checkpoint import save
+from gpt.checkpoint import save_checkpoint
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from model_files import payload_of
+from model_files import make_checkpoint
 
 EOT = 256  # the byte tokenizer's end-of-text
 CONTEXT = 17  # of the model in a run
@@ -62,5 +62,5 @@ def make_writer() -> GPT:
 def write_run(run: Path, model: GPT) -> Path:
     """A run directory with the best checkpoint that a training would have left."""
     run.mkdir(parents=True)
-    save(payload_of(model), run / "checkpoints" / "best.ckpt")
+    save_checkpoint(make_checkpoint(model), run / "checkpoints" / "best.ckpt")
     return run

@@ -12,7 +12,7 @@ import torch
 from any_machine import ENDED
 from gpt.errors import UserError
 from gpt.training.finalize import require_devices
-from harness import ROOT, TINY, tiny_config
+from harness import ROOT, TINY_RUN, tiny_config
 
 TEXT = "naïve “αβγ” → ∀x 中文 "  # of which a console in western Europe lacks most
 
@@ -39,7 +39,7 @@ def training(folder: Path, *changes: str) -> list[str]:
     """The command line of a tiny training on a text of many alphabets."""
     (folder / "text.txt").write_text(TEXT * 97, encoding="utf-8")
     where = [f"data.path={folder / 'text.txt'}", f"data.cache={folder / 'cache'}", f"run_dir={folder / 'run'}"]
-    return ["train.py", *TINY, *where, f"data.prompts=['{TEXT}']", "trainer.validate_every=3", *changes]
+    return ["train.py", *TINY_RUN, *where, f"data.prompts=['{TEXT}']", "trainer.validate_every=3", *changes]
 
 
 def test_strategies_of_several_devices(tmp_path, monkeypatch):
@@ -91,12 +91,12 @@ MUTATIONS = {  # what is replaced, by what, and what must be said of it
         "the device does not support float64",
     ),
     "a tensor that stays on the CPU": (
-        "gpt.training.module.GPTModule.measure_gradients",
+        "gpt.training.module.GPTModule.measure_grad_norm",
         "lambda module: module.model.final_norm.bias[:2] + torch.zeros(2)",
         "expected all tensors to be on the same device",
     ),
     "a module that Windows lacks": (
-        "gpt.training.report.shorter_steps",
+        "gpt.training.report.suggest_shorter_horizon",
         "lambda *given: __import__('fcntl')",
         "No module named 'fcntl'",
     ),

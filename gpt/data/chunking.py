@@ -55,8 +55,8 @@ def decode_stream(
             position = error.start + offset - num_pending
             invalid = f"byte 0x{error.object[error.start]:02x} at offset {position}"
             if encoding != "utf-8":
-                remedy = "set another data.encoding=, or data.errors=replace"
-                raise UserError(f"{place}: not {encoding} ({invalid}); {remedy}") from None
+                hint = "set another data.encoding=, or data.errors=replace"
+                raise UserError(f"{place}: not {encoding} ({invalid}); {hint}") from None
             guess = "utf-16" if position == 0 and error.object.startswith(_UTF16_MARKS) else "windows-1252"
             convert = f"convert it first, for example with iconv -f {guess} -t utf-8"
             raise UserError(f"{place}: not UTF-8 ({invalid}); {convert}{hint}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpt.errors import UserError
-from gpt.files import explain
+from gpt.files import user_errors
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -44,7 +44,7 @@ def decompress(file: Path, size: int, start: int = 0) -> Generator[bytes, None, 
     """
     buffer: list[bytes] = []
     length = offset = 0
-    with explain(file):
+    with user_errors(file):
         try:
             with contextlib.closing(_raw_blocks(file, size, start)) as blocks:
                 for block in blocks:

@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt.console import quote, say
+from gpt.console import print_line, shell_quote
 from gpt.data import python_docs
 from gpt.data.chunking import split_into_chunks, utf8_size
 from gpt.data.data_config import DataConfig, is_url
@@ -18,7 +18,7 @@ from gpt.data.file_hashes import hash_files
 from gpt.data.find_files import drop_duplicate_files, find_remote_files, find_text_files
 from gpt.data.readers import Document, detect_markup, read_documents, reader_for
 from gpt.errors import UserError
-from gpt.files import explain
+from gpt.files import user_errors
 
 TINY_SHAKESPEARE: dict[str, Any] = {
     "path": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -123,22 +123,22 @@ class Corpus:
             raise UserError(f"{files}: every document is empty; give a text, or its key with data.text_field=")
 
 
-def open_corpus(data: DataConfig, cache: Path, say: Say = say) -> Corpus:
+def open_corpus(data: DataConfig, cache: Path, print_line: Say = print_line) -> Corpus:
     """Return the configured corpus, and print which files are markup. Raise `UserError` if there is nothing to read."""
     if data.name == "python_stdlib":
         modules = python_docs.find_modules()
         return Corpus("python_stdlib", modules, lambda file, _: [Document(python_docs.read_source(file))])
     if data.name == "python_docs":
         return _open_python_docs()
-    files = _find_files(data, cache, say)
+    files = _find_files(data, cache, print_line)
     validation: tuple[Path | RemoteFile, ...] = ()
     if data.validation_paths:
-        validation = _find_files(replace(data, path=data.validation_path), cache, say)
+        validation = _find_files(replace(data, path=data.validation_path), cache, print_line)
         files = tuple(file for file in files if file not in validation)  # `path` may be the whole folder
         if not files:
             raise UserError(f"data.path={data.path!r} has no text but that for validation: give text to train on")
         files += validation
-    _print_markup(files, data, say)
+    _print_markup(files, data, print_line)
     return make_corpus(data, files, len(validation))
 
 
@@ -153,7 +153,7 @@ def _open_python_docs() -> Corpus:
     return Corpus("python_docs", modules, read_docs, sys.version)
 
 
-def _print_markup(files: Iterable[Path | RemoteFile], data: DataConfig, say: Say) -> None:
+def _print_markup(files: Iterable[Path | RemoteFile], data: DataConfig, print_line: Say) -> None:
     """Print which files are read as plain text although they are markup, and how to convert them."""
     files_by_markup: dict[tuple[str, str], list[Path | RemoteFile]] = {}
     for file in files:
@@ -162,8 +162,8 @@ def _print_markup(files: Iterable[Path | RemoteFile], data: DataConfig, say: Say
                 files_by_markup.setdefault(markup, []).append(file)
     for (format_name, hint), (first, *more) in files_by_markup.items():
         names = first.name + (f" and {len(more):,} more" if more else "")
-        command = hint.format(quote(str(first)), data.text_field)
-        say(f"{names}: {format_name}, read as raw text with its markup; for the text alone: {command}")
+        command = hint.format(shell_quote(str(first)), data.text_field)
+        print_line(f"{names}: {format_name}, read as raw text with its markup; for the text alone: {command}")
 
 
 def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validation_files: int = 0) -> Corpus:
@@ -187,22 +187,22 @@ def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validati
 def _fingerprint(file: Path | RemoteFile) -> tuple:
     if isinstance(file, RemoteFile):
         return file.size, file.tag
-    with explain(file):
+    with user_errors(file):
         status = file.stat()
     return status.st_size, status.st_mtime_ns
 
 
-def _find_files(data: DataConfig, cache: Path, say: Say) -> tuple[Path | RemoteFile, ...]:
+def _find_files(data: DataConfig, cache: Path, print_line: Say) -> tuple[Path | RemoteFile, ...]:
     """Return the files that the paths name, each once."""
     if data.name == "tinyshakespeare":
         data = replace(data, name="text", **TINY_SHAKESPEARE)
     if data.sha256 is not None:
-        return (RemoteFile(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, say),)
+        return (RemoteFile(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, print_line),)
     files: list[Path | RemoteFile] = []
     for path in data.paths:
         if is_url(path):
-            files += find_remote_files(path, cache, data.cache_bytes, say)
+            files += find_remote_files(path, cache, data.cache_bytes, print_line)
         else:
-            files += find_text_files(path, cache, say)
+            files += find_text_files(path, cache, print_line)
     local_files = set(drop_duplicate_files(file for file in files if isinstance(file, Path)))
     return tuple(dict.fromkeys(file for file in files if file in local_files or isinstance(file, RemoteFile)))

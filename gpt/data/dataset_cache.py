@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpt.errors import OutsideError, UserError, reason
-from gpt.files import INSTALLED, PACKAGE, hold, mark_as_cache, sync_parents, write_text
+from gpt.errors import ExternalError, UserError, summarize_error
+from gpt.files import IS_INSTALLED, PACKAGE, acquire_lock, mark_as_cache, sync_parents, write_text
 
-if INSTALLED:  # an installed package uses the user's cache folder, a checkout a folder beside the code
+if IS_INSTALLED:  # an installed package uses the user's cache folder, a checkout a folder beside the code
     from platformdirs import user_cache_path
 
     DEFAULT_CACHE = user_cache_path("mini-gpt", appauthor=False)
@@ -50,7 +50,7 @@ def parse_checked_json(text: str, name: str) -> dict:
         if isinstance(content, dict) and content.pop("seal", None) == _hash_json(content):
             return content
     except RecursionError as error:
-        raise ValueError(reason(error)) from None
+        raise ValueError(summarize_error(error)) from None
     raise ValueError(f"the content of {name} does not match its seal")
 
 
@@ -59,7 +59,7 @@ def _hash_json(content: dict) -> str:
 
 
 @contextlib.contextmanager
-def exclusive_lock(lock_file: Path, task: str, say: Callable[[str], None]) -> Iterator[None]:
+def exclusive_lock(lock_file: Path, task: str, print_line: Callable[[str], None]) -> Iterator[None]:
     """Hold a lock. If another process holds it, print that once and wait. The lock file stays.
 
     Args:
@@ -68,7 +68,7 @@ def exclusive_lock(lock_file: Path, task: str, say: Callable[[str], None]) -> It
         say: Prints a line.
     """
     lock_file.parent.mkdir(parents=True, exist_ok=True)
-    lock = hold(lock_file, lambda holder: say(f"process {holder} is {task}: waiting for it"))
+    lock = acquire_lock(lock_file, lambda holder: print_line(f"process {holder} is {task}: waiting for it"))
     try:
         yield
     finally:
@@ -76,18 +76,18 @@ def exclusive_lock(lock_file: Path, task: str, say: Callable[[str], None]) -> It
 
 
 @contextlib.contextmanager
-def working_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
+def working_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[Path]:
     """Yield a hidden path beside `folder`, where this process alone may make it. The caller renames the result.
 
     After an interruption the content stays, and the next process resumes. After a user's mistake it is deleted.
     """
     make_cache(folder.parent)
-    with exclusive_lock(folder.parent / f".{folder.name}.lock", "preparing this text", say):
+    with exclusive_lock(folder.parent / f".{folder.name}.lock", "preparing this text", print_line):
         working = folder.with_name(f".preparing-{folder.name}")
         try:
             yield working
         except UserError as error:
-            if not isinstance(error, OutsideError):
+            if not isinstance(error, ExternalError):
                 delete_working_folder(working)
             raise
 

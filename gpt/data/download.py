@@ -19,10 +19,10 @@ from urllib.parse import unquote
 
 import fsspec
 
-from gpt.console import progress_bar, say
+from gpt.console import print_line, progress_bar
 from gpt.data.dataset_cache import CACHE_WRITE_HINT, exclusive_lock, make_cache
-from gpt.errors import OutsideError, UserError, is_disk_full, reason
-from gpt.files import explain, publish
+from gpt.errors import ExternalError, UserError, is_disk_full, summarize_error
+from gpt.files import atomic_rename, user_errors
 
 DOWNLOAD_BLOCK_BYTES = 1 << 23  # bytes of a request; after each failed attempt a quarter of that
 ABANDONED_SECONDS = 3600  # an unfinished file that did not change for longer is no longer being fetched
@@ -52,7 +52,7 @@ class RemoteFile:
     cache: Path
     cache_bytes: int  # the space for all copies together
     sha256: str = ""
-    say: Callable[[str], None] = say
+    print_line: Callable[[str], None] = print_line
 
     def __str__(self) -> str:
         return self.url
@@ -79,20 +79,20 @@ class RemoteFile:
         An interrupted download resumes. Raises `UserError` naming the URL or the folder, the reason and the remedy.
         """
         target = self.target
-        with explain(target.parent, *CACHE_WRITE_HINT):
+        with user_errors(target.parent, *CACHE_WRITE_HINT):
             make_cache(self.cache)
-            with exclusive_lock(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.say):
+            with exclusive_lock(target.with_name(f".{target.name}.lock"), f"downloading {self.url}", self.print_line):
                 if not target.is_file():
                     part = target.with_name(f"{target.name}.part")
                     self._download(part)
-                    publish(part, target)
+                    atomic_rename(part, target)
                 # `_make_room` needs the time of use. The time of the content stays, since it reveals a change.
                 os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
     def _download(self, part: Path) -> None:
         """Append the rest of the file to the result of an earlier attempt, and check all of it."""
-        request = functools.partial(retry, url=self.url, say=self.say)
+        request = functools.partial(retry, url=self.url, print_line=self.print_line)
         fs, path = open_filesystem(self.url)
         size, tag = self.size, self.tag
         content = b""
@@ -204,12 +204,12 @@ def require_disk_space(files: Sequence[Path | RemoteFile], cache: Path, cache_by
         raise UserError(f"data.cache_bytes={cache_bytes:,} does not hold {need}: raise it, or name fewer files")
     missing = sum(file.size or 0 for file in remote if not file.target.is_file())
     if missing:
-        with explain(cache, *CACHE_WRITE_HINT):
+        with user_errors(cache, *CACHE_WRITE_HINT):
             make_cache(cache)
             free = shutil.disk_usage(cache).free
         if missing > free:
             problem = f"the disk has {free:,} bytes free, and {missing:,} are to be fetched"
-            raise OutsideError(f"{cache}: {problem}: make room, or name another folder with data.cache=")
+            raise ExternalError(f"{cache}: {problem}: make room, or name another folder with data.cache=")
 
 
 # --- stores: their file systems, their errors, and how long to wait for them ---
@@ -232,7 +232,7 @@ def open_filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return fsspec.core.url_to_fs(url, **options)
 
 
-def retry(request: Callable[[int], Any], url: str, say: Callable[[str], None], wait: float = math.inf) -> Any:
+def retry(request: Callable[[int], Any], url: str, print_line: Callable[[str], None], wait: float = math.inf) -> Any:
     """Return the answer to `request(attempt)`. After a temporary error request again, with ever longer pauses.
 
     Args:
@@ -253,7 +253,9 @@ def retry(request: Callable[[int], Any], url: str, say: Callable[[str], None], w
             if attempt + 1 >= MAX_ATTEMPTS or waited >= min(wait, MAX_WAIT_SECONDS) or _store_hint(error):
                 raise
             if not is_reported and waited >= QUIET_SECONDS:
-                say(f"{url}: does not answer ({reason(error)}): waiting for it, for about two minutes at most")
+                print_line(
+                    f"{url}: does not answer ({summarize_error(error)}): waiting for it, for about two minutes at most"
+                )
                 is_reported = True
         time.sleep(min(15, 2**attempt / 5))
 
@@ -268,13 +270,13 @@ def store_errors(url: str) -> Iterator[None]:
     except ImportError as error:
         driver = DRIVERS.get(url.partition("://")[0])
         install = f": pip install {driver}" if driver else ""
-        raise UserError(f"{url}: needs a driver that is not installed{install} ({reason(error)})") from None
+        raise UserError(f"{url}: needs a driver that is not installed{install} ({summarize_error(error)})") from None
     except Exception as error:  # each store has a library of its own
         if is_disk_full(error):
             raise
         hint = _store_hint(error)
-        exception_type = UserError if hint else OutsideError
-        problem = f"{type(error).__name__}: {reason(error)}"
+        exception_type = UserError if hint else ExternalError
+        problem = f"{type(error).__name__}: {summarize_error(error)}"
         raise exception_type(f"{url}: cannot be used ({problem}); {hint or OFFLINE_HINT}") from None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt.data.dataset_cache import make_cache, read_checked_json, write_checked_json
 from gpt.data.download import RemoteFile
-from gpt.files import explain
+from gpt.files import user_errors
 
 REMEMBERED_BYTES = 1 << 20  # files of this size or more are remembered
 SETTLED_SECONDS = 2  # a file that changed more recently could change again without another time stamp
@@ -31,7 +31,7 @@ def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
     def sha256(file: Path | RemoteFile) -> str:
         if isinstance(file, RemoteFile):
             return file.sha256.lower() or remote_sha256(file)
-        with explain(file), file.open("rb") as stream:
+        with user_errors(file), file.open("rb") as stream:
             status = os.fstat(stream.fileno())
             fingerprint = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
             name = str(file.resolve())

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import fsspec
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_checked_json, write_checked_json
 from gpt.data.download import (
     MAX_WAIT_SECONDS,
@@ -25,17 +25,17 @@ from gpt.data.download import (
     version_tag,
 )
 from gpt.data.readers import looks_like_text
-from gpt.errors import OutsideError, UserError
-from gpt.files import explain, home_path, is_output
+from gpt.errors import ExternalError, UserError
+from gpt.files import expand_path, is_program_output, user_errors
 
 
-def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) -> tuple[Path, ...]:
+def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = print_line) -> tuple[Path, ...]:
     """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
     Folders and globs skip hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders also skip empty
     and binary files; a file that is named explicitly must be text. A file with several links is returned once.
     """
-    root = home_path(path)
+    root = expand_path(path)
     if os.path.isfile(root):
         return drop_duplicate_files([root])
     is_folder = os.path.isdir(root)
@@ -47,7 +47,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
         """Return True if files may come from a folder, which is `top` or below it."""
         if folder != top and (folder.name.startswith(".") or not is_searched(folder.parent)):
             return False
-        if is_output(folder) or (cache.is_dir() and folder.samefile(cache)):
+        if is_program_output(folder) or (cache.is_dir() and folder.samefile(cache)):
             skipped_folders.append(folder)
             return False
         return True
@@ -58,12 +58,12 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
         files = drop_duplicate_files(_match_glob(root.relative_to(top), top, is_searched))
     if skipped_folders:
         count = f"{len(skipped_folders)} folder{'s' * (len(skipped_folders) > 1)}"
-        say(f"skipping {count} below {top}, of runs or the cache: {_list_files(skipped_folders, top)}")
+        print_line(f"skipping {count} below {top}, of runs or the cache: {_list_files(skipped_folders, top)}")
     if is_folder:
         text_files = tuple(file for file in files if looks_like_text(file))
         if skipped := sorted(set(files) - set(text_files)):
             count = f"{len(skipped)} of {len(files)} files"
-            say(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
+            print_line(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
         files = text_files
     if not files:
         raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
@@ -71,7 +71,7 @@ def find_text_files(path: str, cache: Path, say: Callable[[str], None] = say) ->
 
 
 def find_remote_files(
-    url: str, cache: Path, cache_bytes: int, say: Callable[[str], None] = say
+    url: str, cache: Path, cache_bytes: int, print_line: Callable[[str], None] = print_line
 ) -> tuple[RemoteFile, ...]:
     """Return, sorted, the files that a URL names: one file, all files in a folder, or the matches of a glob.
 
@@ -88,21 +88,21 @@ def find_remote_files(
     try:
         fs, path = open_filesystem(url)
         with store_errors(url):
-            listing = retry(lambda _: _list_remote(fs, path), url, say, wait)
-    except OutsideError as error:
+            listing = retry(lambda _: _list_remote(fs, path), url, print_line, wait)
+    except ExternalError as error:
         try:
             listing = read_checked_json(remembered)["files"]
         except (OSError, ValueError):
             raise error from None
-        say(f"{error}; using the list of files of the last time")
+        print_line(f"{error}; using the list of files of the last time")
     else:
         if not listing:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
-        with explain(remembered.parent, *CACHE_WRITE_HINT):
+        with user_errors(remembered.parent, *CACHE_WRITE_HINT):
             make_cache(cache)
             remembered.parent.mkdir(exist_ok=True)
             write_checked_json(remembered, {"files": listing})
-    return tuple(RemoteFile(name, size, tag, cache, cache_bytes, say=say) for name, size, tag in listing)
+    return tuple(RemoteFile(name, size, tag, cache, cache_bytes, print_line=print_line) for name, size, tag in listing)
 
 
 def drop_duplicate_files(files: Iterable[Path]) -> tuple[Path, ...]:

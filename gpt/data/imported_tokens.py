@@ -35,8 +35,8 @@ from gpt.data.token_files import (
     raise_open_file_limit,
 )
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, builtin_tokenizer, tokenizer_key
-from gpt.errors import UserError, reason
-from gpt.files import explain, home_path
+from gpt.errors import UserError, summarize_error
+from gpt.files import expand_path, user_errors
 
 TOKEN_FILES_FORMAT = 1  # raise it when the same files give other tokens, or another split
 MAX_VALIDATION_TOKENS = 1_000_000  # of the training files, if no file is for validation; a tenth at most
@@ -58,7 +58,7 @@ class TokenFile(NamedTuple):
 
 
 def open_tokens(
-    data: DataConfig, tokenizer: TokenizerConfig | Tokenizer, cache: Path, say: Callable[[str], None]
+    data: DataConfig, tokenizer: TokenizerConfig | Tokenizer, cache: Path, print_line: Callable[[str], None]
 ) -> TokenSource:
     """Open what `data.path` names: a directory that `prepare` made, or token files of other programs.
 
@@ -78,8 +78,8 @@ def open_tokens(
             raise UserError(f"{problem}: leave data.validation_path out")
         model_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
         return open_source(directory, cache, data.cache_bytes, tokenizer=model_tokenizer)
-    files = _find_token_files(data.paths, cache, data.cache_bytes, say)
-    validation = _find_token_files(data.validation_paths, cache, data.cache_bytes, say)
+    files = _find_token_files(data.paths, cache, data.cache_bytes, print_line)
+    validation = _find_token_files(data.validation_paths, cache, data.cache_bytes, print_line)
     validation = validation or [file for file in files if file.is_validation]
     validation_names = {str(file.file) for file in validation}
     train = [file for file in files if str(file.file) not in validation_names and not file.is_validation]
@@ -96,8 +96,8 @@ def open_tokens(
         "validation_bytes": data.validation_bytes,
     }
     arrays = {name: ids for name, (ids, _) in opened.items()}
-    train_tokens, validation_tokens = _split(train, validation, arrays, tokenizer.end_of_text, data, say)
-    return _make_source(train_tokens, validation_tokens, tokenizer, key, say)
+    train_tokens, validation_tokens = _split(train, validation, arrays, tokenizer.end_of_text, data, print_line)
+    return _make_source(train_tokens, validation_tokens, tokenizer, key, print_line)
 
 
 def _is_prepared(directory: Directory) -> bool:
@@ -109,12 +109,12 @@ def _is_prepared(directory: Directory) -> bool:
 
 
 def _find_token_files(
-    paths: Iterable[str], cache: Path, cache_bytes: int, say: Callable[[str], None]
+    paths: Iterable[str], cache: Path, cache_bytes: int, print_line: Callable[[str], None]
 ) -> list[TokenFile]:
     """Return the token files that each path names, sorted: one, all below a folder, or the matches of a glob."""
     token_files = []
     for path in paths:
-        files = _find_remote(path, cache, cache_bytes, say) if is_url(path) else _find_local(path)
+        files = _find_remote(path, cache, cache_bytes, print_line) if is_url(path) else _find_local(path)
         files = [file for file in files if file.name.endswith(TOKEN_SUFFIXES) and "/." not in f"/{file.name}"]
         if not files:
             suffixes = " or ".join(TOKEN_SUFFIXES)
@@ -125,7 +125,7 @@ def _find_token_files(
 
 
 def _find_local(path: str) -> list[TokenFile]:
-    root = home_path(path)
+    root = expand_path(path)
     if root.is_dir():
         top = root
         files = sorted(root.rglob("*"))
@@ -143,12 +143,12 @@ def _find_local(path: str) -> list[TokenFile]:
     return token_files
 
 
-def _find_remote(url: str, cache: Path, cache_bytes: int, say: Callable[[str], None]) -> list[TokenFile]:
-    files = find_remote_files(url, cache, cache_bytes, say)
+def _find_remote(url: str, cache: Path, cache_bytes: int, print_line: Callable[[str], None]) -> list[TokenFile]:
+    files = find_remote_files(url, cache, cache_bytes, print_line)
     by_url = {file.url: file for file in files}
     if not url.startswith("http"):  # a web server does not list folders
         for folder in {file.url.rpartition("/")[0] for file in files}:
-            by_url |= {file.url: file for file in find_remote_files(folder, cache, cache_bytes, say)}
+            by_url |= {file.url: file for file in find_remote_files(folder, cache, cache_bytes, print_line)}
     top = os.path.commonprefix([file.url for file in files]).rpartition("/")[0]  # noqa: RUF071 - of URLs, not paths
     token_files = []
     for file in files:
@@ -176,12 +176,12 @@ def _tokenizer_of_files(
         raise UserError(
             f"{files[0].file}: a token file does not name its tokenizer, and tokenizer=bpe trains one: {hint}"
         )
-    with explain(path):
+    with user_errors(path):
         try:
             stored = Tokenizer.from_dict(json.loads(path.read_bytes()))
         except ValueError as error:
             hint = "copy the one of a prepared text, not a tokenizer.json of the Hugging Face libraries"
-            raise UserError(f"{path}: is not a tokenizer of this project ({reason(error)}): {hint}") from None
+            raise UserError(f"{path}: is not a tokenizer of this project ({summarize_error(error)}): {hint}") from None
     return stored, tokenizer_key(stored)
 
 
@@ -211,7 +211,7 @@ def _split(
     arrays: dict[str, np.ndarray],
     end_of_text: int,
     data: DataConfig,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> tuple[TokenSequence, TokenSequence]:
     """Return the tokens for training and for validation.
 
@@ -224,25 +224,25 @@ def _split(
         limit = data.validation_bytes
         if len(validation_tokens) > limit:
             selection = f"the first {limit:,} of {len(validation_tokens):,} tokens of {validation[0].name}"
-            say(f"validating on {selection}: data.validation_bytes= sets how many")
+            print_line(f"validating on {selection}: data.validation_bytes= sets how many")
         return tokens, validation_tokens.part(0, limit)
     start = len(tokens) - min(data.validation_bytes, MAX_VALIDATION_TOKENS, len(tokens) // 10)
     boundaries = np.flatnonzero(tokens[start : (start + len(tokens)) // 2] == end_of_text)
     if len(boundaries):
         start += int(boundaries[0])
     why = "no file is named val, valid, validation or dev"
-    say(f"validating on the last {len(tokens) - start:,} tokens: {why}; data.validation_path= names others")
+    print_line(f"validating on the last {len(tokens) - start:,} tokens: {why}; data.validation_path= names others")
     return tokens.part(0, start), tokens.part(start, len(tokens))
 
 
 def _make_source(
-    train: TokenSequence, validation: TokenSequence, tokenizer: Tokenizer, key: dict, say: Callable[[str], None]
+    train: TokenSequence, validation: TokenSequence, tokenizer: Tokenizer, key: dict, print_line: Callable[[str], None]
 ) -> TokenSource:
     """Return a source with counts, which other programs do not store. The counts of training text are estimates."""
     if not (train[:END_OF_TEXT_SEARCH_TOKENS] == tokenizer.end_of_text).any():
         count = min(len(train), END_OF_TEXT_SEARCH_TOKENS)
         finding = f"no end-of-text (id {tokenizer.end_of_text:,}) in the first {count:,} tokens"
-        say(f"{finding}: the model will not learn where a document begins")
+        print_line(f"{finding}: the model will not learn where a document begins")
     ids = validation[:]
     token_bytes = np.zeros(tokenizer.vocab_size, np.int64)
     for token, rank in tokenizer.ranks.items():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, as_completed
 from pathlib import Path
 
-from gpt.console import progress_bar, say
+from gpt.console import print_line, progress_bar
 from gpt.data.corpus import Chunk, Corpus, Say
 from gpt.data.data_config import DataConfig
 from gpt.data.dataset_cache import (
@@ -56,9 +56,9 @@ from gpt.data.token_dataset import (
     open_source,
 )
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, tokenizer_key, train_bpe
-from gpt.errors import OutsideError, UserError, reason
-from gpt.files import explain, mark_as_cache, write_text
-from gpt.files import publish as publish_folder
+from gpt.errors import ExternalError, UserError, summarize_error
+from gpt.files import atomic_rename as publish_folder
+from gpt.files import mark_as_cache, user_errors, write_text
 
 DATASET_LAYOUT = 2  # raise it when a directory holds the same tokens in another way
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -77,7 +77,7 @@ def prepare(
     tokenizer: TokenizerConfig | Tokenizer | None = None,
     context_length: int = 1,
     cache: str | Path = DEFAULT_CACHE,
-    say: Say = say,
+    print_line: Say = print_line,
     *,
     to: str | Path | None = None,
     executor: Executor | None = None,
@@ -100,12 +100,12 @@ def prepare(
     cache = Path(cache).absolute()
     names, weights = source_names(data), integer_weights(data)
     if data.name == "tokens":
-        source = open_tokens(data, tokenizer, cache, say)
+        source = open_tokens(data, tokenizer, cache, print_line)
         _require_enough_tokens(len(source.train), len(source.validation), context_length)
         return TokenDataset((source,), names, weights)
     if to is not None and data.name == "mix":
         raise UserError(f"to={str(to)!r} takes one text, not a mixture: prepare each of its texts")
-    scanners = [CorpusScanner(part, cache, say) for part in split_mixture(data)]
+    scanners = [CorpusScanner(part, cache, print_line) for part in split_mixture(data)]
     if len(scanners) > 1 and isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
         tokenizer = _joint_tokenizer(scanners, weights, tokenizer.vocab_size, cache)
     if to is not None:
@@ -129,7 +129,7 @@ def _joint_tokenizer(scanners: list[CorpusScanner], weights: Sequence[int], voca
             yield from texts[:: max(1, -(-size * MIXTURE_BLOCK // (SAMPLE_BYTES * weight)))]
 
     tokenizer = train_bpe(sample(), vocab_size)
-    with explain(cache, *CACHE_WRITE_HINT):
+    with user_errors(cache, *CACHE_WRITE_HINT):
         make_cache(cache)
         write_text(file, json.dumps(tokenizer.to_dict()))
     return tokenizer
@@ -155,9 +155,9 @@ def _prepare_in_cache(
     key = _dataset_key(scanner.sha256, tokenizer_key(tokenizer), scanner.data.validation_bytes)
     folder = cache / f"{name}-{tokenizer.name}-{_digest(key | {'layout': DATASET_LAYOUT})}"
     if folder.exists():
-        scanner.say(f"{name} is already prepared, in {folder}")
+        scanner.print_line(f"{name} is already prepared, in {folder}")
     else:
-        with explain(cache, *CACHE_WRITE_HINT), working_folder(folder, scanner.say) as working:
+        with user_errors(cache, *CACHE_WRITE_HINT), working_folder(folder, scanner.print_line) as working:
             if not folder.exists():  # another process may have finished it while this one waited
                 if not (working / DATASET_FILE).exists():  # it is written last
                     _make_dataset(working, scanner, tokenizer, context_length, executor, in_cache=True)
@@ -184,14 +184,14 @@ def _prepare_into(
     """Prepare a corpus into a directory that the user has named, or resume an interrupted preparation there."""
     with contextlib.ExitStack() as stack:
         if isinstance(directory, Path):
-            stack.enter_context(explain(directory, "written", "fix that, or name another directory"))
+            stack.enter_context(user_errors(directory, "written", "fix that, or name another directory"))
             directory.mkdir(parents=True, exist_ok=True)
             mark_as_cache(directory)
-            stack.enter_context(exclusive_lock(directory / ".lock", "preparing this text", scanner.say))
+            stack.enter_context(exclusive_lock(directory / ".lock", "preparing this text", scanner.print_line))
             for file in directory.glob(".*.bin.*"):  # unfinished files of a killed process
                 file.unlink()
         _make_dataset(directory, scanner, tokenizer, context_length, executor, in_cache=False)
-    scanner.say(f"to train on it: data=tokens data.path={directory}")
+    scanner.print_line(f"to train on it: data=tokens data.path={directory}")
     return open_source(directory, scanner.cache, scanner.data.cache_bytes)
 
 
@@ -211,7 +211,7 @@ def _make_dataset(
     bytes_done = sum(text_bytes(record) for record in records if record)
     missing = [number for number, record in enumerate(records) if record is None]
     if bytes_done and missing:
-        scanner.say(f"resuming the preparation of {name} at {bytes_done / max(bytes_done, num_bytes):.0%}")
+        scanner.print_line(f"resuming the preparation of {name} at {bytes_done / max(bytes_done, num_bytes):.0%}")
     with progress_bar(f"tokenizing {name}", num_bytes, bytes_done, delay=1) as bar:
         if executor is not None:
             _run_on_executor(executor, missing, directory, cache, scanner.data.cache_bytes, bar.update)
@@ -221,7 +221,7 @@ def _make_dataset(
     splits = _publish(directory, plan, scanner.corpus, context_length)["splits"]
     size = sum(splits[split]["bytes"] for split in SPLITS)
     num_tokens = sum(splits[split]["tokens"] for split in SPLITS)
-    scanner.say(
+    scanner.print_line(
         f"prepared {size:,} bytes as {num_tokens:,} tokens ({size / num_tokens:.2f} bytes per token, vocabulary "
         f"{plan.tokenizer.vocab_size:,}), of which {splits['validation']['bytes']:,} bytes are for validation"
     )
@@ -254,23 +254,23 @@ def _open_or_make_plan(
 def _run_on_executor(
     executor: Executor, missing: list[int], directory: Directory, cache: Path, cache_bytes: int, on_progress: Progress
 ) -> None:
-    """Encode shards on an executor. After all were tried, `OutsideError` names the shards that failed."""
+    """Encode shards on an executor. After all were tried, `ExternalError` names the shards that failed."""
     try:
         futures = {
             executor.submit(encode_shard, str(directory), number, str(cache), cache_bytes): number for number in missing
         }
     except BrokenExecutor as error:
-        raise OutsideError(f"{directory}: nothing was encoded ({error}): give another executor") from None
+        raise ExternalError(f"{directory}: nothing was encoded ({error}): give another executor") from None
     failures: dict[int, str] = {}
     for future in as_completed(futures):
         try:
             on_progress(future.result())
         except (UserError, OSError, MemoryError, BrokenExecutor) as error:  # any other exception is a bug
-            failures[futures[future]] = reason(error)
+            failures[futures[future]] = summarize_error(error)
     if failures:
         first = "; ".join(f"shard {number}: {failure}" for number, failure in sorted(failures.items())[:3])
         summary = f"{len(failures):,} of {len(missing):,} shards failed ({first}{'; ...' * (len(failures) > 3)})"
-        raise OutsideError(f"{directory}: {summary}: fix that and prepare it again, which keeps the others")
+        raise ExternalError(f"{directory}: {summary}: fix that and prepare it again, which keeps the others")
 
 
 def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_length: int) -> dict:
@@ -309,11 +309,11 @@ def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_leng
 
 
 def _read_validation(directory: Directory, number: int, record: dict) -> bytes:
-    """Return the validation tokens of a shard; raise `OutsideError` unless they have the hash in its record."""
+    """Return the validation tokens of a shard; raise `ExternalError` unless they have the hash in its record."""
     name = shard_file("validation", number)
     content = read_bytes(directory, name) or b""
     if hashlib.sha256(content).hexdigest() != record["splits"]["validation"]["sha256"]:
-        raise OutsideError(f"{directory}/{name}: is damaged: delete it, and prepare the text again")
+        raise ExternalError(f"{directory}/{name}: is damaged: delete it, and prepare the text again")
     return content
 
 

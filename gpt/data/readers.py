@@ -9,12 +9,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt.console import quote
+from gpt.console import shell_quote
 from gpt.data.chunking import decode_stream, replace_surrogates, utf8_size
 from gpt.data.compression import COMPRESSED_SUFFIXES, LEADING_BYTES, decompress, read_beginning
 from gpt.data.data_config import DataConfig
 from gpt.errors import UserError
-from gpt.files import explain
+from gpt.files import user_errors
 
 READ_BLOCK_BYTES = 1 << 20  # bytes to read at once
 _ENCODING_HINT = ", or set data.encoding=windows-1252 or data.errors=replace"
@@ -128,7 +128,7 @@ def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]
         raise UserError(f"{file}: it begins with the mark of UTF-16; {convert}, or set data.encoding=utf-16")
     if refused := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED_FORMATS):
         name, command = refused
-        command = command.format(quote(str(file)))
+        command = command.format(shell_quote(str(file)))
         raise UserError(f"{file}: {name}; convert it to text first, for example with {command}")
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
@@ -213,7 +213,7 @@ def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
-    with explain(file), file.open("rb") as stream:
+    with user_errors(file), file.open("rb") as stream:
         try:
             table = ParquetFile(stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
             names = _text_columns(table.schema_arrow, str(file), data.text_field)

@@ -23,11 +23,11 @@ SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "</s>"
 class CorpusScanner:
     """A corpus whose files must stay as they are. It is hashed and scanned at most once."""
 
-    def __init__(self, data: DataConfig, cache: Path, say: Say):
+    def __init__(self, data: DataConfig, cache: Path, print_line: Say):
         self.data = data
         self.cache = cache
-        self.say = say
-        self.corpus = open_corpus(data, cache, say)
+        self.print_line = print_line
+        self.corpus = open_corpus(data, cache, print_line)
         self.fingerprints = self.corpus.fingerprints()
 
     @cached_property
@@ -57,14 +57,14 @@ class CorpusScanner:
 
     def _read(self, corpus: Corpus, fingerprints: list[tuple]) -> CorpusScan:
         """Read a corpus, and print what the reader should know of it."""
-        self.say(f"reading {corpus.name} ({len(corpus.files):,} file{'s' * (len(corpus.files) != 1)})")
+        self.print_line(f"reading {corpus.name} ({len(corpus.files):,} file{'s' * (len(corpus.files) != 1)})")
         notes = _Reading(corpus, [size or 0 for size, _ in fingerprints])
         with progress_bar(f"reading {corpus.name}", delay=1) as bar:
             scan = scan_chunks(notes.chunks(), self.data.validation_bytes, bar.update)
         corpus.require_text(scan.bytes)
         for separator, count in notes.separators.most_common(1):
             finding = f"the text contains {separator} {count:,} time{'s' * (count > 1)} as ordinary characters"
-            self.say(f"{finding}: data.separator='{separator}' makes it separate the documents of plain text")
+            self.print_line(f"{finding}: data.separator='{separator}' makes it separate the documents of plain text")
         corpus.require_unchanged(fingerprints, range(len(corpus.files)))
         if corpus.validation_files:
             start = scan.characters if notes.validation_start is None else notes.validation_start
@@ -121,12 +121,12 @@ def _starts_at_files(sizes: Sequence[int]) -> tuple[ShardStart, ...]:
     return tuple(shard_starts)
 
 
-def make_tokenizer(tokenizer: TokenizerConfig | Tokenizer, scan: CorpusScan, say: Say) -> Tokenizer:
+def make_tokenizer(tokenizer: TokenizerConfig | Tokenizer, scan: CorpusScan, print_line: Say) -> Tokenizer:
     """Return the given or configured tokenizer. `bpe` is trained on a sample of the training text."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer.name != "bpe":
         return builtin_tokenizer(tokenizer.name)
     if scan.stride > 1:
-        say(f"training the byte-pair encoding on an even sample, one in {scan.stride} chunks of the text")
+        print_line(f"training the byte-pair encoding on an even sample, one in {scan.stride} chunks of the text")
     return train_bpe(scan.training_sample(), tokenizer.vocab_size)

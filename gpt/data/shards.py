@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.data.chunking import utf8_size
 from gpt.data.corpus import Chunk, Corpus, Say, ShardStart, make_corpus, open_corpus
 from gpt.data.data_config import BUILTIN_CORPORA, DataConfig
@@ -40,7 +40,7 @@ from gpt.data.token_dataset import COUNTS, DAMAGE_HINT, SPLITS, TOKENIZER_FILE
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, tokenizer_key
 from gpt.errors import UserError
-from gpt.files import explain
+from gpt.files import user_errors
 
 TOKENS_FORMAT = 3  # raise it when the same text gives other tokens: no run resumes on them
 PLAN_FORMAT = 2  # raise it when a plan is to be read in another way
@@ -87,17 +87,19 @@ class ShardPlan:
         corpus = {**_describe_corpus(scanner), "tokenizer_key": tokenizer_key(tokenizer)}
         return all(self.content[key] == value for key, value in corpus.items())
 
-    def open_corpus(self, cache: Path, cache_bytes: int, say: Say) -> Corpus:
+    def open_corpus(self, cache: Path, cache_bytes: int, print_line: Say) -> Corpus:
         """Return the corpus. Remote files are fetched into the cache, where copies may take `cache_bytes`."""
         settings = self.content["data"]
         data = DataConfig(**settings | ({} if settings["name"] in BUILTIN_CORPORA else {"path": "."}))
         files = tuple(
-            RemoteFile(file, size, tag, cache, cache_bytes, say=say) if isinstance(tag, str) else Path(file)
+            RemoteFile(file, size, tag, cache, cache_bytes, print_line=print_line)
+            if isinstance(tag, str)
+            else Path(file)
             for file, size, tag in self.content["files"]
         )
         if data.name not in ("python_docs", "python_stdlib"):
             return make_corpus(data, files, self.content["validation_files"])
-        corpus = open_corpus(data, cache, say)
+        corpus = open_corpus(data, cache, print_line)
         if corpus.files != files:
             raise UserError(f"data={data.name} is of another Python here: use the same on all machines")
         return corpus
@@ -132,7 +134,7 @@ def make_shard_plan(
     else:
         shared = sorted({start.file for start in scan.shard_starts if start.byte})
         hashes = _hash_by_number(shared, scanner.corpus, scanner.cache)
-    made_tokenizer = make_tokenizer(tokenizer, scan, scanner.say)
+    made_tokenizer = make_tokenizer(tokenizer, scan, scanner.print_line)
     content = {
         "plan": PLAN_FORMAT,
         "format": TOKENS_FORMAT,
@@ -211,7 +213,7 @@ def encode_shard(
         raise UserError(f"{directory}: holds no plan: begin with prepare() of gpt.data.prepare")
     record = read_record(directory, plan, number)
     if record is None:
-        corpus = plan.open_corpus(cache, cache_bytes, say)
+        corpus = plan.open_corpus(cache, cache_bytes, print_line)
         record = write_shard(plan, number, corpus, directory, cache, threads)
     return text_bytes(record)
 
@@ -360,7 +362,7 @@ def read_record(directory: Directory, plan: ShardPlan, number: int, verify: bool
         if file_size(directory, name) != recorded["tokens"] * token_dtype(plan.tokenizer.vocab_size).itemsize:
             return None
         if verify and isinstance(directory, Path):
-            with explain(directory / name), (directory / name).open("rb") as stream:
+            with user_errors(directory / name), (directory / name).open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != recorded["sha256"]:
                     return None
     return record

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.data.data_config import is_url
 from gpt.data.dataset_cache import dump_checked_json, make_cache, parse_checked_json
 from gpt.data.download import open_filesystem, retry, store_errors
-from gpt.errors import OutsideError
-from gpt.files import explain, home_path, replacing, sync_parents
+from gpt.errors import ExternalError
+from gpt.files import atomic_write, expand_path, sync_parents, user_errors
 
 Directory = Path | str  # a string is a URL
 
@@ -19,7 +19,7 @@ Directory = Path | str  # a string is a URL
 def as_directory(path: str | Path) -> Directory:
     """Return an absolute path, or a URL without its last slash."""
     if not is_url(str(path)):
-        return home_path(path).absolute()
+        return expand_path(path).absolute()
     return Path(str(path)[7:]) if str(path).startswith("file://") else str(path).rstrip("/")
 
 
@@ -57,12 +57,12 @@ def _none_if_missing(request: Callable[[], Any]) -> Any:
 
 
 def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
-    """Return what `write_sealed` wrote, or None if it does not exist; `OutsideError` with the hint if it is damaged."""
+    """Return what `write_sealed` wrote, or None if it does not exist; `ExternalError` with the hint if it is damaged."""
     content = read_bytes(directory, name)
     try:
         return None if content is None else parse_checked_json(content.decode("utf-8"), name)
     except ValueError as error:
-        raise OutsideError(f"{directory}: is damaged ({error}); {hint}") from None
+        raise ExternalError(f"{directory}: is damaged ({error}); {hint}") from None
 
 
 def write_bytes(directory: Directory, name: str, content: bytes) -> None:
@@ -90,7 +90,7 @@ def new_file(directory: Directory, name: str, scratch: Path) -> Iterator[Path]:
         if not directory.is_dir():
             directory.mkdir(parents=True, exist_ok=True)
             sync_parents(directory)
-        with replacing(directory / name) as file:
+        with atomic_write(directory / name) as file:
             yield file
         return
     make_cache(scratch)
@@ -104,8 +104,8 @@ def new_file(directory: Directory, name: str, scratch: Path) -> Iterator[Path]:
 def _access(directory: Directory, name: str, request: Callable[[], Any]) -> Any:
     """Return the answer to a request. Wait for a store that does not answer."""
     if isinstance(directory, Path):
-        with explain(directory / name):
+        with user_errors(directory / name):
             return request()
     url = f"{directory}/{name}"
     with store_errors(url):
-        return retry(lambda _: request(), url, say)
+        return retry(lambda _: request(), url, print_line)

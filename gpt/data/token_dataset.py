@@ -19,7 +19,7 @@ from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
 from gpt.data.storage import Directory, read_bytes, read_sealed
 from gpt.data.token_files import TokenSequence, hash_tokens, map_tokens, raise_open_file_limit, token_dtype
 from gpt.data.tokenizer import Tokenizer
-from gpt.errors import OutsideError, UserError, reason
+from gpt.errors import ExternalError, UserError, summarize_error
 
 SPLITS = ("train", "validation")
 DATASET_FILE, TOKENIZER_FILE = "dataset.json", "tokenizer.json"
@@ -129,7 +129,7 @@ def _fetch(file: Path | RemoteFile) -> Path:
     try:
         return fetch_if_remote(file)
     except UserError as error:  # such as a name that is gone: dataset.json gave it, not the user
-        raise OutsideError(str(error)) from None
+        raise ExternalError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def token_file_errors(file: object, hint: str) -> Iterator[None]:
             raise
         if getattr(error, "errno", None) == errno.EMFILE:
             hint = "allow more open files with ulimit -n, and run the command again"
-        raise OutsideError(f"{file}: cannot be read ({reason(error)}); {hint}") from None
+        raise ExternalError(f"{file}: cannot be read ({summarize_error(error)}); {hint}") from None
 
 
 def require_in_vocabulary(highest: int, vocab_size: int) -> None:
@@ -165,7 +165,7 @@ def read_metadata(directory: Directory, hint: str = DAMAGE_HINT) -> tuple[dict, 
         if metadata["tokenizer"] != tokenizer.sha256:
             raise ValueError(f"the tokenizer is not the one in {DATASET_FILE}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise OutsideError(f"{directory}: is damaged ({reason(error)}); {hint}") from None
+        raise ExternalError(f"{directory}: is damaged ({summarize_error(error)}); {hint}") from None
     return metadata, tokenizer
 
 

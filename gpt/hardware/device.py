@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.errors import UserError
 
 OLDEST, NEWEST = "2.11", "2.15"  # PyTorch: what is needed at least, and the newest with which this was tried
@@ -35,7 +35,7 @@ def require_torch() -> None:
     if found < oldest:
         raise UserError(f"PyTorch {torch.__version__} is too old: take {OLDEST} or newer (pip install --upgrade torch)")
     if found > newest:
-        say(f"PyTorch {torch.__version__} is newer than {NEWEST}, the last that was tried", sys.stderr)
+        print_line(f"PyTorch {torch.__version__} is newer than {NEWEST}, the last that was tried", sys.stderr)
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -47,7 +47,7 @@ def choose_device(name: str = "auto") -> torch.device:
         name = available[0]
     if name not in available:
         raise UserError(f"device {name!r} is not on this machine: choose from auto, {', '.join(available)}")
-    if name == "cuda":  # for `arithmetic`: PyTorch looks once, at the first product
+    if name == "cuda":  # for `numerics`: PyTorch looks once, at the first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)
 
@@ -84,7 +84,7 @@ def choose_compile(name: str, device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def arithmetic(device: str, deterministic: bool) -> Iterator[None]:
+def numerics(device: str, deterministic: bool) -> Iterator[None]:
     """Compute in this block as a training on `device` does; PyTorch's settings are restored afterwards.
 
     On CUDA, fp32 matrices are multiplied in TF32: factors of ten bits where bf16 has seven, and sums in fp32.

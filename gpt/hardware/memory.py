@@ -19,10 +19,10 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> float:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return max(0, min([kernel_says(root / "proc/meminfo", "MemAvailable") or 8e9, *_left_by_containers(root)]))
+    return max(0, min([read_proc_bytes(root / "proc/meminfo", "MemAvailable") or 8e9, *_left_by_containers(root)]))
 
 
-def kernel_says(file: Path, key: str) -> int | None:
+def read_proc_bytes(file: Path, key: str) -> int | None:
     """Read a figure such as "MemAvailable: 7 kB", in bytes; None on other systems than Linux."""
     try:
         return 1024 * int(file.read_text("utf-8").partition(f"{key}:")[2].split()[0])
@@ -59,7 +59,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held at once so far: by tensors on a GPU, else by the whole process; 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if peak := kernel_says(Path("/proc/self/status"), "VmHWM"):
+    if peak := read_proc_bytes(Path("/proc/self/status"), "VmHWM"):
         return peak  # of this program alone: getrusage counts on from the one that started it
     try:
         import resource

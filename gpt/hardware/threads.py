@@ -25,7 +25,7 @@ _PAUSE_HARD = 2  # omp_pause_hard: end the calling thread's team
 
 
 @contextlib.contextmanager
-def giving_way() -> Iterator[None]:
+def yield_to_other_processes() -> Iterator[None]:
     """Run the block with threads that sleep at barriers while other programs want their processors.
 
     Does nothing without libgomp or Linux, with one thread, or where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.

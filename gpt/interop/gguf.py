@@ -11,16 +11,16 @@ import numpy as np
 from gpt.data.chunking import replace_surrogates
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer
 from gpt.errors import UserError
-from gpt.files import replacing
+from gpt.files import atomic_write
 from gpt.interop.huggingface import named_weights
-from gpt.interop.vocabulary import merges, stand_ins
+from gpt.interop.vocabulary import list_merges, to_printable
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks its arguments needs only `KINDS`
+if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks its arguments needs only `GGUF_TYPES`
     from gpt.model.transformer import GPT
 
-KINDS = ("f32", "f16", "bf16", "q8_0")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 # What a chat becomes. Without a template, llama.cpp's web page would put ChatML's markup around what one writes.
-AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class _Streamed(np.ndarray):
@@ -30,8 +30,8 @@ class _Streamed(np.ndarray):
         stream.write(self.data)
 
 
-def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
-    """Write the file whole or not at all, with matrices and token embeddings stored as `kind`, one of `KINDS`.
+def write_gguf(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
+    """Write the file whole or not at all, with matrices and token embeddings stored as `kind`, one of `GGUF_TYPES`.
 
     Norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion. Raises `UserError` if the weights
     cannot be stored as `kind`, or without the `gguf` library.
@@ -42,7 +42,7 @@ def write(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
         import gguf
     except ImportError:
         raise UserError("GGUF files need the library gguf: pip install gguf") from None
-    with replacing(file) as temporary:
+    with atomic_write(file) as temporary:
         writer = gguf.GGUFWriter(temporary, "gpt2")
         writer.add_name(replace_surrogates(file.stem))
         writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
@@ -82,8 +82,8 @@ def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:
     """
     from gguf import TokenType
 
-    tokens = [stand_ins(token) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
-    pairs = [f"{stand_ins(left)} {stand_ins(right)}" for left, right in merges(tokenizer.ranks)]
+    tokens = [to_printable(token) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
+    pairs = [f"{to_printable(left)} {to_printable(right)}" for left, right in list_merges(tokenizer.ranks)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*tokens, END_OF_TEXT])
@@ -92,4 +92,4 @@ def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:
     writer.add_bos_token_id(tokenizer.end_of_text)
     writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_add_bos_token(False)
-    writer.add_chat_template(AS_IT_IS)
+    writer.add_chat_template(PASSTHROUGH_TEMPLATE)

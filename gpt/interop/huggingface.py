@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer
-from gpt.errors import UserError, is_disk_full, is_out_of_memory, reason
+from gpt.errors import UserError, is_disk_full, is_out_of_memory, summarize_error
 from gpt.files import write_text
 from gpt.interop import vocabulary
 
@@ -47,21 +47,21 @@ _FIXED: dict[str, tuple] = {
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")  # in one file, or in shards
 
-MOST_UNUSED = 1 << 10  # rows of an embedding beyond the last token: padded vocabularies are multiples of 64 to 1024
+MAX_UNUSED_ROWS = 1 << 10  # rows of an embedding beyond the last token: padded vocabularies are multiples of 64 to 1024
 
 
-def is_directory(path: Path) -> bool:
+def is_huggingface_folder(path: Path) -> bool:
     """Tell whether a path looks like a Hugging Face model directory."""
     return (path / "config.json").is_file()
 
 
-def download(name: str) -> Path:
+def download_from_hub(name: str) -> Path:
     """Download a GPT-2 from the Hugging Face hub, or find it downloaded; `UserError` if that is not possible."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        remedy = "for the hub's models: pip install huggingface_hub"
-        raise UserError(f"{name}: neither a path nor a run; {remedy}") from None
+        hint = "for the hub's models: pip install huggingface_hub"
+        raise UserError(f"{name}: neither a path nor a run; {hint}") from None
     try:
         folder = Path(snapshot_download(name, allow_patterns=["config.json", "tokenizer.json", "vocab.json"]))
         _stored_config(folder)  # of another model, no weights are downloaded
@@ -71,15 +71,15 @@ def download(name: str) -> Path:
     except Exception as error:  # of the hub, the network, proxies and the cache
         if is_disk_full(error):
             raise
-        hub = f"the Hugging Face hub does not give such a model ({reason(error)})"
-        remedy = "check the name, your access and the connection"
-        raise UserError(f"{name}: there is no such path or run, and {hub}: {remedy}") from None
+        hub = f"the Hugging Face hub does not give such a model ({summarize_error(error)})"
+        hint = "check the name, your access and the connection"
+        raise UserError(f"{name}: there is no such path or run, and {hub}: {hint}") from None
 
 
-def load_model(folder: Path) -> tuple["GPT", Tokenizer]:
+def load_huggingface(folder: Path) -> tuple["GPT", Tokenizer]:
     """Load the GPT-2 of a directory with its tokenizer; `UserError` if it is anything else."""
     tokenizer, order = load_tokenizer(folder)  # first: checking it takes no time
-    return load_directory(folder, order), tokenizer
+    return load_huggingface_weights(folder, order), tokenizer
 
 
 def load_tokenizer(folder: Path) -> tuple[Tokenizer, list[int] | None]:
@@ -91,14 +91,14 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, list[int] | None]:
     size = _stored_config(folder).get("vocab_size")
     tokenizer, order = vocabulary.read(folder) or (gpt2_tokenizer(), None)
     needed = 1 + max(order or [tokenizer.end_of_text])
-    is_filled_up = type(size) is int and needed < size <= needed + MOST_UNUSED and (order or size % 64 == 0)
+    is_filled_up = type(size) is int and needed < size <= needed + MAX_UNUSED_ROWS and (order or size % 64 == 0)
     if size != needed and not is_filled_up:
         whose = "GPT-2's own tokenizer" if order is None else "its tokenizer"
         raise UserError(f"{folder}: its vocab_size is {size!r:.60}, and {whose} has {needed} tokens")
     return tokenizer, order or (list(range(needed)) if is_filled_up else None)
 
 
-def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
+def load_huggingface_weights(folder: Path, order: list[int] | None = None) -> "GPT":
     """Load the model of a directory, whatever its vocabulary; `order` names the row of its embedding for each token.
 
     Raises `UserError` if it is not a GPT-2 that our model computes exactly.
@@ -111,12 +111,12 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     stored = _stored_config(folder)
     files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file())
     if not files:
-        remedy = "give a GPT-2 directory; transformers' save_pretrained writes it anew from older weights"
-        raise UserError(f"{folder / 'model.safetensors'}: missing; {remedy}")
+        hint = "give a GPT-2 directory; transformers' save_pretrained writes it anew from older weights"
+        raise UserError(f"{folder / 'model.safetensors'}: missing; {hint}")
     try:
         weights = {name: weight for file in files for name, weight in load_file(file).items()}
         config = build_config(_shape(stored) | ({"vocab_size": len(order)} if order else {}))
-        state = from_huggingface(weights, config.num_layers)
+        state = from_huggingface_weights(weights, config.num_layers)
         if not config.qkv_bias:
             biases = [state.pop(name) for name in list(state) if name.endswith("W_qkv.bias")]
             if any(bias.any() for bias in biases):
@@ -130,11 +130,11 @@ def load_directory(folder: Path, order: list[int] | None = None) -> "GPT":
     except Exception as error:  # safetensors and torch each fail on foreign files in their own ways
         if is_out_of_memory(error):
             raise
-        why = f"config.json has no {error}" if isinstance(error, KeyError) else reason(error)
+        why = f"config.json has no {error}" if isinstance(error, KeyError) else summarize_error(error)
         raise UserError(f"{folder}: not a GPT-2 that can be loaded: {why}") from None
 
 
-def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
+def write_huggingface(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     """Write a model and its tokenizer into an empty folder, for `transformers`; `UserError` on a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -156,15 +156,15 @@ def write(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     words |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "model_max_length": context}
     for name, content in ("config", stored), ("generation_config", sampling), ("tokenizer_config", words):
         write_text(folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
-    write_text(folder / "tokenizer.json", vocabulary.to_huggingface(tokenizer).to_str())
+    write_text(folder / "tokenizer.json", vocabulary.to_huggingface_tokenizer(tokenizer).to_str())
     try:
-        save_file(to_huggingface(model), file := folder / "model.safetensors", {"format": "pt"})
+        save_file(to_huggingface_weights(model), file := folder / "model.safetensors", {"format": "pt"})
         file.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read it
     except SafetensorError as error:
         raise UserError(f"{folder}: the weights cannot be written ({error})") from None
 
 
-def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str, "Tensor"]:
+def from_huggingface_weights(weights: dict[str, "Tensor"], num_layers: int) -> dict[str, "Tensor"]:
     """Convert the state dict of a GPT2Model or GPT2LMHeadModel to ours."""
     weights = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     if f"h.{num_layers}.ln_1.weight" in weights:
@@ -180,7 +180,7 @@ def from_huggingface(weights: dict[str, "Tensor"], num_layers: int) -> dict[str,
     return state
 
 
-def to_huggingface(model: "GPT") -> dict[str, "Tensor"]:
+def to_huggingface_weights(model: "GPT") -> dict[str, "Tensor"]:
     """Convert a model's weights to the state dict of a GPT2LMHeadModel, without its tied head."""
     weights = {f"transformer.{name}": weight for name, weight in named_weights(model)}
     return {name: w.t().contiguous() if name.endswith(_TRANSPOSED) else w for name, w in weights.items()}
@@ -206,7 +206,7 @@ def _stored_config(folder: Path) -> dict[str, Any]:
     try:
         stored = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({reason(error)})") from None
+        raise UserError(f"{folder}: cannot be read as a Hugging Face model ({summarize_error(error)})") from None
     if (kind := stored.get("model_type") if isinstance(stored, dict) else None) != "gpt2":
         raise UserError(f"{folder}: its model_type is {kind!r:.60}, and only 'gpt2' is supported")
     return stored

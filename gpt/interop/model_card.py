@@ -28,7 +28,7 @@ Its licence is for you to choose, and depends on its text: add `license: ...` ab
 """
 
 
-def write(model: "GPT", checkpoint: Path, name: str, folder: Path) -> None:
+def write_model_card(model: "GPT", checkpoint: Path, name: str, folder: Path) -> None:
     """Write the card of a model; of a run, also on which text it was trained, and how well it predicts that."""
     from huggingface_hub import EvalResult, ModelCardData
 

@@ -16,12 +16,12 @@ SAMPLE = 120_000  # bytes of text, about, on which two tokenizers are compared
 _STAND_IN = {byte: character for character, byte in UNICODE_TO_BYTE.items()}
 
 
-def stand_ins(token: bytes) -> str:
+def to_printable(token: bytes) -> str:
     """Spell a token with GPT-2's printable stand-in for each byte."""
     return "".join(_STAND_IN[byte] for byte in token)
 
 
-def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+def list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """List every split of every token into two known tokens, by the rank of the token and then of the two parts.
 
     tiktoken joins any two neighbours that spell a token; with one merge per token, other libraries would miss some.
@@ -31,13 +31,13 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return sorted(known, key=lambda pair: (ranks[pair[0] + pair[1]], ranks[pair[0]], ranks[pair[1]]))
 
 
-def to_huggingface(tokenizer: Tokenizer) -> "tokenizers.Tokenizer":
+def to_huggingface_tokenizer(tokenizer: Tokenizer) -> "tokenizers.Tokenizer":
     """Convert a tokenizer to one of the `tokenizers` library, which gives every text the same ids."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Theirs
 
-    vocab = {stand_ins(token): rank for token, rank in tokenizer.ranks.items()}
-    pairs = [(stand_ins(left), stand_ins(right)) for left, right in merges(tokenizer.ranks)]
+    vocab = {to_printable(token): rank for token, rank in tokenizer.ranks.items()}
+    pairs = [(to_printable(left), to_printable(right)) for left, right in list_merges(tokenizer.ranks)]
     converted = Theirs(models.BPE(vocab=vocab, merges=pairs, ignore_merges=True))  # a word that is a token needs none
     converted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     converted.decoder = decoders.ByteLevel()
@@ -54,8 +54,8 @@ def read(folder: Path) -> tuple[Tokenizer, list[int]] | None:
     """
     if not (file := folder / "tokenizer.json").is_file():
         if (folder / "vocab.json").is_file():
-            remedy = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
-            raise UserError(f"{folder}: its tokenizer is in the older form, vocab.json: {remedy}")
+            hint = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
+            raise UserError(f"{folder}: its tokenizer is in the older form, vocab.json: {hint}")
         return None
     from tokenizers import Tokenizer as Theirs
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.model.fast.operations import in_halves, prefers_fused_kernel
+from gpt.model.fast.operations import prefers_fused_kernel, split_query_attention
 from gpt.model.linear import Linear
 
 
@@ -133,7 +133,7 @@ class MultiHeadAttention(nn.Module):
         fused = prefers_fused_kernel(queries) if self.fused_kernel is None else self.fused_kernel
         if not fused:
             mask = self.mask[S - T : S, :S] if blocked is None else blocked
-            return in_halves(attention, queries, keys, values, mask, dropout)
+            return split_query_attention(attention, queries, keys, values, mask, dropout)
         if blocked is None and S == T:
             return F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
         # After cached tokens `is_causal` is wrong: it aligns the first query with the first key. A single query

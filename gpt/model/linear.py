@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.model.fast.operations import linear_rounding_twice
+from gpt.model.fast.operations import recast_linear
 
-ROUND_AGAIN_FROM = 2**18  # numbers in a matrix, for which keeping its rounded copy costs more than rounding again
+MIN_RECAST_ELEMENTS = 2**18  # numbers in a matrix, for which keeping its rounded copy costs more than rounding again
 
 
 class Linear(nn.Linear):
@@ -31,6 +31,6 @@ class Linear(nn.Linear):
         x = x.to(self.dtype)
         if self.dtype == self.weight.dtype:
             return F.linear(x, self.weight, self.bias)
-        if x.device.type == "cpu" and self.weight.numel() >= ROUND_AGAIN_FROM:
-            return linear_rounding_twice(x, self.weight, self.bias)
+        if x.device.type == "cpu" and self.weight.numel() >= MIN_RECAST_ELEMENTS:
+            return recast_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype))

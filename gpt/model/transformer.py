@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.errors import UserError, require_range
 from gpt.model.attention import KVCache, MultiHeadAttention
-from gpt.model.fast.operations import SkipInit, tied_lookup
+from gpt.model.fast.operations import SkipInit, tied_embedding
 from gpt.model.linear import Linear
 
 # The fields that GPT-2 has, with any value; what repeats the model's computation elsewhere knows these alone.
@@ -153,7 +153,7 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None) -> Tensor:
         """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
 
-        With `caches` (from `new_caches`) idx continues the tokens already seen, and the caches grow by T. `starts` (B,)
+        With `caches` (from `init_kv_caches`) idx continues the tokens already seen, and the caches grow by T. `starts` (B,)
         is the amount of padding at the left of each row, counting cached tokens too: nothing attends to padding, and
         positions count from the first real token.
         """
@@ -162,13 +162,13 @@ class GPT(nn.Module):
         blocked = None if starts is None else self._blocked(seen, idx.shape[1], starts)
         return self._transform(x, caches, blocked)
 
-    def hidden_and_head(self, idx: Tensor, places: int = 1) -> tuple[Tensor, Tensor]:
+    def features_and_head(self, idx: Tensor, places: int = 1) -> tuple[Tensor, Tensor]:
         """What the training loss takes: the hidden states (B, T, C) of idx (B, T) and the head's weight (V, C).
 
         Of `places` rows, the first stands at positions 0 to T - 1, the next at T to 2 T - 1, and so on, then again from
         0: so short windows teach all positions.
         """
-        embedded, head_weight = tied_lookup(idx, self.token_embedding.weight)  # as in `hidden`, with less memory
+        embedded, head_weight = tied_embedding(idx, self.token_embedding.weight)  # as in `hidden`, with less memory
         B, T, C = embedded.shape
         x = self._embed(embedded.view(B // places, places * T, C)).view(B, T, C)
         return self._transform(x), head_weight
@@ -179,7 +179,7 @@ class GPT(nn.Module):
             return self.output(hidden)
         return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
 
-    def compute_in(self, dtype: torch.dtype) -> "GPT":
+    def set_compute_dtype(self, dtype: torch.dtype) -> "GPT":
         """Make the linear maps of the blocks multiply in `dtype`; return the model itself.
 
         Weights keep their precision, and so do norms and the residual stream, which cost little and would lose the
@@ -195,7 +195,7 @@ class GPT(nn.Module):
         """The precision of the blocks' products."""
         return self.blocks[-1].feed_forward.contract.dtype  # type: ignore[union-attr, return-value]
 
-    def new_caches(self) -> list[KVCache]:
+    def init_kv_caches(self) -> list[KVCache]:
         """Make an empty key-value cache for each layer."""
         return [KVCache(self.config.context_length) for _ in self.blocks]
 

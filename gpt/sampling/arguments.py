@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt.console import Parser
 from gpt.data.chunking import decode_stream, replace_surrogates, strip_byte_order_mark
 from gpt.errors import UserError, require_range
-from gpt.files import explain, home_path
+from gpt.files import expand_path, user_errors
 
 LIMITS = {"max_new_tokens": (1, 10**7), "num_samples": (1, 10**4), "top_logprobs": (0, 100), "seed": (0, 2**63 - 1)}
 ESCAPES = str.maketrans("ntr", "\n\t\r")
@@ -21,7 +21,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", action="append", help="repeat it to continue several at once (default: none)")
     file = "a UTF-8 file, less one newline at its end (default: none)"
-    add("--prompt-file", metavar="FILE", type=home_path, help=file)
+    add("--prompt-file", metavar="FILE", type=expand_path, help=file)
     add("--interactive", action="store_true", help="ask for prompts until Ctrl-D (default: off)")
     kept = "continue what was said so far; an empty line starts a new document (default: off)"
     group.add_argument("--keep-context", action="store_true", help=f"with --interactive: {kept}")
@@ -43,7 +43,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     check = "also show which passages stand verbatim in the training text (default: off)"
     add("--check", action="store_true", help=check)
     page = "also write a page that shows why the model chose each token, for a browser (default: off)"
-    add("--insight", metavar="PAGE.html", type=home_path, help=page)
+    add("--insight", metavar="PAGE.html", type=expand_path, help=page)
     top = "show each new token's probability and the N likeliest; the filters below do not count (default: off)"
     add("--top-logprobs", metavar="N", type=int, help=top)
     add = parser.add_argument_group("sampling").add_argument
@@ -72,7 +72,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [replace_surrogates(prompt) for prompt in args.prompt]
     source = args.prompt_file or Path("standard input")
-    with explain(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
+    with user_errors(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
         content = b"" if stream.isatty() else stream.read()
     return [re.sub(r"\r?\n\Z", "", "".join(strip_byte_order_mark(decode_stream([content], str(source)))))]
 

@@ -17,7 +17,7 @@ LIKELIEST = 1024  # tokens that top-p looks at before it sorts the whole vocabul
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How to draw the next token. Filters apply in the order of the fields; 0 (1 for top_p) switches one off."""
 
     repetition_penalty: float = 1.0  # divides the logits of earlier tokens, or multiplies them where negative
@@ -35,7 +35,7 @@ class Sampling:
         require_range("min-p", self.min_p, 0, 1, note="(0 is off)")
 
 
-def filter_logits(logits: Tensor, previous: Tensor, sampling: Sampling) -> Tensor:
+def filter_logits(logits: Tensor, previous: Tensor, sampling: SamplingParams) -> Tensor:
     """Apply the repetition penalty, temperature and filters to logits (B, V); excluded tokens become -inf.
 
     `previous` (B, T) holds the tokens so far. The likeliest token always stays. The temperature must be above 0.
@@ -66,11 +66,11 @@ def filter_logits(logits: Tensor, previous: Tensor, sampling: Sampling) -> Tenso
     return logits
 
 
-def next_token(logits: Tensor, previous: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+def next_token(logits: Tensor, previous: Tensor, sampling: SamplingParams, generator: torch.Generator | None) -> Tensor:
     """Draw a token (B,) for each row of logits (B, V)."""
     logits = logits.float()
     if sampling.temperature == 0.0:
-        greedy = Sampling(sampling.repetition_penalty, temperature=1.0, top_p=1.0)
+        greedy = SamplingParams(sampling.repetition_penalty, temperature=1.0, top_p=1.0)
         return filter_logits(logits, previous, greedy).argmax(-1)
     probability = filter_logits(logits, previous, sampling).softmax(-1)
     # Drawing from 50,257 tokens takes 1.1 ms on a CPU, and from those that are left a tenth of that.
@@ -89,7 +89,7 @@ def window_start(length: int, context_length: int, slide: int = 1) -> int:
     return -(-over // slide) * slide
 
 
-def align(prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
+def left_pad(prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
     """Pad prompts at the left to one tensor (B, T); return it with the padding of each row.
 
     A row is padded with its own first token, so that the repetition penalty meets no token that the prompt lacks.
@@ -104,16 +104,16 @@ def generate(
     model: GPT,
     idx: Tensor,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     generator: torch.Generator | None = None,
     slide: int = 1,
     padding: list[int] | None = None,
-    watch: Callable[[Tensor], object] | None = None,
+    on_logits: Callable[[Tensor], object] | None = None,
 ) -> Iterator[Tensor]:
     """Continue the tokens idx (B, T), T at least 1: yield the next token (B,) of every row, `max_new_tokens` times.
 
-    `padding`, from `align`, is the number of padding tokens at the left of each row. Every row continues as if it were
-    alone. `watch` is called with the logits (B, V) of every step, before the filters.
+    `padding`, from `left_pad`, is the number of padding tokens at the left of each row. Every row continues as if it were
+    alone. `on_logits` is called with the logits (B, V) of every step, before the filters.
 
     Thanks to the cache, each new token costs one pass over that token only. Past the context length the window slides:
     positions are learned, so the embedding of every token in it changes and the cache is rebuilt, every `slide` tokens.
@@ -130,13 +130,13 @@ def generate(
     for length in range(T, T + max_new_tokens):
         wanted = {fill: fill + window_start(length - fill, context, slide) for fill in set(fills)}  # of each row
         if wanted != windows:
-            caches, windows, seen = model.new_caches(), wanted, min(wanted.values())
+            caches, windows, seen = model.init_kv_caches(), wanted, min(wanted.values())
             later = [wanted[fill] - seen for fill in fills]
             starts = torch.tensor(later, device=idx.device) if any(later) else None  # (B,)
         hidden = model.hidden(tokens[:, seen:length], caches, starts)  # (B, new, C)
         seen = length
         logits = model.head(hidden[:, -1])  # (B, V)
-        if watch is not None:
-            watch(logits)
+        if on_logits is not None:
+            on_logits(logits)
         tokens[:, length] = next_token(logits, tokens[:, :length], sampling, generator)
         yield tokens[:, length]

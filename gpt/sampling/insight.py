@@ -23,10 +23,10 @@ from torch import Tensor
 
 from gpt.data.chunking import token_label
 from gpt.data.tokenizer import Tokenizer
-from gpt.files import ASSETS, home_path, write_text
+from gpt.files import ASSETS, expand_path, write_text
 from gpt.model.attention import MultiHeadAttention
 from gpt.model.transformer import GPT
-from gpt.sampling.generation import Sampling, filter_logits
+from gpt.sampling.generation import SamplingParams, filter_logits
 
 ALTERNATIVES = 8  # likeliest tokens shown in place of each
 LAYER_GUESSES = 3  # likeliest tokens shown of each layer
@@ -45,12 +45,12 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file, for a browser."""
-        write_text(home_path(path), self.html)
+        write_text(expand_path(path), self.html)
 
 
 @torch.inference_mode()
 def insight_page(
-    model: GPT, tokenizer: Tokenizer, prompt: list[int], new: list[int], sampling: Sampling, facts: dict[str, Any]
+    model: GPT, tokenizer: Tokenizer, prompt: list[int], new: list[int], sampling: SamplingParams, facts: dict[str, Any]
 ) -> str:
     """Make the page of a prompt, and of the new tokens that the model wrote while all of it was in its context.
 
@@ -126,7 +126,7 @@ def _logits(model: GPT, state: Tensor) -> Iterator[Tensor]:
         yield from model.head(model.final_norm(part).to(model.dtype)).float()
 
 
-def _expected(model: GPT, state: Tensor, ids: list[int], given: int, sampling: Sampling) -> Iterator[dict]:
+def _expected(model: GPT, state: Tensor, ids: list[int], given: int, sampling: SamplingParams) -> Iterator[dict]:
     """For each token after the first: its surprise in bits, its rank, and the likeliest tokens in its place.
 
     Each of those has its probability and, in the continuation, the one that temperature and filters left it.

@@ -14,7 +14,7 @@ from gpt.data.chunking import token_label
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
 from gpt.model.transformer import GPT
-from gpt.sampling.generation import DAMAGED, Sampling, align, generate
+from gpt.sampling.generation import DAMAGED, SamplingParams, generate, left_pad
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,7 +36,7 @@ class TokenLogprob:
     top: tuple["TokenLogprob", ...] = ()
 
 
-class Continuation:
+class Completion:
     """A text that grows by tokens: only whole characters of it, and nothing from a stop string on."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()):
@@ -106,11 +106,11 @@ class LanguageModel:
         prompt: str = "",
         max_new_tokens: int = 300,
         *,
-        temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k,
-        top_p: float = Sampling.top_p,
-        min_p: float = Sampling.min_p,
-        repetition_penalty: float = Sampling.repetition_penalty,
+        temperature: float = SamplingParams.temperature,
+        top_k: int = SamplingParams.top_k,
+        top_p: float = SamplingParams.top_p,
+        min_p: float = SamplingParams.min_p,
+        repetition_penalty: float = SamplingParams.repetition_penalty,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
@@ -120,25 +120,25 @@ class LanguageModel:
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt is of type {type(prompt).__name__}: give one text, and call again for another")
-        sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
+        sampling = SamplingParams(repetition_penalty, temperature, top_k, top_p, min_p)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         generator = torch.Generator(self.device).manual_seed(secrets.randbits(31) if seed is None else seed)
         ids, printed = self.tokenizer.encode(prompt), 0
-        for (text,) in self.continue_texts([ids], max_new_tokens, sampling, generator, stops=stops):
+        for (text,) in self.generate_batch([ids], max_new_tokens, sampling, generator, stops=stops):
             if piece := text.text[printed:]:
                 yield piece
             printed = len(text.text)
 
-    def continue_texts(
+    def generate_batch(
         self,
         prompts: list[list[int]],
         max_new_tokens: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         generator: torch.Generator,
         slide: int = 1,
         stops: tuple[str, ...] = (),
         top_logprobs: int | None = None,
-    ) -> Iterator[list[Continuation]]:
+    ) -> Iterator[list[Completion]]:
         """Continue several prompts, given as token ids, at once: yield all texts after each token, and at the end.
 
         Every step yields the same list. `top_logprobs` fills the texts' `logprobs`, with that many likeliest tokens
@@ -146,8 +146,8 @@ class LanguageModel:
         """
         require_range("max_new_tokens", max_new_tokens, 1)
         context = self.model.config.context_length
-        idx, padding = align([ids[-context:] or [self.tokenizer.end_of_text] for ids in prompts])
-        texts = [Continuation(self.tokenizer, stops) for _ in prompts]
+        idx, padding = left_pad([ids[-context:] or [self.tokenizer.end_of_text] for ids in prompts])
+        texts = [Completion(self.tokenizer, stops) for _ in prompts]
         logits: list[Tensor] = []  # of the latest token alone
         arguments = (max_new_tokens, sampling, generator, slide, padding, logits.append)
         for tokens in generate(self.model, idx.to(self.device), *arguments):
@@ -185,23 +185,23 @@ class LanguageModel:
         """Continue a prompt, and show why the model chose each token; `sampling` as the options of `stream`."""
         from gpt.sampling.insight import Page, insight_page
 
-        settings = Sampling(**sampling)
+        settings = SamplingParams(**sampling)
         ids = self.tokenizer.encode(prompt)
         seed = secrets.randbits(31) if seed is None else seed
         generator = torch.Generator(self.device).manual_seed(seed)
-        *_, (text,) = self.continue_texts([ids], max_new_tokens, settings, generator)
+        *_, (text,) = self.generate_batch([ids], max_new_tokens, settings, generator)
         facts = {"seed": seed, **vars(settings)}
         return Page(insight_page(self.model, self.tokenizer, ids, text.tokens, settings, facts))
 
     @torch.inference_mode()
     def attention(self, text: str) -> "Image":
         """Draw what all heads attend to in a text of at least one token: a row of heads for each layer."""
-        from gpt.sampling.pictures import attention_picture
+        from gpt.sampling.pictures import draw_attention
 
         ids = self.tokenizer.encode(text)[-self.model.config.context_length :] or [self.tokenizer.end_of_text]
         maps = self.model.eval().attention_maps(torch.tensor([ids], device=self.device))[0].float().cpu().numpy()
         tokens = [token_label(self.tokenizer.decode_bytes([i])) for i in ids]
-        return attention_picture(maps, tokens, f"{len(ids)} tokens of a text", max(4, min(24, PICTURE // len(ids))))
+        return draw_attention(maps, tokens, f"{len(ids)} tokens of a text", max(4, min(24, PICTURE // len(ids))))
 
     @property
     def device(self) -> torch.device:

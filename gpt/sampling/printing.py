@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.data.chunking import token_label
 from gpt.data.overlap import MIN_COPY_TOKENS, drop_overlaps, find_copies
 from gpt.data.token_dataset import TokenSource
 from gpt.errors import UserError
 from gpt.sampling.arguments import parse_arguments
-from gpt.sampling.language_model import Continuation, TokenLogprob
+from gpt.sampling.language_model import Completion, TokenLogprob
 
 OPTION = re.compile(r"/([A-Za-z][\w-]*)(?:\s+|$)(\S*)\s*")  # a line that is no prompt; /usr/bin is one
 
 
-def print_growing(steps: Iterator[list[Continuation]]) -> Iterator[list[Continuation]]:
+def print_growing(steps: Iterator[list[Completion]]) -> Iterator[list[Completion]]:
     """Print a single text as it grows, and then a newline; yield it after each step."""
     printed = 0
     for [text] in steps:
@@ -32,7 +32,7 @@ def print_growing(steps: Iterator[list[Continuation]]) -> Iterator[list[Continua
     print(flush=True)
 
 
-def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sources: list[TokenSource]) -> None:
+def print_several(prompts: list[str], steps: Iterator[list[Completion]], sources: list[TokenSource]) -> None:
     """Print finished texts after their prompts, each under its number; with `sources`, also what they copied."""
     *_, texts = steps
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
@@ -40,7 +40,7 @@ def print_several(prompts: list[str], steps: Iterator[list[Continuation]], sourc
         print(copied(text.tokens, sources), end="")
 
 
-def print_json(prompts: list[str], steps: Iterator[list[Continuation]], settings: dict) -> None:
+def print_json(prompts: list[str], steps: Iterator[list[Completion]], settings: dict) -> None:
     """Print all samples as one JSON object, with the settings that make them again."""
     start = time.perf_counter()
     *_, texts = steps
@@ -56,7 +56,7 @@ def print_json(prompts: list[str], steps: Iterator[list[Continuation]], settings
 
 
 def interact(
-    continue_texts: functools.partial,
+    generate_batch: functools.partial,
     encode: Callable[[str], list[int]],
     num_samples: int,
     keep_context: bool,
@@ -64,7 +64,7 @@ def interact(
     """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session, and `/top-k 5` sets an option."""
     if sys.stdin.isatty():
         leave = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
-        say(f"{leave}, and a line such as /temperature 0.5 changes an option", sys.stderr)
+        print_line(f"{leave}, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as prompts from elsewhere, whatever the locale
     said = ""
@@ -76,12 +76,12 @@ def interact(
             return
         if option := OPTION.fullmatch(prompt):
             try:
-                continue_texts = _with_option(continue_texts, *option.groups())
+                generate_batch = _with_option(generate_batch, *option.groups())
             except UserError as error:
-                say(str(error), sys.stderr)
+                print_line(str(error), sys.stderr)
             continue
         said = f"{said}\n{prompt}" if keep_context and said and prompt else prompt
-        steps = continue_texts([encode(said)] * num_samples)
+        steps = generate_batch([encode(said)] * num_samples)
         try:
             if num_samples == 1:
                 before = said
@@ -94,18 +94,18 @@ def interact(
             print()
 
 
-def _with_option(continue_texts: functools.partial, name: str, value: str) -> functools.partial:
+def _with_option(generate_batch: functools.partial, name: str, value: str) -> functools.partial:
     """Return what continues texts with another option; `UserError` if there is none such, or it is out of range."""
-    sampling, key = continue_texts.keywords["sampling"], name.replace("-", "_")
+    sampling, key = generate_batch.keywords["sampling"], name.replace("-", "_")
     if key not in (known := ("max_new_tokens", *vars(sampling))):
         raise UserError(f"/{name} is no option: choose from /{' /'.join(known).replace('_', '-')}")
     given = {key: getattr(parse_arguments([f"--{key.replace('_', '-')}={value}"]), key)}
     if key in vars(sampling):
         given = {"sampling": replace(sampling, **given)}
-    return functools.partial(continue_texts, **given)
+    return functools.partial(generate_batch, **given)
 
 
-def printable(text: Continuation, start: int = 0) -> str:
+def printable(text: Completion, start: int = 0) -> str:
     """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
     if not text.logprobs:
         return text.text[start:]

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.console import bars
+from gpt.console import import_tqdm
 from gpt.data.batches import validation_batches
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.loss import IGNORE
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT
 
 TOKENS_AT_ONCE = 4096
 
 
-def tokens_at_once(model: GPT, ranks: int = 1) -> int:
+def eval_batch_tokens(model: GPT, ranks: int = 1) -> int:
     """How many tokens to score in one pass; on CUDA as many as fit a sixteenth of the memory, divided by `ranks`.
 
     A pass holds up to 40 C bytes for each token, and more than 65,536 gain nothing. The whole memory counts, not what
@@ -56,7 +56,7 @@ class Score:
         return math.exp(self.nats_per_token)
 
 
-def sum_of(scores: Iterable[Score]) -> Score:
+def sum_scores(scores: Iterable[Score]) -> Score:
     """The score of several texts together."""
     scores = list(scores)
     return Score(sum(s.nats for s in scores), sum(s.tokens for s in scores), sum(s.bytes for s in scores))
@@ -64,7 +64,7 @@ def sum_of(scores: Iterable[Score]) -> Score:
 
 @torch.no_grad()
 def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
-    """Score a model on batches of inputs and targets (B, T), with `IGNORE` for targets that do not count.
+    """Score a model on batches of inputs and targets (B, T), with `IGNORE_INDEX` for targets that do not count.
 
     `num_bytes` is the size of the text in UTF-8. End-of-text tokens between documents add their nats but no bytes. The
     model stays in training or evaluation mode, whichever it was in.
@@ -74,7 +74,7 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     device = model.token_embedding.weight.device
     nats, tokens = 0.0, 0
     for idx, targets in batches:
-        counted = int((targets != IGNORE).sum())
+        counted = int((targets != IGNORE_INDEX).sum())
         idx, targets = idx.to(device), targets.to(device)
         mean = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
         nats += mean.item() * counted  # summed in Python: Apple's GPUs have no float64
@@ -91,8 +91,8 @@ def strided_score(model: GPT, tokens: np.ndarray, num_bytes: int, stride: int) -
     "Perplexity of fixed-length models"): `context_length` tokens, of which the last is only a target.
     """
     T = model.config.context_length
-    B = max(1, tokens_at_once(model) // T)
-    batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE, stride)
+    B = max(1, eval_batch_tokens(model) // T)
+    batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE_INDEX, stride)
     count = -(-len(tokens) // (B * stride))
-    bar = bars()(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
+    bar = import_tqdm()(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
     return score(model, bar, num_bytes)

@@ -9,11 +9,15 @@ from gpt.training.config import Config
 from gpt.training.schedule import Schedule
 
 # benchmarks/LOG.md says how these were measured.
-TURNED = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
+OVERFIT_LOSS_RATIO = 1.01  # a loss this many times the best is worse beyond noise, which is below 0.5%
 # Beyond so many epochs a small text is learnt by heart: with split tokens, without, and with dropout.
 MOST_EPOCHS, MOST_UNSPLIT, MOST_DROPPED = 20, 15, 30
 DROPOUT = 0.2  # from which on it counts
-UNSPLIT, CHANCE, MOST_CHANCE = 5, 0.04, 0.5  # no token is split up to so many epochs; a chance for each more; at most
+EPOCHS_WITHOUT_BPE_DROPOUT, CHANCE, MOST_CHANCE = (
+    5,
+    0.04,
+    0.5,
+)  # no token is split up to so many epochs; a chance for each more; at most
 EPOCHS, STEPS = 10, 30  # that suit a small text: the greater of the two
 TOKENS_PER_ENTRY = 4  # of the vocabulary, in the training text: with fewer, most entries are too rare to be learnt
 VOCABULARIES = (320, 512, 1024, 1536, 4096, 8192)  # to suggest
@@ -22,7 +26,7 @@ NOT_ASCII, BYTES_PER_TOKEN = 0.25, 2.5  # of text that GPT-2's tokenizer cuts up
 SAMPLE, SAMPLES = 1 << 14, 8  # tokens of a corpus to look at together, and in about how many places
 
 
-def warnings(config: Config, schedule: Schedule, text: TokenDataset) -> list[str]:
+def list_warnings(config: Config, schedule: Schedule, text: TokenDataset) -> list[str]:
     """Return a line for each setting that does not suit the text: the value, the limit, and what to set instead."""
     checks = [_repeats(config, schedule, text)]
     if not config.init_from:  # which brings its own vocabulary
@@ -37,20 +41,20 @@ def epochs(tokens: int, text: TokenDataset) -> dict[str, float]:
     return {name: tokens * share / MIXTURE_BLOCK / len(source.train) for name, source, share in each}
 
 
-def suitable_steps(config: Config, text: TokenDataset) -> int:
+def suggest_steps(config: Config, text: TokenDataset) -> int:
     """Return the number of steps after which validation on a small text is about at its best."""
     return max(STEPS, EPOCHS * text.train_tokens // config.trainer.tokens_per_step)
 
 
-def suitable_split(config: Config, schedule: Schedule, text: TokenDataset) -> float:
+def suggest_bpe_dropout(config: Config, schedule: Schedule, text: TokenDataset) -> float:
     """Return the chance to split tokens that suits how often a text is seen, of several the one that is seen least."""
     seen = min(epochs(schedule.total_steps * config.trainer.tokens_per_step, text).values())
-    return round(min(MOST_CHANCE, CHANCE * max(0.0, seen - UNSPLIT)), 3)
+    return round(min(MOST_CHANCE, CHANCE * max(0.0, seen - EPOCHS_WITHOUT_BPE_DROPOUT)), 3)
 
 
-def shorter_steps(config: Config, text: TokenDataset, best_step: int) -> int:
+def suggest_shorter_horizon(config: Config, text: TokenDataset, best_step: int) -> int:
     """Return the horizon to suggest once validation, which was best at `best_step`, has turned."""
-    return min(best_step, suitable_steps(config, text))
+    return min(best_step, suggest_steps(config, text))
 
 
 def _repeats(config: Config, schedule: Schedule, text: TokenDataset) -> str:
@@ -61,17 +65,17 @@ def _repeats(config: Config, schedule: Schedule, text: TokenDataset) -> str:
     name, most = max(each.items(), key=lambda item: item[1])
     limit = MOST_EPOCHS if config.data.bpe_dropout else MOST_UNSPLIT
     limit = MOST_DROPPED if config.model.dropout >= DROPOUT else limit
-    suitable = suitable_steps(config, text)
+    suitable = suggest_steps(config, text)
     if most <= limit or (len(each) == 1 and schedule.total_steps <= suitable):
         return ""
-    what, remedy = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
+    what, hint = "the text", f"try horizon={suitable}steps" if suitable < schedule.total_steps else "give more text"
     if len(each) > 1:
         what = name
         if tokens / text.train_tokens <= limit:
-            remedy = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
+            hint = f"try a smaller weight for it in data.weights, which are {config.data.weights}"
     return (
         f"{schedule.total_steps:,} steps would read {what} {most:,.0f} times; beyond about {limit} a model only "
-        f"memorises it: {remedy}"
+        f"memorises it: {hint}"
     )
 
 
@@ -104,7 +108,7 @@ def _validation(config: Config, text: TokenDataset) -> str:
     )
 
 
-def fit_of_tokenizer(text: TokenDataset) -> str:
+def compare_tokenizers(text: TokenDataset) -> str:
     """Say how long the tokens of a tokenizer that came with weights are, and those of one of the text's own."""
     tokenizer = text.tokenizer
     encoded, each = _sampled(text)

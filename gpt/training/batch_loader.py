@@ -6,7 +6,7 @@ from torch import Tensor, distributed
 
 from gpt.data.batches import training_batch, validation_batches
 from gpt.data.token_dataset import TokenDataset
-from gpt.model.loss import IGNORE
+from gpt.model.loss import IGNORE_INDEX
 from gpt.training.config import Config
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec
@@ -31,7 +31,7 @@ def micro_batch(config: Config, dataset: TokenDataset, number: int, sequence_len
     return training_batch(tokens, dataset.weights, config.order_seed, number * batch_size, batch_size, sequence_length)
 
 
-def read_step(
+def read_micro_batches(
     config: Config, dataset: TokenDataset, step: int, sequence_length: int, rank: int = 0, pin: bool = False
 ) -> list[Batch]:
     """Return this rank's micro-batches for the step after `step` others.
@@ -42,8 +42,8 @@ def read_step(
         rank: The ranks take turns: micro-batch i of the step goes to rank i % world_size.
         pin: Put them into pinned memory. From other memory, a copy to a GPU waits for all that the GPU still has to do.
     """
-    first = step * config.accumulation
-    numbers = [(first + i) * config.trainer.world_size + rank for i in range(config.accumulation)]
+    first = step * config.accumulation_steps
+    numbers = [(first + i) * config.trainer.world_size + rank for i in range(config.accumulation_steps)]
     batches = [micro_batch(config, dataset, number, sequence_length) for number in numbers]
     if pin:
         return [(idx.pin_memory(), targets.pin_memory()) for idx, targets in batches]
@@ -62,14 +62,14 @@ class TrainBatches:
         self._num_taken = 0
 
     def __len__(self) -> int:
-        return self._spec.schedule.total_steps * self._spec.config.accumulation
+        return self._spec.schedule.total_steps * self._spec.config.accumulation_steps
 
     def __iter__(self) -> Iterator[Batch]:
         config, schedule = self._spec.config, self._spec.schedule
         has_group = distributed.is_available() and distributed.is_initialized()
         rank = distributed.get_rank() if has_group else 0
         while self._num_taken < len(self):
-            step = self._num_taken // config.accumulation
+            step = self._num_taken // config.accumulation_steps
             number = self._num_taken * config.trainer.world_size + rank
             self._num_taken += 1
             yield micro_batch(config, self._spec.dataset, number, sequence_length(config, schedule, step))
@@ -84,7 +84,7 @@ class TrainBatches:
 class ValidationBatches:
     """The whole validation text as inputs and targets, each (B, T), for `lightning.Trainer.fit`.
 
-    Targets that do not count are `IGNORE`. Every rank gets all batches.
+    Targets that do not count are `IGNORE_INDEX`. Every rank gets all batches.
     """
 
     def __init__(self, spec: RunSpec):
@@ -93,4 +93,4 @@ class ValidationBatches:
     def __iter__(self) -> Iterator[Batch]:
         T, B = self._spec.config.model.context_length, self._spec.config.micro_batch_size
         for source in self._spec.dataset.sources:
-            yield from validation_batches(source.validation, B, T, IGNORE)
+            yield from validation_batches(source.validation, B, T, IGNORE_INDEX)

@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpt.checkpoint import require_storable
-from gpt.errors import UserError, reason
+from gpt.errors import UserError, summarize_error
 
 if TYPE_CHECKING:
     from lightning import Fabric
 
-    from gpt.training.curves import Curves
+    from gpt.training.metric_logger import MetricLogger
     from gpt.training.module import GPTModule
 
 _ALWAYS = ("step", "module", "log", "stop")
@@ -54,7 +54,7 @@ def _load(name: str) -> Any:
         if inspect.isclass(callback) or (callable(callback) and not _hooks(callback)):
             callback = callback()
     except Exception as error:
-        cause = f"{type(error).__name__}: {reason(error)}"
+        cause = f"{type(error).__name__}: {summarize_error(error)}"
         raise UserError(f"callbacks: {name} cannot be imported and made ({cause})") from error
     check_callbacks([callback], name)
     return callback
@@ -112,7 +112,7 @@ class Callbacks:
         logger: Writes the curves that hooks log.
     """
 
-    def __init__(self, callbacks: Sequence[Any], fabric: "Fabric", module: "GPTModule", logger: "Curves"):
+    def __init__(self, callbacks: Sequence[Any], fabric: "Fabric", module: "GPTModule", logger: "MetricLogger"):
         self._callbacks, self._fabric, self._module, self._logger = callbacks, fabric, module, logger
         self.stop_requested = False  # by one of them, on this rank
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from lightning import Fabric
 
-from gpt.checkpoint import FORMAT, save
+from gpt.checkpoint import CHECKPOINT_FORMAT, save_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.callbacks import Callbacks
-from gpt.training.curves import Curves
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import GPTModule
 from gpt.training.run_directory import RunDirectory
 from gpt.training.state import RunSpec, TrainState
@@ -33,7 +33,7 @@ class CheckpointWriter:
         module: GPTModule,
         optimizer: torch.optim.Optimizer,
         callbacks: Callbacks,
-        curves: Curves,
+        curves: MetricLogger,
     ):
         self._spec, self._run, self._state = spec, run, state
         self._fabric, self._module, self._optimizer = fabric, module, optimizer
@@ -95,7 +95,7 @@ class CheckpointWriter:
         if loss_scale is not None:
             state.loss_scale, state.skipped_steps = loss_scale.state_dict(), loss_scale.skipped_steps
         checkpoint = {
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "step": step,
             "state_dict": self._module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -110,5 +110,5 @@ class CheckpointWriter:
             "threads": torch.get_num_threads(),
         }
         if self._fabric.is_global_zero:
-            save(checkpoint, path)
+            save_checkpoint(checkpoint, path)
         self._fabric.barrier()

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpt.console import quote, say, warn
+from gpt.console import print_line, print_warning, shell_quote
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import CONFIGS
 from gpt.training import distributed
@@ -48,7 +48,7 @@ def parse_composition(composed: DictConfig) -> Request:
     is_job = job.mode == RunMode.MULTIRUN
     words = job.overrides.task if is_job else sys.argv[1:]
     return parse_request(
-        plain_values(composed),
+        to_plain_values(composed),
         parse_overrides(list(job.overrides.task)),
         model=job.runtime.choices.get("model", ""),  # a saved composition has no choices
         job=job.job.override_dirname if is_job else "",
@@ -63,7 +63,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
     return {str(override.key_or_group): override.value() for override in overrides}
 
 
-def plain_values(composed: DictConfig) -> dict[str, Any]:
+def to_plain_values(composed: DictConfig) -> dict[str, Any]:
     """Return what Hydra has composed as plain values, with every interpolation resolved."""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True)
@@ -79,7 +79,7 @@ def print_settings(request: Request) -> None:
     job = HydraConfig.get()
     if not (request.plan or request.config.resume) and job.overrides.task and distributed.is_main_process():
         label = f"job {job.job.num}" if job.mode == RunMode.MULTIRUN else "settings"
-        say(f"{label}: {original_spelling(job.overrides.task)}")
+        print_line(f"{label}: {original_spelling(job.overrides.task)}")
 
 
 class JobFailed(BaseException):
@@ -95,13 +95,13 @@ def one_line_errors() -> Iterator[None]:
     except SystemExit as ended:
         if chosen.mode != RunMode.MULTIRUN or int(ended.code or 0) > 128:  # by a signal, for the whole sweep
             raise
-        warn(f"job {chosen.job.num} ({' '.join(chosen.overrides.task)}): its processes have failed")
+        print_warning(f"job {chosen.job.num} ({' '.join(chosen.overrides.task)}): its processes have failed")
         raise UserError("a job of the sweep has failed") from None
     except Exception as error:
         if chosen.mode != RunMode.MULTIRUN:
             raise JobFailed(error) from None
         if isinstance(error, UserError | NonFiniteError | OSError):
-            warn(" ".join(f"job {chosen.job.num} ({' '.join(chosen.overrides.task)}): {error}".split()))
+            print_warning(" ".join(f"job {chosen.job.num} ({' '.join(chosen.overrides.task)}): {error}".split()))
         raise
 
 
@@ -134,7 +134,7 @@ def compose_and_run(job: Callable[[], Any]) -> None:
     except UserError:
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(describe(error)) from None
+        raise UserError(describe_hydra_error(error)) from None
     if failure is not None:
         raise failure
 
@@ -175,7 +175,7 @@ def check_jobs() -> None:
         raise UserError("the sweep has no jobs: one of its ranges or globs is empty")
 
 
-def describe(error: Exception) -> str:
+def describe_hydra_error(error: Exception) -> str:
     """Return an error of Hydra in one line."""
     several = re.match(r"Ambiguous value for argument '(.*)'", str(error))
     if isinstance(error, OverrideParseException) or several:
@@ -183,17 +183,17 @@ def describe(error: Exception) -> str:
         what = "is not key=value as Hydra reads it"
         if several:
             what = "has several values: add -m to train with each, or brackets for a list"
-        remedy = "; to give the value as it stands, use quotes inside quotes, as in 'data.path=\"a,b.txt\"'"
+        hint = "; to give the value as it stands, use quotes inside quotes, as in 'data.path=\"a,b.txt\"'"
         if "=" not in override:
-            remedy = f": to train on it, write data.path={override}" if os.path.exists(override) else ""
-        return f"{override!r} {what}{remedy}"
+            hint = f": to train on it, write data.path={override}" if os.path.exists(override) else ""
+        return f"{override!r} {what}{hint}"
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if group.startswith("data/"):  # a path
             group, _, name = str(error.missing_cfg_file).partition("/")
         if hint := DROPPED.get(f"{group}={name}"):
             return f"there is no {group}={name} since version 1.0: use {hint}"
-        file = quote(name) if os.path.exists(name) else "FILE"
+        file = shell_quote(name) if os.path.exists(name) else "FILE"
         own = {
             "data": f"; for a text of your own say data.path={file}",
             "tokenizer": "; byte comes closest to characters",

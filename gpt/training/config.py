@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from gpt.checkpoint_formats import upgraded
+from gpt.checkpoint_formats import upgrade_config
 from gpt.data.chunking import replace_surrogates
 from gpt.data.data_config import DataConfig
 from gpt.data.tokenizer import TokenizerConfig
@@ -22,7 +22,7 @@ from gpt.errors import UserError, require_choice, require_range
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import ModelConfig
 from gpt.training.optim import OptimConfig
-from gpt.training.versions import code
+from gpt.training.versions import code_version
 
 LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 DROPPED = {  # keys and values of 0.5 -> what to use today
@@ -173,12 +173,12 @@ class Config:
         return self.trainer.micro_batch_size
 
     @property
-    def accumulation(self) -> int:
+    def accumulation_steps(self) -> int:
         """The micro-batches of one optimizer step on each device, in a final configuration."""
         return self.sequences_per_step // (self.micro_batch_size * self.trainer.world_size)
 
     @property
-    def may_shrink(self) -> bool:
+    def can_shrink_micro_batch(self) -> bool:
         """Return True if the micro-batch may shrink when memory runs out: one process, and the user set no size."""
         return self.overrides.get("trainer.micro_batch_size", "auto") == "auto" and self.trainer.world_size == 1
 
@@ -188,11 +188,11 @@ class Config:
         Raises:
             UserError: Memory has run out, and the size is 1 or was set by the user.
         """
-        size, sequences = self.micro_batch_size, self.micro_batch_size * self.accumulation
+        size, sequences = self.micro_batch_size, self.micro_batch_size * self.accumulation_steps
         if size == 1:
             raise UserError("out of memory at trainer.micro_batch_size=1, the least: choose a smaller model")
         smaller = next(size for size in range(size // 2, 0, -1) if sequences % size == 0)
-        if not self.may_shrink:
+        if not self.can_shrink_micro_batch:
             raise UserError(f"out of memory at trainer.micro_batch_size={size}: try trainer.micro_batch_size={smaller}")
         return with_values(self, {"trainer.micro_batch_size": smaller})
 
@@ -300,9 +300,11 @@ def load_config(path: Path) -> Config:
     if not isinstance(stored, dict) or "model" not in stored:
         raise UserError(f"{path}: holds no configuration of a run")
     try:
-        return parse_config(upgraded(stored))
+        return parse_config(upgrade_config(stored))
     except UserError as error:
-        raise UserError(f"{path}: {error} (the run is of {_written_by(path.parent)}, and this is {code()})") from None
+        raise UserError(
+            f"{path}: {error} (the run is of {_written_by(path.parent)}, and this is {code_version()})"
+        ) from None
 
 
 def _written_by(directory: Path) -> str:
@@ -312,6 +314,6 @@ def _written_by(directory: Path) -> str:
     return "other code"
 
 
-def to_yaml(config: Config) -> str:
+def config_to_yaml(config: Config) -> str:
     """Return the text of config.yaml."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gpt.console import command_line, say, warn
+from gpt.console import clean_exit, print_line, print_warning
 from gpt.errors import NonFiniteError, UserError
 from gpt.files import code_hash
-from gpt.training.stop_signals import SIGNALS
+from gpt.training.stop_signals import STOP_SIGNALS
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # Ray Train sets them, too
 RENDEZVOUS_TIMEOUT_SECONDS = 60
@@ -311,7 +311,7 @@ def _report_missing_ranks(error: Exception) -> None:
     is_reported = dist.is_torchelastic_launched() and not is_timeout
     if rank() == min({*range(world_size())} - {*missing}) and not is_reported:
         which = " and ".join(map(str, missing)) or "another"
-        warn(f"process {which} of this training has died or does not answer, and so all end")
+        print_warning(f"process {which} of this training has died or does not answer, and so all end")
 
 
 def launch(function: Callable[[Any], Result], request: Any, num_processes: int) -> Result:
@@ -326,7 +326,7 @@ def launch(function: Callable[[Any], Result], request: Any, num_processes: int) 
     logging.disable(logging.CRITICAL)  # from now on this process only waits, and prints a failure itself
     signals_to_handle = [
         signal.Signals(number).name
-        for number in SIGNALS
+        for number in STOP_SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT
     ]
     try:
@@ -351,10 +351,12 @@ def launch(function: Callable[[Any], Result], request: Any, num_processes: int) 
     except ChildFailedError as error:
         failed_rank, failure = error.get_first_failure()
         if isinstance(failure.message, dict):  # the rank has written its exception into a file, and printed nothing
-            say(failure.message["extraInfo"]["py_callstack"].rstrip(), sys.stderr)
-            warn(f"process {failed_rank} of {num_processes} failed with the error above; all others were ended")
+            print_line(failure.message["extraInfo"]["py_callstack"].rstrip(), sys.stderr)
+            print_warning(
+                f"process {failed_rank} of {num_processes} failed with the error above; all others were ended"
+            )
         elif failure.exitcode < 0:
-            warn(f"process {failed_rank} of {num_processes} died; all others were ended")
+            print_warning(f"process {failed_rank} of {num_processes} died; all others were ended")
         sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
     except SignalException as error:
         sys.exit(128 + error.sigval)
@@ -364,7 +366,7 @@ def launch(function: Callable[[Any], Result], request: Any, num_processes: int) 
 
 def _run_worker(function: Callable[[Any], Result], request: Any) -> Result:
     """Run one of the processes that `launch` starts."""
-    with command_line("train.py"), distributed_errors():
+    with clean_exit("train.py"), distributed_errors():
         return function(request)
 
 

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.data.data_config import BUILTIN_CORPORA
 from gpt.data.prompts import extract_prompts
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.hardware.device import DTYPES, choose_compile, choose_device, choose_precision, device_count
 from gpt.hardware.memory import free_memory
-from gpt.model.memory import choose_micro_batch
+from gpt.model.memory_estimate import choose_micro_batch
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
-from gpt.training.advice import STEPS, suitable_split, suitable_steps
+from gpt.training.advice import STEPS, suggest_bpe_dropout, suggest_steps
 from gpt.training.config import Config, parse_horizon, with_values
 from gpt.training.request import Request
 from gpt.training.schedule import SHORT_SEQUENCE_TOKENS, Schedule
 
 if TYPE_CHECKING:
-    from gpt.training.auto_model import Member
+    from gpt.training.auto_model import Candidate
 
 AUTO_HORIZON_SECONDS = 600  # horizon=auto trains at most so long, unless `STEPS` take longer
 
@@ -72,7 +72,7 @@ def require_devices(config: Config) -> torch.device:
 
 
 def finalize(
-    request: Request, machine: Machine, dataset: TokenDataset, candidates: Sequence["Member"] = ()
+    request: Request, machine: Machine, dataset: TokenDataset, candidates: Sequence["Candidate"] = ()
 ) -> tuple[Config, Schedule, Schedule]:
     """Return the final configuration, in which nothing is auto or open, and the schedule.
 
@@ -92,7 +92,7 @@ def finalize(
         request: What the user wants trained, with the shape of the initial weights if there are any.
         machine: What `check_machine` returned.
         dataset: The dataset of the request.
-        candidates: For model=auto, what `weigh_models` returned; if empty, it is called here.
+        candidates: For model=auto, what `find_candidates` returned; if empty, it is called here.
 
     Returns:
         The configuration, the schedule, and the schedule in steps. These two differ for a time horizon, whose number
@@ -104,7 +104,7 @@ def finalize(
             config, {"data.prompts": BUILTIN_CORPORA.get(config.data.name) or extract_prompts(dataset)}
         )
     if request.model == "auto":
-        candidates = candidates or weigh_models(request, machine, dataset)
+        candidates = candidates or find_candidates(request, machine, dataset)
         config, schedule = _with_best_model(config, dataset, candidates)
     else:
         config = finalize_model(config, config.model)
@@ -115,9 +115,9 @@ def finalize(
     if schedule.seconds:
         from gpt.training import timing  # imports Lightning
 
-        _, schedule_in_steps, _ = timing.in_steps(config, schedule, dataset, at_most=1.0)
+        _, schedule_in_steps, _ = timing.plan_in_steps(config, schedule, dataset, max_seconds=1.0)
     if config.data.bpe_dropout is None:
-        probability = 0.0 if config.init_from else suitable_split(config, schedule_in_steps, dataset)
+        probability = 0.0 if config.init_from else suggest_bpe_dropout(config, schedule_in_steps, dataset)
         config = with_values(config, {"data.bpe_dropout": probability})
     return config.with_absolute_paths(), schedule, schedule_in_steps
 
@@ -150,9 +150,9 @@ def finalize_model(config: Config, model: ModelConfig) -> Config:
     return with_values(config, values)
 
 
-def weigh_models(
+def find_candidates(
     request: Request, machine: Machine, dataset: TokenDataset, longest_seconds: float = 0.0
-) -> Sequence["Member"]:
+) -> Sequence["Candidate"]:
     """Return the candidates of model=auto, each with its predicted loss.
 
     Args:
@@ -161,7 +161,7 @@ def weigh_models(
         dataset: The dataset of the request.
         longest_seconds: Weigh enough candidates to tell the best for this time too.
     """
-    from gpt.training.auto_model import choose  # imports Lightning
+    from gpt.training.auto_model import time_candidates  # imports Lightning
 
     config = on_machine(request, machine, dataset)
 
@@ -174,17 +174,19 @@ def weigh_models(
         final = finalize_model(with_values(config, values), model)
         return final, Schedule.plan(final, dataset.train_tokens)
 
-    return choose(finalize_candidate, dataset, parse_horizon(config.horizon).amount, longest_seconds)
+    return time_candidates(finalize_candidate, dataset, parse_horizon(config.horizon).amount, longest_seconds)
 
 
-def _with_best_model(config: Config, dataset: TokenDataset, candidates: Sequence["Member"]) -> tuple[Config, Schedule]:
+def _with_best_model(
+    config: Config, dataset: TokenDataset, candidates: Sequence["Candidate"]
+) -> tuple[Config, Schedule]:
     """Return the configuration and the schedule of the candidate that learns most within the horizon."""
-    from gpt.training.auto_model import announcement, best  # imports Lightning
+    from gpt.training.auto_model import describe_choice, pick_best  # imports Lightning
 
     seconds = parse_horizon(config.horizon).amount
-    say(announcement(candidates, seconds, dataset))
-    chosen = best(candidates, seconds)
-    bits_per_byte, useful_seconds = chosen.reached(seconds)
+    print_line(describe_choice(candidates, seconds, dataset))
+    chosen = pick_best(candidates, seconds)
+    bits_per_byte, useful_seconds = chosen.predict(seconds)
     horizon = config.horizon if useful_seconds == seconds else f"{useful_seconds}s"
     schedule = replace(chosen.schedule, seconds=parse_horizon(horizon).amount, expected_bits=bits_per_byte)
     return with_values(chosen.config, {"horizon": horizon, "data": config.data}), schedule
@@ -192,12 +194,12 @@ def _with_best_model(config: Config, dataset: TokenDataset, candidates: Sequence
 
 def _with_suitable_horizon(config: Config, dataset: TokenDataset) -> Config:
     """Return the configuration with the steps that suit the text, as far as they fit into `AUTO_HORIZON_SECONDS`."""
-    steps = suitable_steps(config, dataset)
+    steps = suggest_steps(config, dataset)
     config = with_values(config, {"horizon": f"{steps}steps"})
     if steps > STEPS:
-        from gpt.training.timing import measure  # imports Lightning
+        from gpt.training.timing import measure_step  # imports Lightning
 
-        _, seconds = measure(config, Schedule.plan(config, dataset.train_tokens), dataset, at_most=1.0)
+        _, seconds = measure_step(config, Schedule.plan(config, dataset.train_tokens), dataset, max_seconds=1.0)
         steps = max(STEPS, min(steps, int(AUTO_HORIZON_SECONDS / seconds)))
-    say(f"horizon={steps}steps suits this text and this machine")
+    print_line(f"horizon={steps}steps suits this text and this machine")
     return with_values(config, {"horizon": f"{steps}steps"})

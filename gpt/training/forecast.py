@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from gpt.console import duration, say
+from gpt.console import format_duration, print_line
 from gpt.hardware.device import DTYPES
 from gpt.hardware.memory import free_memory, peak_memory_bytes
-from gpt.model.memory import activation_bytes
+from gpt.model.memory_estimate import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.training.advice import epochs, warnings
+from gpt.training.advice import epochs, list_warnings
 from gpt.training.config import Config
-from gpt.training.finalize import finalize, weigh_models
+from gpt.training.finalize import finalize, find_candidates
 from gpt.training.optim import build_optimizer
 from gpt.training.request import Request
 from gpt.training.run_directory import require_empty
@@ -36,7 +36,7 @@ def print_plan(request: Request) -> None:
     """Print what a run will take; nothing is written but its prepared text."""
     with contextlib.redirect_stdout(sys.stderr):
         figures = forecast(request)
-    say(json.dumps(figures, indent=2) if request.plan == "json" else describe(figures))
+    print_line(json.dumps(figures, indent=2) if request.plan == "json" else describe_plan(figures))
 
 
 def forecast(request: Request) -> dict[str, Any]:
@@ -44,19 +44,22 @@ def forecast(request: Request) -> dict[str, Any]:
     if request.config.run_dir:
         require_empty(Path(request.config.run_dir))
     request, machine, text, _ = open_dataset(request)
-    members = weigh_models(request, machine, text, HORIZONS[-1]) if request.model == "auto" else ()
+    members = find_candidates(request, machine, text, HORIZONS[-1]) if request.model == "auto" else ()
     config, schedule, _ = finalize(request, machine, text, members)
     horizon = schedule.seconds
-    from gpt.training.auto_model import expectations
-    from gpt.training.timing import in_steps, seconds_validating  # imports what stays in memory while training
+    from gpt.training.auto_model import list_predictions
+    from gpt.training.timing import (  # imports what stays in memory while training
+        measure_validation_seconds,
+        plan_in_steps,
+    )
 
     device = torch.device(config.trainer.device)
     free = free_memory(device)
-    say("timing a few steps and part of a validation")
-    config, schedule, seconds = in_steps(config, schedule, text)
+    print_line("timing a few steps and part of a validation")
+    config, schedule, seconds = plan_in_steps(config, schedule, text)
     settings = config.trainer
     gc.collect()
-    validating = seconds_validating(config, schedule, text)
+    validating = measure_validation_seconds(config, schedule, text)
     shape = GPTConfig(vocab_size=text.tokenizer.vocab_size, **asdict(config.model))
     steps, N = schedule.total_steps, shape.num_parameters
     tokens = steps * settings.tokens_per_step
@@ -81,8 +84,8 @@ def forecast(request: Request) -> dict[str, Any]:
         "checkpoint_bytes": 4 * N + optimizer_bytes(shape, config),
         "free_memory": free,
         "peak_memory": peak_memory(device, shape, config),
-        "warnings": warnings(config, schedule, text),
-    } | ({"expected": expectations(members, horizon, HORIZONS)} if members else {})
+        "warnings": list_warnings(config, schedule, text),
+    } | ({"expected": list_predictions(members, horizon, HORIZONS)} if members else {})
 
 
 def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
@@ -108,7 +111,7 @@ def peak_memory(device: torch.device, shape: GPTConfig, config: Config) -> float
     return 16 * shape.num_parameters + passing + extra
 
 
-def describe(f: dict[str, Any]) -> str:
+def describe_plan(f: dict[str, Any]) -> str:
     """The figures of `forecast` as text."""
     trainer, text, devices = f["trainer"], f["text"], f["trainer"]["devices"]
     share = f["validation_seconds"] / (f["train_seconds"] + f["validation_seconds"])
@@ -116,19 +119,21 @@ def describe(f: dict[str, Any]) -> str:
     alone = ", without the exchange among devices" if devices > 1 else ""
     each = [f"{times:,.2f} times{f' in {name}' if len(f['epochs']) > 1 else ''}" for name, times in f["epochs"].items()]
     ratio = f"{f['tokens_per_parameter']:,.2f} per parameter (compute-optimal: {COMPUTE_OPTIMAL})"
-    validating = f"{duration(f['validation_seconds'])} more ({share:.0%})"
+    validating = f"{format_duration(f['validation_seconds'])} more ({share:.0%})"
     rows = [
         ("model", f"{f['parameters']:,} parameters, in {trainer['precision']} on {where}"),
         ("text", f"{text['train_tokens']:,} tokens, and {text['validation_bytes']:,} bytes for validation"),
         ("training", f"{f['steps']:,} steps of {trainer['tokens_per_step']:,} tokens see each byte {', '.join(each)}"),
         ("", f"{f['tokens']:,} tokens, {ratio}"),
-        ("time", f"{duration(f['train_seconds'])} at {f['seconds_per_step'] * 1000:,.1f} ms a step{alone}"),
+        ("time", f"{format_duration(f['train_seconds'])} at {f['seconds_per_step'] * 1000:,.1f} ms a step{alone}"),
         ("", f"{validating} for {f['validations']} validations with samples"),
         ("disk", f"{_size(f['checkpoints'] * f['checkpoint_bytes'])} for {f['checkpoints']} checkpoints"),
         ("memory", f"{_size(f['peak_memory'])} at peak on each device, of {_size(f['free_memory'])} free"),
     ]
     for i, row in enumerate(f.get("expected", [])):
-        line = f"about {row['bits_per_byte']:.2f} bits per byte in {duration(row['seconds'])} with {row['model']}"
+        line = (
+            f"about {row['bits_per_byte']:.2f} bits per byte in {format_duration(row['seconds'])} with {row['model']}"
+        )
         rows.append(("" if i else "expected", line))
     lines = [f"{name:10}{line}" for name, line in rows]
     return "\n".join([*lines, *([""] if f["warnings"] else []), *f["warnings"]])

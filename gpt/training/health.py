@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from gpt.console import warn
+from gpt.console import print_warning
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
-from gpt.training.advice import TURNED, shorter_steps
-from gpt.training.optim import unread_settings
+from gpt.training.advice import OVERFIT_LOSS_RATIO, suggest_shorter_horizon
+from gpt.training.optim import unused_settings
 from gpt.training.run_directory import RunDirectory, repeat_command
 from gpt.training.state import RunSpec, TrainState
 
@@ -29,14 +29,14 @@ def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Scor
     if state.train_loss_at_best is None:  # the first point of train/loss may come later
         state.train_loss_at_best = state.train_loss
     train_loss, loss_at_best = state.train_loss, state.train_loss_at_best
-    is_falling = train_loss is not None and loss_at_best is not None and TURNED * train_loss < loss_at_best
-    is_worse = score.nats_per_token > TURNED * state.best_loss
+    is_falling = train_loss is not None and loss_at_best is not None and OVERFIT_LOSS_RATIO * train_loss < loss_at_best
+    is_worse = score.nats_per_token > OVERFIT_LOSS_RATIO * state.best_loss
     state.overfit_count = state.overfit_count + 1 if is_falling and is_worse else 0
     if state.overfit_count == OVERFIT_VALIDATIONS and distributed.is_main_process():
-        warn(
+        print_warning(
             f"validation loss was lowest at step {state.best_step} and has risen since, while training loss keeps "
             f"falling: the model overfits. best.ckpt holds step {state.best_step}; try "
-            f"horizon={shorter_steps(spec.config, spec.dataset, state.best_step)}steps"
+            f"horizon={suggest_shorter_horizon(spec.config, spec.dataset, state.best_step)}steps"
         )
 
 
@@ -54,12 +54,12 @@ def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step:
         return
     state.high_loss_count += 1
     if state.high_loss_count == DIVERGED_POINTS and distributed.is_main_process():
-        names = {"lr", "matrix_lr"} - unread_settings(optim.name)
+        names = {"lr", "matrix_lr"} - unused_settings(optim.name)
         rates = [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(names)]
         best_step = state.best_step
         is_from_before = 0 < best_step <= state.last_healthy_step
         best = f"best.ckpt of step {best_step} is from before; " if is_from_before else ""
-        warn(
+        print_warning(
             f"training loss has been far above its average since step {state.last_healthy_step} "
             f"({state.train_loss:.2f}, and {state.min_loss_ema:.2f} before): {best}try a lower learning rate with "
             f"{repeat_command(run.path, *rates)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
-from gpt.errors import UserError, reason
+from gpt.errors import UserError, summarize_error
 from gpt.files import read_text, write_text
 from gpt.training.config import Config
 
@@ -32,7 +32,7 @@ def open_loggers(config: Config, run_dir: Path) -> list[Logger]:
                 logger = MLFlowLogger(PROJECT, run_dir.name, place, run_id=known)
             logger.log_hyperparams(asdict(config))
         except Exception as error:  # no login, no network, a server without this run
-            why = reason(error)
+            why = summarize_error(error)
             raise UserError(f"logger={name}: cannot be started ({why}): check its login and address") from error
         if known is None:
             write_text(file, f"{logger.version}\n")

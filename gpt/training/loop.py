@@ -19,26 +19,26 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt.checkpoint import load
-from gpt.console import say, warn
+from gpt.checkpoint import load_checkpoint
+from gpt.console import print_line, print_warning
 from gpt.errors import is_out_of_memory
-from gpt.hardware.device import arithmetic
+from gpt.hardware.device import numerics
 from gpt.hardware.memory import keep_freed_memory, release_memory
-from gpt.hardware.threads import giving_way
+from gpt.hardware.threads import yield_to_other_processes
 from gpt.loading import open_model
 from gpt.model.transformer import GPTConfig
 from gpt.training import distributed
-from gpt.training.advice import shorter_steps
-from gpt.training.batch_loader import Batch, read_step, sequence_length
+from gpt.training.advice import suggest_shorter_horizon
+from gpt.training.batch_loader import Batch, read_micro_batches, sequence_length
 from gpt.training.callbacks import Callbacks, check_callbacks
 from gpt.training.checkpoint_writer import CheckpointWriter
 from gpt.training.config import TrainerConfig, parse_config
-from gpt.training.curves import Curves
-from gpt.training.device_check import require_agreement
+from gpt.training.device_check import check_device_numerics
 from gpt.training.health import warn_if_diverging
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import GPTModule
 from gpt.training.optim import set_lr
-from gpt.training.progress import Progress
+from gpt.training.progress import ProgressDisplay
 from gpt.training.report import resume_command
 from gpt.training.run_directory import RunDirectory, checkpoint_errors
 from gpt.training.schedule import Schedule
@@ -61,7 +61,7 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
     config, trainer, dataset = spec.config, spec.config.trainer, spec.dataset
 
     # --- Set up. The state and the thread count of a checkpoint are needed before there is a model ---
-    checkpoint = load_checkpoint(spec) if spec.checkpoint else None
+    checkpoint = load_checkpoint_to_resume(spec) if spec.checkpoint else None
     state, step = restore_state(spec, checkpoint)
     schedule = state.current_schedule(spec.schedule)
     clock = TrainingClock(state, schedule.seconds)
@@ -71,12 +71,12 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
         module.load_state_dict(open_model(spec.initial_weights)[0].state_dict())
     model = fabric.setup_module(module)  # on its device, and wrapped for DDP if there are several processes
     optimizer: Any = fabric.setup_optimizers(module.build_optimizer())  # its state is allocated on that device
-    curves = Curves(spec, run, state)
-    progress = Progress(spec, state, curves)
+    curves = MetricLogger(spec, run, state)
+    progress = ProgressDisplay(spec, state, curves)
     hooks = Callbacks(callbacks, fabric, module, curves)
     validator = Validator(spec, run, state, clock, fabric, module, hooks, curves, progress)
     checkpoints = CheckpointWriter(spec, run, state, fabric, module, optimizer, hooks, curves)
-    distributed.run_on_all_ranks(lambda: require_agreement(module))
+    distributed.run_on_all_ranks(lambda: check_device_numerics(module))
     distributed.set_timeout(trainer.answer_minutes)
 
     try:
@@ -146,7 +146,7 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
 
                 # --- Stop? ---
                 is_late = checkpoints.seconds_since_save >= 60 * trainer.checkpoint_minutes
-                flags = [int(is_late), signals.received, int(hooks.stop_requested)]
+                flags = [int(is_late), signals.received_signal, int(hooks.stop_requested)]
                 if fabric.world_size > 1:
                     # An exchange takes time, so ranks make it only where they exchange losses anyway. Flags stay set.
                     is_exchange = is_log_point or validator.last_validated_step == step
@@ -221,24 +221,24 @@ def train_step(
             skipped instead, as long as a smaller loss scale may help. On a GPU in fp32 or bf16 the gradient is not
             read here, but at the points of the curves.
     """
-    module, loss_scale, accumulation = model.module, model.module.loss_scale, len(micro_batches)
+    module, loss_scale, accumulation_steps = model.module, model.module.loss_scale, len(micro_batches)
     set_lr(optimizer, lr_multiplier)
     optimizer.zero_grad()
     mean_loss = torch.zeros((), device=fabric.device)
     for i, batch in enumerate(micro_batches):
-        is_last_micro_batch = i + 1 == accumulation
+        is_last_micro_batch = i + 1 == accumulation_steps
         with fabric.no_backward_sync(model, enabled=not is_last_micro_batch):  # ranks average gradients once a step
-            loss = model.training_step(fabric.to_device(batch), step * accumulation + i) / accumulation
+            loss = model.training_step(fabric.to_device(batch), step * accumulation_steps + i) / accumulation_steps
             fabric.backward(loss if loss_scale is None else loss_scale.scaled(loss))
         mean_loss += loss.detach()
 
     if loss_scale is not None:
         loss_scale.unscale(optimizer.optimizer)
-    grad_norm = module.measure_gradients()
+    grad_norm = module.measure_grad_norm()
     is_finite = not module.checks_each_step or bool(grad_norm.isfinite())
     may_continue = is_finite if loss_scale is None else loss_scale.adapt(skipped=not is_finite)
     if not may_continue:
-        raise module.broken_gradient(step, step + 1, mean_loss, "no update was made")
+        raise module.non_finite_gradient(step, step + 1, mean_loss, "no update was made")
     before_update()
     if is_finite:  # otherwise fp16 skips this update
         module.clip_gradients_to(module.config.optim.clip)
@@ -258,16 +258,16 @@ def read_ahead(
     """
     T = sequence_length(spec.config, schedule, step)
     is_cuda = fabric.device.type == "cuda"
-    return reader.submit(read_step, spec.config, spec.dataset, step, T, fabric.global_rank, pin=is_cuda)
+    return reader.submit(read_micro_batches, spec.config, spec.dataset, step, T, fabric.global_rank, pin=is_cuda)
 
 
-def load_checkpoint(spec: RunSpec) -> dict[str, Any]:
+def load_checkpoint_to_resume(spec: RunSpec) -> dict[str, Any]:
     """Return the checkpoint to resume from, its tensors mapped from the file.
 
     If the number of processes is unchanged, restore the thread count as well: results depend on it bit for bit.
     """
     assert spec.checkpoint is not None
-    checkpoint = load(spec.checkpoint, mmap=True)
+    checkpoint = load_checkpoint(spec.checkpoint, mmap=True)
     with checkpoint_errors(spec.checkpoint):
         if parse_config(checkpoint["config"]).trainer.world_size == spec.config.trainer.world_size:
             torch.set_num_threads(checkpoint["threads"])
@@ -341,8 +341,8 @@ def run_training(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any] = ()
             try:
                 with (
                     distributed.unchanged_environment(),
-                    arithmetic(spec.config.trainer.device, spec.config.trainer.deterministic),
-                    giving_way(),
+                    numerics(spec.config.trainer.device, spec.config.trainer.deterministic),
+                    yield_to_other_processes(),
                 ):
                     result = train(spec, run, callbacks, signals)
                 break
@@ -365,7 +365,7 @@ def with_smaller_micro_batch(spec: RunSpec, run: RunDirectory) -> RunSpec:
         UserError: There is no smaller size, or the user chose it.
     """
     config = spec.config.with_smaller_micro_batch()
-    warn(
+    print_warning(
         f"out of memory at trainer.micro_batch_size={spec.config.micro_batch_size}: continuing with "
         f"{config.micro_batch_size} and as many tokens a step"
     )
@@ -383,7 +383,7 @@ def announce(spec: RunSpec, run: RunDirectory) -> None:
     shape = GPTConfig(vocab_size=spec.dataset.tokenizer.vocab_size, **asdict(config.model))
     horizon = f"{config.horizon} in steps" if schedule.seconds else f"{schedule.total_steps} steps"
     if distributed.is_main_process():
-        say(
+        print_line(
             f"{shape.num_parameters:,} parameters on {config.trainer.device} in {config.trainer.precision}, {horizon} "
             f"of {config.trainer.tokens_per_step:,} tokens; writing to {run.path}"
         )
@@ -393,13 +393,13 @@ def explain_stop(spec: RunSpec, run: RunDirectory, result: Result) -> None:
     """Print why a run ended before its horizon, if it did, and how to continue."""
     command = resume_command(run.path, spec.in_python)
     if result.stop_reason == "signal":
-        say(f"stopped at step {result.step}; continue with: {command}")
+        print_line(f"stopped at step {result.step}; continue with: {command}")
     elif result.stop_reason == "patience":
         best_step = result.metrics["best_step"]
-        say(
+        print_line(
             f"stopped early at step {result.step}: no improvement in the last {spec.config.patience} validations "
             f"(best at step {best_step}). The learning rate was still falling: a shorter run, such as "
-            f"horizon={shorter_steps(spec.config, spec.dataset, best_step)}steps, will probably do better"
+            f"horizon={suggest_shorter_horizon(spec.config, spec.dataset, best_step)}steps, will probably do better"
         )
     elif result.stop_reason == "callback":
-        say(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")
+        print_line(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")

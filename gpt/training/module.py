@@ -17,8 +17,8 @@ from gpt.data.bpe_dropout import apply_bpe_dropout, merge_table
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import NonFiniteError, UserError
 from gpt.hardware.device import DTYPES, choose_precision
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.loss import IGNORE
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.config import Config
 from gpt.training.loss_scale import LossScale
@@ -48,7 +48,7 @@ class GPTModule(LightningModule):
         self.model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **asdict(config.model)))
         if config.data.bpe_dropout:
             self.register_buffer("merge_table", merge_table(tokenizer), persistent=False)
-        self.model.compute_in(DTYPES.get(config.trainer.precision, torch.float32))
+        self.model.set_compute_dtype(DTYPES.get(config.trainer.precision, torch.float32))
         self.loss_scale = LossScale(config.trainer.device) if config.trainer.precision == "fp16" else None
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
@@ -74,7 +74,7 @@ class GPTModule(LightningModule):
         idx, targets = batch
         self.sequence_length = idx.shape[1]
         seed = hash((self.config.seed, batch_idx, self._rank))
-        if probability := self._bpe_dropout(batch_idx // self.config.accumulation):
+        if probability := self._bpe_dropout(batch_idx // self.config.accumulation_steps):
             generator = torch.Generator(idx.device).manual_seed(seed)
             idx, targets = apply_bpe_dropout(idx, targets, self.merge_table, probability, generator)
         if self.config.model.dropout:
@@ -84,14 +84,14 @@ class GPTModule(LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log the mean loss of inputs and targets, each (B, T). Only a `Trainer` calls it: see validation.py."""
         idx, targets = batch
-        loss = chunked_next_token_loss(*self.model.hidden_and_head(idx), targets)
-        self.log("val/loss", loss, batch_size=int((targets != IGNORE).sum()), sync_dist=True)
+        loss = chunked_next_token_loss(*self.model.features_and_head(idx), targets)
+        self.log("val/loss", loss, batch_size=int((targets != IGNORE_INDEX).sum()), sync_dist=True)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the mean nats per token of inputs and targets, each (B, T)."""
         scale = self.loss_scale.of(idx.device) if self.loss_scale else 1.0
         num_offsets = self.config.model.context_length // idx.shape[1]
-        return chunked_next_token_loss(*self.model.hidden_and_head(idx, num_offsets), targets, scale=scale)
+        return chunked_next_token_loss(*self.model.features_and_head(idx, num_offsets), targets, scale=scale)
 
     @property
     def _rank(self) -> int:
@@ -126,12 +126,12 @@ class GPTModule(LightningModule):
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Clip as our loop does, for a `Trainer`, which calls this before each update."""
-        if not math.isfinite(self.measure_gradients()):
+        if not math.isfinite(self.measure_grad_norm()):
             step = self.global_step
-            raise self.broken_gradient(step, step + 1, torch.tensor(math.nan), "no update was made")
+            raise self.non_finite_gradient(step, step + 1, torch.tensor(math.nan), "no update was made")
         self.clip_gradients_to(self.config.optim.clip)
 
-    def measure_gradients(self) -> Tensor:
+    def measure_grad_norm(self) -> Tensor:
         """Return the norm of the whole gradient, a scalar, and keep it as `grad_norm`."""
         self.grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self._weights if p.grad is not None])
         return self.grad_norm
@@ -143,7 +143,7 @@ class GPTModule(LightningModule):
 
     # --- numbers that are not finite ---
 
-    def broken_gradient(self, last_finite_step: int, step: int, loss: Tensor, consequence: str) -> NonFiniteError:
+    def non_finite_gradient(self, last_finite_step: int, step: int, loss: Tensor, consequence: str) -> NonFiniteError:
         """Return the error for a gradient of `step` that is not finite.
 
         Args:

@@ -29,7 +29,7 @@ POLAR_EXPRESS_LARGE = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
 )
 LARGE_MATRIX = 256  # rows
-MINI = ModelConfig()  # whose rates are known best
+MINI_MODEL = ModelConfig()  # whose rates are known best
 MOMENTUM_WARMUP = (0.85, 300)  # Muon's momentum at the first step, and the steps until it reaches its final value
 NORMALIZER_BETA = 0.95  # decay of the running mean square of Muon's directions
 
@@ -82,7 +82,7 @@ class OptimConfig:
         both. Fewer layers than mini's bear no larger steps, and embeddings down to 64 channels bear all of 1/width:
         benchmarks/LOG.md has the losses at half and twice of each rate.
         """
-        depth, width = model.num_layers / MINI.num_layers, model.d_model / MINI.d_model
+        depth, width = model.num_layers / MINI_MODEL.num_layers, model.d_model / MINI_MODEL.d_model
         matrix_lr, lr = 0.02 * min(1.0, depth**-0.75), 0.006 * min(max(width**-0.5, 1 / width), 2.0)
         return replace(self, matrix_lr=self.matrix_lr or matrix_lr, lr=self.lr or lr)
 
@@ -136,7 +136,7 @@ def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
 class GPTOptimizer(torch.optim.Optimizer):
     """One optimizer that updates the weights of each type by the rule for it."""
 
-    def __init__(self, groups: list[dict], rules: Mapping[str, "Rule"], muon_dtype: torch.dtype):
+    def __init__(self, groups: list[dict], rules: Mapping[str, "UpdateRule"], muon_dtype: torch.dtype):
         super().__init__(groups, defaults={"fused": True})  # has PyTorch move all of a loaded state to the device
         self._rules, self._muon_dtype = rules, muon_dtype
         # Allocated now and not in the first step, where it would fragment the memory that activations use.
@@ -241,7 +241,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """A way to update weights; all decouple weight decay and scale it by the rate."""
 
     settings: dict[str, str]  # what its groups hold, by the key of `OptimConfig` that says it
@@ -249,8 +249,10 @@ class Rule:
     step: Callable[[list, list[dict], dict, torch.dtype], None]  # weights, states, group
 
 
-ADAMW = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
-MUON = Rule({"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step)
+ADAMW = UpdateRule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, _adamw_state, _adamw_step)
+MUON = UpdateRule(
+    {"lr": "matrix_lr", "weight_decay": "matrix_weight_decay", "momentum": "momentum"}, _muon_state, _muon_step
+)
 # For each optimizer, the rule for each type of parameter. A new one takes an entry here, and a file of its settings
 # in configs/optim.
 OPTIMIZERS = {
@@ -259,7 +261,7 @@ OPTIMIZERS = {
 }
 
 
-def unread_settings(name: str) -> set[str]:
+def unused_settings(name: str) -> set[str]:
     """Return the keys of `OptimConfig` that other optimizers read, and this one does not."""
     read = {
         name: {key for rule in rules.values() for key in rule.settings.values()} for name, rules in OPTIMIZERS.items()

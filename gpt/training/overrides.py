@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from gpt.console import quote
+from gpt.console import shell_quote
 
 PATHS = re.compile(r"(\+{0,2}(?:run_dir|resume|init_from|data\.(?:path|validation_path|cache|separator)))=(.*)", re.S)
 _spellings: dict[str, str] = {}  # an override as Hydra reads it -> as it was typed
@@ -36,7 +36,7 @@ def original_spelling(overrides: Iterable[str]) -> str:
     return " ".join(_quote_for_shell(_spellings.get(override, override)) for override in overrides)
 
 
-def as_words(overrides: Mapping[str, Any]) -> str:
+def to_shell_words(overrides: Mapping[str, Any]) -> str:
     """Return keys and their values as words for a shell, quoted for Hydra too."""
     return " ".join(_quote_for_shell(f"{key}={_as_hydra_value(value)}") for key, value in overrides.items())
 
@@ -44,7 +44,7 @@ def as_words(overrides: Mapping[str, Any]) -> str:
 def _quote_for_shell(word: str) -> str:
     """Return a word in the quotes of a shell, always on one line."""
     if "\n" not in word:
-        return quote(word)
+        return shell_quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"$'{escaped}'"
 

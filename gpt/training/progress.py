@@ -9,25 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt.console import bars, duration, in_notebook, say
+from gpt.console import format_duration, import_tqdm, is_notebook, print_line
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
-from gpt.training.curves import Curves
-from gpt.training.report import one_line
+from gpt.training.metric_logger import MetricLogger
+from gpt.training.report import fit_on_line
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
-LINE = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
+BAR_FORMAT = (
+    "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
+)
 MEASURED = 5.0  # seconds of training, after which a run says how long it will take
 
 
-class Progress:
+class ProgressDisplay:
     """Shows step, training and validation loss (nats per token), bits per byte and speed, and a sample of the model.
 
     `steps` is always how many are expected of the whole run.
     """
 
-    def __init__(self, spec: RunSpec, state: TrainState, curves: Curves):
+    def __init__(self, spec: RunSpec, state: TrainState, curves: MetricLogger):
         self._spec, self._state, self._curves = spec, state, curves
         self._validation: tuple[float, float] | None = None  # the last: nats per token, and bits per byte
         self._line: Any = None  # the bar
@@ -37,12 +39,14 @@ class Progress:
         """Show the bar, on a terminal or in a notebook."""
         self._begin = step, self._state.seconds
         self._validation = _validated(run_dir, step)
-        if distributed.is_main_process() and (_has_width() or in_notebook()):
+        if distributed.is_main_process() and (_has_width() or is_notebook()):
             # The time left follows the speed of about the last hundred updates, so it is calm; and the line appears
             # only after the first update, when there is one to tell.
             calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01, "delay": 1e-9}
             facts = "  ".join(self._facts())
-            self._line = bars()(total=steps, initial=step, **calm, bar_format=LINE, postfix=facts, leave=False)
+            self._line = import_tqdm()(
+                total=steps, initial=step, **calm, bar_format=BAR_FORMAT, postfix=facts, leave=False
+            )
 
     def end_step(self, step: int, steps: int, schedule: Schedule) -> None:
         """Move the bar; without one, say once how long the run will take."""
@@ -55,7 +59,7 @@ class Progress:
             self._told = True
             left = (steps - step) * measured / (step - self._begin[0])
             if distributed.is_main_process() and left > MEASURED:
-                say(f"about {duration(left)} to go at this machine's speed, besides validations")
+                print_line(f"about {format_duration(left)} to go at this machine's speed, besides validations")
 
     def report(self, step: int, steps: int, score: Score, samples: Sequence[str]) -> None:
         """Print the lines of a validation, with the last of the samples."""
@@ -63,14 +67,14 @@ class Progress:
         if distributed.is_main_process():
             facts = f"step {step}/{steps}  {'  '.join(self._facts())}"
             width = shutil.get_terminal_size().columns - 4
-            say(facts + "".join(f"\n    {one_line(text, width)}" for text in samples[-1:]), sys.stdout)
+            print_line(facts + "".join(f"\n    {fit_on_line(text, width)}" for text in samples[-1:]), sys.stdout)
 
     def _facts(self) -> list[str]:
         trained, speed = self._state.train_loss, self._curves.tokens_per_second
         loss, bits_per_byte = self._validation or (None, None)
         losses = f"train {_short(trained):>5} val {_short(loss):>5}"
         bits = f"{_short(bits_per_byte):>5} bits/byte"
-        return [losses, bits, f"{bars().format_sizeof(speed) if speed else '-':>5} tok/s"]
+        return [losses, bits, f"{import_tqdm().format_sizeof(speed) if speed else '-':>5} tok/s"]
 
     def close(self) -> None:
         """Clear the bar."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from tqdm.utils import disp_len, disp_trim
 
-from gpt.console import duration, quote, say
+from gpt.console import format_duration, print_line, shell_quote
 from gpt.data.chunking import show_token
 from gpt.training import distributed
-from gpt.training.advice import TURNED, shorter_steps
+from gpt.training.advice import OVERFIT_LOSS_RATIO, suggest_shorter_horizon
 from gpt.training.health import is_memorizing
 from gpt.training.metrics import METRICS
 from gpt.training.run_directory import repeat_command
@@ -36,25 +36,25 @@ def report(spec: RunSpec, run_dir: Path, result: Result, brief: bool = False) ->
     if not distributed.is_main_process():
         return
     if not figures:
-        say(f"nothing to report before the first validation, at step {spec.schedule.validate_every}")
+        print_line(f"nothing to report before the first validation, at step {spec.schedule.validate_every}")
         return
     if brief:
         bits, steps, seconds = (figures[key] for key in ("val_bits_per_byte", "steps", "train_seconds"))
-        say(f"{run_dir}: {bits:.4f} bits per byte after {steps} steps in {duration(seconds)}")
+        print_line(f"{run_dir}: {bits:.4f} bits per byte after {steps} steps in {format_duration(seconds)}")
         return
     if result.stop_signal:
-        say("as of the last validation:")
+        print_line("as of the last validation:")
     prompt = ((config.data.prompts or [""])[-1].splitlines() or [""])[0]
-    shorter = shorter_steps(config, spec.dataset, figures["best_step"])
+    shorter = suggest_shorter_horizon(config, spec.dataset, figures["best_step"])
     longer = ""  # a run that stopped before its horizon continues to that
     if figures["steps"] >= result.schedule.total_steps:
         longer = f"{2 * spec.schedule.seconds:g}s" if spec.schedule.seconds else f"{2 * figures['steps']}steps"
     figures = figures | {"longest_copy": result.longest_copy}
-    for line in closing_lines(figures, result.samples, prompt, shorter, longer, run_dir, spec.in_python):
-        say(line)
+    for line in format_report(figures, result.samples, prompt, shorter, longer, run_dir, spec.in_python):
+        print_line(line)
 
 
-def closing_lines(
+def format_report(
     figures: dict[str, Any],
     samples: Sequence[str],
     prompt: str,
@@ -106,7 +106,7 @@ def _notes(metrics: dict[str, Any]) -> dict[str, Any]:
     """Return what follows the units of some metrics, by their names."""
     seconds, best_step = metrics["train_seconds"], metrics["best_step"]
     peak = metrics["peak_memory_bytes"] / 2**30
-    time_note = f" ({duration(seconds)})" if seconds >= 60 else ""
+    time_note = f" ({format_duration(seconds)})" if seconds >= 60 else ""
     time_note += f": {metrics['tokens_per_second']:,.0f} tokens/s"
     time_note += f", {peak:.2f} GiB at peak" if peak else ""
     notes: dict[str, Any] = {
@@ -132,7 +132,7 @@ def resume_command(run_dir: Path, in_python: bool, horizon: str = "") -> str:
     """The command, or the call, that continues a run, to a new horizon if one is given."""
     if in_python:
         return f"gpt.train(resume={str(run_dir)!r}{f', horizon={horizon!r}' if horizon else ''})"
-    return f"python train.py {quote(f'resume={run_dir}')}{f' horizon={horizon}' if horizon else ''}"
+    return f"python train.py {shell_quote(f'resume={run_dir}')}{f' horizon={horizon}' if horizon else ''}"
 
 
 def _next(
@@ -145,12 +145,12 @@ def _next(
         yield "sample it", f"print(gpt.load({run!r}).generate({prompt!r}))"
         yield "see why", f"gpt.load({run!r}).insight({prompt!r}).save('page.html')"
     else:
-        sample = f"python generate.py --checkpoint {quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
-        sample += quote(prompt)
+        sample = f"python generate.py --checkpoint {shell_quote(run)} --prompt{'=' if prompt.startswith('-') else ' '}"
+        sample += shell_quote(prompt)
         yield "sample it", sample
         yield "see why", "the same with --insight page.html"
-    yield "its curves", f"tensorboard --logdir {quote(str(run_dir.parent))}, and {UNSMOOTHED}"
-    turned = figures["val_loss"] > TURNED * figures["best_val_loss"]
+    yield "its curves", f"tensorboard --logdir {shell_quote(str(run_dir.parent))}, and {UNSMOOTHED}"
+    turned = figures["val_loss"] > OVERFIT_LOSS_RATIO * figures["best_val_loss"]
     if turned or is_memorizing(figures):  # it may have turned unseen, between too few validations
         steps = shorter if turned else min(shorter, max(1, figures["steps"] // 2))
         command = repeat_command(run_dir, f"horizon={steps}steps")
@@ -163,7 +163,7 @@ def _next(
 # --- text that fits a terminal ---
 
 
-def one_line(text: str, width: int) -> str:
+def fit_on_line(text: str, width: int) -> str:
     """Put text on a line of at most `width` columns, but 8, with signs for line ends and control characters."""
     width = max(8, width)
     text = re.sub(r"\s*\n\s*", " ⏎ ", text.strip()[: 4 * width])
@@ -173,7 +173,7 @@ def one_line(text: str, width: int) -> str:
 
 def _item(text: str, width: int) -> list[str]:
     """A text on at most two lines."""
-    line = one_line(text, 4 * width)
+    line = fit_on_line(text, 4 * width)
     width = width * len(line) // max(1, disp_len(line))  # in characters, some of which take two columns
     return textwrap.wrap(
         line, max(20, width), initial_indent="- ", subsequent_indent="  ", max_lines=2, placeholder=" …"

@@ -12,8 +12,8 @@ from gpt.loading import find_run
 from gpt.model.transformer import ModelConfig
 from gpt.training import distributed
 from gpt.training.config import Config, convert, load_config, parse_config, parse_horizon, with_values
-from gpt.training.optim import unread_settings
-from gpt.training.overrides import as_words
+from gpt.training.optim import unused_settings
+from gpt.training.overrides import to_shell_words
 
 GROUPS = ("model", "data", "tokenizer", "optim", "trainer", "experiment")
 SHAPE = ("d_model", "num_layers", "num_heads")
@@ -91,7 +91,7 @@ def parse_request(
     values["data"] = _name_data(values.get("data", {}), overrides)
     config = parse_config(values)
     config = with_values(config, {"overrides": _parse_overrides(config, overrides)})
-    command = command or f"python train.py {as_words(config.overrides)}".rstrip()
+    command = command or f"python train.py {to_shell_words(config.overrides)}".rstrip()
     request = Request(config, model, tuple(callbacks), "" if plan == "false" else plan, job, command, in_python)
     refuse_contradictions(request, is_sweep)
     return request
@@ -162,7 +162,7 @@ def refuse_contradictions(request: Request, is_sweep: bool = False) -> None:
             f"optim.name={config.optim.name} would keep the settings of another optimizer: write "
             f"optim={config.optim.name}"
         )
-    unread = [key for key in overrides if key.removeprefix("optim.") in unread_settings(config.optim.name)]
+    unread = [key for key in overrides if key.removeprefix("optim.") in unused_settings(config.optim.name)]
     if unread:
         raise UserError(
             f"{_show(overrides, unread)} has no effect with optim={config.optim.name}: its settings are in "

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint import load
-from gpt.console import duration, say, warn
+from gpt.checkpoint import load_checkpoint
+from gpt.console import format_duration, print_line, print_warning
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.files import flatten
@@ -16,9 +16,9 @@ from gpt.training.finalize import require_devices
 from gpt.training.request import Request
 from gpt.training.run_directory import RunDirectory, checkpoint_errors
 from gpt.training.schedule import MAX_STEPS, Schedule
-from gpt.training.start import inherited_tokenizer, load_dataset, on_every_rank, start_in_directory
+from gpt.training.start import broadcast_run, inherited_tokenizer, load_dataset, start_in_directory
 from gpt.training.state import RunSpec, TrainState
-from gpt.training.versions import code, versions
+from gpt.training.versions import code_version, versions
 
 FIRST_RESUMABLE_FORMAT = 4  # of checkpoints
 # What may differ between config.yaml and the newest checkpoint, if a kill came between writing the two.
@@ -71,7 +71,7 @@ def resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
     A request may bring a `horizon`, until which it trains whether it is complete or not, `trainer.devices`,
     `trainer.num_nodes`, and `data.path`, which is where its text is now. Rank 0 decides for all.
     """
-    return on_every_rank(lambda: _resume_run(request))
+    return broadcast_run(lambda: _resume_run(request))
 
 
 def _resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
@@ -81,7 +81,7 @@ def _resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
         config = load_config(run.path / "config.yaml")
         newest = run.load_newest()
         if newest is None:
-            say(f"{run.path} has no checkpoint yet: beginning at its first step")
+            print_line(f"{run.path} has no checkpoint yet: beginning at its first step")
             return start_in_directory(run, replace(request, config=_changed(config, request, horizon)))
         file, checkpoint = newest
         _require_format(file, checkpoint)
@@ -100,7 +100,7 @@ def _resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
 def _changed(config: Config, request: Request, horizon: str) -> Config:
     """Return the configuration of a run without a checkpoint, with the requested changes."""
     config = with_values(config, {"horizon": horizon or config.horizon} | _moved_text(request))
-    return on_devices(config, *_devices(request, config))
+    return with_devices(config, *_devices(request, config))
 
 
 def _moved_text(request: Request) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _refuse_going_back(run: RunDirectory, newest: Path, checkpoint: dict[str, An
     """Raise `UserError` if a checkpoint is named that is not the newest: resuming it would undo later steps."""
     if not named.is_file() or named.samefile(newest):
         return
-    step, newest_step = load(named).get("step"), checkpoint.get("step")
+    step, newest_step = load_checkpoint(named).get("step"), checkpoint.get("step")
     if step != newest_step:
         raise UserError(
             f"{named} is of step {step}, and the run has trained until step {newest_step}: continue it with "
@@ -154,10 +154,10 @@ def _continue(
     end = state.current_schedule(schedule).describe_end(stored.patience, step, state.best_step)
     if horizon in ("", stored.horizon) and end:
         hint = f"to train it longer, add horizon=; init_from={run.path} starts a new run from it"
-        say(f"{run.path} is complete: it {end}; {hint}")
+        print_line(f"{run.path} is complete: it {end}; {hint}")
         run.restore_last(file)
         return None
-    config = on_devices(stored, *_devices(request, stored))
+    config = with_devices(stored, *_devices(request, stored))
     require_devices(config)
     distributed.require_processes(config.trainer.devices, config.trainer.world_size)
     if config != stored:
@@ -168,13 +168,13 @@ def _continue(
         config, schedule = extend(
             config, state.current_schedule(schedule), step, state.seconds, horizon, dataset.train_tokens
         )
-        say(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
+        print_line(f"extending the run from horizon={stored.horizon} to {horizon}, from step {step} on")
     _warn_of_other_versions(file, checkpoint)
     total_steps = (
         state.current_schedule(schedule).total_steps if horizon in ("", stored.horizon) else schedule.total_steps
     )
     end = f" of {total_steps}" if total_steps < MAX_STEPS else f", until {config.horizon} are up"
-    say(f"continuing {run.path} at step {step}{end}")
+    print_line(f"continuing {run.path} at step {step}{end}")
     return RunSpec(config, schedule, dataset, checkpoint=file, command=request.command, in_python=request.in_python)
 
 
@@ -182,15 +182,17 @@ def _announce_devices(stored: Config, config: Config) -> None:
     before, after, unit = stored.trainer.world_size, config.trainer.world_size, "devices"
     if before == after:
         before, after, unit = stored.trainer.num_nodes or 1, config.trainer.num_nodes or 1, "machines"
-    say(f"continuing on {after} {unit} instead of {before}: the same sequences in each step, but not the same bits")
+    print_line(
+        f"continuing on {after} {unit} instead of {before}: the same sequences in each step, but not the same bits"
+    )
 
 
 def _warn_of_other_versions(file: Path, checkpoint: dict[str, Any]) -> None:
     """Warn if the run was trained by other code or with other libraries: it may not continue bit for bit."""
     before = {"commit": checkpoint.get("git_commit")} | checkpoint.get("versions", {})
-    now = dict.fromkeys(before, "a checkout") | versions() | {"commit": code()}
+    now = dict.fromkeys(before, "a checkout") | versions() | {"commit": code_version()}
     if changed := [f"{name} {value} -> {now[name]}" for name, value in before.items() if value != now[name]]:
-        warn(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changed)})")
+        print_warning(f"{file} is of other versions, so the run may not continue bit for bit ({', '.join(changed)})")
 
 
 def _devices(request: Request, stored: Config) -> tuple[int, int]:
@@ -201,7 +203,7 @@ def _devices(request: Request, stored: Config) -> tuple[int, int]:
     return distributed.resolve_devices(devices, num_nodes)
 
 
-def on_devices(config: Config, devices: int, num_nodes: int) -> Config:
+def with_devices(config: Config, devices: int, num_nodes: int) -> Config:
     """Return the configuration of a run that continues on these numbers of devices and machines.
 
     Each step keeps its sequences, in the same order, so the number of processes must divide them.
@@ -250,7 +252,7 @@ def extend(
     planned = Schedule.plan(config, train_tokens, parse_horizon(horizon))
     if planned.total_steps <= step or 0 < planned.seconds <= seconds:
         raise UserError(
-            f"horizon={horizon} is behind this run, which has trained {step} steps in {duration(seconds)}: give a "
+            f"horizon={horizon} is behind this run, which has trained {step} steps in {format_duration(seconds)}: give a "
             "longer horizon"
         )
     # A run never goes back to short sequences, and losses on short ones are never compared with losses on full ones.

@@ -18,18 +18,18 @@ from typing import Any
 
 from filelock import BaseFileLock
 
-from gpt.checkpoint import DamagedError, UnreadableError, load, step_of
-from gpt.console import warn
+from gpt.checkpoint import DamagedError, UnreadableError, load_checkpoint, read_checkpoint_step
+from gpt.console import print_warning
 from gpt.data.data_config import DataConfig
-from gpt.errors import UserError, is_out_of_memory, reason
-from gpt.files import HeldError, hold, link, read_text, replacing, sync, sync_parents, write_text
-from gpt.loading import BEST, LAST, PREVIOUS, SAVED, find_run
-from gpt.training.config import Config, load_config, to_yaml
+from gpt.errors import UserError, is_out_of_memory, summarize_error
+from gpt.files import LockedError, acquire_lock, atomic_write, hard_link, read_text, sync, sync_parents, write_text
+from gpt.loading import BEST_CHECKPOINT, LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, SAVE_TIME_FILE, find_run
+from gpt.training.config import Config, config_to_yaml, load_config
 
-TABLE, SAMPLES, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
-COMMANDS = "command.txt"
-SUFFIX = ".run"  # ends the names of our event files, and tells them from those of other programs
-EVENTS = f"events.out.tfevents.*{SUFFIX}"
+METRICS_FILE, SAMPLES_FILE, KEPT = "metrics.csv", "samples.md", "checkpoints/step-*.ckpt"
+COMMANDS_FILE = "command.txt"
+EVENTS_SUFFIX = ".run"  # ends the names of our event files, and tells them from those of other programs
+EVENTS_PATTERN = f"events.out.tfevents.*{EVENTS_SUFFIX}"
 
 
 class RunDirectory:
@@ -70,8 +70,8 @@ class RunDirectory:
         sync_parents(path)
         lock = _acquire_lock(path)
         require_empty(path)  # again, now that nobody else can fill it
-        write_text(path / COMMANDS, f"{command}\n")
-        write_text(path / "config.yaml", to_yaml(config))
+        write_text(path / COMMANDS_FILE, f"{command}\n")
+        write_text(path / "config.yaml", config_to_yaml(config))
         return cls(path, lock)
 
     @classmethod
@@ -116,21 +116,25 @@ class RunDirectory:
         """
         for unfinished in self.path.glob("checkpoints/.*.ckpt.*"):
             unfinished.unlink()
-        last = self.path / LAST
-        steps = {file: step_of(file) for name in (LAST, PREVIOUS, BEST) if (file := self.path / name).exists()}
+        last = self.path / LAST_CHECKPOINT
+        steps = {
+            file: read_checkpoint_step(file)
+            for name in (LAST_CHECKPOINT, PREVIOUS_CHECKPOINT, BEST_CHECKPOINT)
+            if (file := self.path / name).exists()
+        }
         steps |= {file: int(file.stem[5:]) for file in self.path.glob(KEPT) if file.stem[5:].isdecimal()}
         problem = "" if last in steps else f"{last} is missing"
         # Of two with the same step, last.ckpt: it may have been saved again, with another horizon.
         for file in sorted(steps, key=lambda file: -steps[file]):
             try:
-                checkpoint = load(file, mmap=True)
+                checkpoint = load_checkpoint(file, mmap=True)
             except (DamagedError, UnreadableError) as error:
                 problem = problem or str(error)
                 suffix = "damaged" if isinstance(error, DamagedError) else "unreadable"
                 file.replace(file.with_name(f"{file.name}.{suffix}"))
                 continue
             if problem:
-                warn(f"{problem}; resuming from {file.name} of step {checkpoint.get('step')}")
+                print_warning(f"{problem}; resuming from {file.name} of step {checkpoint.get('step')}")
             return file, checkpoint
         if steps:
             raise UserError(f"{problem}; and no other checkpoint of the run can be read")
@@ -142,39 +146,39 @@ class RunDirectory:
         If `is_best`, `save_best` wrote the same a moment ago, and last.ckpt becomes a link to it.
         """
         self.check_directory()
-        last = self.path / LAST
+        last = self.path / LAST_CHECKPOINT
         if self._lock is not None and last.exists():
-            link(last, self.path / PREVIOUS)
+            hard_link(last, self.path / PREVIOUS_CHECKPOINT)
         if not is_best:
             write(last)
         elif self._lock is not None:
-            link(self.path / BEST, last)
+            hard_link(self.path / BEST_CHECKPOINT, last)
         self._record_time(step)
 
     def save_best(self, write: Callable[[Path], None], step: int) -> None:
         """Write best.ckpt with `write`, on every rank."""
         self.check_directory()
-        write(self.path / BEST)
+        write(self.path / BEST_CHECKPOINT)
         self._record_time(step)
 
     def _record_time(self, step: int) -> None:
         """Record when the newest checkpoint was saved: the time of a file changes when it is copied."""
         if self._lock is not None:
-            write_text(self.path / SAVED, json.dumps({"step": step, "saved": time.time()}) + "\n")
+            write_text(self.path / SAVE_TIME_FILE, json.dumps({"step": step, "saved": time.time()}) + "\n")
 
     def keep_checkpoint(self, step: int) -> None:
         """Keep last.ckpt, which is of this step, under a name of its own."""
         kept = self.path / KEPT.replace("*", f"{step:08d}")
         if self._lock is not None and not kept.exists():
-            link(self.path / LAST, kept)
+            hard_link(self.path / LAST_CHECKPOINT, kept)
 
     def restore_last(self, newest: Path) -> None:
         """Make last.ckpt the newest checkpoint: a kill may have come between writing best.ckpt and last.ckpt."""
-        last = self.path / LAST
+        last = self.path / LAST_CHECKPOINT
         if self._lock is not None and newest != last:
             if last.exists():
-                link(last, self.path / PREVIOUS)
-            link(newest, last)
+                hard_link(last, self.path / PREVIOUS_CHECKPOINT)
+            hard_link(newest, last)
 
     # --- the other files ---
 
@@ -193,10 +197,12 @@ class RunDirectory:
         changed = [key for key in new if new[key] != old[key]]
         lines = [f"# after step {step}: {key}={new[key]}, was {old[key]}" for key in changed]
         if command or lines:
-            commands = read_text(self.path / COMMANDS) if (self.path / COMMANDS).exists() else ""
-            write_text(self.path / COMMANDS, "\n".join([*commands.splitlines(), *filter(None, [command]), *lines, ""]))
-        if file.read_bytes() != to_yaml(config).encode():
-            write_text(file, to_yaml(config))
+            commands = read_text(self.path / COMMANDS_FILE) if (self.path / COMMANDS_FILE).exists() else ""
+            write_text(
+                self.path / COMMANDS_FILE, "\n".join([*commands.splitlines(), *filter(None, [command]), *lines, ""])
+            )
+        if file.read_bytes() != config_to_yaml(config).encode():
+            write_text(file, config_to_yaml(config))
 
     def sync_logs(self) -> dict[str, int]:
         """Sync samples.md, metrics.csv and our event files with their folder, and return their sizes in bytes."""
@@ -213,13 +219,13 @@ class RunDirectory:
                 file.unlink()
                 continue
             if file.is_file() and file.stat().st_nlink > 1:  # as in a copy by cp -l, which must stay as it is
-                with replacing(file) as own_copy:
+                with atomic_write(file) as own_copy:
                     shutil.copyfile(file, own_copy)
             os.truncate(file, min(size, file.stat().st_size))
 
     def _logs(self) -> list[Path]:
-        events = sorted(self.path.glob(EVENTS))
-        return [file for name in (SAMPLES, TABLE) if (file := self.path / name).exists()] + events
+        events = sorted(self.path.glob(EVENTS_PATTERN))
+        return [file for name in (SAMPLES_FILE, METRICS_FILE) if (file := self.path / name).exists()] + events
 
 
 @contextlib.contextmanager
@@ -231,7 +237,7 @@ def checkpoint_errors(file: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         hint = f"start a new run from its weights with init_from={file}"
-        raise UserError(f"{file}: cannot be resumed: {reason(error)}; {hint}") from None
+        raise UserError(f"{file}: cannot be resumed: {summarize_error(error)}; {hint}") from None
 
 
 def require_empty(run_dir: Path) -> None:
@@ -240,14 +246,14 @@ def require_empty(run_dir: Path) -> None:
     A kill at the start of a run may have left its lock, beside it its command, and a file that was half written.
     """
     names = [file.name for file in run_dir.iterdir()] if run_dir.is_dir() else []
-    remains = (".lock", f".{COMMANDS}.", ".config.yaml.", *([COMMANDS] if ".lock" in names else []))
+    remains = (".lock", f".{COMMANDS_FILE}.", ".config.yaml.", *([COMMANDS_FILE] if ".lock" in names else []))
     if any(not name.startswith(remains) for name in names):
         raise UserError(f"run_dir={run_dir} is not empty: choose another, or continue the run in it with resume=")
 
 
 def repeat_command(run_dir: Path, *changes: str) -> str:
     """Return the command that starts a run again, in a new directory, with changes appended."""
-    file = run_dir / COMMANDS
+    file = run_dir / COMMANDS_FILE
     command = read_text(file).split("\n")[0] if file.exists() else "python train.py"
     elsewhere = [f"{key}=null" for key in ("run_dir", "resume") if re.search(rf"\s'?{key}=", command)]
     return " ".join([command, *elsewhere, *changes])
@@ -279,8 +285,8 @@ def _inode(directory: Path) -> tuple[int, int] | None:
 def _acquire_lock(directory: Path) -> BaseFileLock:
     """Hold a run directory; `UserError` if another process holds it, or it cannot be written."""
     try:
-        return hold(directory / ".lock")
-    except HeldError as owner:
+        return acquire_lock(directory / ".lock")
+    except LockedError as owner:
         raise UserError(f"{directory}: process {owner} is training in it: wait, or stop that one") from None
     except OSError as error:
         raise UserError(f"{directory}: cannot be written ({error.strerror})") from None

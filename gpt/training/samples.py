@@ -9,27 +9,27 @@ from gpt.data.chunking import token_label
 from gpt.data.overlap import find_copies
 from gpt.data.token_dataset import TokenDataset
 from gpt.data.tokenizer import Tokenizer
-from gpt.hardware.device import arithmetic
-from gpt.sampling.generation import Sampling
-from gpt.sampling.language_model import Continuation, LanguageModel
-from gpt.sampling.pictures import attention_picture
-from gpt.training.curves import Curves
+from gpt.hardware.device import numerics
+from gpt.sampling.generation import SamplingParams
+from gpt.sampling.language_model import Completion, LanguageModel
+from gpt.sampling.pictures import draw_attention
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import GPTModule
-from gpt.training.run_directory import SAMPLES, RunDirectory
+from gpt.training.run_directory import SAMPLES_FILE, RunDirectory
 from gpt.training.state import RunSpec
 
 SAMPLE_TOKENS = 80
 PICTURED_TOKENS, PICTURED_HEADS = 32, 300  # tokens of a picture, and times the heads of a layer
 
 
-class Samples:
+class SampleWriter:
     """Continues the fixed prompts after each validation, with the same seed, so that only the model differs.
 
     `val_samples/longest_copy` is the length, in characters, of the longest passage that stands in the training text.
     TensorBoard also gets a picture of what all heads attend to, always on the first tokens of the validation text.
     """
 
-    def __init__(self, spec: RunSpec, run: RunDirectory, curves: Curves):
+    def __init__(self, spec: RunSpec, run: RunDirectory, curves: MetricLogger):
         self._dataset, self._run, self._curves = spec.dataset, run, curves
 
     def write(self, module: GPTModule, step: int) -> tuple[list[str], int]:
@@ -41,7 +41,7 @@ class Samples:
         """
         generator = torch.Generator(module.device).manual_seed(module.config.seed)
         prompts = module.config.data.prompts or []
-        with arithmetic(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
+        with numerics(module.config.trainer.device, deterministic=False):  # top-p has no such kernel on CUDA
             streams = [continue_prompt(module, self._dataset.tokenizer, prompt, generator) for prompt in prompts]
         module.model.train()
         texts = [one.text for one in streams]
@@ -55,7 +55,7 @@ class Samples:
         longest_run = max(map(len, re.findall("`+", "".join(parts))), default=0)
         fence = "`" * max(3, longest_run + 1)  # of a Markdown code block, which shows text as it is
         text = "\n\n---\n\n".join(f"{fence}\n{part}\n{fence}" for part in parts)
-        with (self._run.path / SAMPLES).open("a", encoding="utf-8", newline="\n") as stream:
+        with (self._run.path / SAMPLES_FILE).open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"## Step {step}\n\n{text}\n\n")
         if (writer := self._curves.writer) is not None:
             writer.add_text("samples", text, step)
@@ -72,17 +72,15 @@ class Samples:
             maps = model.attention_maps(torch.tensor([ids], device=module.device))[0].float().cpu()
         model.train()
         tokens = [token_label(self._dataset.tokenizer.decode_bytes([i])) for i in ids]
-        return np.asarray(
-            attention_picture(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text")
-        )
+        return np.asarray(draw_attention(maps.numpy(), tokens, f"the first {len(ids)} tokens of the validation text"))
 
 
-def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Continuation:
+def continue_prompt(module: GPTModule, tokenizer: Tokenizer, prompt: str, generator: torch.Generator) -> Completion:
     """Continue a prompt by at most `SAMPLE_TOKENS` tokens."""
     model = LanguageModel(module.model, tokenizer)
     ids = model.tokenizer.encode(prompt)
     with torch.compiler.set_stance("force_eager"):  # compiling for lengths that vary does not pay
-        *_, (text,) = model.continue_texts([ids], SAMPLE_TOKENS, Sampling(), generator)
+        *_, (text,) = model.generate_batch([ids], SAMPLE_TOKENS, SamplingParams(), generator)
     return text
 
 

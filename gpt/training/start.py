@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.console import say, warn
+from gpt.console import print_line, print_warning
 from gpt.data.dataset_cache import DEFAULT_CACHE
 from gpt.data.mixture import integer_weights, source_names
 from gpt.data.prepare import TooShortError, prepare
@@ -15,7 +15,7 @@ from gpt.errors import UserError
 from gpt.loading import find_checkpoint, open_model
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.training import distributed
-from gpt.training.advice import fit_of_tokenizer, warnings
+from gpt.training.advice import compare_tokenizers, list_warnings
 from gpt.training.config import Config
 from gpt.training.finalize import Machine, check_machine, finalize, require_devices
 from gpt.training.request import Request
@@ -30,7 +30,7 @@ def start_run(request: Request) -> tuple[RunSpec, RunDirectory]:
 
     Rank 0 decides for all.
     """
-    started = on_every_rank(lambda: start_in_directory(None, request))
+    started = broadcast_run(lambda: start_in_directory(None, request))
     assert started is not None
     return started
 
@@ -52,9 +52,9 @@ def plan_run(request: Request) -> RunSpec:
     request, machine, dataset, initial_weights = open_dataset(request)
     config, schedule, schedule_in_steps = finalize(request, machine, dataset)
     if initial_weights is not None:
-        say(fit_of_tokenizer(dataset))
-    for line in warnings(config, schedule_in_steps, dataset):
-        warn(line)
+        print_line(compare_tokenizers(dataset))
+    for line in list_warnings(config, schedule_in_steps, dataset):
+        print_warning(line)
     return RunSpec(config, schedule, dataset, initial_weights=initial_weights, in_python=request.in_python)
 
 
@@ -121,7 +121,7 @@ def load_dataset(
         checkpoint: If the cache already holds the dataset described in it, the source files are not needed.
     """
     context_length = config.model.context_length
-    on_progress = (lambda line: None) if quiet else say
+    on_progress = (lambda line: None) if quiet else print_line
     cache = Path(config.data.cache or DEFAULT_CACHE)
     try:
         return prepare(config.data, tokenizer or config.tokenizer, context_length, cache, on_progress)
@@ -149,7 +149,7 @@ def inherited_tokenizer(checkpoint: dict[str, Any]) -> Tokenizer | None:
 # --- on every rank ---
 
 
-def on_every_rank(prepare: Callable[[], tuple[RunSpec, RunDirectory] | None]) -> tuple[RunSpec, RunDirectory] | None:
+def broadcast_run(prepare: Callable[[], tuple[RunSpec, RunDirectory] | None]) -> tuple[RunSpec, RunDirectory] | None:
     """Call `prepare` on rank 0, and open the same run on the other ranks, which read text and checkpoint themselves.
 
     Returns None on every rank if `prepare` does: the run is complete.

@@ -9,31 +9,31 @@ from contextlib import suppress
 from typing import Any
 
 # One request to stop may arrive twice; within this many seconds, a second signal is the first once more.
-REPEATED = 0.1  # `timeout` signals its child, and then the group that its child is in
-REPEATED_BY_TORCHRUN = 1.0  # Ctrl-C reaches all processes, and torchrun passes its own on to them
+REPEATED_SIGNAL_SECONDS = 0.1  # `timeout` signals its child, and then the group that its child is in
+TORCHRUN_REPEATED_SIGNAL_SECONDS = 1.0  # Ctrl-C reaches all processes, and torchrun passes its own on to them
 
 # SIGHUP is what a lost connection sends, and the next three what queues send before they kill. Windows has SIGBREAK
 # instead, for Ctrl-Break and a console that is closed.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
-SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+STOP_SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 class StopSignals:
-    """Takes over the signals between `install` and `restore`; `received` is the first that arrived, or 0.
+    """Takes over the signals between `install` and `restore`; `received_signal` is the first that arrived, or 0.
 
     One that was ignored, as SIGHUP is after `nohup`, stays so, but not SIGINT: a shell ignores it for what a script
     starts with `&`, and who sends it there means it. Outside of the main thread there are no signals to take.
     """
 
     def __init__(self) -> None:
-        self.received, self._at = 0, 0.0
+        self.received_signal, self._at = 0, 0.0
         self._handlers: dict[int, Any] = {}  # from before
 
     def install(self) -> None:
         """Take the signals over, from whoever has them now; what `restore` brings back is what the first call found."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             before = self._handlers.setdefault(number, signal.getsignal(number))
             if before is not None:  # None is a handler of a library's in C, which nobody could bring back
                 stays = before is signal.SIG_IGN and number != signal.SIGINT
@@ -47,12 +47,14 @@ class StopSignals:
         self._handlers.clear()
 
     def _on_signal(self, number: int, frame) -> None:
-        now, again = time.monotonic(), self.received != 0
+        now, again = time.monotonic(), self.received_signal != 0
         if not again:
-            self.received, self._at = number, now
+            self.received_signal, self._at = number, now
         if os.environ.get("RANK", "0") != "0":  # rank 0 says so, and decides whether all stop at once
             return
-        if again and now - self._at < (REPEATED_BY_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED):
+        if again and now - self._at < (
+            TORCHRUN_REPEATED_SIGNAL_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED_SIGNAL_SECONDS
+        ):
             return
         if again:
             sys.exit(128 + number)

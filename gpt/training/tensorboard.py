@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from gpt.training.config import Config
 from gpt.training.metrics import chart_patterns
-from gpt.training.run_directory import EVENTS, SUFFIX
+from gpt.training.run_directory import EVENTS_PATTERN, EVENTS_SUFFIX
 
 # Settings without an effect on the model.
 INCOMPARABLE_KEYS = {"run_dir", "logger", "data.cache", "data.cache_bytes", "data.prompts"}
@@ -19,11 +19,11 @@ def open_writer(config: Config, run_dir: Path, step: int) -> SummaryWriter:
 
     A running TensorBoard then drops what an interrupted process wrote after the checkpoint.
     """
-    newest = max(run_dir.glob(EVENTS), default=None)
+    newest = max(run_dir.glob(EVENTS_PATTERN), default=None)
     if newest is not None and newest.name.split(".")[3] == f"{int(time.time()):010}":
         # TensorBoard reads the files in the order of their names, and these begin with the second.
         time.sleep(1 - time.time() % 1)
-    writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=SUFFIX)
+    writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=EVENTS_SUFFIX)
     if step == 0:
         charts = {title: ["Multiline", patterns] for title, patterns in chart_patterns().items()}
         writer.add_custom_scalars({"Charts": charts})

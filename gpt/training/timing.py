@@ -13,11 +13,11 @@ from gpt.data.baselines import measure_baselines
 from gpt.data.batches import validation_batches
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import is_out_of_memory
-from gpt.hardware.device import arithmetic
+from gpt.hardware.device import numerics
 from gpt.hardware.memory import keep_freed_memory, release_memory
-from gpt.hardware.threads import giving_way
-from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import score, tokens_at_once
+from gpt.hardware.threads import yield_to_other_processes
+from gpt.model.loss import IGNORE_INDEX
+from gpt.sampling.scoring import eval_batch_tokens, score
 from gpt.training.batch_loader import micro_batch
 from gpt.training.config import Config, Horizon
 from gpt.training.module import GPTModule
@@ -25,24 +25,26 @@ from gpt.training.samples import continue_prompt, longest_copy
 from gpt.training.schedule import Schedule
 
 
-def in_steps(
-    config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0
+def plan_in_steps(
+    config: Config, schedule: Schedule, text: TokenDataset, max_seconds: float = 5.0
 ) -> tuple[Config, Schedule, float]:
     """Measure, and return between the two results the schedule in steps, even where the horizon is a time."""
-    config, seconds = measure(config, schedule, text, at_most)
+    config, seconds = measure_step(config, schedule, text, max_seconds)
     if schedule.seconds:
         same = Schedule.plan(config, text.train_tokens, Horizon(schedule.seconds / seconds, "steps"))
         schedule = replace(same, expected_bits=schedule.expected_bits)
     return config, schedule, seconds
 
 
-def measure(config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0) -> tuple[Config, float]:
+def measure_step(
+    config: Config, schedule: Schedule, text: TokenDataset, max_seconds: float = 5.0
+) -> tuple[Config, float]:
     """Return the configuration, with a smaller micro-batch if memory requires and allows it, and seconds per step."""
     keep_freed_memory()  # as training does
     while True:
         try:
-            with arithmetic(config.trainer.device, config.trainer.deterministic), giving_way():
-                return config, seconds_per_step(config, schedule, text, at_most)
+            with numerics(config.trainer.device, config.trainer.deterministic), yield_to_other_processes():
+                return config, seconds_per_step(config, schedule, text, max_seconds)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -50,19 +52,19 @@ def measure(config: Config, schedule: Schedule, text: TokenDataset, at_most: flo
         config = config.with_smaller_micro_batch()
 
 
-def seconds_per_step(config: Config, schedule: Schedule, text: TokenDataset, at_most: float = 5.0) -> float:
-    """The mean time of a training step, from as many as fit into `at_most` seconds, but 3 to 100."""
+def seconds_per_step(config: Config, schedule: Schedule, text: TokenDataset, max_seconds: float = 5.0) -> float:
+    """The mean time of a training step, from as many as fit into `max_seconds` seconds, but 3 to 100."""
     times: list[float] = []
     begin = time.perf_counter()
-    for _, seconds in throwaway_steps(config, replace(schedule, total_steps=1000), text):
+    for _, seconds in run_throwaway_steps(config, replace(schedule, total_steps=1000), text):
         times.append(seconds)
-        if len(times) >= 3 and (time.perf_counter() - begin >= at_most or len(times) >= 100):
+        if len(times) >= 3 and (time.perf_counter() - begin >= max_seconds or len(times) >= 100):
             break
     # The first half warms up. A median would leave out hiccups, of which a run has its share.
     return statistics.fmean(times[len(times) // 2 :])
 
 
-def throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) -> Iterator[tuple[GPTModule, float]]:
+def run_throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) -> Iterator[tuple[GPTModule, float]]:
     """Train a model without a run: yield it after each step, and the seconds that the step takes.
 
     The step is that of a training, with at most two of its micro-batches: the first makes the gradients, and all others
@@ -71,10 +73,10 @@ def throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) -> I
     from gpt.training.loop import build_fabric, train_step
 
     fabric = build_fabric(config.trainer, is_alone=True)
-    module = throwaway_module(config, schedule, text)
+    module = build_throwaway_module(config, schedule, text)
     model = fabric.setup_module(module)
     optimizer = fabric.setup_optimizers(module.build_optimizer())
-    num_batches, T = min(2, config.accumulation), config.model.context_length
+    num_batches, T = min(2, config.accumulation_steps), config.model.context_length
     for step in range(schedule.total_steps):
         times = [time.perf_counter()]
 
@@ -88,24 +90,24 @@ def throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) -> I
             torch.cuda.synchronize()
         start, update_start = times
         gradient_seconds, update_seconds = update_start - start, time.perf_counter() - update_start
-        yield module, gradient_seconds * config.accumulation / num_batches + update_seconds
+        yield module, gradient_seconds * config.accumulation_steps / num_batches + update_seconds
 
 
-def throwaway_module(config: Config, schedule: Schedule, text: TokenDataset) -> GPTModule:
+def build_throwaway_module(config: Config, schedule: Schedule, text: TokenDataset) -> GPTModule:
     """A model that belongs to no run."""
     return GPTModule(config, text.tokenizer, schedule)
 
 
-def seconds_validating(config: Config, schedule: Schedule, text: TokenDataset) -> float:
+def measure_validation_seconds(config: Config, schedule: Schedule, text: TokenDataset) -> float:
     """The time of all of a run's validations with their samples, from one batch, one sample and the baselines."""
-    module = throwaway_module(config, schedule, text).to(config.trainer.device)
+    module = build_throwaway_module(config, schedule, text).to(config.trainer.device)
     # For its memory, which a run holds meanwhile.
     optimizer = module.build_optimizer()
     T, sources, prompts = config.model.context_length, text.sources, config.data.prompts or []
-    size = max(1, tokens_at_once(module.model, config.trainer.world_size) // T)
-    batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE), 2))  # the first warms up
+    size = max(1, eval_batch_tokens(module.model, config.trainer.world_size) // T)
+    batches = list(islice(validation_batches(sources[0].validation, size, T, IGNORE_INDEX), 2))  # the first warms up
     generator = torch.Generator(module.device).manual_seed(config.seed)
-    with arithmetic(config.trainer.device, deterministic=False), giving_way():
+    with numerics(config.trainer.device, deterministic=False), yield_to_other_processes():
         _, scoring = (_timed(score, module.model, [batch], 1)[0] for batch in (batches[0], batches[-1]))
         sampling = 0.0
         if prompts:

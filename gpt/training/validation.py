@@ -14,15 +14,15 @@ from gpt.data.token_dataset import TokenSource
 from gpt.errors import NonFiniteError
 from gpt.files import write_text
 from gpt.hardware.memory import peak_memory_bytes
-from gpt.model.loss import IGNORE
-from gpt.sampling.scoring import Score, score, sum_of, tokens_at_once
+from gpt.model.loss import IGNORE_INDEX
+from gpt.sampling.scoring import Score, eval_batch_tokens, score, sum_scores
 from gpt.training.callbacks import Callbacks
-from gpt.training.curves import Curves
 from gpt.training.health import warn_if_overfitting
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import NON_FINITE_HINT, GPTModule
-from gpt.training.progress import Progress
+from gpt.training.progress import ProgressDisplay
 from gpt.training.run_directory import RunDirectory
-from gpt.training.samples import Samples
+from gpt.training.samples import SampleWriter
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.training_clock import TrainingClock
 from gpt.training.versions import current_commit
@@ -40,14 +40,14 @@ class Validator:
         fabric: Fabric,
         module: GPTModule,
         callbacks: Callbacks,
-        curves: Curves,
-        progress: Progress,
+        curves: MetricLogger,
+        progress: ProgressDisplay,
     ):
         self._spec, self._run, self._state, self._clock = spec, run, state, clock
         self._fabric, self._module, self._callbacks = fabric, module, callbacks
         self._curves, self._progress = curves, progress
         self._baselines: dict[str, float] = {}  # bits per byte, on rank 0 from this process's first validation on
-        self._samples_file = Samples(spec, run, curves)
+        self._samples_file = SampleWriter(spec, run, curves)
         self.last_validated_step = -1
         self.metrics: dict = {}  # as in metrics.json
         self.samples: list[str] = []
@@ -63,7 +63,7 @@ class Validator:
         self._module.require_finite_weights(step)
         with self._clock.paused():
             scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
-            total = sum_of(scores)
+            total = sum_scores(scores)
             if not math.isfinite(total.nats_per_token):
                 raise NonFiniteError(f"step {step}: the validation loss is {total.nats_per_token}; {NON_FINITE_HINT}")
             # Losses on short sequences are never compared with losses on full ones.
@@ -85,7 +85,7 @@ class Validator:
         """Score and sample trained weights before the first step. This is no validation of the run."""
         with self._clock.paused():
             scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
-            total = sum_of(scores)
+            total = sum_scores(scores)
             self._curves.record({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
             self._sample(0)
             self._progress.report(0, expected_steps, total, self.samples)
@@ -108,7 +108,7 @@ class Validator:
         if self._fabric.is_global_zero:
             self._baselines = self._baselines or measure_baselines(dataset.sources)
             metrics["baselines"] = self._baselines
-            metrics["beaten_at_step"] = beat_baselines(self._state, self._baselines, total.bits_per_byte, step)
+            metrics["beaten_at_step"] = record_beaten_baselines(self._state, self._baselines, total.bits_per_byte, step)
         return metrics
 
     def _training_metrics(self, step: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Validator:
             self.samples, self.longest_copy = self._samples_file.write(self._module, step)
 
 
-def beat_baselines(
+def record_beaten_baselines(
     state: TrainState, baselines: dict[str, float], bits_per_byte: float, step: int
 ) -> dict[str, int | None]:
     """Return the first validation that beat each baseline, or None, after this validation at `step`."""
@@ -155,8 +155,8 @@ def score_dataset(fabric: Fabric, module: GPTModule, source: TokenSource) -> Sco
     Sequences have the length of the last training step. Every rank must call this.
     """
     T = module.sequence_length
-    batch_size = max(1, tokens_at_once(module.model, fabric.world_size) // T)
-    batches = validation_batches(source.validation, batch_size, T, IGNORE)
+    batch_size = max(1, eval_batch_tokens(module.model, fabric.world_size) // T)
+    batches = validation_batches(source.validation, batch_size, T, IGNORE_INDEX)
     own_batches = (batch for i, batch in enumerate(batches) if i % fabric.world_size == fabric.global_rank)
     part = score(module.model, own_batches, source.metadata["splits"]["validation"]["bytes"])
     if fabric.world_size == 1:

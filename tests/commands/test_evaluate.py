@@ -18,11 +18,11 @@ from gpt.data.prepare import prepare
 from gpt.data.readers import Document
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
 from gpt.loading import open_model
-from gpt.model.loss import IGNORE
+from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling import scoring
-from gpt.sampling.scoring import score, sum_of
-from harness import TINY, train, write_corpus
-from model_files import SHAPE, payload_of, small_model
+from gpt.sampling.scoring import score, sum_scores
+from harness import TINY_RUN, train, write_corpus
+from model_files import SHAPE, make_checkpoint, small_model
 
 T = SHAPE.context_length
 EOT = byte_tokenizer().end_of_text
@@ -46,13 +46,15 @@ def our_cache(home, monkeypatch):
 
 def prepare_text(home: Path, name: str, path, **changes):
     data = DataConfig(name=name, path=path, **changes)
-    return prepare(data, TokenizerConfig("byte"), T, home / "cache", say=lambda line: None)
+    return prepare(data, TokenizerConfig("byte"), T, home / "cache", print_line=lambda line: None)
 
 
 def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, scale: float = 0.3) -> Path:
     """Save a checkpoint that says it was trained on a corpus."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(payload_of(small_model(tokenizer=tokenizer, scale=scale), tokenizer, corpus=corpus), file)
+    checkpoint.save_checkpoint(
+        make_checkpoint(small_model(tokenizer=tokenizer, scale=scale), tokenizer, corpus=corpus), file
+    )
     return file
 
 
@@ -82,7 +84,7 @@ def test_validation_text(home, capsys):
     prepared = prepare_text(home, "text", str(home / "corpus.txt")).sources[0]
     model, _ = open_model(home / "run")
     [size] = {sum(map(len, prepared.validation_text()))}
-    expected = score(model, validation_batches(prepared.validation, 4096 // T, T, IGNORE), size)
+    expected = score(model, validation_batches(prepared.validation, 4096 // T, T, IGNORE_INDEX), size)
     found = figures(capsys, "--checkpoint", home / "run")
     assert (found["documents"], found["bytes"], found["tokens"]) == (1, size, len(prepared.validation) - 1)
     names = ("nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
@@ -122,8 +124,8 @@ def test_mixture(home, capsys):
     file = save(home / "mixture.ckpt", corpora.key)
     model, _ = open_model(file)
     splits = [source.metadata["splits"]["validation"] for source in corpora.sources]
-    expected = sum_of(
-        score(model, validation_batches(source.validation, 4096 // T, T, IGNORE), split["bytes"])
+    expected = sum_scores(
+        score(model, validation_batches(source.validation, 4096 // T, T, IGNORE_INDEX), split["bytes"])
         for source, split in zip(corpora.sources, splits, strict=True)
     )
     found = figures(capsys, "--checkpoint", file)
@@ -219,7 +221,7 @@ def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
     write_corpus(tmp_path)
     given = [f"data.path={tmp_path}/corpus.txt", f"data.cache={tmp_path}/cache", f"run_dir={tmp_path}/run"]
     settings = ["horizon=20steps", "trainer.device=cpu", f"trainer.precision={precision}"]
-    train(*TINY, *given, *settings)
+    train(*TINY_RUN, *given, *settings)
     monkeypatch.setattr(evaluate, "DEFAULT_CACHE", tmp_path / "cache")
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
     found = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", precision)
@@ -235,7 +237,7 @@ def test_out_of_memory(home, capsys, monkeypatch):
     """If memory runs out, that is said in one line."""
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
     monkeypatch.setattr(scoring, "strided_score", mock.Mock(side_effect=RuntimeError(message)))
-    told = harness.last_line(capsys, "gpt.evaluate", "--checkpoint", home / "run", "--text", home / "corpus.txt")
+    told = harness.command_refusal(capsys, "gpt.evaluate", "--checkpoint", home / "run", "--text", home / "corpus.txt")
     assert told.startswith("gpt.evaluate: memory has run out: choose a smaller model")
 
 
@@ -265,7 +267,7 @@ def test_mistakes(home, capsys, arguments, complaint):
     (home / "latin.txt").write_bytes(b"b\xe9")
     (home / "rows.jsonl").write_text('{"a": ""}')
     given = [argument.format(home=home) for argument in arguments]
-    told = harness.last_line(capsys, "gpt.evaluate", "--checkpoint", home / "run", *given)
+    told = harness.command_refusal(capsys, "gpt.evaluate", "--checkpoint", home / "run", *given)
     assert told == f"gpt.evaluate: {complaint.format(home=home)}"
 
 

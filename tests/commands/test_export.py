@@ -165,14 +165,14 @@ def test_from_huggingface_to_gguf(exported, tmp_path, capsys):
 def test_differences_are_noticed(trained, monkeypatch):
     """Logits, ids or bits that differ from the model's: one line, and nothing is left beside the run."""
     arguments = ("--checkpoint", trained, "--to", trained.parent / "out")
-    write, before = huggingface.write, listing(trained.parent)
+    write, before = huggingface.write_huggingface, listing(trained.parent)
 
     def spoil(change):
         def spoilt(model, tokenizer, folder):
             write(model, tokenizer, folder)
             change(folder)
 
-        monkeypatch.setattr(huggingface, "write", spoilt)
+        monkeypatch.setattr(huggingface, "write_huggingface", spoilt)
 
     def swap_two_tokens(folder: Path) -> None:
         stored = json.loads((folder / "tokenizer.json").read_text())
@@ -207,21 +207,21 @@ def test_out_of_memory(trained, tmp_path, capsys, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
-    told = harness.last_line(capsys, "gpt.export", "--checkpoint", trained, "--to", tmp_path / "out")
+    told = harness.command_refusal(capsys, "gpt.export", "--checkpoint", trained, "--to", tmp_path / "out")
     assert told == "gpt.export: memory has run out: choose a machine with more, or close other programs"
     assert not [name for name in listing(tmp_path) if "out" in name.split("/")[0]]
 
 
 def test_two_at_once(trained, monkeypatch):
     """The slower one says in one line that the name is taken, and leaves nothing and what is there as it is."""
-    out, write = trained.parent / "out", huggingface.write
+    out, write = trained.parent / "out", huggingface.write_huggingface
 
     def overtaken(*arguments) -> None:
-        monkeypatch.setattr(huggingface, "write", write)
+        monkeypatch.setattr(huggingface, "write_huggingface", write)
         run("--checkpoint", trained, "--to", out)
         write(*arguments)
 
-    monkeypatch.setattr(huggingface, "write", overtaken)
+    monkeypatch.setattr(huggingface, "write_huggingface", overtaken)
     line = refusal("--checkpoint", trained, "--to", out)
     assert line == f"--to={out} exists already: give another name, or move it away first"
     assert sorted(path.name for path in trained.parent.iterdir()) == ["out", "run"]
@@ -255,7 +255,7 @@ def test_refusals(trained, monkeypatch):
 def test_full_disk(trained):
     """safetensors has an error of its own for it, which becomes one line; nothing stays."""
     before = listing(trained.parent)
-    with model_files.limited_files(100_000):
+    with model_files.limit_file_size(100_000):
         line = refusal("--checkpoint", trained, "--to", trained.parent / "out")
     assert "the weights cannot be written" in line
     assert listing(trained.parent) == before

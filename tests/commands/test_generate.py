@@ -25,10 +25,10 @@ from gpt.data.corpus import DataConfig
 from gpt.data.prepare import prepare
 from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer
 from gpt.sampling.arguments import unescaped
-from gpt.sampling.generation import Sampling, window_start
-from gpt.sampling.language_model import Continuation, TokenLogprob
+from gpt.sampling.generation import SamplingParams, window_start
+from gpt.sampling.language_model import Completion, TokenLogprob
 from gpt.sampling.printing import copied, printable
-from harness import give_stdin
+from harness import set_stdin
 from small_models import CONTEXT, EOT, make_writer, write_run
 
 PROGRAM = Path(generate.__file__).resolve()
@@ -198,7 +198,7 @@ def test_bad_prompts(here, tmp_path, monkeypatch, capsys):
     file = tmp_path / "latin-1.txt"
     file.write_bytes("2 3 5 é 7".encode("latin-1"))
     assert f"{file}: not UTF-8 (byte 0xe9 at offset 6)" in refusal(capsys, "--prompt-file", str(file))
-    give_stdin(monkeypatch, "23é".encode()[:-1])
+    set_stdin(monkeypatch, "23é".encode()[:-1])
     assert "standard input: not UTF-8 (byte 0xc3 at offset 2)" in refusal(capsys)
 
 
@@ -221,7 +221,7 @@ def test_check(tmp_path):
         "we hold these truths to be self-evident, that all men are created equal \u00a3" * 9, encoding="utf-8"
     )
     data = DataConfig("text", str(tmp_path / "text.txt"))
-    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None)
+    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", print_line=lambda line: None)
     ids = list(b"all men are fast, to be self-evid, all men are ")
     counts = "41 of 47 tokens, in [[brackets]]; the longest passage has 16 characters"
     shown = f"--- copied from the training text: {counts} ---\n"
@@ -245,7 +245,7 @@ def test_passages_that_overlap(tmp_path, parts):
     for i, text in enumerate(["".join(texts)] if parts == 1 else texts):
         (tmp_path / f"{i}.txt").write_text(text)
         data = DataConfig("text", str(tmp_path / f"{i}.txt"))
-        sources += prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None).sources
+        sources += prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", print_line=lambda line: None).sources
     shown = copied(list(b"quiet river ran under the old stone, quiet"), sources)
     counts = "35 of 42 tokens, in [[brackets]]; the longest passage has 21 characters"
     brackets = "[[quiet river ran under]][[ the old stone]], quiet"
@@ -255,7 +255,7 @@ def test_passages_that_overlap(tmp_path, parts):
 def test_out_of_memory(here, capsys, monkeypatch):
     """If memory runs out, that is said in one line."""
     monkeypatch.setattr(gpt.sampling.generation, "next_token", mock.Mock(side_effect=MemoryError))
-    told = harness.last_line(capsys, str(PROGRAM), "--prompt", "a")
+    told = harness.command_refusal(capsys, str(PROGRAM), "--prompt", "a")
     assert told.startswith("generate.py: memory has run out: lower --num-samples, ")
 
 
@@ -313,14 +313,14 @@ def test_precision(here, capsys, precision):
     """With --precision the weights themselves are in it."""
     text = greedy(capsys, "--prompt", "2 3 5", "--precision", precision)
     model = gpt.sampling.packed.pack_weights(make_writer(), precision)
-    tokens = gpt.sampling.generation.generate(model, torch.tensor([[*b"2 3 5"]]), 23, Sampling(temperature=0.0))
+    tokens = gpt.sampling.generation.generate(model, torch.tensor([[*b"2 3 5"]]), 23, SamplingParams(temperature=0.0))
     assert text == bytes(int(token) for token in tokens).decode("utf-8", "replace")
     assert text != greedy(capsys, "--prompt", "2 3 5", "--precision", "fp32")
 
 
 def test_empty_prompt(here, monkeypatch, capsys):
     """An empty prompt, and no prompt at all, begin a document: after end-of-text."""
-    give_stdin(monkeypatch, b"")
+    set_stdin(monkeypatch, b"")
     assert greedy(capsys, "--prompt", "") == greedy(capsys) == expected_text(b"", 23)
 
 
@@ -451,7 +451,7 @@ def test_top_logprobs_on_a_terminal(here, monkeypatch, capsys):
     block = "\n".join([first, head, *lines])
     both = output(capsys, "--prompt", "2 3 5", *arguments, "--num-samples", "2")
     assert both == f"--- 1 of 2 ---\n{block}\n--- 2 of 2 ---\n{block}\n"
-    give_stdin(monkeypatch, b"2 3 5\n")
+    set_stdin(monkeypatch, b"2 3 5\n")
     assert output(capsys, "--interactive", *arguments) == "> " + out.removeprefix("2 3 5") + "> \n"
 
 
@@ -461,7 +461,7 @@ def test_line_of_a_token():
     token = TokenLogprob(" é".encode(), math.log(0.25), top)
     head = "\n  token             likeliest 1       likeliest 2"
     lines = "\n  ·é 25%            ⏎ 50%             <e2><82> 1e-05%"
-    text = Continuation(byte_tokenizer())
+    text = Completion(byte_tokenizer())
     text.logprobs = [token]
     assert printable(text) == head + lines
 
@@ -498,7 +498,7 @@ def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsy
     """Both are read as they are, but for one newline at the end and a byte order mark at the beginning."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
-    give_stdin(monkeypatch, content)
+    set_stdin(monkeypatch, content)
     arguments = ["--max-new-tokens", "7", "--temperature", "0"]
     expected = prompt + expected_text(prompt.encode(), 7) + "\n"
     assert output(capsys, *arguments, "--prompt-file", str(file)) == expected
@@ -507,11 +507,11 @@ def test_prompt_from_a_file_or_standard_input(here, tmp_path, monkeypatch, capsy
 
 def test_interactive(here, monkeypatch, capsys):
     """Each line is a prompt of its own, an empty one begins a document, and the end of input ends the session."""
-    give_stdin(monkeypatch, "\ufeff2 3 5\n\n7é\n".encode())
+    set_stdin(monkeypatch, "\ufeff2 3 5\n\n7é\n".encode())
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0")
     texts = [expected_text(prompt.encode(), 7) for prompt in ("2 3 5", "", "7é")]
     assert out == "".join(f"> {text}\n" for text in texts) + "> \n"
-    give_stdin(monkeypatch, b"2 3 5\n")
+    set_stdin(monkeypatch, b"2 3 5\n")
     out = output(capsys, "--interactive", "--max-new-tokens", "7", "--temperature", "0", "--num-samples", "2")
     assert out == f"> {texts[0]}\n---\n{texts[0]}\n> \n"
 
@@ -526,7 +526,7 @@ def test_interactive_options(here, monkeypatch, capsys):
         "/max-new-tokens 0": "--max-new-tokens=0 is out of range: it must be at least 1 and at most 10000000",
         "/temprature 1": "/temprature is no option: choose from /max-new-tokens /repetition-penalty /temperature ",
     }
-    give_stdin(monkeypatch, "".join(f"{line}\n" for line in [*lines[:2], *mistakes, *lines[2:]]).encode())
+    set_stdin(monkeypatch, "".join(f"{line}\n" for line in [*lines[:2], *mistakes, *lines[2:]]).encode())
     generate.main(["--interactive", "--max-new-tokens", "7", "--temperature", "100"])
     printed = capsys.readouterr()
     told = printed.err.splitlines()[1:]
@@ -553,7 +553,7 @@ def test_how_to_leave_is_said_on_a_terminal(here):
 
 def test_interactive_context(here, monkeypatch, capsys):
     """With --keep-context a prompt goes on from what was said, on a line of its own; an empty one begins afresh."""
-    give_stdin(monkeypatch, b"2 3\n5\n7\n\n11\n")
+    set_stdin(monkeypatch, b"2 3\n5\n7\n\n11\n")
     out = output(capsys, "--interactive", "--keep-context", "--max-new-tokens", "7", "--temperature", "0")
     said, expected = b"", ""
     for prompt in (b"2 3", b"5", b"7", b"", b"11"):
@@ -566,7 +566,7 @@ def test_interactive_context(here, monkeypatch, capsys):
 def test_interactive_context_after_ctrl_c(here, monkeypatch, capsys):
     """What was printed before Ctrl-C was said as well."""
     seen = give_tokens(monkeypatch, b"abc\0defgh")
-    give_stdin(monkeypatch, b"2 3\n5\n")
+    set_stdin(monkeypatch, b"2 3\n5\n")
     out = output(capsys, "--interactive", "--keep-context", "--max-new-tokens", "5")
     assert out == "> abc\n> defgh\n> \n"
     assert (seen[3], seen[4]) == (b"2 3abc", b"2 3abc\n5")

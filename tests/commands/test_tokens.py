@@ -7,7 +7,7 @@ import harness
 from gpt import tokens
 from gpt.data.chunking import split_into_chunks
 from gpt.data.tokenizer import byte_tokenizer, gpt2_tokenizer
-from harness import give_stdin
+from harness import set_stdin
 
 GPT2, BYTE = gpt2_tokenizer(), byte_tokenizer()
 
@@ -49,7 +49,7 @@ def test_shows_a_text(capsys, monkeypatch, tmp_path):
     assert output(capsys, "gpt2", "--text", GREETING) == GREETED
     (tmp_path / "text").write_text(GREETING, encoding="utf-8")
     assert output(capsys, "--file", str(tmp_path / "text")) == GREETED
-    give_stdin(monkeypatch, f"\ufeff{GREETING}".encode())  # its mark is no text
+    set_stdin(monkeypatch, f"\ufeff{GREETING}".encode())  # its mark is no text
     assert output(capsys) == GREETED
     (tmp_path / "text").write_text(GREETING, encoding="utf-8-sig")
     assert output(capsys, "--file", str(tmp_path / "text")) == GREETED
@@ -104,11 +104,11 @@ def test_refusals(monkeypatch, tmp_path):
     (tmp_path / "file").write_bytes("é".encode() * 50_021 + b"\xe2\x82x")
     assert "file: not UTF-8 (byte 0xe2 at offset 100042)" in refusal("--file", str(tmp_path / "file"))
     assert "file: not a checkpoint of this project" in refusal(str(tmp_path / "file"), "--text", "a")
-    give_stdin(monkeypatch, "é".encode()[:1])
+    set_stdin(monkeypatch, "é".encode()[:1])
     assert "standard input: not UTF-8 (byte 0xc3 at offset 0)" in refusal("byte")
-    give_stdin(monkeypatch, b"a" * 65_535 + b"\xe2\x82" + b"\xffb")  # the character begins in one block of bytes
+    set_stdin(monkeypatch, b"a" * 65_535 + b"\xe2\x82" + b"\xffb")  # the character begins in one block of bytes
     assert "standard input: not UTF-8 (byte 0xe2 at offset 65535)" in refusal("byte")
-    give_stdin(monkeypatch, b"a")
+    set_stdin(monkeypatch, b"a")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "there is no text: give --text TEXT or --file FILE, or pipe one in" in refusal()
 

@@ -16,7 +16,7 @@ import pytest
 
 from gpt.data.data_config import DataConfig
 from gpt.data.tokenizer import byte_tokenizer
-from harness import needs
+from harness import import_or_skip
 from workshop import (
     DOCUMENTS,
     SMALL,
@@ -58,7 +58,10 @@ def fill() -> Callable[..., Path]:
 @pytest.fixture
 def s3(monkeypatch, tmp_path) -> Iterator[Any]:
     """An S3 server on loopback, where programs find it too, as a file system with the empty bucket `texts`."""
-    ThreadedMotoServer, S3FileSystem = needs("moto.server").ThreadedMotoServer, needs("s3fs").S3FileSystem
+    ThreadedMotoServer, S3FileSystem = (
+        import_or_skip("moto.server").ThreadedMotoServer,
+        import_or_skip("s3fs").S3FileSystem,
+    )
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()

@@ -13,7 +13,7 @@ from gpt.data import baselines as module
 from gpt.data.baselines import MAX_COMPRESSED_BYTES, MIN_COMPRESSED_BYTES, measure_baselines, sample
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import Tokenizer
-from harness import on_disk
+from harness import write_token_sequence
 
 WORDS = [b"alpha ", b"beta ", b"gamma\n", "naïve ".encode(), b"zeta, "]
 TEXT = b"".join(random.Random(7).choices(WORDS, k=20_011))
@@ -24,7 +24,7 @@ def prepared(train: Sequence[int], validation: Sequence[int]) -> TokenSource:
     """A corpus of bytes in memory; 256 is end-of-text."""
     texts = [np.array(list(ids), dtype=np.uint16) for ids in (train, validation)]
     size = int((texts[1] < 256).sum())
-    return TokenSource(on_disk(texts[0]), texts[1], BYTES, {"splits": {"validation": {"bytes": size}}})
+    return TokenSource(write_token_sequence(texts[0]), texts[1], BYTES, {"splits": {"validation": {"bytes": size}}})
 
 
 def test_by_hand():

@@ -18,9 +18,9 @@ from torch import Tensor
 from gpt.data.batches import assign_sources, count_sequences, permute, training_batch, validation_batches
 from gpt.data.token_dataset import MIXTURE_BLOCK as BLOCK
 from gpt.data.token_files import TokenSequence, map_tokens
-from harness import ROOT, on_disk
+from harness import ROOT, write_token_sequence
 
-IGNORE = -7  # any id that no token has
+IGNORE_INDEX = -7  # any id that no token has
 T = 7
 n = 101  # 14 windows of 7 tokens in an epoch, and 3 tokens over
 PER_EPOCH = 14
@@ -31,7 +31,7 @@ KEYS = st.integers(0, 2**64 - 1).map(np.uint64)
 
 def corpus_batch(tokens: np.ndarray, *arguments: int) -> tuple[Tensor, Tensor]:
     """A batch of one corpus."""
-    return training_batch([on_disk(tokens)], (BLOCK,), *arguments)
+    return training_batch([write_token_sequence(tokens)], (BLOCK,), *arguments)
 
 
 def windows(first: int, count: int, seed: int = 5, tokens: np.ndarray | None = None) -> list[list[int]]:
@@ -173,7 +173,7 @@ MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand window
 
 def mixed(first: int, count: int, seed: int = 5) -> list[list[int]]:
     """The inputs of windows of a mixture, whose tokens say from which corpus they are."""
-    idx, _ = training_batch([on_disk(tokens) for tokens in CORPORA], MIXTURE, seed, first, count, T)
+    idx, _ = training_batch([write_token_sequence(tokens) for tokens in CORPORA], MIXTURE, seed, first, count, T)
     return idx.tolist()
 
 
@@ -206,7 +206,7 @@ def test_mixture_by_epochs():
 def test_mixture_targets_are_the_next_tokens():
     """Each target is the token after its input, in the same corpus, also where its circle closes."""
     after = {int(a): int(b) for tokens in CORPORA for a, b in zip(tokens, np.roll(tokens, -1), strict=True)}
-    idx, targets = training_batch([on_disk(tokens) for tokens in CORPORA], MIXTURE, 5, 0, 3 * BLOCK, T)
+    idx, targets = training_batch([write_token_sequence(tokens) for tokens in CORPORA], MIXTURE, 5, 0, 3 * BLOCK, T)
     assert idx.dtype == targets.dtype == torch.int64
     assert idx.is_contiguous() and targets.is_contiguous()
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
@@ -284,19 +284,19 @@ def test_permute_huge_sizes():
 def test_validation_predicts_every_token_once(length, batch_size):
     """In order, and from the token before it; only places past the end are ignored."""
     tokens = np.arange(1000, 1000 + length, dtype=np.uint32)
-    batches = list(validation_batches(tokens, batch_size, T, IGNORE))
+    batches = list(validation_batches(tokens, batch_size, T, IGNORE_INDEX))
     width = min(T, length - 1)
     predicted = []
     for idx, targets in batches:
         assert idx.shape == targets.shape and idx.shape[1] == width
         assert idx.dtype == targets.dtype == torch.int64
-        counted = targets != IGNORE
+        counted = targets != IGNORE_INDEX
         assert torch.equal(targets[counted], idx[counted] + 1)
         predicted += targets[counted].tolist()
     assert predicted == list(range(1001, 1000 + length))
     windows = -(-(length - 1) // width)
     rows = min(batch_size, windows)
     assert [len(idx) for idx, _ in batches] == [rows] * math.ceil(windows / rows)
-    ignored = torch.cat([targets for _, targets in batches]).eq(IGNORE).flatten()
+    ignored = torch.cat([targets for _, targets in batches]).eq(IGNORE_INDEX).flatten()
     assert ignored.sum() == len(batches) * rows * width - (length - 1)
     assert not ignored[: length - 1].any()

@@ -116,9 +116,9 @@ def test_language_c(tmp_path, fill):
     """Names, texts and messages do not depend on the language of the system."""
     fill(tmp_path, **{"café__txt": TEXT, "中文__jsonl": '{"text": "一"}'})
     code = (
-        "import sys; from pathlib import Path; from gpt.console import command_line; "
+        "import sys; from pathlib import Path; from gpt.console import clean_exit; "
         "from gpt.data.corpus import *\n"
-        "with command_line('x'):\n"
+        "with clean_exit('x'):\n"
         "    corpus = open_corpus(DataConfig('text', sys.argv[1]), Path(sys.argv[2]))\n"
         "    texts = [*map(str().join, (blocks for file in corpus.files for blocks, _ in corpus.read(file, 0)))]\n"
         "    print(corpus.sha256(Path(sys.argv[2])), ascii(texts))\n"

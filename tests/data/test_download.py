@@ -23,8 +23,8 @@ import gpt.data.download
 from gpt.data.data_config import DataConfig
 from gpt.data.download import OFFLINE_HINT, RemoteFile
 from gpt.data.find_files import find_remote_files
-from gpt.errors import OutsideError, UserError
-from gpt.files import is_output
+from gpt.errors import ExternalError, UserError
+from gpt.files import is_program_output
 from harness import ROOT, refusal
 
 CONTENT = random.Random(7).randbytes(3_000_017)
@@ -52,8 +52,8 @@ def fetch(server, way: str, cache: Path, sha256: str = SHA256) -> Path:
     return remote(server.url(way), cache, sha256).fetch()
 
 
-def remote(url: str, cache: Path, sha256: str = SHA256, say=[].append) -> RemoteFile:
-    return RemoteFile(url, None, "", cache, 10**7, sha256, say)
+def remote(url: str, cache: Path, sha256: str = SHA256, print_line=[].append) -> RemoteFile:
+    return RemoteFile(url, None, "", cache, 10**7, sha256, print_line)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -75,8 +75,8 @@ def check(file: Path) -> None:
 
 def start(program: str, *arguments: object) -> subprocess.Popen:
     """A process that ends as a command would."""
-    code = "import sys; from pathlib import Path; from gpt.console import command_line, say\n"
-    code += f"with command_line('x'):\n    {program}"
+    code = "import sys; from pathlib import Path; from gpt.console import clean_exit, print_line\n"
+    code += f"with clean_exit('x'):\n    {program}"
     command = [sys.executable, "-u", "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -96,9 +96,9 @@ def test_fetched_once(tmp_path, server, way):
     cache = tmp_path / "new" / "folder"
     file = fetch(server, way, cache, SHA256.upper())
     check(file)
-    assert is_output(cache)
+    assert is_program_output(cache)
     server.stop()
-    assert remote(server.url(way), cache, say=pytest.fail).fetch() == file
+    assert remote(server.url(way), cache, print_line=pytest.fail).fetch() == file
 
 
 @pytest.mark.parametrize(
@@ -234,27 +234,27 @@ def test_busy_server(tmp_path, server):
 
 
 @pytest.mark.parametrize(
-    ("way", "remedy"),
+    ("way", "hint"),
     [
         ("404", "there is no such file: check the spelling"),
         ("403", "give the credentials as to the store's own tools, such as aws, gcloud and hf, or check the spelling"),
         ("503", OFFLINE_HINT),
     ],
 )
-def test_http_errors(tmp_path, server, downloads, monkeypatch, way, remedy):
+def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
     """Nothing is left, or all that was there; only what may pass is tried again."""
     monkeypatch.setattr(gpt.data.download, "MAX_ATTEMPTS", 3)
     message = rf"{server.url(way)}: cannot be used \(ClientResponseError: {way}, .*\); "
     with pytest.raises(UserError) as caught:
         fetch(server, way, tmp_path)
-    assert isinstance(caught.value, OutsideError) == (way == "503")
+    assert isinstance(caught.value, ExternalError) == (way == "503")
     server.asked.clear()
     for ask in (partial(fetch, server, way, tmp_path), partial(find_remote_files, server.url(way), tmp_path, 10**7)):
-        assert re.fullmatch(message + re.escape(remedy), refusal(ask))
+        assert re.fullmatch(message + re.escape(hint), refusal(ask))
         assert is_empty(downloads)
     assert len(server.asked) == (6 if way == "503" else 2)
     (downloads / f"{NAME}.part").write_bytes(CONTENT[:101])
-    assert re.fullmatch(message + re.escape(remedy), refusal(fetch, server, way, tmp_path))
+    assert re.fullmatch(message + re.escape(hint), refusal(fetch, server, way, tmp_path))
     assert (downloads / f"{NAME}.part").read_bytes() == CONTENT[:101]
 
 
@@ -264,17 +264,17 @@ def test_away_for_a_while(tmp_path, server, monkeypatch):
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=time.time, time_ns=time.time_ns)
     monkeypatch.setattr(gpt.data.download, "time", clock)
     server.fails = [503] * 15
-    assert remote(server.url("whole"), tmp_path, say=said.append).fetch().read_bytes() == CONTENT
+    assert remote(server.url("whole"), tmp_path, print_line=said.append).fetch().read_bytes() == CONTENT
     assert len(said) == 1 and re.fullmatch(
         rf"{server.url('whole')}: does not answer \(503, .*\): waiting for it, for about two minutes at most", said[0]
     )
     pauses.clear()
-    line = refusal(remote(server.url("503"), tmp_path / "new", say=said.append).fetch)
+    line = refusal(remote(server.url("503"), tmp_path / "new", print_line=said.append).fetch)
     assert line.endswith(OFFLINE_HINT) and len(said) == 2
     assert 100 < sum(pauses) < 130 and max(pauses) <= 15 and pauses == sorted(pauses)
     monkeypatch.setattr(gpt.data.download, "MAX_WAIT_SECONDS", 1)  # seconds, as if each attempt took long
     pauses.clear()
-    assert refusal(remote(server.url("503"), tmp_path / "new", say=said.append).fetch).endswith(OFFLINE_HINT)
+    assert refusal(remote(server.url("503"), tmp_path / "new", print_line=said.append).fetch).endswith(OFFLINE_HINT)
     assert len(said) == 2 and sum(pauses) < 2
     for way in ("400", "401", "403", "404", "410", "451"):
         server.asked.clear()

@@ -21,7 +21,7 @@ from gpt.data.scan import CorpusScanner, make_shard_plan
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
-from harness import needs, refusal
+from harness import import_or_skip, refusal
 from workshop import DOCUMENTS, content, lists, write_documents, write_files
 
 BPE = TokenizerConfig("bpe", 307)
@@ -48,7 +48,7 @@ def long_texts(tmp_path_factory) -> str:
 def into(to: Path | str, text: str, cache: Path, executor: Executor | None = None, **more) -> TokenSource:
     """Prepare a text into a directory without a word."""
     data = DataConfig("text", text, **more)
-    [source] = prepare(data, BPE, cache=cache, say=[].append, to=to, executor=executor).sources
+    [source] = prepare(data, BPE, cache=cache, print_line=[].append, to=to, executor=executor).sources
     return source
 
 
@@ -190,7 +190,7 @@ def test_a_process_that_dies(tmp_path, text, undisturbed):
 @pytest.mark.slow
 def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
     """A real cluster of two workers; Dask makes elsewhere what the killed one had in hand."""
-    distributed = needs("distributed")
+    distributed = import_or_skip("distributed")
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         distributed.Client(cluster) as client,

@@ -23,14 +23,14 @@ NOWHERE = Path("no cache is needed")
 NOTHING = "names no text file: give the path of a file, a folder or a quoted glob"
 
 
-def found(path: object, say=pytest.fail, cache: Path = NOWHERE) -> list[str]:
+def found(path: object, print_line=pytest.fail, cache: Path = NOWHERE) -> list[str]:
     """The content of the files that a path names."""
-    return [file.read_text() for file in find_text_files(str(path), cache, say)]
+    return [file.read_text() for file in find_text_files(str(path), cache, print_line)]
 
 
-def refused(path: object, say=pytest.fail) -> str:
+def refused(path: object, print_line=pytest.fail) -> str:
     """The one line that refuses a path, which must begin with its name."""
-    line = refusal(find_text_files, str(path), NOWHERE, say)
+    line = refusal(find_text_files, str(path), NOWHERE, print_line)
     return line.removeprefix(f"data.path={str(path)!r} ")
 
 

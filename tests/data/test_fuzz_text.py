@@ -108,7 +108,7 @@ class Bench:
 
     def prepare(self, data: DataConfig, cache: Path, tokenizer: str) -> TokenDataset:
         """Prepare a text without a word."""
-        return prepare(data, TokenizerConfig(tokenizer, 307), 13, cache, say=[].append)
+        return prepare(data, TokenizerConfig(tokenizer, 307), 13, cache, print_line=[].append)
 
     def attack(self, state: str, names: list[str], draw: Callable) -> bool:
         """Mutate a file of a cache and prepare: returns whether the true corpus came out, else a line did."""
@@ -124,7 +124,7 @@ class Bench:
         start = time.monotonic()
         try:
             found = self.prepare(data, cache, tokenizer)
-        except (UserError, IsADirectoryError) as error:  # of the second, `command_line` makes a line as well
+        except (UserError, IsADirectoryError) as error:  # of the second, `clean_exit` makes a line as well
             assert "\n" not in str(error)
             assert str(cache) in str(error)
             found = None

@@ -20,7 +20,7 @@ from gpt.data.data_config import DataConfig
 from gpt.data.dataset_cache import write_checked_json
 from gpt.data.token_dataset import SPLITS
 from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer
-from gpt.errors import OutsideError, UserError
+from gpt.errors import ExternalError, UserError
 from harness import refusal
 from workshop import (
     DOCUMENTS,
@@ -46,7 +46,7 @@ from workshop import (
 # --- interrupted ---
 
 
-ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), OutsideError("the store is away")]
+ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), ExternalError("the store is away")]
 
 
 @pytest.mark.parametrize("error", ENDS, ids=repr)
@@ -63,7 +63,7 @@ def test_going_on(tmp_path, many, undisturbed, error):
         records = [json.loads(file.read_text()) for file in working.glob("shard-*.json")]
         done = sum(record["splits"][name]["bytes"] for record in records for name in SPLITS)
         with watching() as rest:
-            make(many, cache, say=said.append)
+            make(many, cache, print_line=said.append)
     size = sum(len(piece.encode()) for piece in everything)
     assert 1511 <= done < size
     assert said[0] == f"resuming the preparation of text at {done / size:.0%}"
@@ -204,7 +204,7 @@ def test_text_that_changes(tmp_path, change, when):
 
     with constants(SMALL | {"gpt.data.scan.SHARD_BYTES": 10**9}):
         with watching(when == "encoded", happen):
-            said = refusal(make, data, cache, say=lambda line: happen() if when == "read" else None)
+            said = refusal(make, data, cache, print_line=lambda line: happen() if when == "read" else None)
         gone = f"{file}: cannot be read (No such file or directory)"
         assert said.startswith(gone if change == "gone" else f"{file}: {CHANGED}")
         assert entries(cache) == []
@@ -227,7 +227,7 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
         ends = pytest.raises((MemoryError, UserError))
         at = 150 if when == "encoded" else 60  # after the file was read again, or before
         with ends, watching(at, fail_with(MemoryError())), watching(when == "encoded", change):
-            make(data, cache, say=change if when == "read" else [].append)
+            make(data, cache, print_line=change if when == "read" else [].append)
         assert file.read_text() != before
         file.write_text(before)
         make(data, cache)

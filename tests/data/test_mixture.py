@@ -46,7 +46,7 @@ def write_mixture(folder: Path, *weights: float) -> DataConfig:
 
 def mix(data: DataConfig, cache: Path, tokenizer: TokenizerConfig = BYTE, **more) -> TokenDataset:
     """Prepare a mixture without a word."""
-    return prepare(data, tokenizer, CONTEXT, cache, say=more.pop("say", [].append), **more)
+    return prepare(data, tokenizer, CONTEXT, cache, print_line=more.pop("print_line", [].append), **more)
 
 
 def parts_of(data: DataConfig) -> list[DataConfig]:
@@ -117,7 +117,7 @@ def test_mixture_of_what_is_there(tmp_path, name):
     """Its corpora are those that each would be alone, in the same folders, so one that is there is not made again."""
     data, cache, said = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
     alone = make(parts_of(data)[1], cache, TokenizerConfig(name))
-    mixture = mix(data, cache, TokenizerConfig(name), say=said.append)
+    mixture = mix(data, cache, TokenizerConfig(name), print_line=said.append)
     assert [line.split()[0] for line in said] == [*FIRST, "text", "reading", "prepared"]
     assert mixture.names == ("text", "text-2", "text-3")
     assert mixture.sources[1].metadata == alone.metadata
@@ -143,7 +143,7 @@ def test_joint_tokenizer(tmp_path):
     for happens in (lambda: None, file.unlink, lambda: os.truncate(file, 101), lambda: file.write_text("[7]")):
         happens()
         said.clear()
-        assert mix(data, cache, config, say=said.append).key == mixture.key
+        assert mix(data, cache, config, print_line=said.append).key == mixture.key
         assert [line.split()[0] for line in said if "prepared" in line] == ["text"] * 3
         assert file.read_bytes() == kept
     assert len(entries(cache)) == 4

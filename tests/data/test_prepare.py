@@ -86,7 +86,7 @@ def test_tokens_of_a_long_text(tmp_path, name):
 def test_bytes_by_hand(tmp_path):
     """Ten characters: nine to learn from and one that validates; and what is said of them."""
     said: list[str] = []
-    prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, say=said.append)
+    prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, print_line=said.append)
     assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
     assert said == [
         "reading text (1 file)",
@@ -179,7 +179,7 @@ def test_sample_to_train_the_tokenizer(tmp_path):
     """Of a text that is too large, one in so many pieces, without what validates; and that is said."""
     data, said = write_documents(tmp_path), list[str]()
     with constants(SMALL):
-        prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), say=said.append)
+        prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), print_line=said.append)
         found = scan_chunks((piece for _, _, piece in open_corpus(data, tmp_path).chunks()), data.validation_bytes)
         sample = list(found.training_sample())
         train, _ = halves(data)
@@ -195,13 +195,13 @@ def test_sample_to_train_the_tokenizer(tmp_path):
 def test_second_time_comes_from_the_cache(tmp_path):
     """That is said, and no file is touched, also for the same text elsewhere and another context."""
     said: list[str] = []
-    first = make(write_documents(tmp_path), tmp_path / "cache", say=said.append)
+    first = make(write_documents(tmp_path), tmp_path / "cache", print_line=said.append)
     assert [line.split()[0] for line in said] == ["reading", "<|endoftext|>", "prepared"]
     folder = folder_of(tmp_path / "cache")
     times = {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]}
     for place, context_length in (("", CONTEXT), ("elsewhere", CONTEXT), ("", 101)):
         data = write_documents(tmp_path / place)
-        again = make(data, tmp_path / "cache", context_length=context_length, say=said.append)
+        again = make(data, tmp_path / "cache", context_length=context_length, print_line=said.append)
         assert lists(again) == lists(first)
         assert again.metadata == first.metadata
     assert said[3:] == [f"text is already prepared, in {folder}"] * 3
@@ -213,14 +213,14 @@ def test_what_may_part_documents(tmp_path):
     stories = [f"Story {i}. The river ran under bridge {i * 7 % 31}." for i in range(300)]
     text, said = "\n<|endoftext|>\n".join(stories), list[str]()
     data = write_text(tmp_path, text)
-    whole = make(data, tmp_path / "cache", say=said.append)
+    whole = make(data, tmp_path / "cache", print_line=said.append)
     assert said[1] == (
         "<|endoftext|> stands 299 times in the text, and is learnt as these letters: data.separator='<|endoftext|>' "
         "parts the documents of plain text there"
     )
     assert sum(split["documents"] for split in whole.metadata["splits"].values()) == 2
     data = replace(data, separator="<|endoftext|>")
-    parted = make(data, tmp_path / "cache", say=said.append)
+    parted = make(data, tmp_path / "cache", print_line=said.append)
     assert [line.split()[0] for line in said[3:]] == ["reading", "prepared"]
     train, validation = halves(data)
     assert sorted([*train, *validation]) == sorted(stories)
@@ -286,6 +286,6 @@ def test_no_text(tmp_path, documents):
     data, cache = write_documents(tmp_path, documents), tmp_path / "cache"
     if not documents:
         Path(data.path).write_text("\n\n")
-    remedy = "give a text, or its key with data.text_field="
-    assert refusal(make, data, cache) == f"{data.path}: every document is empty; {remedy}"
+    hint = "give a text, or its key with data.text_field="
+    assert refusal(make, data, cache) == f"{data.path}: every document is empty; {hint}"
     assert entries(cache) == []

@@ -17,7 +17,7 @@ def taken(folder: Path, *texts: str, name: str = "text") -> list[str]:
     paths = [str(folder / f"{number}.txt") for number in range(len(texts))]
     weights = [1.0] * len(texts) if name == "mix" else []
     data = DataConfig(name, paths, weights)
-    return extract_prompts(prepare(data, TokenizerConfig("byte"), 5, folder / "cache", say=lambda line: None))
+    return extract_prompts(prepare(data, TokenizerConfig("byte"), 5, folder / "cache", print_line=lambda line: None))
 
 
 def single(end: str) -> str:

@@ -561,8 +561,8 @@ def test_parquet_that_is_not_utf8(tmp_path, kind):
 
 def is_parquet_damage(message: str) -> bool:
     """Whether a line says that a file cannot be read."""
-    remedy = "the file is damaged, packed or not parquet; fetch it again"
-    return bool(re.fullmatch(rf"cannot be read \([^\n]+\): {remedy}", message))
+    hint = "the file is damaged, packed or not parquet; fetch it again"
+    return bool(re.fullmatch(rf"cannot be read \([^\n]+\): {hint}", message))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"plain text " * 7, b"PAR1PAR1", b"PAR1" + bytes(23) + b"PAR1"])
@@ -642,13 +642,13 @@ def test_the_same_documents_in_every_format(folder, documents, block, ascii_only
 def test_file_that_cannot_be_read(tmp_path, name):
     """It may vanish after it was found, be a folder, or fail in mid-read, which is not called damage."""
     file = tmp_path / name
-    remedy = "; fix that, or move the file away"
+    hint = "; fix that, or move the file away"
     assert looks_like_text(file)
-    assert refusal(file) == f"cannot be read (No such file or directory){remedy}"
+    assert refusal(file) == f"cannot be read (No such file or directory){hint}"
     file.mkdir()
-    assert refusal(file) == f"cannot be read (Is a directory){remedy}"
+    assert refusal(file) == f"cannot be read (Is a directory){hint}"
     if Path("/proc/self/mem").exists() and name != "a.parquet":
         file.rmdir()
         file.symlink_to("/proc/self/mem")  # an error that stops root as well
-        assert refusal(file) == f"cannot be read (Input/output error){remedy}"
+        assert refusal(file) == f"cannot be read (Input/output error){hint}"
         assert looks_like_text(file)

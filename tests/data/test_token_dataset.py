@@ -17,14 +17,14 @@ from gpt.data.token_dataset import SPLITS, TokenDataset, find_cached_dataset, op
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
-from model_files import write_prepared
+from model_files import write_prepared_corpus
 
 IDS = {name: np.random.default_rng(7).integers(0, 257, count) for name, count in zip(SPLITS, (103, 31), strict=True)}
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer | None = None, **changes) -> Path:
     """A prepared corpus of `IDS`."""
-    return write_prepared(folder, tokenizer, *IDS.values(), **changes)
+    return write_prepared_corpus(folder, tokenizer, *IDS.values(), **changes)
 
 
 def pairs_tokenizer(tokens: int) -> Tokenizer:
@@ -143,12 +143,12 @@ def test_damage_is_named(tmp_path, damage):
     open_cached(folder)
     inflict(folder)
     said = refusal(open_cached, folder)
-    remedy = (
+    hint = (
         ""
         if "; " in reason or "made with" in reason or reason == NOTHING
         else f"; delete {folder}, and it will be prepared again"
     )
-    assert re.fullmatch(rf"{folder}[^:]*: {reason}{remedy}", said), said
+    assert re.fullmatch(rf"{folder}[^:]*: {reason}{hint}", said), said
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -218,7 +218,7 @@ def test_other_files_than_metadata(tmp_path, name, written):
 
 def test_ids_are_in_the_vocabulary(tmp_path):
     """A file with its hash may hold other ids than the tokenizer has."""
-    folder = write_prepared(tmp_path / "folder", None, [257] * 50)
+    folder = write_prepared_corpus(tmp_path / "folder", None, [257] * 50)
     said = refusal(open_cached, folder)
     assert "train.bin: cannot be read (it has the id 257, and the vocabulary 257 entries)" in said
 

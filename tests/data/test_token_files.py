@@ -67,11 +67,11 @@ WRITERS: dict[str, tuple[str, Callable[[Path, list[int]], None]]] = {
 }
 
 
-def opened(path, tokenizer: TokenizerConfig | Tokenizer = GPT2, say=[].append, **more) -> TokenSource:
+def opened(path, tokenizer: TokenizerConfig | Tokenizer = GPT2, print_line=[].append, **more) -> TokenSource:
     """What is opened."""
     cache = more.pop("cache", Path(os.environ["TOKEN_CACHE"]))
     path = [str(one) for one in path] if isinstance(path, list) else str(path)
-    [source] = prepare(DataConfig("tokens", path, **more), tokenizer, 5, cache, say).sources
+    [source] = prepare(DataConfig("tokens", path, **more), tokenizer, 5, cache, print_line).sources
     return source
 
 
@@ -91,7 +91,7 @@ def test_each_format(tmp_path, name):
         write(folder / pattern.format(word), ids)
     said: list[str] = []
     for path in (folder, f"{folder}/**/*{Path(pattern).suffix}"):
-        source = opened(path, say=said.append)
+        source = opened(path, print_line=said.append)
         assert source.train[:].tolist() == parts[0] + parts[1]
         assert source.validation.tolist() == parts[2]
         text = gpt2_tokenizer().decode_bytes([token for token in parts[2] if token != END])
@@ -105,7 +105,7 @@ def test_one_file(tmp_path):
     """The last of it validates, at most a tenth, from an end-of-text on, and that is said."""
     write_raw(tmp_path / "train.bin", IDS)
     said: list[str] = []
-    source = opened(tmp_path / "train.bin", say=said.append)
+    source = opened(tmp_path / "train.bin", print_line=said.append)
     length = len(source.validation)
     assert source.train[:].tolist() + source.validation.tolist() == IDS
     assert 0 < length <= len(IDS) // 10 < VALIDATION_TOKENS and source.validation[0] == END
@@ -118,7 +118,7 @@ def test_validation_that_is_named(tmp_path):
     for name, ids in (("a.bin", IDS[:400]), ("val.bin", IDS[400:500]), ("c.bin", IDS[500:])):
         write_raw(tmp_path / name, ids)
     said: list[str] = []
-    source = opened(tmp_path, say=said.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
+    source = opened(tmp_path, print_line=said.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
     assert source.train[:].tolist() == IDS[:400]
     assert source.validation.tolist() == IDS[500:537]
     what = f"validating on the first 37 of {len(IDS) - 500} tokens of c.bin"
@@ -145,7 +145,7 @@ def test_without_end_of_text(tmp_path):
     """A line says so, and the run goes on: DocumentTokenizer's default writes none."""
     write_raw(tmp_path / "train.bin", [token for token in IDS if token != END])
     said: list[str] = []
-    opened(tmp_path / "train.bin", say=said.append)
+    opened(tmp_path / "train.bin", print_line=said.append)
     assert said[-1].startswith("no end-of-text (id 50,256) in the first ")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from gpt.console import command_line
+from gpt.console import clean_exit
 from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import open_corpus
 from gpt.data.data_config import DataConfig
@@ -71,7 +71,7 @@ def make(
     data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
 ) -> TokenSource:
     """Prepare one corpus without a word."""
-    [prepared] = prepare(data, tokenizer, context_length, cache, **({"say": [].append} | more)).sources
+    [prepared] = prepare(data, tokenizer, context_length, cache, **({"print_line": [].append} | more)).sources
     return prepared
 
 
@@ -200,9 +200,15 @@ def obey(
         sys.addaudithook(touch)
     code: object = 0
     try:
-        with constants(values), command_line("prepare"):
-            say = functools.partial(print, flush=True)
-            prepare(DataConfig("text", path), TokenizerConfig(tokenizer, 307), context_length, Path(cache), say=say)
+        with constants(values), clean_exit("prepare"):
+            print_line = functools.partial(print, flush=True)
+            prepare(
+                DataConfig("text", path),
+                TokenizerConfig(tokenizer, 307),
+                context_length,
+                Path(cache),
+                print_line=print_line,
+            )
     except SystemExit as end:
         code = end.code
     sys.stderr.flush()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import Process, differences, tiny_arguments, train, train_apart, wait_for_file
+from harness import Process, differences, tiny_arguments, train, train_in_subprocess, wait_for_file
 
 pytestmark = pytest.mark.slow
 RUN = ["horizon=151steps"]
@@ -82,7 +82,7 @@ def test_failed_read_is_one_line_or_an_older_checkpoint(faults, corpus_folder, r
     command = None
     if file in ("corpus.txt", "dataset.json"):
         command = tiny_arguments(tmp_path, *RUN, f"run_dir={tmp_path / 'new'}")
-    done = train_apart(*(command or [f"resume={run_dir}"]), code=None, env=broken)
+    done = train_in_subprocess(*(command or [f"resume={run_dir}"]), code=None, env=broken)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 2)
     if done.returncode == 2:

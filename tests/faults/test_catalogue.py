@@ -18,24 +18,24 @@ from pathlib import Path
 
 import pytest
 
-from gpt import checkpoint
-from gpt.errors import OutsideError, UserError
+from gpt.checkpoint import load_checkpoint
+from gpt.errors import ExternalError, UserError
 from gpt.training import batch_loader, loop
 from gpt.training.module import GPTModule
 from harness import (
     ROOT,
-    TINY,
-    At,
+    TINY_RUN,
+    CallAt,
     Process,
     StopAt,
     begin_run,
     command,
     differences,
     fit,
-    refused,
     tiny_config,
     train,
-    train_apart,
+    train_in_subprocess,
+    train_refusal,
     wait_for_file,
 )
 
@@ -76,9 +76,9 @@ def test_files_that_were_changed_do_not_matter(hurt, reference, name):
 
 def test_going_back_is_refused(hurt):
     """Resuming an older checkpoint of a run would undo the steps after it."""
-    newest = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
+    newest = load_checkpoint(hurt / "checkpoints/last.ckpt")["step"]
     before = contents(hurt)
-    line = refused(f"resume={hurt}/checkpoints/previous.ckpt")
+    line = train_refusal(f"resume={hurt}/checkpoints/previous.ckpt")
     assert f"and the run has trained until step {newest}: continue it with resume={hurt}" in line
     assert f"init_from={hurt}/checkpoints/previous.ckpt" in line
     assert contents(hurt) == before
@@ -88,7 +88,7 @@ def test_kill_between_best_and_last_checkpoint_leaves_a_complete_run(reference, 
     """The last step was also the best, and the kill came before last.ckpt was written."""
     run = Path(shutil.copytree(reference, tmp_path / "run"))
     best, last, previous = (run / f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous"))
-    assert checkpoint.load(best)["step"] == 41
+    assert load_checkpoint(best)["step"] == 41
     last.unlink()
     previous.rename(last)
     os.utime(last, ns=(0, best.stat().st_mtime_ns - 10**9))
@@ -107,7 +107,7 @@ def test_signal_stops_after_the_step(corpus_folder, reference, tmp_path, capfd, 
     training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     fit(training, [StopAt(STOP, number)])
     assert training.result.stop_signal == number
-    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] == STOP
+    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] == STOP
     assert f"continue with: python train.py resume={run_dir}" in capfd.readouterr().out
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
@@ -139,7 +139,7 @@ def test_run_trains_in_a_thread(corpus_folder, reference, tmp_path):
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        ("reading", OutsideError("the store does not answer")),
+        ("reading", ExternalError("the store does not answer")),
         ("forward", ValueError("a bug")),
         ("update", UserError("a mistake")),
         ("hook", UserError("a mistake")),
@@ -163,17 +163,17 @@ def test_exception_saves_the_last_whole_step(corpus_folder, reference, tmp_path,
                 if name:
                     monkeypatch.setattr(GPTModule, name, fail)
 
-    def read_step(config, dataset, step, *arguments, **options):
+    def read_micro_batches(config, dataset, step, *arguments, **options):
         if place == "reading" and step == STOP:
             raise error
-        return batch_loader.read_step(config, dataset, step, *arguments, **options)
+        return batch_loader.read_micro_batches(config, dataset, step, *arguments, **options)
 
     run_dir = tmp_path / "run"
-    monkeypatch.setattr(loop, "read_step", read_step)
+    monkeypatch.setattr(loop, "read_micro_batches", read_micro_batches)
     with pytest.raises(type(error), match=str(error)):
         fit(begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}")), [Fails()])
     monkeypatch.undo()
-    newest = checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"]
+    newest = load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"]
     assert newest == STOP if place in ("reading", "forward") else 0 < newest < STOP
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
@@ -184,7 +184,7 @@ def test_run_directory_that_was_deleted_is_not_made_again(corpus_folder, tmp_pat
     run_dir = tmp_path / "run"
     training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     with pytest.raises(UserError, match="was deleted or replaced while its run was training, so nothing can be saved"):
-        fit(training, [At(20, lambda: shutil.rmtree(run_dir))])
+        fit(training, [CallAt(20, lambda: shutil.rmtree(run_dir))])
     assert not (run_dir / "checkpoints").exists()
 
 
@@ -206,7 +206,7 @@ def test_failing_disk_leaves_earlier_checkpoints_intact(corpus_folder, reference
     training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
     expected = () if call == "link" else (OSError, UserError)  # without hard links, checkpoints are copied
     with pytest.raises(expected) if expected else contextlib.nullcontext():
-        fit(training, [At(20, lambda: monkeypatch.setattr(os, call, failing))])
+        fit(training, [CallAt(20, lambda: monkeypatch.setattr(os, call, failing))])
     monkeypatch.setattr(os, call, before)
     if expected:
         train(f"resume={run_dir}")
@@ -233,8 +233,8 @@ def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argume
     paths = [f"data.path={corpus_folder}/corpus.txt"]
     paths += [f"data.cache={corpus_folder}/cache"] * ("cache" not in argument)
     shape = ("model.", "tokenizer") if "init_from" in argument else ("nothing",)
-    tiny = [] if "resume" in argument else [word for word in [*TINY, *paths] if not word.startswith(shape)]
-    assert words in refused(*tiny, argument)
+    tiny = [] if "resume" in argument else [word for word in [*TINY_RUN, *paths] if not word.startswith(shape)]
+    assert words in train_refusal(*tiny, argument)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,7 +253,7 @@ def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argume
 )
 def test_environment_makes_no_difference(hurt, reference, environment):
     """A run continues with its own number of threads, whatever the language, the terminal and the home folder."""
-    train_apart(f"resume={hurt}", env=os.environ | environment)
+    train_in_subprocess(f"resume={hurt}", env=os.environ | environment)
     assert differences(hurt, reference) == []
 
 

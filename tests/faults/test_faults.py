@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.run_directory import RunDirectory
-from harness import Process, differences, fit, refused, resume_run, train, wait_for_file
+from harness import Process, differences, fit, resume_run, train, train_refusal, wait_for_file
 
 RUN, STOP = ["horizon=101steps"], 29
 
@@ -109,7 +109,7 @@ def test_run_without_an_intact_checkpoint_is_refused(hurt):
     """The line has the first of the damaged ones."""
     for file in hurt.glob("checkpoints/*.ckpt"):
         empty(file)
-    line = refused(f"resume={hurt}")
+    line = train_refusal(f"resume={hurt}")
     assert re.search(r"last\.ckpt: .*; and no other checkpoint of the run can be read$", line)
 
 
@@ -130,7 +130,7 @@ def test_broken_gradient_ends_the_run_and_saves_nothing(hurt):
     The step before is complete and not saved yet. After any other exception it would be.
     """
     before = {file.name: file.read_bytes() for file in hurt.glob("checkpoints/*")}
-    step = checkpoint.load(hurt / "checkpoints/last.ckpt")["step"]
+    step = load_checkpoint(hurt / "checkpoints/last.ckpt")["step"]
     with pytest.raises(NonFiniteError) as end:
         fit(resume_run(hurt), [BreakGradient(step + 2)])
     message, norms = str(end.value).splitlines()
@@ -145,14 +145,14 @@ def test_second_process_in_a_directory_is_refused(hurt):
     """The line has the process id of the first."""
     first = Process([f"resume={hurt}"])
     assert first.wait_for("continuing")
-    assert f"process {first.process.pid} is training in it" in refused(f"resume={hurt}")
+    assert f"process {first.process.pid} is training in it" in train_refusal(f"resume={hurt}")
     first.send(signal.SIGKILL)
     first.end()
 
 
 def test_resuming_with_other_settings_is_refused(stopped):
     """They are for a new run, and the line has the command for it."""
-    line = refused(f"resume={stopped}", "optim.lr=0.1")
+    line = train_refusal(f"resume={stopped}", "optim.lr=0.1")
     assert "optim.lr=0.1 would change it" in line
     assert f"init_from={stopped}" in line
 
@@ -166,7 +166,7 @@ def test_corrupt_tokens_are_refused(settings, tmp_path):
     shutil.rmtree(tmp_path / "run")
     file = next(cache.glob("*/train-*.bin"))
     flip_a_bit(file)
-    line = refused(*arguments)
+    line = train_refusal(*arguments)
     assert line.startswith(f"train.py: {file}: cannot be read (its SHA-256")
     assert f"delete {file.parent}" in line
     assert not (tmp_path / "run").exists()
@@ -237,7 +237,7 @@ def test_lack_of_memory_shrinks_an_automatic_micro_batch(settings, enough_for_fo
     if micro_batch == "auto":
         assert code == 0, process.output
         assert "out of memory at trainer.micro_batch_size=8: continuing with 4 and as" in process.output
-        assert checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["step"] == 2
+        assert load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["step"] == 2
     else:
         assert code == 2, process.output
         assert "out of memory at trainer.micro_batch_size=8: try trainer.micro_batch_size=4" in process.output

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from harness import train
 
 RUN = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
@@ -44,7 +44,7 @@ def damage(file: Path, chance: random.Random) -> str:
 def test_random_damage_never_leads_to_other_weights(reference, stopped, tmp_path):
     """The code is 0 with the weights of the reference, or 2 with one line. There is no traceback and no hang."""
     chance, codes = random.Random(17), {0: 0, 2: 0}
-    expected = checkpoint.load(reference / "checkpoints/last.ckpt")["state_dict"]
+    expected = load_checkpoint(reference / "checkpoints/last.ckpt")["state_dict"]
     for number in range(MUTATIONS):
         run = Path(shutil.copytree(stopped, tmp_path / str(number)))
         files = sorted(file for file in run.rglob("*") if file.is_file() and file.name != ".lock")
@@ -58,7 +58,7 @@ def test_random_damage_never_leads_to_other_weights(reference, stopped, tmp_path
         assert len(lines) <= 1 or (len(lines) == 2 and "resuming from" in lines[0]), f"{what}\n{done.stderr}"
         codes[done.returncode] += 1
         if done.returncode == 0:
-            weights = checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"]
+            weights = load_checkpoint(run / "checkpoints/last.ckpt")["state_dict"]
             assert all(torch.equal(weights[name], expected[name]) for name in expected), what
         else:
             assert lines, what

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.console import command_line, quote, say
+from gpt.console import clean_exit, print_line, shell_quote
 from gpt.errors import NonFiniteError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ class WindowsError(OSError):
 )
 def test_ends(capsys, error, code, line):
     """Each expected end has its exit code and its line."""
-    with pytest.raises(SystemExit) as end, command_line("prog"):
+    with pytest.raises(SystemExit) as end, clean_exit("prog"):
         raise error
     assert end.value.code == code
     assert capsys.readouterr().err.startswith(line)
@@ -55,14 +55,14 @@ def test_ends(capsys, error, code, line):
 )
 def test_bugs_keep_their_traceback(error):
     """What nobody foresaw is raised as it is."""
-    with pytest.raises(type(error)), command_line("prog"):
+    with pytest.raises(type(error)), clean_exit("prog"):
         raise error
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path, closed):
     """Started with closed streams a command still ends with its exit code, and its messages go into no other file."""
-    program = "from gpt.console import *\nwith command_line('p'), open('out', 'w') as f: raise UserError('wrong')"
+    program = "from gpt.console import *\nwith clean_exit('p'), open('out', 'w') as f: raise UserError('wrong')"
     done = subprocess.run(
         f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{program}" {closed}', shell=True, capture_output=True
     )
@@ -79,7 +79,7 @@ def test_ctrl_c_that_an_import_swallows(tmp_path):
     start = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\nfrom gpt.console import *\n"
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     for work, code in (("import fragile", -signal.SIGINT), ("signal.raise_signal(signal.SIGINT)", 130)):
-        program = f"{start}with command_line('p'): {work}"
+        program = f"{start}with clean_exit('p'): {work}"
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (code, "")
 
@@ -88,7 +88,7 @@ def test_reader_gone_on_windows(monkeypatch):
     """Windows calls a pipe that nobody reads an invalid argument: the command ends as elsewhere."""
     muted = []
     monkeypatch.setattr("gpt.console._mute", muted.append)
-    with pytest.raises(SystemExit) as end, command_line("prog"):
+    with pytest.raises(SystemExit) as end, clean_exit("prog"):
         raise WindowsError(errno.EINVAL, "Invalid argument")
     assert end.value.code == 0 and muted == [sys.stdout]
 
@@ -96,9 +96,9 @@ def test_reader_gone_on_windows(monkeypatch):
         def write(self, text: str) -> int:
             raise WindowsError(errno.EINVAL, "Invalid argument")
 
-    say("hello", Closed())
+    print_line("hello", Closed())
     assert len(muted) == 2
-    with pytest.raises(OSError), command_line("prog"):  # elsewhere it is a bug
+    with pytest.raises(OSError), clean_exit("prog"):  # elsewhere it is a bug
         raise OSError(errno.EINVAL, "Invalid argument")
 
 
@@ -121,8 +121,8 @@ def test_output_ends_no_training(monkeypatch, number):
     for program, code in (("train.py", None), ("gpt.compare", 2)):
         monkeypatch.setattr(sys, "stdout", Broken(number))
         done = []
-        with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end, command_line(program):
-            say("a line")
+        with pytest.raises(SystemExit) if code else contextlib.nullcontext() as end, clean_exit(program):
+            print_line("a line")
             done.append("the work")
         assert done and (end.value.code if end else None) == code
     assert len(muted) >= 2
@@ -131,7 +131,7 @@ def test_output_ends_no_training(monkeypatch, number):
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
 def test_no_escape_codes_on_a_terminal():
     """Whatever made a text, a terminal gets no code that it would obey; a pipe gets none that begins others."""
-    code = "from gpt.console import *\nwith command_line('p'): print('a\\x1b]0;b\\x07\\x9bc\\td\\f'); say('\\x1b[31m')"
+    code = "from gpt.console import *\nwith clean_exit('p'): print('a\\x1b]0;b\\x07\\x9bc\\td\\f'); print_line('\\x1b[31m')"
     controller, terminal = os.openpty()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=terminal, check=True)
     os.close(terminal)
@@ -143,6 +143,6 @@ def test_no_escape_codes_on_a_terminal():
 
 def test_quote(monkeypatch):
     """Commands to type are quoted for the shell of the system: only double quotes mean anything to that of Windows."""
-    assert [quote(word) for word in ("plain", "it's two", "")] == ["plain", "'it'\"'\"'s two'", "''"]
+    assert [shell_quote(word) for word in ("plain", "it's two", "")] == ["plain", "'it'\"'\"'s two'", "''"]
     monkeypatch.setattr("os.name", "nt")
-    assert [quote(word) for word in (r"runs\a", "it's two", "")] == [r"runs\a", '"it\'s two"', '""']
+    assert [shell_quote(word) for word in (r"runs\a", "it's two", "")] == [r"runs\a", '"it\'s two"', '""']

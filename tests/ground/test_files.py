@@ -10,7 +10,17 @@ import pytest
 
 from gpt.data.find_files import find_text_files
 from gpt.errors import UserError
-from gpt.files import PACKAGE, HeldError, hold, home_path, link, publish, replacing, sync, write_text
+from gpt.files import (
+    PACKAGE,
+    LockedError,
+    acquire_lock,
+    atomic_rename,
+    atomic_write,
+    expand_path,
+    hard_link,
+    sync,
+    write_text,
+)
 from gpt.loading import find_path, open_tokenizer
 from gpt.sampling.arguments import parse_arguments
 
@@ -19,8 +29,8 @@ def test_home_path(tmp_path, monkeypatch):
     """`~` is the home directory in every option that names a file, and from Python; elsewhere it is a letter."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a~").write_text("a")
-    assert home_path("~/a~") == home_path(tmp_path / "a~") == find_path("~/a~") == tmp_path / "a~"
-    assert str(home_path("a~/~")) == os.path.join("a~", "~")
+    assert expand_path("~/a~") == expand_path(tmp_path / "a~") == find_path("~/a~") == tmp_path / "a~"
+    assert str(expand_path("a~/~")) == os.path.join("a~", "~")
     assert find_text_files("~/a*", tmp_path / "cache") == (tmp_path / "a~",)
     args = parse_arguments(["--prompt-file=~/a~", "--insight=~/a.html"])
     assert (args.prompt_file, args.insight) == (tmp_path / "a~", tmp_path / "a.html")
@@ -28,14 +38,14 @@ def test_home_path(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=str(tmp_path)):
         open_tokenizer("~/model")
     bare = [file for file in PACKAGE.rglob("*.py") if "type=Path" in file.read_text(encoding="utf-8")]
-    assert not bare, "these options do not know the home directory: use home_path"
+    assert not bare, "these options do not know the home directory: use expand_path"
 
 
 def test_replacing_publishes_the_whole_file(tmp_path):
     """Until the block ends the old contents stay; then the new ones are there, and nothing else."""
     file = tmp_path / "a.txt"
     file.write_text("old")
-    with replacing(file) as temporary:
+    with atomic_write(file) as temporary:
         temporary.write_text("new")
         assert file.read_text() == "old"
     assert file.read_text() == "new"
@@ -46,7 +56,7 @@ def test_replacing_leaves_nothing_after_an_error(tmp_path):
     """The old file is intact and the half-written one is gone."""
     file = tmp_path / "a.txt"
     file.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(file) as temporary:
+    with pytest.raises(ZeroDivisionError), atomic_write(file) as temporary:
         temporary.write_text("half")
         raise ZeroDivisionError
     assert file.read_text() == "old"
@@ -118,11 +128,11 @@ def test_publish_waits_for_other_programs(tmp_path, monkeypatch, times, on_windo
     monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
     (tmp_path / "new").write_text("new")
     if times == 3 and on_windows:
-        publish(tmp_path / "new", tmp_path / "old")
+        atomic_rename(tmp_path / "new", tmp_path / "old")
         assert os.listdir(tmp_path) == ["old"]
     else:
         with pytest.raises(PermissionError):
-            publish(tmp_path / "new", tmp_path / "old")
+            atomic_rename(tmp_path / "new", tmp_path / "old")
         assert (sum(slept) >= 2) == on_windows
 
 
@@ -142,7 +152,7 @@ def test_link(tmp_path, monkeypatch, possible):
     best.write_text("new")
     last.write_text("old")
     for source, target in ((last, previous), (best, last), (best, last)):
-        link(source, target)
+        hard_link(source, target)
         assert source.samefile(target) is possible
     assert (last.read_text(), previous.read_text()) == ("new", "old")
     assert sorted(os.listdir(tmp_path)) == ["best", "last", "previous"]
@@ -151,14 +161,14 @@ def test_link(tmp_path, monkeypatch, possible):
 def test_hold_names_the_owner(tmp_path):
     """A second holder is refused and told the first one's process id, also from another process; then it is free."""
     file = tmp_path / ".lock"
-    held = hold(file)
-    with pytest.raises(HeldError, match=str(os.getpid())):
-        hold(file)
-    program = f"from pathlib import Path; from gpt.files import hold; hold(Path({str(file)!r}))"
+    held = acquire_lock(file)
+    with pytest.raises(LockedError, match=str(os.getpid())):
+        acquire_lock(file)
+    program = f"from pathlib import Path; from gpt.files import acquire_lock; acquire_lock(Path({str(file)!r}))"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert f"HeldError: {os.getpid()}" in other.stderr
+    assert f"LockedError: {os.getpid()}" in other.stderr
     held.release()
-    hold(file).release()
+    acquire_lock(file).release()
 
 
 @pytest.fixture(params=["with locks", "without locks"])
@@ -178,24 +188,24 @@ def file_system(request, monkeypatch) -> str:
 def test_lock_ends_with_its_process(tmp_path, file_system):
     """A process that is killed leaves a file, not a lock; until then others are told that it holds it."""
     file = tmp_path / ".lock"
-    program = f"{file_system}import gpt.files, pathlib; held = gpt.files.hold(pathlib.Path({str(file)!r}))\n"
+    program = f"{file_system}import gpt.files, pathlib; held = gpt.files.acquire_lock(pathlib.Path({str(file)!r}))\n"
     first = subprocess.Popen(
         [sys.executable, "-c", program + "print('held', flush=True); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert first.stdout.readline() == b"held\n"
-    with pytest.raises(HeldError, match=str(first.pid)):
-        hold(file)
+    with pytest.raises(LockedError, match=str(first.pid)):
+        acquire_lock(file)
     first.kill()
     first.wait()
     for stream in (first.stdin, first.stdout):
         stream.close()
-    hold(file).release()
+    acquire_lock(file).release()
 
 
 def test_hold_where_nothing_can_be_written(tmp_path):
-    """A place that cannot hold a file is an `OSError`, not a lock that somebody holds."""
+    """A place that cannot acquire_lock a file is an `OSError`, not a lock that somebody holds."""
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        hold(tmp_path / "file" / ".lock")
+        acquire_lock(tmp_path / "file" / ".lock")

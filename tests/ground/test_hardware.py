@@ -235,7 +235,7 @@ def test_memory_of_this_machine():
 
 def test_windows(monkeypatch):
     """Windows has neither /proc nor `resource`: the peak is unknown there, and nothing breaks."""
-    monkeypatch.setattr(memory, "kernel_says", lambda *_: None)
+    monkeypatch.setattr(memory, "read_proc_bytes", lambda *_: None)
     monkeypatch.setitem(sys.modules, "resource", None)
     assert peak_memory_bytes(CPU) == 0
 

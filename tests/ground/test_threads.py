@@ -14,8 +14,8 @@ import torch
 
 import generate
 from gpt.hardware import threads
-from gpt.hardware.threads import giving_way
-from gpt.model.fast.loss import chunked_next_token_loss
+from gpt.hardware.threads import yield_to_other_processes
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from harness import begin_run, fit, tiny_config, write_corpus
 
@@ -26,7 +26,7 @@ SLEEPERS = (
 
 @pytest.fixture
 def two_threads():
-    """PyTorch with two threads, on a machine where `giving_way` is of use."""
+    """PyTorch with two threads, on a machine where `yield_to_other_processes` is of use."""
     torch.set_num_threads(2)
     try:
         if threads._libgomp() is None:
@@ -38,7 +38,7 @@ def two_threads():
 
 @pytest.fixture
 def contended(monkeypatch):
-    """Have `giving_way` find at once, and each time that it looks while spinning, that others want the processors."""
+    """Have `yield_to_other_processes` find at once, and each time that it looks while spinning, that others want the processors."""
     monkeypatch.setattr(threads, "CONTENDED", -1.0)
     monkeypatch.setattr(threads, "TICK", 0.01)
 
@@ -59,7 +59,7 @@ def test_spinning_is_tried_again(two_threads, contended, monkeypatch):
     """The threads sleep for `ASLEEP` seconds, spin until contention shows, and sleep again; and they end awake."""
     monkeypatch.setattr(threads, "ASLEEP", 0.1)
     before = teams()
-    with giving_way():
+    with yield_to_other_processes():
         for _ in range(3):
             assert wait_until(lambda: teams() == before + SLEEPERS)
             assert wait_until(lambda: teams() == before)
@@ -70,7 +70,7 @@ def test_threads_spin_while_nobody_waits(two_threads, monkeypatch):
     monkeypatch.setattr(threads, "CONTENDED", 1e9)
     monkeypatch.setattr(threads, "TICK", 0.01)
     before = teams()
-    with giving_way():
+    with yield_to_other_processes():
         assert not wait_until(lambda: teams() > before, seconds=0.5)
 
 
@@ -91,7 +91,7 @@ def test_threads_sleep_at_barriers_only_while_giving_way(two_threads, contended)
 
     switches()
     before, spinning = teams(), switches()
-    with giving_way():
+    with yield_to_other_processes():
         assert wait_until(lambda: teams() == before + SLEEPERS)
         sleeping = switches()
     assert wait_until(lambda: teams() == before)
@@ -106,7 +106,7 @@ def weights_after(steps: int) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(steps):
         idx = torch.randint(331, (11, 65))
-        chunked_next_token_loss(*model.hidden_and_head(idx[:, :-1]), idx[:, 1:]).backward()
+        chunked_next_token_loss(*model.features_and_head(idx[:, :-1]), idx[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters())
@@ -116,7 +116,7 @@ def test_no_bit_depends_on_it(two_threads, contended):
     expected = weights_after(2)
     assert torch.get_num_threads() == 2
     before = teams()
-    with giving_way():
+    with yield_to_other_processes():
         assert wait_until(lambda: teams() == before + SLEEPERS)
         found = weights_after(2)
     assert all(map(torch.equal, expected, found))
@@ -124,8 +124,8 @@ def test_no_bit_depends_on_it(two_threads, contended):
 
 
 def is_watched() -> bool:
-    """Whether `giving_way` does anything."""
-    with giving_way():
+    """Whether `yield_to_other_processes` does anything."""
+    with yield_to_other_processes():
         return "pace" in [thread.name for thread in threading.enumerate()]
 
 
@@ -169,7 +169,7 @@ def test_training_and_sampling_give_way(two_threads, tmp_path, capsys, monkeypat
     assert "pace" not in [thread.name for thread in threading.enumerate()]
 
     entered = mock.Mock(return_value=contextlib.nullcontext())
-    monkeypatch.setattr(threads, "giving_way", entered)
+    monkeypatch.setattr(threads, "yield_to_other_processes", entered)
     generate.main(["--checkpoint", str(tmp_path / "run"), "--prompt", "a", "--max-new-tokens", "2"])
     entered.assert_called_once()
     capsys.readouterr()
@@ -182,7 +182,7 @@ def test_real_contention_is_seen(two_threads):
     before, deadline = teams(), time.monotonic() + 30
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
-        with giving_way():
+        with yield_to_other_processes():
             while teams() == before and time.monotonic() < deadline:
                 x.add_(1)
             assert teams() == before + SLEEPERS

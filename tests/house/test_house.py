@@ -14,7 +14,7 @@ GROUND = ("errors", "console", "files", "hardware")
 # Each room may import itself and the rooms of the rows below it; rooms in one row do not know each other.
 MODELS = ("loading", "checkpoint", "checkpoint_formats")  # modules of gpt/ that are rooms of their own
 FLOORS = (
-    ("train", "notebook"),
+    ("train", "api"),
     ("generate", "commands"),
     ("training",),
     ("sampling", "loading"),
@@ -66,8 +66,8 @@ def room(module: str) -> str:
     parts = module.split(".")
     if parts[0] != "gpt":
         return parts[0]
-    if len(parts) == 1 or (len(parts) == 2 and parts[1] in (*GROUND, *MODELS, "notebook")):
-        return "notebook" if len(parts) == 1 else parts[1]
+    if len(parts) == 1 or (len(parts) == 2 and parts[1] in (*GROUND, *MODELS, "api")):
+        return "api" if len(parts) == 1 else parts[1]
     return parts[1] if (ROOT / "gpt" / parts[1]).is_dir() else "commands"
 
 

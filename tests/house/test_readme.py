@@ -24,11 +24,11 @@ from omegaconf import OmegaConf
 
 import generate
 from gpt.files import flatten
-from gpt.training.cli import parse_overrides, plain_values
+from gpt.training.cli import parse_overrides, to_plain_values
 from gpt.training.config import Config, parse_horizon
 from gpt.training.metrics import METRICS
 from gpt.training.request import parse_request
-from harness import ROOT, needs, train
+from harness import ROOT, import_or_skip, train
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "data/README.md"]
 PAGES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
@@ -149,7 +149,7 @@ def composed(folder: Path, overrides: list[str]) -> Config:
     if overrides[:1] == ["--config-dir"]:
         overrides = [f"hydra.searchpath=[file://{folder / overrides[1]}]", *overrides[2:]]
     with initialize_config_dir(str(folder / "configs"), version_base="1.3"):
-        values, model = plain_values(compose("train", overrides)), "auto" if "model=auto" in overrides else ""
+        values, model = to_plain_values(compose("train", overrides)), "auto" if "model=auto" in overrides else ""
     return parse_request(values, parse_overrides(overrides), model=model).config
 
 
@@ -317,7 +317,7 @@ def lived_in(house) -> Path:
 def test_command(lived_in, command):
     """It succeeds and prints something."""
     if "wandb" in command:
-        needs("wandb")
+        import_or_skip("wandb")
     shutil.rmtree(lived_in / "my-model", ignore_errors=True)
     assert run(lived_in, command).strip()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("refusals.txt")
-ERRORS = {"UserError", "OutsideError", "NonFiniteError", "kind"}
+ERRORS = {"UserError", "ExternalError", "NonFiniteError", "kind"}
 
 
 def template(node: ast.expr) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, needs, write_corpus
+from harness import ROOT, import_or_skip, write_corpus
 
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CODE = """
@@ -39,7 +39,7 @@ def test_every_room_is_installed():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """A folder into which pip has installed the wheel."""
-    needs("build")
+    import_or_skip("build")
     made, site = (tmp_path_factory.mktemp(name) for name in ("wheel", "site"))
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)

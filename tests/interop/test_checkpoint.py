@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import harness
-from gpt.checkpoint import FORMAT, load, require_storable, save, to_model
-from gpt.checkpoint_formats import upgraded
+from gpt.checkpoint import CHECKPOINT_FORMAT, load_checkpoint, require_storable, restore_model, save_checkpoint
+from gpt.checkpoint_formats import upgrade_config
 from gpt.data.tokenizer import byte_tokenizer
 from gpt.errors import UserError
 from gpt.model.transformer import ModelConfig
-from model_files import Bomb, limited_files, small_model, trained_payload
+from model_files import Bomb, limit_file_size, make_trained_checkpoint, small_model
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=1, num_heads=7, qkv_bias=False)
-make_payload = functools.partial(trained_payload, SHAPE)
+make_payload = functools.partial(make_trained_checkpoint, SHAPE)
 PATH = Path("last.ckpt")  # of payloads that never were on disk
 
 
@@ -31,13 +31,13 @@ PATH = Path("last.ckpt")  # of payloads that never were on disk
 def written(tmp_path_factory) -> bytes:
     """The bytes of a good checkpoint."""
     path = tmp_path_factory.mktemp("good") / "last.ckpt"
-    save(make_payload(), path)
+    save_checkpoint(make_payload(), path)
     return path.read_bytes()
 
 
 def refusal(path: Path) -> str:
-    """The one line with which `load` or else `to_model` refuses a file."""
-    return harness.refusal(lambda: to_model(load(path), path))
+    """The one line with which `load_checkpoint` or else `restore_model` refuses a file."""
+    return harness.refusal(lambda: restore_model(load_checkpoint(path), path))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -59,11 +59,11 @@ def same(one: Any, other: Any) -> bool:
 def test_round_trip(tmp_path):
     """Everything saved comes back, and the model built from it gives the very same logits."""
     payload, path = make_payload(), tmp_path / "checkpoints" / "last.ckpt"
-    save(payload, path)
-    loaded = load(path)
-    assert same(loaded, payload | {"config": upgraded(payload["config"])})
+    save_checkpoint(payload, path)
+    loaded = load_checkpoint(path)
+    assert same(loaded, payload | {"config": upgrade_config(payload["config"])})
     assert not same(loaded, make_payload(seed=5))
-    model, tokenizer = to_model(loaded, path)
+    model, tokenizer = restore_model(loaded, path)
     original = small_model(SHAPE)
     assert (model.config, tokenizer.sha256) == (original.config, byte_tokenizer().sha256)
     idx = torch.tensor([tokenizer.encode("2 3 5 7 11")])
@@ -80,7 +80,7 @@ def test_failing_write(tmp_path, old):
     if old:
         path.write_bytes(old)
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        save(make_payload() | {"unpicklable": lambda: 0}, path)
+        save_checkpoint(make_payload() | {"unpicklable": lambda: 0}, path)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == ([old] if old else [])
 
 
@@ -88,8 +88,8 @@ def test_full_disk(tmp_path):
     """A write that breaks off halfway, here at a limit on the size of files, leaves the old checkpoint alone."""
     path, payload = tmp_path / "last.ckpt", make_payload()
     path.write_bytes(b"the old one")
-    with limited_files(7919):
-        line = harness.refusal(save, payload, path)
+    with limit_file_size(7919):
+        line = harness.refusal(save_checkpoint, payload, path)
     assert line == f"{path}: the disk is full: free some space; earlier checkpoints are intact"
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("last.ckpt", b"the old one")]
 
@@ -97,11 +97,11 @@ def test_full_disk(tmp_path):
 def test_save_makes_no_run_directory(tmp_path):
     """The folder of the checkpoints is made, but not the run directory: that was there, and somebody has deleted it."""
     gone = tmp_path / "run"
-    line = harness.refusal(save, make_payload(), gone / "checkpoints/last.ckpt")
+    line = harness.refusal(save_checkpoint, make_payload(), gone / "checkpoints/last.ckpt")
     assert "last.ckpt: cannot be written, because its folder was deleted or moved" in line
     assert not gone.exists()
     gone.mkdir()
-    save(make_payload(), gone / "checkpoints/last.ckpt")
+    save_checkpoint(make_payload(), gone / "checkpoints/last.ckpt")
     assert os.listdir(gone / "checkpoints") == ["last.ckpt"]
 
 
@@ -115,8 +115,8 @@ def test_state_that_can_be_stored(tmp_path):
         torch.nn.Parameter(FINITE),
     ]
     require_storable(odd)
-    save(make_payload() | {"callbacks": odd}, tmp_path / "last.ckpt")
-    assert same(load(tmp_path / "last.ckpt")["callbacks"], odd)
+    save_checkpoint(make_payload() | {"callbacks": odd}, tmp_path / "last.ckpt")
+    assert same(load_checkpoint(tmp_path / "last.ckpt")["callbacks"], odd)
     for value in (np.float64(2), {2, 3}, tmp_path, [1.0, {"mean": b"2"}], {np.int64(3): 5}):
         with pytest.raises(ValueError, match=r"Unsupported: (float64|set|PosixPath|bytes|int64)"):
             require_storable({"state": value})
@@ -141,7 +141,7 @@ def flip(path: Path, written: bytes, places: Iterable[tuple[int, int]]) -> int:
         damaged[place] ^= 1 << bit
         path.write_bytes(damaged)
         try:
-            assert same(load(path), payload), (place, bit)
+            assert same(load_checkpoint(path), payload), (place, bit)
         except UserError as error:
             refused += 1
             assert str(error).startswith(f"{path}: ") and "\n" not in str(error), (place, bit)
@@ -195,9 +195,12 @@ def test_not_a_checkpoint(tmp_path):
     ("content", "reason"),
     [
         ([2, 3, 5], "its 'format' is missing or of another type"),
-        ({"format": FORMAT, "config": {}, "tokenizer": {}}, "its 'state_dict' is missing"),
+        ({"format": CHECKPOINT_FORMAT, "config": {}, "tokenizer": {}}, "its 'state_dict' is missing"),
         (make_payload() | {"format": "gguf"}, "its 'format' is missing or of another type"),
-        (make_payload() | {"format": FORMAT + 1}, f"written by a newer version of this project (format {FORMAT + 1})"),
+        (
+            make_payload() | {"format": CHECKPOINT_FORMAT + 1},
+            f"written by a newer version of this project (format {CHECKPOINT_FORMAT + 1})",
+        ),
         (make_payload() | {"layer": torch.nn.Linear(2, 3)}, "objects other than tensors and plain types"),
     ],
 )
@@ -223,7 +226,7 @@ def test_shapes_that_the_weights_do_not_have(changes, reason):
     """A configuration is compared with the weights before any memory or time is spent on it."""
     payload = make_payload()
     payload["config"]["model"] |= changes
-    line = harness.refusal(to_model, payload, PATH)
+    line = harness.refusal(restore_model, payload, PATH)
     assert line.startswith(f"{PATH}: the checkpoint's tokenizer, configuration and weights do not fit together (")
     assert reason in line and len(line) < 500
 
@@ -237,7 +240,7 @@ def test_other_parts_that_do_not_fit():
         {"tokenizer": {"name": "byte"}},
         {"tokenizer": byte_tokenizer().to_dict() | {"pattern": "."}},
     ):
-        assert "do not fit together (" in harness.refusal(to_model, make_payload() | changes, PATH)
+        assert "do not fit together (" in harness.refusal(restore_model, make_payload() | changes, PATH)
 
 
 WEIGHTS = make_payload()["state_dict"]
@@ -262,14 +265,14 @@ REST = {name: weight for name, weight in WEIGHTS.items() if name != NAME}
 )
 def test_foreign_weights(tmp_path, weights, reason):
     """Weights that are not finite floating-point numbers of the right names and shapes."""
-    save(make_payload() | {"state_dict": REST | weights}, tmp_path / "last.ckpt")
+    save_checkpoint(make_payload() | {"state_dict": REST | weights}, tmp_path / "last.ckpt")
     assert reason in refusal(tmp_path / "last.ckpt")
 
 
 def test_great_weights_are_finite():
     """Weights whose sum overflows are finite all the same."""
     weight = torch.full_like(FINITE, 3e38)
-    model, _ = to_model(make_payload() | {"state_dict": WEIGHTS | {NAME: weight}}, PATH)
+    model, _ = restore_model(make_payload() | {"state_dict": WEIGHTS | {NAME: weight}}, PATH)
     assert torch.equal(model.state_dict()[NAME], weight)
 
 
@@ -278,8 +281,8 @@ def test_half_precision_and_metadata_are_taken(tmp_path):
     path, model = tmp_path / "last.ckpt", small_model(SHAPE)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         expected = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
-        save(make_payload() | {"state_dict": model.to(dtype).state_dict()}, path)
-        loaded = to_model(load(path), path)[0].state_dict()
+        save_checkpoint(make_payload() | {"state_dict": model.to(dtype).state_dict()}, path)
+        loaded = restore_model(load_checkpoint(path), path)[0].state_dict()
         assert same(dict(loaded), {name: weight.float() for name, weight in expected.items()})
 
 
@@ -291,7 +294,7 @@ def test_pickle_in_an_archive_is_never_run(tmp_path):
     path, trace = tmp_path / "last.ckpt", tmp_path / "trace"
     path.write_bytes(pickle.dumps(Bomb(trace)))
     assert "another format" in refusal(path)
-    save(make_payload() | {"bomb": Bomb(trace)}, path)
+    save_checkpoint(make_payload() | {"bomb": Bomb(trace)}, path)
     assert "objects other than tensors and plain types" in refusal(path)
     assert not trace.exists()
     torch.load(path, weights_only=False)

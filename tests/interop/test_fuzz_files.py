@@ -18,7 +18,7 @@ from gpt.errors import UserError
 from gpt.interop import huggingface
 from gpt.loading import open_model
 from gpt.model.transformer import GPT
-from model_files import trained_payload
+from model_files import make_trained_checkpoint
 
 pytestmark = pytest.mark.slow
 OFTEN = settings(
@@ -45,7 +45,7 @@ def outcome(open_it: Callable[[], GPT], *files: Path) -> str | dict[str, torch.T
     return result
 
 
-ORIGINAL = trained_payload()
+ORIGINAL = make_trained_checkpoint()
 
 
 @OFTEN
@@ -54,7 +54,7 @@ def test_bytes_of_checkpoints(tmp_path_factory, data):
     """Files with bytes changed, cut out or put in, in the pickle with its checksum made right again."""
     folder = tmp_path_factory.mktemp("bytes")
     file = folder / "last.ckpt"
-    checkpoint.save(ORIGINAL, file)
+    checkpoint.save_checkpoint(ORIGINAL, file)
     within_pickle = data.draw(st.booleans())
     if within_pickle:
         with zipfile.ZipFile(file) as archive:
@@ -92,7 +92,7 @@ def test_huggingface_folders(theirs, tmp_path_factory, data):
     """Values of config.json, and bytes of either file."""
     folder = Path(shutil.copytree(theirs, tmp_path_factory.mktemp("mutated"), dirs_exist_ok=True))
     config, weights = folder / "config.json", folder / "model.safetensors"
-    expected = huggingface.load_directory(theirs).state_dict()
+    expected = huggingface.load_huggingface_weights(theirs).state_dict()
     in_config = data.draw(st.booleans())
     if in_config:
         stored = json.loads(config.read_text())
@@ -106,7 +106,7 @@ def test_huggingface_folders(theirs, tmp_path_factory, data):
         place = data.draw(st.integers(0, min(len(content) - 1, 4000)))
         content[place : place + data.draw(st.sampled_from([0, 1, 7]))] = data.draw(st.binary(max_size=8))
         file.write_bytes(content)
-    result = outcome(lambda: huggingface.load_directory(folder), config, weights)
+    result = outcome(lambda: huggingface.load_huggingface_weights(folder), config, weights)
     if in_config and isinstance(result, dict):
         assert all(torch.equal(result[name], expected[name]) for name in expected)
     shutil.rmtree(folder)

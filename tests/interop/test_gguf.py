@@ -15,10 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import harness
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
-from gpt.interop.gguf import AS_IT_IS, KINDS, write
-from gpt.interop.huggingface import from_huggingface
+from gpt.interop.gguf import GGUF_TYPES, PASSTHROUGH_TEMPLATE, write_gguf
+from gpt.interop.huggingface import from_huggingface_weights
 from gpt.model.transformer import GPT, GPTConfig
-from model_files import limited_files
+from model_files import limit_file_size
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}  # llama.cpp's enum llama_ftype
@@ -39,13 +39,13 @@ def make_both(config: GPTConfig) -> tuple[GPT, GPT2LMHeadModel]:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return GPT.from_state_dict(config, from_huggingface(theirs.state_dict(), config.num_layers)), theirs
+    return GPT.from_state_dict(config, from_huggingface_weights(theirs.state_dict(), config.num_layers)), theirs
 
 
 def refusal(tmp_path: Path, *arguments) -> str:
     """The one line with which writing is refused; nothing is left of it."""
     before = sorted(tmp_path.rglob("*"))
-    line = harness.refusal(write, *arguments)
+    line = harness.refusal(write_gguf, *arguments)
     assert sorted(tmp_path.rglob("*")) == before
     return line
 
@@ -55,12 +55,12 @@ def bpe() -> Tokenizer:
     return train_bpe([TEXT * 3], 307)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_weights(tmp_path, bpe, kind):
     """Every tensor has the name that the library gives to Hugging Face's, and its values as the type rounds them."""
     config = shape(bpe, 160 if kind == "q8_0" else 60)
     model, theirs = make_both(config)
-    write(model, bpe, tmp_path / "model.gguf", kind)
+    write_gguf(model, bpe, tmp_path / "model.gguf", kind)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
     expected = {}
     for name, weight in theirs.state_dict().items():
@@ -89,8 +89,8 @@ def test_weights(tmp_path, bpe, kind):
 def test_keys(tmp_path, bpe):
     """The file says what llama.cpp needs to know, and nothing that we do not know."""
     config = shape(bpe, 96, num_heads=3)
-    for kind in KINDS:
-        write(GPT(config), bpe, tmp_path / f"{kind}.gguf", kind)
+    for kind in GGUF_TYPES:
+        write_gguf(GPT(config), bpe, tmp_path / f"{kind}.gguf", kind)
         fields = GGUFReader(tmp_path / f"{kind}.gguf").fields
         found = {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
         lists = {key: found.pop(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges")}
@@ -110,7 +110,7 @@ def test_keys(tmp_path, bpe):
             "tokenizer.ggml.bos_token_id": 306,
             "tokenizer.ggml.eos_token_id": 306,
             "tokenizer.ggml.add_bos_token": False,
-            "tokenizer.chat_template": AS_IT_IS,
+            "tokenizer.chat_template": PASSTHROUGH_TEMPLATE,
         }
         assert len(lists["tokens"]) == 307
         assert lists["tokens"][306] == END_OF_TEXT
@@ -121,7 +121,7 @@ def test_keys(tmp_path, bpe):
 def test_tokens(tmp_path, bpe, name):
     """A byte-pair encoding made of nothing but the file's tokens and merges gives our ids."""
     tokenizer = {"bpe": bpe, "gpt2": gpt2_tokenizer(), "byte": byte_tokenizer()}[name]
-    write(GPT(shape(tokenizer, 5)), tokenizer, tmp_path / "model.gguf", "f32")
+    write_gguf(GPT(shape(tokenizer, 5)), tokenizer, tmp_path / "model.gguf", "f32")
     fields = GGUFReader(tmp_path / "model.gguf").fields
     tokens, merges = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges"))
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -139,7 +139,7 @@ def test_tokens(tmp_path, bpe, name):
 
 def test_no_bias(tmp_path, bpe):
     """llama.cpp requires the bias that a model with qkv_bias=false lacks, so the file holds zeros."""
-    write(GPT(shape(bpe, qkv_bias=False)), bpe, tmp_path / "model.gguf", "f16")
+    write_gguf(GPT(shape(bpe, qkv_bias=False)), bpe, tmp_path / "model.gguf", "f16")
     found = {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
     assert all(np.array_equal(found[f"blk.{i}.attn_qkv.bias"], np.zeros(180, np.float32)) for i in range(3))
 
@@ -147,7 +147,7 @@ def test_no_bias(tmp_path, bpe):
 def test_odd_file_name(tmp_path, bpe):
     """A file name that is no UTF-8 is no reason to fail."""
     file = tmp_path / "caf\udce9.gguf"
-    write(GPT(shape(bpe)), bpe, file, "f32")
+    write_gguf(GPT(shape(bpe)), bpe, file, "f32")
     assert GGUFReader(file).fields["general.name"].contents() == "caf\ufffd"
 
 
@@ -159,7 +159,7 @@ def test_impossible_kinds(tmp_path, bpe):
     with torch.no_grad():
         model.blocks[1].feed_forward.expand.weight[7, 11] = 65520.0  # the least that f16 rounds to infinity
     assert refusal(tmp_path, model, bpe, file, "f16") == f"blk.1.ffn_up.weight {why} for type=f16: use f32 or bf16"
-    write(model, bpe, file, "bf16")
+    write_gguf(model, bpe, file, "bf16")
     large = GPT(shape(bpe, 96, num_heads=3))
     with torch.no_grad():
         large.token_embedding.weight[7, 11] = 127 * 65520.0
@@ -177,11 +177,11 @@ def test_without_the_library(tmp_path, bpe, monkeypatch):
 def test_full_disk(tmp_path, bpe):
     """Wherever the disk is full, the error says so, which numpy's does not, and nothing is left of the file."""
     model = GPT(shape(bpe))
-    write(model, bpe, tmp_path / "model.gguf", "f32")
+    write_gguf(model, bpe, tmp_path / "model.gguf", "f32")
     size = (tmp_path / "model.gguf").stat().st_size
     (tmp_path / "model.gguf").unlink()
     for limit in itertools.chain(range(0, size, size // 13), [size - 1]):
-        with limited_files(limit), pytest.raises(OSError) as caught:
-            write(model, bpe, tmp_path / "model.gguf", "f32")
+        with limit_file_size(limit), pytest.raises(OSError) as caught:
+            write_gguf(model, bpe, tmp_path / "model.gguf", "f32")
         assert caught.value.errno == errno.EFBIG, limit
         assert not list(tmp_path.iterdir()), limit

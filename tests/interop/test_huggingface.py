@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 import harness
-from gpt.interop.huggingface import load_directory
+from gpt.interop.huggingface import load_huggingface_weights
 from gpt.model.transformer import GPTConfig
 from model_files import Bomb
 
@@ -57,7 +57,7 @@ def change_config(folder: Path, **changes) -> None:
 
 def refusal(folder: Path) -> str:
     """The one line with which a directory is refused."""
-    line = harness.refusal(load_directory, folder)
+    line = harness.refusal(load_huggingface_weights, folder)
     assert line.startswith(f"{folder}")
     return line.removeprefix(f"{folder}")
 
@@ -73,7 +73,7 @@ def test_pickles_are_not_read(folder, tmp_path):
 @torch.no_grad()
 def test_same_logits(saved):
     """The directory gives the shape, and weights with which our model says what theirs says."""
-    model = load_directory(saved).eval()
+    model = load_huggingface_weights(saved).eval()
     assert model.config == GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
     idx = torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(3))
     expected = make_theirs()(idx).logits
@@ -86,7 +86,7 @@ def test_without_a_head(tmp_path):
     """A GPT2Model, which has no head and no prefix before its names, loads as well."""
     theirs = make_theirs(GPT2Model)
     theirs.save_pretrained(tmp_path)
-    model = load_directory(tmp_path).eval()
+    model = load_huggingface_weights(tmp_path).eval()
     idx = torch.arange(CONTEXT)[None]
     torch.testing.assert_close(model.hidden(idx), theirs(idx).last_hidden_state, atol=1e-4, rtol=0.0)
 
@@ -95,14 +95,14 @@ def test_half_precision_becomes_single(saved, folder):
     """Weights stored in 16 bits are loaded as fp32, with the values they have."""
     stored = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(stored, folder / "model.safetensors")
-    state, full = load_directory(folder).state_dict(), load_directory(saved).state_dict()
+    state, full = load_huggingface_weights(folder).state_dict(), load_huggingface_weights(saved).state_dict()
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert all(torch.equal(state[name], full[name].half().float()) for name in full)
 
 
 def is_same(folder: Path, saved: Path) -> bool:
     """Whether two directories hold the same weights, bit for bit."""
-    state, expected = load_directory(folder).state_dict(), load_directory(saved).state_dict()
+    state, expected = load_huggingface_weights(folder).state_dict(), load_huggingface_weights(saved).state_dict()
     return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 
 
@@ -136,14 +136,14 @@ def test_without_biases(folder):
     weights = load_file(folder / "model.safetensors")
     zero = {name: torch.zeros_like(w) for name, w in weights.items() if name.endswith("c_attn.bias")}
     save_file(weights | zero, folder / "model.safetensors")
-    model = load_directory(folder)
+    model = load_huggingface_weights(folder)
     assert not model.config.qkv_bias
     assert "blocks.0.attention.W_qkv.bias" not in model.state_dict()
 
 
 def test_file_may_be_replaced(folder):
     """What is loaded stays as it is, whatever is written over the file afterwards; matrices lie as ours do."""
-    state = load_directory(folder).state_dict()
+    state = load_huggingface_weights(folder).state_dict()
     before = {name: tensor.clone() for name, tensor in state.items()}
     file = folder / "model.safetensors"
     size = file.stat().st_size

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import harness
 from gpt.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
-from gpt.interop.vocabulary import read, stand_ins, to_huggingface
+from gpt.interop.vocabulary import read, to_huggingface_tokenizer, to_printable
 from gpt.loading import open_model, open_tokenizer
 
 ADDED = {"id": 0, "content": END_OF_TEXT, "special": True, "normalized": False}
@@ -70,13 +70,13 @@ def test_every_split_is_needed():
     text = "abcab abab bcabc"
     tokenizer = Tokenizer("bpe", table, GPT2_PATTERN)
     assert tokenizer.encode(text)[0] == 258
-    assert to_huggingface(tokenizer).encode(text).ids == tokenizer.encode(text)
+    assert to_huggingface_tokenizer(tokenizer).encode(text).ids == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("tokenizer", [train_bpe([TEXT * 3], 307), byte_tokenizer()], ids=["bpe", "byte"])
 def test_there_and_back(tmp_path, tokenizer):
     """What is written gives the same ids, and is read as the very same tokenizer with the same ids."""
-    written = to_huggingface(tokenizer)
+    written = to_huggingface_tokenizer(tokenizer)
     written.save(str(tmp_path / "tokenizer.json"))
     assert written.encode(TEXT).ids == tokenizer.encode(TEXT)
     assert written.token_to_id(END_OF_TEXT) == tokenizer.end_of_text
@@ -92,10 +92,10 @@ def test_gpt2(tmp_path, published):
     That file has one merge for each token, and keys as they were before `use_regex`; some people's cuts texts short.
     """
     tokenizer = gpt2_tokenizer()
-    to_huggingface(tokenizer).save(str(tmp_path / "tokenizer.json"))
+    to_huggingface_tokenizer(tokenizer).save(str(tmp_path / "tokenizer.json"))
     if published:
         pairs = [merged_from(tokenizer.ranks, token) for token in tokenizer.ranks if len(token) > 1]
-        change(tmp_path, "model", "merges", value=[" ".join(map(stand_ins, pair)) for pair in pairs])
+        change(tmp_path, "model", "merges", value=[" ".join(map(to_printable, pair)) for pair in pairs])
         change(tmp_path, "model", "ignore_merges", value=False)
         change(tmp_path, "pre_tokenizer", value={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True})
         cut = {"direction": "Right", "max_length": 50, "strategy": "LongestFirst", "stride": 0}
@@ -211,7 +211,7 @@ def test_other_tokenizers(folder, place, value, reason):
 def test_letters_that_are_doubled(folder, levels):
     """A small file cannot hold tokens so long that what is made of a few of them fills the memory."""
     stored = json.loads((folder / "tokenizer.json").read_text())
-    tokens, pairs = [stand_ins(bytes([byte])) for byte in range(256)], []
+    tokens, pairs = [to_printable(bytes([byte])) for byte in range(256)], []
     for level in range(levels):
         pairs.append(["a" * 2**level] * 2)
         tokens.append("a" * 2 ** (level + 1))
@@ -242,6 +242,6 @@ def test_older_form(theirs, tmp_path):
     """A folder without a tokenizer has none; vocab.json is refused, since the tokens would be another vocabulary's."""
     assert read(tmp_path) is None
     theirs.save_model(str(tmp_path))
-    remedy = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
-    line = f"{tmp_path}: its tokenizer is in the older form, vocab.json: {remedy}"
+    hint = "load it with transformers' AutoTokenizer, and save it as tokenizer.json with save_pretrained"
+    line = f"{tmp_path}: its tokenizer is in the older form, vocab.json: {hint}"
     assert harness.refusal(read, tmp_path) == line

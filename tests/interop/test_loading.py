@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.checkpoint import save
+from gpt.checkpoint import save_checkpoint
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from gpt.interop import huggingface
 from gpt.loading import find_checkpoint, find_run, open_model, open_tokenizer
 from gpt.model.transformer import GPT
 from harness import ROOT, refusal
-from model_files import payload_of, small_model, write_prepared
+from model_files import make_checkpoint, small_model, write_prepared_corpus
 
 STORY = "It was the best of times, it was the worst of times; 2²³ ≠ 10 €, naïve café\r\n"
 GPT2, BPE = gpt2_tokenizer(), train_bpe([STORY * 3], 277)
@@ -31,7 +31,7 @@ def write_checkpoint(file: Path, tokenizer: Tokenizer = BPE, seed: int = 3, **ch
     """Save a small model, which is returned; `changes` are to what the checkpoint says."""
     model = small_model(tokenizer=BPE, seed=seed)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save(payload_of(model, tokenizer, **changes), file)
+    save_checkpoint(make_checkpoint(model, tokenizer, **changes), file)
     return model
 
 
@@ -107,16 +107,16 @@ def test_find_nothing(tmp_path):
 def test_find_by_name(tmp_path, monkeypatch):
     """A name is that of a run, unless there is a path of that name; other words are not looked up on the hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface, "download", lambda name: pytest.fail("looked up"))
+    monkeypatch.setattr(huggingface, "download_from_hub", lambda name: pytest.fail("looked up"))
     run = make_run(Path("runs"), "gpt2", "best")
     assert find_checkpoint("gpt2") == run / "checkpoints/best.ckpt"
     write_huggingface(Path("gpt2"))
     assert find_checkpoint("gpt2") == find_checkpoint(Path("gpt2")) == Path("gpt2")  # which stands for itself
     Path("models").mkdir()
-    remedy = "give a path, a name below runs/, or OWNER/NAME on the Hugging Face hub"
+    hint = "give a path, a name below runs/, or OWNER/NAME on the Hugging Face hub"
     words = ("typo", "gpt-2-medium", "runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b")
     for name in (*words, "typo" * 1009 + "/"):
-        assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory: {remedy}"
+        assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory: {hint}"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "me/my-model"])
@@ -124,7 +124,9 @@ def test_names_of_the_hub(tmp_path, monkeypatch, name):
     """GPT-2's own, and whatever has an owner."""
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
-    monkeypatch.setattr(huggingface, "download", lambda name: asked.append(name) or write_huggingface(tmp_path / "hub"))
+    monkeypatch.setattr(
+        huggingface, "download_from_hub", lambda name: asked.append(name) or write_huggingface(tmp_path / "hub")
+    )
     assert find_checkpoint(name) == tmp_path / "hub"
     assert asked == [name]
 
@@ -187,8 +189,8 @@ def hub(tmp_path):
 def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
     """Open a model in a process of its own, since the hub's address is read once."""
     code = (
-        "import sys; from gpt.console import command_line; from gpt.loading import open_model\n"
-        "with command_line('opening'): print(open_model(sys.argv[1])[0].config.num_parameters)"
+        "import sys; from gpt.console import clean_exit; from gpt.loading import open_model\n"
+        "with clean_exit('opening'): print(open_model(sys.argv[1])[0].config.num_parameters)"
     )
     return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
 
@@ -230,7 +232,7 @@ def test_hub_without_its_library(monkeypatch):
     """Without the library, the line says what to install."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     line = "no/model: neither a path nor a run; for the hub's models: pip install huggingface_hub"
-    assert refusal(huggingface.download, "no/model") == line
+    assert refusal(huggingface.download_from_hub, "no/model") == line
 
 
 # --- models ---
@@ -266,7 +268,7 @@ def test_open_tokenizer(tmp_path):
     """Two names, a run, one checkpoint, a prepared corpus, a Hugging Face GPT-2."""
     best = tmp_path / "run/checkpoints/best.ckpt"
     write_checkpoint(best)
-    theirs, prepared = write_huggingface(tmp_path / "theirs"), write_prepared(tmp_path / "prepared", BPE)
+    theirs, prepared = write_huggingface(tmp_path / "theirs"), write_prepared_corpus(tmp_path / "prepared", BPE)
     for where in (tmp_path / "run", best, prepared, "byte", "gpt2", theirs):
         expected = byte_tokenizer() if where == "byte" else GPT2 if where in ("gpt2", theirs) else BPE
         for name in (where, str(where)):
@@ -298,17 +300,17 @@ def test_damaged_tokenizer(tmp_path):
     """A checkpoint's or corpus's tokenizer that is something else, or was changed since it was written."""
     file, changed = tmp_path / "odd.ckpt", BPE.to_dict() | {"sha256": "0" * 64}
     for stored in ({}, {"name": "bpe"}, BPE.to_dict() | {"ranks": None}, changed):
-        save(payload_of(small_model(tokenizer=BPE)) | {"tokenizer": stored}, file)
+        save_checkpoint(make_checkpoint(small_model(tokenizer=BPE)) | {"tokenizer": stored}, file)
         assert refusal(open_tokenizer, file).startswith(f"{file}: the checkpoint's tokenizer, configuration and")
     assert "do not match their hash" in refusal(open_tokenizer, file)
-    folder = write_prepared(tmp_path / "prepared", BPE)
+    folder = write_prepared_corpus(tmp_path / "prepared", BPE)
     (folder / "tokenizer.json").write_text(json.dumps(changed))
     assert "do not match their hash" in refusal(open_tokenizer, folder)
 
 
 def test_tokenizers_without_torch(tmp_path):
     """torch takes seconds to import, and only a checkpoint needs it."""
-    paths = [write_prepared(tmp_path / "prepared", BPE), write_huggingface(tmp_path / "theirs")]
+    paths = [write_prepared_corpus(tmp_path / "prepared", BPE), write_huggingface(tmp_path / "theirs")]
     code = (
         "import sys; from gpt.loading import find_checkpoint, open_tokenizer\n"
         f"for name in {['gpt2', 'byte', *map(str, paths)]}: print(open_tokenizer(name).vocab_size)\n"

@@ -16,7 +16,7 @@ from gpt.data.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tok
 from gpt.interop import gguf, huggingface
 from gpt.loading import open_model
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from harness import ROOT, train
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_greedy(tmp_path, name):
         model = random_model(GPTConfig(1024, 768, 12, 12), seed=21)
     prompt = tokenizer.encode(PROMPT)
     new = min(NEW, model.config.context_length - len(prompt))
-    ours = [int(token) for token in generate(model, torch.tensor([prompt]), new, Sampling(temperature=0.0))]
+    ours = [int(token) for token in generate(model, torch.tensor([prompt]), new, SamplingParams(temperature=0.0))]
     assert len(set(ours)) > 10
     text, last = [*prompt, *ours], len(prompt) - 1
     with torch.inference_mode():
@@ -83,14 +83,14 @@ def test_greedy(tmp_path, name):
 
     folder, file = tmp_path / "folder", tmp_path / "model.gguf"
     folder.mkdir()
-    huggingface.write(model, tokenizer, folder)
+    huggingface.write_huggingface(model, tokenizer, folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     theirs.generation_config.eos_token_id = None  # all of them are to be compared
     idx = torch.tensor([prompt])
     greedy = {"attention_mask": torch.ones_like(idx), "do_sample": False, "max_length": len(text), "pad_token_id": 0}
     assert theirs.generate(idx, **greedy)[0].tolist() == text
 
-    gguf.write(model, tokenizer, file, "f32")
+    gguf.write_gguf(model, tokenizer, file, "f32")
     third = llama(file, model.config.context_length, logits_all=True)
     assert list(islice(third.generate(prompt, temp=0.0), new)) == ours
     third.reset()
@@ -111,7 +111,7 @@ def test_types(tmp_path):
         logits = model(torch.tensor([text]))[0].numpy()
     for kind, bound in (("f32", 0.002), ("f16", 0.004), ("bf16", 0.02), ("q8_0", 0.05)):
         file = tmp_path / f"{kind}.gguf"
-        gguf.write(model, tokenizer, file, kind)
+        gguf.write_gguf(model, tokenizer, file, kind)
         machine = llama(file, 97, logits_all=True)
         machine.eval(text)
         apart = np.abs(machine.scores[: len(text)] - logits).std() / logits.std()
@@ -162,7 +162,7 @@ def mixed_text(length: int) -> str:
 def test_token_ids(tmp_path, make):
     """The same ids for a million characters, but for letters newer than llama.cpp's tables, which are of Unicode 15."""
     tokenizer, file = make(), tmp_path / "model.gguf"
-    gguf.write(GPT(GPTConfig(8, 8, 1, 1, vocab_size=tokenizer.vocab_size)), tokenizer, file, "f32")
+    gguf.write_gguf(GPT(GPTConfig(8, 8, 1, 1, vocab_size=tokenizer.vocab_size)), tokenizer, file, "f32")
     machine = llama(file, 8, vocab_only=True)
 
     def ids(text: str, special: bool = False) -> list[int]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpt.model import linear as module
-from gpt.model.fast.loss import chunked_next_token_loss
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
 
@@ -15,13 +15,13 @@ CONFIG = GPTConfig(context_length=7, d_model=6, num_layers=2, num_heads=3, vocab
 
 def make_model(dtype: torch.dtype = torch.float32) -> GPT:
     torch.manual_seed(5)
-    return GPT(CONFIG).compute_in(dtype)
+    return GPT(CONFIG).set_compute_dtype(dtype)
 
 
 def backward(model: GPT, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     idx, targets = torch.randint(11, (2, 5, 7), generator=generator)
-    chunked_next_token_loss(*model.hidden_and_head(idx), targets).backward()
+    chunked_next_token_loss(*model.features_and_head(idx), targets).backward()
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
@@ -51,7 +51,7 @@ def test_in_the_precision_of_its_weights():
 def large(request, monkeypatch) -> bool:
     """Whether the matrices of a test count as large."""
     if request.param:
-        monkeypatch.setattr(module, "ROUND_AGAIN_FROM", 0)
+        monkeypatch.setattr(module, "MIN_RECAST_ELEMENTS", 0)
     return request.param
 
 

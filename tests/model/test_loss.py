@@ -1,4 +1,4 @@
-"""The plain loss against numbers by hand and `F.cross_entropy`; test_fast_loss.py holds its fast twin to it."""
+"""The plain loss against numbers by hand and `F.cross_entropy`; test_chunked_loss.py holds its fast twin to it."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.loss import IGNORE, next_token_loss
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE_INDEX, next_token_loss
 
 N, C, V = 13, 7, 23
 
@@ -32,9 +32,11 @@ def test_equals_cross_entropy(shape, ignored):
     hidden = torch.randn(*shape, C, generator=generator)
     weight = torch.randn(V, C, generator=generator)
     targets = torch.randint(V, shape, generator=generator)
-    targets.view(-1)[ignored] = IGNORE
+    targets.view(-1)[ignored] = IGNORE_INDEX
     logits = torch.einsum("...c,vc->...v", hidden, weight)
-    expected = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets != IGNORE].mean()
+    expected = (
+        -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets != IGNORE_INDEX].mean()
+    )
     torch.testing.assert_close(next_token_loss(hidden, weight, targets), expected)
 
 
@@ -53,7 +55,7 @@ def test_bfloat16():
 def test_nothing_counts(n):
     """With no target that counts, the loss and its gradients are zero, where a mean over nothing would be nan."""
     hidden, weight = torch.randn(n, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
-    loss = next_token_loss(hidden, weight, torch.full((n,), IGNORE))
+    loss = next_token_loss(hidden, weight, torch.full((n,), IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0.0
     assert not hidden.grad.any() and not weight.grad.any()

@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import small_models
 from gpt.data.batches import validation_batches
-from gpt.interop.huggingface import to_huggingface
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.loss import IGNORE
+from gpt.interop.huggingface import to_huggingface_weights
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.scoring import score
 from gpt.training.optim import OptimConfig, build_optimizer
@@ -64,7 +64,7 @@ def models() -> tuple[GPT, GPT2LMHeadModel]:
 
 def in_their_layout(model: GPT) -> dict[str, Tensor]:
     """Every weight of GPT2LMHeadModel, the tied head too."""
-    weights = to_huggingface(model)
+    weights = to_huggingface_weights(model)
     return weights | {"lm_head.weight": weights["transformer.wte.weight"]}
 
 
@@ -178,7 +178,7 @@ def test_compiled_once(checkpointing):
     """All blocks share one graph, compiled once with gradients and once without, in whatever order training,
     validation and samples follow one another.
     """
-    model, idx = make_model().compute_in(torch.bfloat16).train(), make_idx(CONTEXT)
+    model, idx = make_model().set_compute_dtype(torch.bfloat16).train(), make_idx(CONTEXT)
     model.checkpointing = checkpointing
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
@@ -187,9 +187,9 @@ def test_compiled_once(checkpointing):
     counts = []
     for _ in range(3):
         for _ in range(2):
-            chunked_next_token_loss(*model.hidden_and_head(idx), idx).backward()
+            chunked_next_token_loss(*model.features_and_head(idx), idx).backward()
         counts.append(counter.frame_count)
-        score(model, validation_batches(text, 3, CONTEXT, IGNORE), num_bytes=1)
+        score(model, validation_batches(text, 3, CONTEXT, IGNORE_INDEX), num_bytes=1)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
             model.eval().hidden(idx[:1, :7])
         model.train()
@@ -204,21 +204,21 @@ def test_elsewhere(name, fused):
 
     The code does there what it does on a GPU, so this checks the GPU's route without one.
     """
-    model = make_model().compute_in(torch.bfloat16).to("meta")
+    model = make_model().set_compute_dtype(torch.bfloat16).to("meta")
     for block in model.blocks:
         block.attention.fused_kernel = fused
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, HEADS, OptimConfig(name, 0.02, lr=0.006), torch.bfloat16)
     idx = make_idx(CONTEXT).to("meta")
     for model.checkpointing in (False, True):
-        loss = chunked_next_token_loss(*model.hidden_and_head(idx), idx)
+        loss = chunked_next_token_loss(*model.features_and_head(idx), idx)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
         assert (loss.device.type, loss.dtype, norm.device.type) == ("meta", torch.float32, "meta")
-    caches, starts = model.new_caches(), torch.zeros(len(idx), dtype=torch.long, device="meta")
+    caches, starts = model.init_kv_caches(), torch.zeros(len(idx), dtype=torch.long, device="meta")
     with torch.no_grad():
         for tokens in (idx[:, :-1], idx[:, -1:]):
             assert model.head(model.hidden(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
@@ -229,7 +229,7 @@ def test_short_windows_stand_at_all_places():
     """Of three rows, each is what it would be at the beginning of a context whose positions were its own."""
     model, T = make_model(), CONTEXT // 3
     idx = make_idx(T).repeat(3, 1)
-    hidden, _ = model.hidden_and_head(idx, places=3)
+    hidden, _ = model.features_and_head(idx, places=3)
     positions = model.position_embedding.weight.detach().clone()
     for place in range(3):
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_hidden_and_head(device, scale):
     expected = torch.autograd.grad(expected_loss, list(model.parameters()))
 
     def loss() -> Tensor:
-        return chunked_next_token_loss(*model.hidden_and_head(idx), targets) * scale
+        return chunked_next_token_loss(*model.features_and_head(idx), targets) * scale
 
     torch.testing.assert_close(loss(), expected_loss)
     torch.testing.assert_close(torch.autograd.grad(loss(), list(model.parameters())), expected, atol=1e-6, rtol=1e-4)
@@ -267,7 +267,7 @@ def test_too_long_input_is_refused():
         model(make_idx(17))
     with pytest.raises(ValueError, match=r"\b17 tokens .*\b13\b"):
         model.attention_maps(make_idx(17))
-    caches = model.new_caches()
+    caches = model.init_kv_caches()
     model(make_idx(11), caches)
     with pytest.raises(ValueError, match=r"\b14 tokens .*\b13\b"):
         model(make_idx(3), caches)

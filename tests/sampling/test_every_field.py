@@ -55,12 +55,12 @@ def test_every_field_changes_the_model(name):
 
 
 def cached(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    caches = model.new_caches()
+    caches = model.init_kv_caches()
     return torch.cat([model(idx[:, t : t + 1], caches) for t in range(T)], dim=1)
 
 
 def cached_in_parts(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    caches = model.new_caches()
+    caches = model.init_kv_caches()
     return torch.cat([model(part, caches) for part in idx.split(7, dim=1)], dim=1)
 
 
@@ -71,7 +71,7 @@ def padded(model: GPT, idx: Tensor, folder: Path) -> Tensor:
 
 
 def for_training(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    hidden, head = model.hidden_and_head(idx)
+    hidden, head = model.features_and_head(idx)
     return hidden @ head.T
 
 
@@ -89,7 +89,7 @@ def compiled(model: GPT, idx: Tensor, folder: Path) -> Tensor:
 
 
 def in_transformers(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    huggingface.write(model, byte_tokenizer(), folder)
+    huggingface.write_huggingface(model, byte_tokenizer(), folder)
     return AutoModelForCausalLM.from_pretrained(folder)(idx).logits
 
 
@@ -130,8 +130,8 @@ def compile_it(model: GPT, tokenizer, path: Path) -> None:
 @pytest.mark.parametrize(
     ("use", "what"),
     [
-        (huggingface.write, "an export"),
-        (lambda model, tokenizer, folder: gguf.write(model, tokenizer, folder / "model.gguf", "f32"), "an export"),
+        (huggingface.write_huggingface, "an export"),
+        (lambda model, tokenizer, folder: gguf.write_gguf(model, tokenizer, folder / "model.gguf", "f32"), "an export"),
         (compile_it, "--compile"),
     ],
     ids=["hf", "gguf", "compiled"],

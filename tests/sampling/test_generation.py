@@ -11,13 +11,13 @@ from torch import Tensor
 
 from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, align, filter_logits, generate, next_token
+from gpt.sampling.generation import SamplingParams, filter_logits, generate, left_pad, next_token
 from small_models import make_idx, make_model
 
 VOCAB, CONTEXT = 101, 13
 SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
-GREEDY = Sampling(temperature=0.0)
-PLAIN = Sampling(temperature=1.0, top_p=1.0)
+GREEDY = SamplingParams(temperature=0.0)
+PLAIN = SamplingParams(temperature=1.0, top_p=1.0)
 
 
 def collect(tokens: Iterator[Tensor]) -> Tensor:
@@ -52,7 +52,7 @@ def test_prompts_of_different_lengths(slide):
     """Each row continues as it does alone, even when only some rows have passed the context."""
     model = make_model(SHAPE)
     prompts = [make_idx(VOCAB, 1, T)[0].tolist() for T in (7, 1, CONTEXT, 2, 7)]
-    idx, padding = align(prompts)
+    idx, padding = left_pad(prompts)
     assert padding == [CONTEXT - 7, CONTEXT - 1, 0, CONTEXT - 2, CONTEXT - 7]
     assert [row[fill:] for row, fill in zip(idx.tolist(), padding, strict=True)] == prompts
     together = collect(generate(model, idx, 37, GREEDY, slide=slide, padding=padding))
@@ -62,9 +62,9 @@ def test_prompts_of_different_lengths(slide):
 
 def test_padding_is_not_seen():
     """Padding does not count as text: the repetition penalty ignores it too."""
-    model, sampling = make_model(SHAPE), Sampling(repetition_penalty=2.0, temperature=0.0)
+    model, sampling = make_model(SHAPE), SamplingParams(repetition_penalty=2.0, temperature=0.0)
     prompts = [make_idx(VOCAB, 1, 3)[0].tolist(), make_idx(VOCAB, 1, 11)[0].tolist()]
-    idx, padding = align(prompts)
+    idx, padding = left_pad(prompts)
     together = collect(generate(model, idx, 7, sampling, padding=padding))
     for row, ids in enumerate(prompts):
         assert torch.equal(together[row : row + 1], collect(generate(model, torch.tensor([ids]), 7, sampling)))
@@ -104,7 +104,7 @@ def test_slide_range(slide):
 
 def filtered(weights: list[float], **changes) -> list[float]:
     """Probabilities after the filters of a row whose tokens have these weights, each with the logit log(weight)."""
-    sampling = Sampling(**({"temperature": 1.0, "top_p": 1.0} | changes))
+    sampling = SamplingParams(**({"temperature": 1.0, "top_p": 1.0} | changes))
     previous = torch.zeros(1, 0, dtype=torch.long)
     return filter_logits(torch.tensor([weights]).log(), previous, sampling).softmax(-1)[0].tolist()
 
@@ -138,8 +138,8 @@ def test_top_p_keeps_the_fewest(top_p, kept):
     assert sorted(filtered([1.0] * 4, top_p=top_p)) == pytest.approx([0.0] * (4 - kept) + [1 / kept] * kept)
 
 
-def slow_filter(logits: list[float], previous: list[int], sampling: Sampling) -> list[float]:
-    """Probabilities after all filters, one token at a time, in the order that `Sampling` documents."""
+def slow_filter(logits: list[float], previous: list[int], sampling: SamplingParams) -> list[float]:
+    """Probabilities after all filters, one token at a time, in the order that `SamplingParams` documents."""
     values = list(logits)
     for token in set(previous):
         penalty = sampling.repetition_penalty
@@ -165,7 +165,7 @@ def test_filters_equal_the_slow_reference(repetition_penalty, temperature):
     previous = torch.randint(31, (5, 13), generator=generator)
     rows = list(zip(logits.tolist(), previous.tolist(), strict=True))
     for filters in itertools.product([0, 1, 7, 31], [0.2, 0.83, 1.0], [0.0, 0.07]):
-        sampling = Sampling(repetition_penalty, temperature, *filters)
+        sampling = SamplingParams(repetition_penalty, temperature, *filters)
         result = filter_logits(logits, previous, sampling).softmax(-1)
         expected = torch.tensor([slow_filter(*row, sampling) for row in rows])
         assert torch.equal(result == 0, expected == 0), sampling
@@ -179,7 +179,7 @@ def test_low_temperature_becomes_greedy():
     greedy = next_token(logits, nothing, GREEDY, None)
     assert torch.equal(greedy, logits.argmax(-1))
     generator = torch.Generator().manual_seed(13)
-    assert torch.equal(next_token(logits, nothing, Sampling(temperature=1e-6, top_p=1.0), generator), greedy)
+    assert torch.equal(next_token(logits, nothing, SamplingParams(temperature=1e-6, top_p=1.0), generator), greedy)
     assert not torch.equal(next_token(logits, nothing, PLAIN, generator), greedy)
 
 
@@ -187,13 +187,13 @@ def test_greedy_heeds_the_penalty():
     """Only the repetition penalty can change the greedy choice."""
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     previous = torch.tensor([[0, 0]])
-    assert next_token(logits, previous, Sampling(temperature=0.0, top_k=2, min_p=0.5), None).tolist() == [0]
-    assert next_token(logits, previous, Sampling(2.0, temperature=0.0), None).tolist() == [1]
+    assert next_token(logits, previous, SamplingParams(temperature=0.0, top_k=2, min_p=0.5), None).tolist() == [0]
+    assert next_token(logits, previous, SamplingParams(2.0, temperature=0.0), None).tolist() == [1]
 
 
 @pytest.mark.parametrize(
     ("sampling", "expected"),
-    [(PLAIN, [8, 4, 2, 1, 1]), (Sampling(temperature=0.5, top_p=1.0, top_k=3), [64, 16, 4, 0, 0])],
+    [(PLAIN, [8, 4, 2, 1, 1]), (SamplingParams(temperature=0.5, top_p=1.0, top_k=3), [64, 16, 4, 0, 0])],
 )
 def test_frequencies(sampling, expected):
     """20,011 draws fall as the probabilities say: chi-squared, at the 0.1% level of up to four degrees of freedom."""
@@ -229,11 +229,11 @@ def test_seed_decides():
 def test_sampling_ranges(changes, message):
     """A value out of range is one line that names the setting, the value and the limit."""
     with pytest.raises(UserError, match=message) as caught:
-        Sampling(**changes)
+        SamplingParams(**changes)
     assert "\n" not in str(caught.value)
 
 
 def test_sampling_limits_are_accepted():
     """The ends of the ranges are within them."""
     for limits in [(100.0, -0.0, 0, 1.0, -0.0), (0.01, 100.0, 10**30, 1e-30, 1.0), (1.0, 1e-6, 0, 1.0, 1e-320)]:
-        assert torch.isfinite(next_token(torch.randn(1, 7), torch.tensor([[3]]), Sampling(*limits), None)).all()
+        assert torch.isfinite(next_token(torch.randn(1, 7), torch.tensor([[3]]), SamplingParams(*limits), None)).all()

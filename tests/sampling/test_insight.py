@@ -14,13 +14,13 @@ import torch
 
 from gpt.data.tokenizer import byte_tokenizer
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.generation import Sampling, filter_logits, generate
+from gpt.sampling.generation import SamplingParams, filter_logits, generate
 from gpt.sampling.insight import NUMBERS, insight_page
 from gpt.sampling.packed import pack_weights
-from harness import needs
+from harness import import_or_skip
 
 PROMPT = "a</script><b>\n"
-SAMPLING = Sampling(temperature=0.7, top_p=0.6, repetition_penalty=1.3)
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.6, repetition_penalty=1.3)
 FACTS = {"seed": 11, "checkpoint": "runs/</script><!--\u2028/best.ckpt"}
 L, H, D = 2, 3, 7
 
@@ -40,7 +40,7 @@ def ids() -> list[int]:
     return [*PROMPT.encode(), *np.random.default_rng(3).integers(32, 127, 9).tolist()]
 
 
-def page_of(model: GPT, ids: list[int], given: int, sampling: Sampling = SAMPLING, facts: dict = FACTS) -> str:
+def page_of(model: GPT, ids: list[int], given: int, sampling: SamplingParams = SAMPLING, facts: dict = FACTS) -> str:
     return "".join(insight_page(model, byte_tokenizer(), ids[:given], ids[given:], sampling, facts))
 
 
@@ -131,7 +131,7 @@ def test_bf16_is_stored_exactly(ids):
     """A model that computes in bf16 loses nothing, and its numbers are found again bit for bit."""
     torch.manual_seed(5)
     model = GPT(GPTConfig(vocab_size=257, context_length=29, d_model=H * D, num_layers=1, num_heads=H))
-    model.compute_in(torch.bfloat16)
+    model.set_compute_dtype(torch.bfloat16)
     page, ids = page_of(model, ids, 3), ids[:-1]
     x = model.token_embedding.weight[ids] + model.position_embedding.weight[: len(ids)]
     expected = model.blocks[0].attention._project(model.blocks[0].norm1(x)[None])
@@ -146,7 +146,7 @@ def test_numbers_are_those_of_the_sampling(model, given, new):
     ids = [int(i) for i in np.random.default_rng(3).integers(32, 127, given)]
     drawn: list[torch.Tensor] = []
     tokens = generate(
-        model, torch.tensor([ids[-29:]]), new, SAMPLING, torch.Generator().manual_seed(3), watch=drawn.append
+        model, torch.tensor([ids[-29:]]), new, SAMPLING, torch.Generator().manual_seed(3), on_logits=drawn.append
     )
     written = [int(token) for token in tokens]
     data = data_of(page_of(model, ids + written, given))
@@ -160,7 +160,7 @@ def test_numbers_are_those_of_the_sampling(model, given, new):
 
 def test_greedy(model):
     """Where the likeliest token is taken, no filter has a part in it."""
-    data = data_of(page_of(model, list(range(40, 49)), 8, Sampling(temperature=0)))
+    data = data_of(page_of(model, list(range(40, 49)), 8, SamplingParams(temperature=0)))
     assert {len(one) for one in data["expected"][8]["likeliest"]} == {2}
 
 
@@ -174,7 +174,7 @@ def test_self_contained(page):
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = needs("playwright.sync_api")
+    sync_api = import_or_skip("playwright.sync_api")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")  # else playwright's own
     with sync_api.sync_playwright() as playwright:
         try:

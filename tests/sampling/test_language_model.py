@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer
-from gpt.sampling.language_model import Continuation
+from gpt.sampling.language_model import Completion
 
 EOT = 256  # the byte tokenizer's end-of-text
 BYTES = byte_tokenizer()
@@ -15,7 +15,7 @@ BYTES = byte_tokenizer()
 
 def pieces_of(tokens: Iterable[int], stops: tuple[str, ...] = (), tokenizer: Tokenizer = BYTES) -> list[str]:
     """The piece that a stream gives for each token, then what it held back, then its finish reason."""
-    stream, pieces, fed = Continuation(tokenizer, stops), [], []
+    stream, pieces, fed = Completion(tokenizer, stops), [], []
     for token in tokens:
         fed.append(token)
         before = len(stream.text)
@@ -116,7 +116,7 @@ def test_several_stop_strings(tokens, stops):
 @given(ANY_TOKENS, ANY_TEXT)
 def test_as_much_as_can_be_is_shown(tokens, stop):
     """At every token all is shown but the longest tail that may yet become the stop string."""
-    plain, stream = Continuation(BYTES), Continuation(BYTES, (stop,))
+    plain, stream = Completion(BYTES), Completion(BYTES, (stop,))
     for token in tokens:
         plain.feed(token)
         stream.feed(token)

@@ -85,7 +85,7 @@ def test_near_the_model(precision, bound, rows):
     idx = make_idx(101, rows, 23)
     with torch.no_grad():
         expected, result = exact(idx), model(idx).float()
-        caches = model.new_caches()
+        caches = model.init_kv_caches()
         steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
     deviation = expected.std().item()
     assert 0 < (result - expected).abs().mean().item() < bound * deviation

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gpt.sampling.pictures import BLUE, CELL, GAP, INK, LINE, attention_picture
+from gpt.sampling.pictures import BLUE, CELL_PX, GAP_PX, INK, LINE_PX, draw_attention
 
 T = 5
 TOKENS = ["The", "·cat", "·sat", "⏎", "·extraordinarily"]
@@ -14,15 +14,15 @@ MAPS[1, 2, 3] = [0.25, 0.25, 0.25, 0.25, 0.0]
 
 def test_picture():
     """All of the attention is blue, none white, a quarter (half by its root) between; every token and head is named."""
-    picture = np.asarray(attention_picture(MAPS, TOKENS, "five tokens"))
-    side = T * CELL + GAP
+    picture = np.asarray(draw_attention(MAPS, TOKENS, "five tokens"))
+    side = T * CELL_PX + GAP_PX
     margin = picture.shape[1] - 3 * side
-    top = 2 * LINE + margin
-    assert picture.dtype == np.uint8 and picture.shape == (top + 2 * (side + LINE), margin + 3 * side, 3)
+    top = 2 * LINE_PX + margin
+    assert picture.dtype == np.uint8 and picture.shape == (top + 2 * (side + LINE_PX), margin + 3 * side, 3)
 
     def colour(layer: int, head: int, row: int, column: int) -> list[int]:
-        y, x = top + layer * (side + LINE) + row * CELL, margin + head * side + column * CELL
-        block = picture[y : y + CELL, x : x + CELL].reshape(-1, 3)
+        y, x = top + layer * (side + LINE_PX) + row * CELL_PX, margin + head * side + column * CELL_PX
+        block = picture[y : y + CELL_PX, x : x + CELL_PX].reshape(-1, 3)
         assert (block == block[0]).all()
         return block[0].tolist()
 
@@ -35,11 +35,11 @@ def test_picture():
     def has_words(ys: slice, xs: slice) -> bool:
         return bool((picture[ys, xs] == INK).all(-1).any())
 
-    assert has_words(slice(0, LINE), slice(None))  # which text it is
+    assert has_words(slice(0, LINE_PX), slice(None))  # which text it is
     for layer in range(2):
-        y = top + layer * (side + LINE)
-        assert has_words(slice(y, y + T * CELL), slice(0, margin - 2))
+        y = top + layer * (side + LINE_PX)
+        assert has_words(slice(y, y + T * CELL_PX), slice(0, margin - 2))
         for head in range(3):
             x = margin + head * side
-            assert has_words(slice(y - LINE, y - 1), slice(x, x + side))
-            assert has_words(slice(LINE, LINE + margin), slice(x, x + T * CELL))
+            assert has_words(slice(y - LINE_PX, y - 1), slice(x, x + side))
+            assert has_words(slice(LINE_PX, LINE_PX + margin), slice(x, x + T * CELL_PX))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from gpt.data.batches import validation_batches
-from gpt.model.loss import IGNORE
+from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPTConfig
 from gpt.sampling import scoring
 from gpt.sampling.scoring import score, strided_score
@@ -32,7 +32,7 @@ def test_score_equals_a_slow_sum():
         for row, target in zip(logits, window[1:], strict=True):
             nats += F.cross_entropy(row, target).item()
     for batch_size in (1, 3, 7):
-        result = score(model, validation_batches(tokens.numpy(), batch_size, CONTEXT, IGNORE), num_bytes=211)
+        result = score(model, validation_batches(tokens.numpy(), batch_size, CONTEXT, IGNORE_INDEX), num_bytes=211)
         assert (result.tokens, result.bytes) == (58, 211)
         assert result.nats == pytest.approx(nats, rel=1e-6)
     assert abs(nats / 58 - math.log(VOCAB)) > 0.1
@@ -43,7 +43,7 @@ def test_uniform_model():
     model = make_model(SHAPE)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    result = score(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT, IGNORE), num_bytes=13)
+    result = score(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT, IGNORE_INDEX), num_bytes=13)
     assert result.tokens == 52
     assert result.nats_per_token == pytest.approx(math.log(VOCAB), rel=1e-6)
     assert result.perplexity == pytest.approx(VOCAB, rel=1e-6)
@@ -54,8 +54,12 @@ def test_uniform_model():
 def test_leaves_the_mode(training):
     """Dropout plays no part in a score, no gradient is kept, and the model stays in the mode it was in."""
     model, tokens = make_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
-    scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats for _ in range(2)]
-    assert scores[0] == scores[1] == score(make_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE), 211).nats
+    scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats for _ in range(2)]
+    assert (
+        scores[0]
+        == scores[1]
+        == score(make_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats
+    )
     assert all(module.training is training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -80,14 +84,16 @@ def test_stride_of_the_whole_context():
     """Then the windows are those of validation, and the score is the same to the bit."""
     model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
     assert strided_score(model, tokens, 211, CONTEXT) == score(
-        model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE), 211
+        model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE_INDEX), 211
     )
 
 
 def test_progress(monkeypatch):
     """A bar on terminals, which leaves nothing on the screen; elsewhere none."""
     model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 4099)[0].numpy()
-    monkeypatch.setattr(scoring, "bars", lambda: lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0})))
+    monkeypatch.setattr(
+        scoring, "import_tqdm", lambda: lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0}))
+    )
     for is_terminal in (True, False):
         screen = io.StringIO()
         screen.isatty = lambda answer=is_terminal: answer  # type: ignore[method-assign]

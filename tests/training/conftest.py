@@ -6,7 +6,7 @@ from gpt.sampling.scoring import Score
 
 
 @pytest.fixture
-def worse(monkeypatch) -> None:
+def overfitting(monkeypatch) -> None:
     """Validation losses that fall until the second and then rise, as functions of the weights, so that they repeat."""
     steps: dict[bytes, int] = {}
 

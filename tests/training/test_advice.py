@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt.sampling.scoring import Score
-from gpt.training.advice import suitable_split, warnings
+from gpt.training.advice import list_warnings, suggest_bpe_dropout
 from gpt.training.config import Config, parse_config, with_values
 from gpt.training.health import warn_if_overfitting
 from gpt.training.schedule import Schedule
@@ -32,8 +32,8 @@ def told(config: Config) -> list[str]:
     dataset = load_dataset(config)
     schedule = Schedule.plan(config, dataset.train_tokens)
     if config.data.bpe_dropout is None and not config.init_from:
-        config = with_values(config, {"data.bpe_dropout": suitable_split(config, schedule, dataset)})
-    lines = warnings(config, schedule, dataset)
+        config = with_values(config, {"data.bpe_dropout": suggest_bpe_dropout(config, schedule, dataset)})
+    lines = list_warnings(config, schedule, dataset)
     assert all(len(line) < 165 and line.isprintable() for line in lines)
     return lines
 
@@ -66,7 +66,7 @@ def test_tokens_are_split_where_a_text_is_seen_often(tmp_path):
     config = settings(tmp_path, words(9000), "tokenizer.vocab_size=320", "model.context_length=16")
     dataset = load_dataset(config)
     probabilities = [
-        suitable_split(config, Schedule(total_steps=epochs * dataset.train_tokens // 1024), dataset)
+        suggest_bpe_dropout(config, Schedule(total_steps=epochs * dataset.train_tokens // 1024), dataset)
         for epochs in (2, 5, 7.5, 10, 90)
     ]
     assert probabilities == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.5], abs=0.003)
@@ -74,7 +74,7 @@ def test_tokens_are_split_where_a_text_is_seen_often(tmp_path):
     both = changed(config, "data=mix", f"data.path=[{config.data.path},{tmp_path / 'other.txt'}]", "data.weights=[1,1]")
     dataset = load_dataset(both)
     steps = 14 * len(dataset.sources[0].train) // 1024  # seven epochs of the first, and fewer of the second
-    assert suitable_split(both, Schedule(total_steps=steps), dataset) == 0.0
+    assert suggest_bpe_dropout(both, Schedule(total_steps=steps), dataset) == 0.0
 
 
 # --- settings that do not suit the text ---
@@ -121,7 +121,7 @@ def test_model_auto(tmp_path):
     """It ends where a text would be learnt by heart, so nothing is said of how often it is seen."""
     config = settings(tmp_path, words(60_000))
     schedule = Schedule(total_steps=10**6, expected_bits=2.0)
-    assert warnings(config, schedule, load_dataset(config)) == []
+    assert list_warnings(config, schedule, load_dataset(config)) == []
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_overfitting(capsys, validation, training, expected):
 
 
 @pytest.mark.slow
-def test_warned_once_across_resumes(corpus_folder, tmp_path, worse, capsys):
+def test_warned_once_across_resumes(corpus_folder, tmp_path, overfitting, capsys):
     """Stopped before and after the warning, a run prints it once, and equals one that was never stopped."""
     config = tiny_config(corpus_folder, "horizon=23steps", "trainer.validate_every=3", "data.prompts=[]")
     line = "train.py: validation loss was lowest at step 6 and has risen since, while training loss keeps falling: the "

@@ -10,68 +10,68 @@ import yaml
 from gpt.model.transformer import ModelConfig
 from gpt.training import auto_model
 from gpt.training.config import Config
-from gpt.training.finalize import weigh_models
+from gpt.training.finalize import find_candidates
 from gpt.training.request import Request
-from gpt.training.scaling_law import FAMILY, PROBE, Law
+from gpt.training.scaling_law import CANDIDATE_MODELS, PROBE_MODEL, ScalingLaw
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset, open_dataset
-from gpt.training.timing import throwaway_steps
-from harness import finalized, refusal, refused, tiny_arguments, tiny_config, train
+from gpt.training.timing import run_throwaway_steps
+from harness import finalize_config, refusal, tiny_arguments, tiny_config, train, train_refusal
 
-TEXT = Law(1_000_003)
+TEXT = ScalingLaw(1_000_003)
 MINI = ModelConfig()
 
 
 def test_family():
     """Every member is larger than the one before, has heads of 32 or 64 channels, and one is as large as mini."""
-    sizes = [model.num_layers * model.d_model**2 for model in (PROBE, *FAMILY)]
+    sizes = [model.num_layers * model.d_model**2 for model in (PROBE_MODEL, *CANDIDATE_MODELS)]
     assert sizes == sorted(set(sizes))
-    assert all(model.d_model // model.num_heads == (32 if model.d_model <= 256 else 64) for model in FAMILY)
-    assert [(model.num_layers, model.d_model) for model in FAMILY].count((MINI.num_layers, MINI.d_model)) == 1
+    assert all(model.d_model // model.num_heads == (32 if model.d_model <= 256 else 64) for model in CANDIDATE_MODELS)
+    assert [(model.num_layers, model.d_model) for model in CANDIDATE_MODELS].count((MINI.num_layers, MINI.d_model)) == 1
 
 
 def test_law():
     """More text and more layers help, repeated text helps less, and one that is learnt by heart does harm."""
-    assert TEXT.bits_per_byte(MINI, 3e5) > TEXT.bits_per_byte(MINI, 9e5) > TEXT.bits_per_byte(FAMILY[3], 9e5)
+    assert TEXT.bits_per_byte(MINI, 3e5) > TEXT.bits_per_byte(MINI, 9e5) > TEXT.bits_per_byte(CANDIDATE_MODELS[3], 9e5)
     fresh, again = (TEXT.bits_per_byte(MINI, 1e6 * n) / TEXT.bits_per_byte(MINI, 2e6 * n) for n in (0.5, 5))
     assert fresh > again
     assert TEXT.bits_per_byte(MINI, 2e8) > TEXT.bits_per_byte(MINI, 1e7)
     assert TEXT.best_tokens(MINI, 1e6) == 1e6
     assert TEXT.best_tokens(MINI, 1e9) == pytest.approx(TEXT.best_tokens(MINI, 2e8), rel=0.05)
-    assert TEXT.best_tokens(FAMILY[-1], 1e9) < TEXT.best_tokens(MINI, 1e9)
+    assert TEXT.best_tokens(CANDIDATE_MODELS[-1], 1e9) < TEXT.best_tokens(MINI, 1e9)
 
 
 def test_law_through_a_probe():
     """The law of a text has the value that was measured, wherever that was, and a harder text stays harder."""
     for tokens in (2e5, 1e6):
-        easy, hard = (TEXT.through(PROBE, tokens, bits) for bits in (1.3, 2.6))
-        assert easy.bits_per_byte(PROBE, tokens) == pytest.approx(1.3)
-        assert hard.bits_per_byte(PROBE, tokens) == pytest.approx(2.6)
+        easy, hard = (TEXT.calibrate(PROBE_MODEL, tokens, bits) for bits in (1.3, 2.6))
+        assert easy.bits_per_byte(PROBE_MODEL, tokens) == pytest.approx(1.3)
+        assert hard.bits_per_byte(PROBE_MODEL, tokens) == pytest.approx(2.6)
         assert easy.bits_per_byte(MINI, 3e6) < 1.3 < hard.bits_per_byte(MINI, 3e6) < 2.6
-        assert easy.bits_per_byte(FAMILY[-1], 3e6) > 0
+        assert easy.bits_per_byte(CANDIDATE_MODELS[-1], 3e6) > 0
 
 
 @pytest.mark.parametrize("bits", [0.0, 1e-6, 0.3, 9.0])
 def test_law_of_a_strange_text(bits):
     """A text that is learnt at once, or not at all, has numbers to compare as well."""
-    for law in (Law(1000), TEXT):
-        found = law.through(PROBE, 3e5, bits)
-        reached = [found.bits_per_byte(model, found.best_tokens(model, 1e7)) for model in FAMILY]
+    for law in (ScalingLaw(1000), TEXT):
+        found = law.calibrate(PROBE_MODEL, 3e5, bits)
+        reached = [found.bits_per_byte(model, found.best_tokens(model, 1e7)) for model in CANDIDATE_MODELS]
         assert all(isinstance(one, float) and 0 <= one < math.inf for one in reached)
 
 
 def test_the_probe_of_a_small_text(corpus_folder, monkeypatch):
     """It sees the text five times, where that is enough: more would tell how well it is learnt by heart."""
-    config = finalized(
+    config = finalize_config(
         tiny_config(corpus_folder, "trainer.tokens_per_step=48", "optim.lr=0.01", "optim.matrix_lr=0.02")
     )
     dataset, lengths = load_dataset(config), []
 
     def counted(config, schedule, text):
         lengths.append(schedule.total_steps)
-        return throwaway_steps(config, schedule, text)
+        return run_throwaway_steps(config, schedule, text)
 
-    monkeypatch.setattr(auto_model, "throwaway_steps", counted)
+    monkeypatch.setattr(auto_model, "run_throwaway_steps", counted)
     auto_model.probe(config, Schedule(), dataset, 1e9)
     assert lengths == [round(5 * dataset.train_tokens / 48)] and 250 < lengths[0] < 1000
 
@@ -81,11 +81,11 @@ def test_mini_where_a_smaller_one_is_as_good():
     chosen = {}
     for speed in range(20_000, 80_000, 500):
         small, mini = (
-            auto_model.Member(Config(model=model), Schedule(), 1, tokens, TEXT)
-            for model, tokens in ((FAMILY[0], speed), (MINI, 20_000))
+            auto_model.Candidate(Config(model=model), Schedule(), 1, tokens, TEXT)
+            for model, tokens in ((CANDIDATE_MODELS[0], speed), (MINI, 20_000))
         )
         better = 1 - small.reached(60)[0] / mini.reached(60)[0]
-        chosen[round(100 * better)] = auto_model.best([small, mini], 60) is small
+        chosen[round(100 * better)] = auto_model.pick_best([small, mini], 60) is small
     assert chosen[-1] is chosen[0] is False
     assert chosen[2] is chosen[3] is True
 
@@ -148,21 +148,21 @@ def test_only_memorising(given, tmp_path):
 
 def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     """Members that memory does not hold are left out; if that is the probe, it is one line."""
-    measured = auto_model.measure
+    measured = auto_model.measure_step
 
-    def measure(config, *others, **options):
+    def measure_step(config, *others, **options):
         if config.model.d_model > limit:
             raise auto_model.UserError("out of memory")
         return measured(config, *others, **options)
 
-    monkeypatch.setattr(auto_model, "measure", measure)
+    monkeypatch.setattr(auto_model, "measure_step", measure_step)
     config = tiny_config(corpus_folder, "horizon=1s", "trainer.micro_batch_size=auto")
     limit = 16
     config.model = ModelConfig(config.model.context_length)
     request, machine, dataset, _ = open_dataset(Request(config, model="auto"))
-    assert [member.config.model.d_model for member in weigh_models(request, machine, dataset)] == [16]
+    assert [member.config.model.d_model for member in find_candidates(request, machine, dataset)] == [16]
     limit = 7
-    assert refusal(weigh_models, request, machine, dataset) == "out of memory"
+    assert refusal(find_candidates, request, machine, dataset) == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_a_member_that_does_not_fit(given, corpus_folder, monkeypatch):
     ],
 )
 def test_refused(changes, message, tmp_path):
-    assert message in refused("model=auto", *changes, f"run_dir={tmp_path / 'run'}")
+    assert message in train_refusal("model=auto", *changes, f"run_dir={tmp_path / 'run'}")
 
 
 def test_text_too_short(tmp_path):
     """A text shorter than the context of the smallest member is one line, as for any model."""
     (tmp_path / "short.txt").write_text("too short " * 9)
     path = [f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
-    assert "model.context_length=" in refused("model=auto", "horizon=1min", *path)
+    assert "model.context_length=" in train_refusal("model=auto", "horizon=1min", *path)
 
 
 def test_sweep_over_horizons(given, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from lightning import Callback
 
 import gpt
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.training.callbacks import HOOKS
 from harness import (
     ROOT,
@@ -28,7 +28,7 @@ from harness import (
     resume_run,
     tiny_arguments,
     tiny_config,
-    train_apart,
+    train_in_subprocess,
 )
 
 VALIDATIONS = [3, 6, 9, 12, 13]  # of a run of 13 steps
@@ -125,7 +125,7 @@ def begin_again(training: Training, folder: Path, **changes: Any) -> Training:
 def test_hooks_follow_the_steps(trained):
     """Each step is reported once, however many micro-batches it has, and before its validation."""
     training, recorder = trained
-    assert training.config.accumulation == 2
+    assert training.config.accumulation_steps == 2
     expected = [("on_train_start", 0)]
     for step in range(1, 14):
         expected.append(("on_train_step_end", step))
@@ -150,7 +150,7 @@ def test_hooks_receive_the_figures_of_the_curves(trained):
 def test_clock_stands_still_during_validation(trained):
     """Neither a validation nor the callbacks that follow it count as training time."""
     training, recorder = trained
-    seconds = checkpoint.load(training.path / "checkpoints/last.ckpt")["state"]["seconds"]
+    seconds = load_checkpoint(training.path / "checkpoints/last.ckpt")["state"]["seconds"]
     assert 0 < seconds < recorder.seconds - len(VALIDATIONS) * 0.1
 
 
@@ -257,10 +257,10 @@ def test_callbacks_stop_a_run(trained, tmp_path, capfd, hook, step, expected):
     printed = capfd.readouterr().out
     hint = f"at step {expected}, as a callback requested; to continue anyway: python train.py resume={training.path}"
     assert (hint in printed) == is_early
-    last = checkpoint.load(training.path / "checkpoints/last.ckpt")
+    last = load_checkpoint(training.path / "checkpoints/last.ckpt")
     assert last["step"] == expected
     if expected == 5:
-        kept = checkpoint.load(trained[0].path / "checkpoints/step-00000005.ckpt")["state_dict"]
+        kept = load_checkpoint(trained[0].path / "checkpoints/step-00000005.ckpt")["state_dict"]
         assert all(torch.equal(weight, kept[name]) for name, weight in last["state_dict"].items())
     assert (resume_run(training.path) is not None) == is_early
 
@@ -285,11 +285,11 @@ class EarlyStopping:
         self.state = state
 
 
-def test_early_stopping_by_a_callback(trained, tmp_path, worse):
+def test_early_stopping_by_a_callback(trained, tmp_path, overfitting):
     """A callback that watches validations stops the run; resumed, it continues with the stored state."""
     training = begin_again(trained[0], tmp_path)
     fit(training, [EarlyStopping(patience=1)])
-    last = checkpoint.load(training.path / "checkpoints/last.ckpt")
+    last = load_checkpoint(training.path / "checkpoints/last.ckpt")
     assert (last["step"], last["callbacks"]["EarlyStopping"]) == (9, {"patience": 1, "num_worse": 1, "best": 1.0})
     resumed = resume_run(training.path)
     fit(resumed, [EarlyStopping(patience=3)])
@@ -313,7 +313,7 @@ def test_two_processes_stop_together(corpus_folder, tmp_path, name, step):
     )
     two = ["trainer.device=cpu", "trainer.devices=2", "horizon=40steps", "trainer.validate_every=5"]
     run = tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}", f"callbacks=stoppers:{name}")
-    done = train_apart(*run, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    done = train_in_subprocess(*run, env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert done.stderr == ""
     assert f"stopped early at step {step}, as a callback requested" in done.stdout
     assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == step
@@ -325,7 +325,7 @@ def test_two_processes_stop_together(corpus_folder, tmp_path, name, step):
 def test_hooks_run_before_the_checkpoint_of_their_step(trained):
     """The state in each checkpoint includes the step and the validation of that checkpoint."""
     for file, step in (("step-00000005", 5), ("step-00000010", 10), ("last", 13)):
-        counts = checkpoint.load(trained[0].path / f"checkpoints/{file}.ckpt")["callbacks"]["Counter"]
+        counts = load_checkpoint(trained[0].path / f"checkpoints/{file}.ckpt")["callbacks"]["Counter"]
         assert counts == {"steps": step, "validations": sum(at <= step for at in VALIDATIONS)}
 
 
@@ -334,7 +334,7 @@ def test_states_are_restored(trained, tmp_path, is_new):
     """A callback continues with its state in the checkpoint. It may also be new to a run."""
     fit(begin_again(trained[0], tmp_path, logger=[]), [StopAt(5), *([] if is_new else [Counter()])])
     resumed, counter = resume_run(tmp_path / "run"), Counter()
-    assert checkpoint.load(resumed.spec.checkpoint)["step"] == 5
+    assert load_checkpoint(resumed.spec.checkpoint)["step"] == 5
     fit(resumed, [counter])
     assert counter.counts == ({"steps": 8, "validations": 4} if is_new else {"steps": 13, "validations": 5})
 

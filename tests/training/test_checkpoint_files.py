@@ -7,9 +7,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint, save_checkpoint
 from gpt.training.run_directory import RunDirectory
-from gpt.training.versions import code, git_commit, versions
+from gpt.training.versions import code_version, git_commit, versions
 from harness import Training, begin_run, fit, tiny_config
 
 
@@ -24,9 +24,9 @@ def trained(corpus_folder) -> Training:
 def test_best_and_last_checkpoints(trained):
     """best.ckpt is of the best step and last.ckpt of the last. They are one file if these steps are equal."""
     folder, metrics = trained.path / "checkpoints", trained.metrics
-    assert checkpoint.load(folder / "best.ckpt")["step"] == metrics["best_step"]
-    assert checkpoint.load(folder / "last.ckpt")["step"] == 12
-    assert checkpoint.load(folder / "previous.ckpt")["step"] == 11
+    assert load_checkpoint(folder / "best.ckpt")["step"] == metrics["best_step"]
+    assert load_checkpoint(folder / "last.ckpt")["step"] == 12
+    assert load_checkpoint(folder / "previous.ckpt")["step"] == 11
     assert (folder / "best.ckpt").samefile(folder / "last.ckpt") == (metrics["best_step"] == 12)
 
 
@@ -40,9 +40,9 @@ def test_best_and_last_checkpoints(trained):
 def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
     """A run resumes from its newest checkpoint, best.ckpt or not. A missing last.ckpt is reported."""
     shutil.copy(trained.path / "config.yaml", tmp_path)
-    stored = checkpoint.load(trained.path / "checkpoints/last.ckpt")
+    stored = load_checkpoint(trained.path / "checkpoints/last.ckpt")
     for name, step in files.items():
-        checkpoint.save(stored | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
+        save_checkpoint(stored | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
     with RunDirectory.open(tmp_path) as run:
         file, newest = run.load_newest()
     assert (file.name, newest["step"]) == ("best.ckpt", 9)
@@ -52,10 +52,10 @@ def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
 
 def test_checkpoints_record_their_origin(trained):
     """Versions, commit, threads, schedule and configuration are in every checkpoint as plain types."""
-    stored = checkpoint.load(trained.path / "checkpoints/best.ckpt")
+    stored = load_checkpoint(trained.path / "checkpoints/best.ckpt")
     assert stored["versions"] == versions()
-    assert stored["git_commit"] == code()
-    assert stored["state"]["commits"] == {"0": code()}
+    assert stored["git_commit"] == code_version()
+    assert stored["state"]["commits"] == {"0": code_version()}
     assert stored["threads"] == torch.get_num_threads()
     assert stored["schedule"] == asdict(trained.spec.schedule)
     assert stored["config"] == asdict(trained.config)

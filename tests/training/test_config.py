@@ -17,17 +17,17 @@ from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from gpt.files import flatten, read_yaml
 from gpt.model.transformer import GPTConfig, ModelConfig
-from gpt.training.cli import describe, parse_overrides, plain_values
+from gpt.training.cli import describe_hydra_error, parse_overrides, to_plain_values
 from gpt.training.config import (
     DROPPED,
     Config,
     Horizon,
     TrainerConfig,
+    config_to_yaml,
     describe_unknown_key,
     load_config,
     parse_config,
     parse_horizon,
-    to_yaml,
 )
 from gpt.training.optim import OptimConfig
 from gpt.training.request import parse_request
@@ -53,7 +53,7 @@ def parsed(*overrides: str) -> Config:
 
 
 def parse_composed(composition: DictConfig) -> Config:
-    values = plain_values(composition)
+    values = to_plain_values(composition)
     return parse_config({key: value for key, value in values.items() if key not in ("callbacks", "plan")})
 
 
@@ -70,7 +70,7 @@ def with_path(choice: str) -> list[str]:
 
 def write_and_read(config: Config, file: Path) -> Config:
     """The configuration out of the YAML file that a run would keep of it."""
-    file.write_text(to_yaml(config), encoding="utf-8")
+    file.write_text(config_to_yaml(config), encoding="utf-8")
     return load_config(file)
 
 
@@ -121,7 +121,7 @@ def test_help():
 )
 def test_a_path_is_of_text(overrides, name, prompts):
     """Without `data`, in place of the default corpus."""
-    config = parse_request(plain_values(composed(*overrides)), parse_overrides(overrides)).config
+    config = parse_request(to_plain_values(composed(*overrides)), parse_overrides(overrides)).config
     assert (config.data.name, config.data.prompts) == (name, prompts)
 
 
@@ -129,7 +129,7 @@ def test_a_path_contradicts_a_corpus():
     """It does not replace a corpus that was chosen."""
     for choice in ("data=python_docs", "experiment=shakespeare"):
         overrides = [choice, "data.path=a.txt"]
-        line = refusal(parse_request, plain_values(composed(*overrides)), parse_overrides(overrides))
+        line = refusal(parse_request, to_plain_values(composed(*overrides)), parse_overrides(overrides))
         assert (
             line
             == "data.path='a.txt' works only with data=text and data=tokens: add one of these, or leave the path out"
@@ -235,7 +235,7 @@ def test_mistakes_that_hydra_refuses(override, message):
     """What Hydra itself refuses, train.py says in a line that names the key too."""
     with pytest.raises(HydraException) as caught:
         composed(override)
-    line = describe(caught.value)
+    line = describe_hydra_error(caught.value)
     assert "\n" not in line
     assert re.search(message, line)
 
@@ -246,7 +246,7 @@ def test_experiment_without_its_first_line(tmp_path):
     (tmp_path / "experiment/mine.yaml").write_text("# mine\n# @package _global_\ndefaults:\n  - override /data: text\n")
     with pytest.raises(HydraException) as caught:
         composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
-    assert describe(caught.value) == "an experiment file must begin with the line: # @package _global_"
+    assert describe_hydra_error(caught.value) == "an experiment file must begin with the line: # @package _global_"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_tokens_per_step_must_divide(trainer, message):
 def test_interpolation_is_a_mistake_of_the_user():
     """A reference to a key that does not exist is the user's error, and names where it stands."""
     composition = OmegaConf.create({"data": {"prompts": ["${nowhere}"]}})
-    assert refusal(plain_values, composition).startswith("data.prompts[0]: ")
+    assert refusal(to_plain_values, composition).startswith("data.prompts[0]: ")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_stored_configurations_are_literal(text, tmp_path):
     """What a checkpoint or a config.yaml says is never interpolated: it cannot read the environment, nor be missing."""
     config = parse_config({"data": {"prompts": [text]}})
     assert config.data.prompts == [text]
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "config.yaml").data.prompts == [text]
 
 

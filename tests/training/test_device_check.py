@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import gpt.model.attention
 from gpt.training import device_check
-from harness import differences, refused, tiny_arguments, train
+from harness import differences, tiny_arguments, train, train_refusal
 
 AGREES = r"^cpu with torch \S+, precision=(\w+), compile=false: agrees with the CPU, the loss to ([\d.]+)%, "
 AGREES += r"the gradient to ([\d.]+)%$"
@@ -24,7 +24,7 @@ WRONG = {  # what a kernel makes of queries, keys and values, each (B, H, T, D),
 @pytest.fixture
 def untried(monkeypatch):
     """The CPU as a device on which nobody has tried the project."""
-    monkeypatch.setattr(device_check, "TRIED", ())
+    monkeypatch.setattr(device_check, "TESTED_DEVICES", ())
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_first_run(arguments, untried, tmp_path):
 
 def test_weights_are_not_touched(arguments, untried, tmp_path, monkeypatch):
     train(*arguments)
-    monkeypatch.setattr(device_check, "TRIED", ("cpu",))
+    monkeypatch.setattr(device_check, "TESTED_DEVICES", ("cpu",))
     assert "agrees" not in train(*arguments, f"run_dir={tmp_path / 'tried'}").stdout
     assert differences(tmp_path / "run", tmp_path / "tried") == []
 
@@ -72,7 +72,7 @@ def test_wrong_kernel(arguments, untried, tmp_path, monkeypatch, how):
 
         monkeypatch.setattr(module, name, kernel)
     for _ in range(2):
-        line = refused(*arguments)
+        line = train_refusal(*arguments)
         assert re.search(r"precision=bf16.*off by (\d+\.\d|nan)%, of which rounding explains 4\.7%: try ", line), line
         assert list((tmp_path / "run").rglob("*.ckpt")) == []
         arguments[-1] = f"run_dir={tmp_path / 'again'}"

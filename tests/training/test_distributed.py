@@ -14,24 +14,24 @@ import psutil
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.training import distributed, stop_signals
 from gpt.training.config import load_config, parse_config, with_values
 from gpt.training.distributed import init_process_group, resolve_devices
 from gpt.training.request import Request
-from gpt.training.resume import on_devices, resolve_resume_auto
+from gpt.training.resume import resolve_resume_auto, with_devices
 from harness import (
-    CONCERNS,
+    ADVICE_LINES,
     ROOT,
     begin_run,
     command,
     differences,
-    needs,
+    import_or_skip,
     read_curves,
     refusal,
     tiny_arguments,
     tiny_config,
-    train_apart,
+    train_in_subprocess,
     wait_for_file,
 )
 
@@ -95,7 +95,7 @@ def test_variables_that_do_not_fit(set_variables, variables, values):
 
 
 @pytest.mark.parametrize(
-    ("variables", "values", "remedy"),
+    ("variables", "values", "hint"),
     [
         (SRUN, "SLURM_STEP_NUM_TASKS=6", "srun --ntasks-per-node=1 torchrun --nnodes=NODES"),
         (SRUN | MPICH, "SLURM_STEP_NUM_TASKS=6", "srun --ntasks-per-node=1 torchrun"),  # srun --mpi=pmi2
@@ -109,11 +109,11 @@ def test_variables_that_do_not_fit(set_variables, variables, values):
         (KUBERNETES, "WORLD_SIZE=3 RANK=1", "torchrun --nnodes=$WORLD_SIZE --nproc-per-node=GPUS --node-rank=$RANK"),
     ],
 )
-def test_other_launchers_must_start_torchrun(set_variables, variables, values, remedy):
+def test_other_launchers_must_start_torchrun(set_variables, variables, values, hint):
     set_variables(variables)
     line = refusal(distributed.rank)
     assert line.startswith(f"{values}: ")
-    assert f"use {remedy}" in line
+    assert f"use {hint}" in line
     assert line.endswith(f"unset {values.partition('=')[0]} to train alone")
 
 
@@ -174,13 +174,13 @@ def test_a_process_group_that_does_not_fit(make_group, set_variables, monkeypatc
 def test_sequences_stay_the_same(corpus_folder):
     """Any number of devices that divides the sequences of a step has the same sequences in each step."""
     config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 sequences
-    for devices, num_nodes, size, accumulation in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
-        changed = on_devices(config, devices, num_nodes)
-        assert (changed.micro_batch_size, changed.accumulation) == (size, accumulation)
+    for devices, num_nodes, size, accumulation_steps in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
+        changed = with_devices(config, devices, num_nodes)
+        assert (changed.micro_batch_size, changed.accumulation_steps) == (size, accumulation_steps)
         assert changed.trainer.world_size == devices * num_nodes
         assert parse_config(dataclasses.asdict(changed)) == changed
-    assert on_devices(config, 1, 1) == config
-    assert "12 sequences, which 5 devices cannot share evenly" in refusal(on_devices, config, 5, 1)
+    assert with_devices(config, 1, 1) == config
+    assert "12 sequences, which 5 devices cannot share evenly" in refusal(with_devices, config, 5, 1)
 
 
 def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
@@ -203,8 +203,8 @@ def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-        assert stop.received == signal.SIGINT
-        monkeypatch.setattr(stop_signals, "REPEATED_BY_TORCHRUN", 0.0)
+        assert stop.received_signal == signal.SIGINT
+        monkeypatch.setattr(stop_signals, "TORCHRUN_REPEATED_SIGNAL_SECONDS", 0.0)
         monkeypatch.setenv("RANK", "1")
         os.kill(os.getpid(), signal.SIGTERM)
         monkeypatch.setenv("RANK", "0")
@@ -271,7 +271,7 @@ class Training:
             time.sleep(0.01)
 
     def outputs(self) -> list[str]:
-        return [CONCERNS.sub("", process.communicate(timeout=120)[0]) for process in self.processes]
+        return [ADVICE_LINES.sub("", process.communicate(timeout=120)[0]) for process in self.processes]
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_processes_that_differ(settings, tmp_path, changes, line):
         subprocess.Popen([*words, *(changes if rank else ())], env=os.environ | by_hand(rank, 2, port), **options)
         for rank in range(2)
     ]
-    errors = [CONCERNS.sub("", process.communicate(timeout=120)[1]) for process in processes]
+    errors = [ADVICE_LINES.sub("", process.communicate(timeout=120)[1]) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert line in errors[0]
     assert errors[0].count("\n") == 1
@@ -379,7 +379,7 @@ def test_processes_that_differ(settings, tmp_path, changes, line):
 def undisturbed(settings, tmp_path_factory) -> Path:
     """A run of two processes to which nothing happens."""
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    train_apart(*settings, *EXACT, "trainer.devices=2", f"run_dir={run_dir}")
+    train_in_subprocess(*settings, *EXACT, "trainer.devices=2", f"run_dir={run_dir}")
     return run_dir
 
 
@@ -405,8 +405,8 @@ def test_stops_and_continues(settings, tmp_path, undisturbed, launcher, number):
     output = training.outputs()[0]
     assert launcher == "torchrun" or training.processes[0].returncode == 128 + number
     assert output.count("stopped at step ") == output.count("stopping after this step") == 1
-    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["step"] < 300
-    assert train_apart(f"resume={run_dir}").stderr == ""  # with two processes of its own
+    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] < 300
+    assert train_in_subprocess(f"resume={run_dir}").stderr == ""  # with two processes of its own
     assert read_curves(run_dir) == read_curves(undisturbed)
 
 
@@ -430,7 +430,7 @@ def test_machines_are_started_again(settings, tmp_path, undisturbed):
 @pytest.mark.slow
 def test_ray_starts_a_killed_worker_again(settings, tmp_path, undisturbed):
     """The run continues from its last checkpoint, in the process group that Ray has created, to the same bits."""
-    needs("ray")
+    import_or_skip("ray")
     words = [word for word in [*settings, *EXACT] if word != "data=text"]
     words += [f"run_dir={tmp_path / 'run'}", "resume=auto"]
     env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -456,7 +456,7 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
     same += ["trainer.micro_batch_size=auto", "trainer.keep_every=20"]
     losses = {}
     for devices in (1, 2, 3):
-        done = train_apart(*settings, *same, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
+        done = train_in_subprocess(*settings, *same, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
         assert done.stderr == ""
         losses[f"{devices}"] = dict(read_curves(tmp_path / f"{devices}")["train/loss"])
     for devices in (1, 3):
@@ -464,11 +464,11 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
         (run_dir / "checkpoints").mkdir(parents=True)
         (run_dir / "config.yaml").write_text((tmp_path / "2/config.yaml").read_text())
         (run_dir / "checkpoints/last.ckpt").write_bytes((tmp_path / "2/checkpoints/step-00000020.ckpt").read_bytes())
-        done = train_apart(f"resume={run_dir}", f"trainer.devices={devices}")
+        done = train_in_subprocess(f"resume={run_dir}", f"trainer.devices={devices}")
         assert done.stderr == ""
         assert f"continuing on {devices} devices instead of 2: the same sequences in each step" in done.stdout
         losses[run_dir.name] = dict(read_curves(run_dir)["train/loss"])
-        stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+        stored = load_checkpoint(run_dir / "checkpoints/last.ckpt")
         assert stored["config"]["trainer"]["devices"] == load_config(run_dir / "config.yaml").trainer.devices == devices
     with capsys.disabled():
         print("\nstep " + "".join(f"{name:>12}" for name in losses))
@@ -484,12 +484,12 @@ def test_rank_0_decides_the_horizon(settings, tmp_path):
     """Rank 0 times a few steps while the others wait, or stops when the time is up. All train the same steps."""
     auto, timed = tmp_path / "auto", tmp_path / "timed"
     words = [*settings, "trainer.devices=2"]
-    done = train_apart(*words, "horizon=auto", "trainer.tokens_per_step=1152", f"run_dir={auto}")
+    done = train_in_subprocess(*words, "horizon=auto", "trainer.tokens_per_step=1152", f"run_dir={auto}")
     assert done.stderr == ""
     assert done.stdout.count("horizon=31steps suits this text and this machine") == 1
-    assert checkpoint.load(auto / "checkpoints/last.ckpt")["step"] == 31
+    assert load_checkpoint(auto / "checkpoints/last.ckpt")["step"] == 31
     assert load_config(auto / "config.yaml").horizon == "31steps"
-    assert train_apart(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
-    payload = checkpoint.load(timed / "checkpoints/last.ckpt")
+    assert train_in_subprocess(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
+    payload = load_checkpoint(timed / "checkpoints/last.ckpt")
     assert payload["state"]["total_steps"] == payload["step"]
     assert 3 <= payload["state"]["seconds"] < 4

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gpt.hardware.device import DTYPES
-from gpt.model.memory import activation_bytes
+from gpt.model.memory_estimate import activation_bytes
 from gpt.model.transformer import GPTConfig
 from gpt.training.config import Config, TrainerConfig
-from gpt.training.forecast import LOG_BYTES, describe, peak_memory
+from gpt.training.forecast import LOG_BYTES, describe_plan, peak_memory
 from gpt.training.optim import OptimConfig
-from harness import tiny_arguments, train, train_apart
+from harness import tiny_arguments, train, train_in_subprocess
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def test_counts_are_those_of_the_run(corpus_folder, given, figures):
 def test_text(figures):
     """A person reads the figures and every warning."""
     figures = figures | {"epochs": {"prose": 3.0, "verse": 4541.2}, "train_seconds": 7300.0, "warnings": ["too long"]}
-    text = describe(figures)
+    text = describe_plan(figures)
     assert "4 steps of 96 tokens see each byte 3.00 times in prose, 4,541.20 times in verse" in text
-    assert "384 tokens, 12,345.60 per parameter (compute-optimal: 20)" in describe(
+    assert "384 tokens, 12,345.60 per parameter (compute-optimal: 20)" in describe_plan(
         figures | {"tokens_per_parameter": 12345.6}
     )
-    assert "384 tokens, 0.01 per parameter" in describe(figures | {"tokens_per_parameter": 0.012345})
+    assert "384 tokens, 0.01 per parameter" in describe_plan(figures | {"tokens_per_parameter": 0.012345})
     assert "2h01m at" in text
     assert re.search(r"^memory +[\d.,]+ [GM]iB at peak on each device, of [\d.,]+ [GM]iB free$", text, re.M)
     assert text.endswith("\n\ntoo long")
@@ -110,7 +110,7 @@ def test_memory(given, tmp_path, changes):
     given = [*given, "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
     given += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
     given += ["trainer.short_sequences=0", *changes]
-    planned = train_apart(*given, "plan=json")
-    train_apart(*given, f"run_dir={tmp_path / 'run'}")
+    planned = train_in_subprocess(*given, "plan=json")
+    train_in_subprocess(*given, f"run_dir={tmp_path / 'run'}")
     peak = json.loads((tmp_path / "run/metrics.json").read_text(encoding="utf-8"))["peak_memory_bytes"]
     assert json.loads(planned.stdout)["peak_memory"] == pytest.approx(peak, rel=0.2)

@@ -12,12 +12,12 @@ import torch
 
 import gpt
 from gpt import checkpoint, evaluate, export
-from gpt.checkpoint_formats import CAME, upgraded
+from gpt.checkpoint_formats import ADDED_KEYS, upgrade_config
 from gpt.files import flatten, read_yaml
 from gpt.loading import open_model
-from gpt.training.config import Config, load_config, to_yaml
+from gpt.training.config import Config, config_to_yaml, load_config
 from gpt.training.resume import FIRST_RESUMABLE_FORMAT
-from harness import ROOT, read_table, refused, train
+from harness import ROOT, read_table, train, train_refusal
 
 FORMATS = ROOT / "tests/formats"
 BEFORE_1 = range(1, FIRST_RESUMABLE_FORMAT)
@@ -42,10 +42,12 @@ def last_loss(number: int) -> float:
 
 
 def test_every_format_has_a_run():
-    """Whoever raises `FORMAT` adds a run of the format before."""
-    assert [file.name for file in sorted(FORMATS.glob("run-*"))] == [f"run-{n}" for n in range(1, checkpoint.FORMAT)]
+    """Whoever raises `CHECKPOINT_FORMAT` adds a run of the format before."""
+    assert [file.name for file in sorted(FORMATS.glob("run-*"))] == [
+        f"run-{n}" for n in range(1, checkpoint.CHECKPOINT_FORMAT)
+    ]
     for number in BEFORE_1:
-        assert checkpoint.load(FORMATS / f"run-{number}/checkpoints/last.ckpt")["format"] == number
+        assert checkpoint.load_checkpoint(FORMATS / f"run-{number}/checkpoints/last.ckpt")["format"] == number
 
 
 @pytest.mark.parametrize("number", BEFORE_1)
@@ -66,7 +68,7 @@ def test_its_model_generates_and_is_exported(earlier, capsys, number):
     """The exported folder has the same weights, and generates the same text."""
     options = {"max_new_tokens": 23, "temperature": 0.0}
     export.main(["--checkpoint", f"run-{number}", "--to", "exported"])
-    stored = checkpoint.load(Path(f"run-{number}/checkpoints/last.ckpt"))["state_dict"]
+    stored = checkpoint.load_checkpoint(Path(f"run-{number}/checkpoints/last.ckpt"))["state_dict"]
     exported = open_model("exported")[0].state_dict()
     assert stored.keys() == exported.keys()
     assert all(torch.equal(weight, stored[name]) for name, weight in exported.items())
@@ -79,7 +81,7 @@ def test_its_model_generates_and_is_exported(earlier, capsys, number):
 def test_resuming_is_refused(earlier, number, arguments):
     """One line has the format, the last version that can resume, and the remedy. No file changes."""
     before = contents(f"run-{number}")
-    line = refused(f"resume=run-{number}", *arguments)
+    line = train_refusal(f"resume=run-{number}", *arguments)
     assert f"of format {number}," in line and "0.5.0" in line
     assert line.endswith(f"init_from=run-{number}/checkpoints/last.ckpt")
     assert contents(f"run-{number}") == before
@@ -93,11 +95,11 @@ def test_its_configuration_is_read_and_its_model_evaluated(earlier, monkeypatch,
     """
     config = load_config(Path(f"run-{number}/config.yaml"))
     stored = flatten(read_yaml(Path(f"run-{number}/config.yaml")))
-    came = {key: value for key, value in CAME.items() if key not in stored and key != "overrides"}
+    came = {key: value for key, value in ADDED_KEYS.items() if key not in stored and key != "overrides"}
     assert came.items() <= config.settings().items()
     assert config.overrides == {}
     Path("again").mkdir()
-    Path("again/config.yaml").write_text(to_yaml(config))
+    Path("again/config.yaml").write_text(config_to_yaml(config))
     train("--config-dir", "again", "--config-name", "config", "run_dir=new", "horizon=1steps")  # prepares its text
     monkeypatch.setattr(evaluate, "DEFAULT_CACHE", Path("cache"))
     evaluate.main(["--checkpoint", f"run-{number}", "--json"])
@@ -107,16 +109,16 @@ def test_its_configuration_is_read_and_its_model_evaluated(earlier, monkeypatch,
 def test_every_key_that_came_is_known():
     """If no run of format 1 has a key, the table has it, with what the code did before."""
     stored = flatten(read_yaml(FORMATS / "run-1/config.yaml"))
-    assert {*Config().settings(), "overrides"} - stored.keys() == CAME.keys()
-    came = upgraded({"trainer": {}, "data": {}, "model": {}})
-    assert CAME.keys() <= flatten(came).keys() | {"overrides"}
-    assert upgraded({"trainer": {"short_window": 8}})["trainer"]["short_sequences"] == 8
+    assert {*Config().settings(), "overrides"} - stored.keys() == ADDED_KEYS.keys()
+    came = upgrade_config({"trainer": {}, "data": {}, "model": {}})
+    assert ADDED_KEYS.keys() <= flatten(came).keys() | {"overrides"}
+    assert upgrade_config({"trainer": {"short_window": 8}})["trainer"]["short_sequences"] == 8
 
 
 def test_value_that_went_is_renamed():
     """What is no configuration stays as it is."""
-    assert upgraded({"trainer": {"strategy": "fsdp"}})["trainer"]["strategy"] == "auto"
-    assert upgraded({"trainer": 3})["trainer"] == 3
+    assert upgrade_config({"trainer": {"strategy": "fsdp"}})["trainer"]["strategy"] == "auto"
+    assert upgrade_config({"trainer": 3})["trainer"] == 3
 
 
 def test_store_trains_as_it_is(earlier, tmp_path):
@@ -131,5 +133,5 @@ def test_unknown_key_names_its_file(earlier):
     """The line also has the version of the code that wrote the run."""
     with open("run-1/config.yaml", "a") as file:
         file.write("gradient_noise: 0.1\n")
-    line = refused("resume=run-1")
+    line = train_refusal("resume=run-1")
     assert "run-1/config.yaml: there is no key 'gradient_noise'" in line and "(the run is of " in line

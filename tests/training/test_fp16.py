@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.module import GPTModule
-from harness import TINY, StopAt, begin_run, differences, fit, flatten, read_table, tiny_config, train
+from harness import TINY_RUN, StopAt, begin_run, differences, fit, flatten, read_table, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
 FIRST_SCALE = 2.0**22  # of which every gradient here overflows
@@ -41,7 +41,7 @@ def overflow_often(patch: pytest.MonkeyPatch) -> None:
 
 def read_steps(run_dir: Path) -> list[dict]:
     """The checkpoints of a run that kept one of every step."""
-    return [checkpoint.load(file) for file in sorted(run_dir.glob("checkpoints/step-*.ckpt"))]
+    return [load_checkpoint(file) for file in sorted(run_dir.glob("checkpoints/step-*.ckpt"))]
 
 
 def tensors_of(step: dict) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ def test_resuming(folder, tmp_path, overflowing, step):
     fit(begin_run(config), [StopAt(step)])
     train(f"resume={tmp_path / 'run'}")
     assert differences(tmp_path / "run", folder / "reference") == []
-    state = checkpoint.load(folder / "reference/checkpoints/last.ckpt")["state"]
+    state = load_checkpoint(folder / "reference/checkpoints/last.ckpt")["state"]
     assert 1 < state["loss_scale"]["scale"] < FIRST_SCALE
     assert state["skipped_steps"] > 5
 
@@ -129,7 +129,7 @@ def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     training_step = GPTModule.training_step
 
     def broken(self, batch, batch_idx):
-        is_broken = batch_idx >= 12 * self.config.accumulation
+        is_broken = batch_idx >= 12 * self.config.accumulation_steps
         return training_step(self, batch, batch_idx) * (math.nan if is_broken else 1.0)
 
     monkeypatch.setattr(GPTModule, "training_step", broken)
@@ -137,16 +137,16 @@ def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     last_words = r"step 29: the gradient is not finite.*\n.*\n  at a loss scale of 1, with 16 steps skipped so far"
     with pytest.raises(NonFiniteError, match=last_words):
         fit(begin_run(config))
-    last = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
+    last = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
     assert (last["step"], last["state"]["loss_scale"]["scale"]) == (22, 2.0**6)
 
 
 def test_extending(folder, tmp_path, overflowing):
     """A longer horizon goes on with the scale as it was."""
     run_dir = shutil.copytree(folder / "reference", tmp_path / "run")
-    before = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state"]
+    before = load_checkpoint(run_dir / "checkpoints/last.ckpt")["state"]
     train(f"resume={run_dir}", "horizon=18steps")
-    after = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state"]
+    after = load_checkpoint(run_dir / "checkpoints/last.ckpt")["state"]
     assert after["skipped_steps"] - before["skipped_steps"] in (0, 1)
     assert after["loss_scale"]["scale"] / before["loss_scale"]["scale"] in (0.5, 1.0, 2.0)
 
@@ -158,7 +158,7 @@ def test_activation_checkpointing(folder, tmp_path):
     for setting in ("true", "false"):
         settings = [f"init_from={folder / 'reference'}", FP16, f"trainer.activation_checkpointing={setting}"]
         fit(begin_run(tiny_config(folder, *settings, "horizon=2steps", f"run_dir={tmp_path / setting}")))
-        weights[setting] = list(checkpoint.load(tmp_path / setting / "checkpoints/last.ckpt")["state_dict"].values())
+        weights[setting] = list(load_checkpoint(tmp_path / setting / "checkpoints/last.ckpt")["state_dict"].values())
     assert all(map(torch.equal, weights["true"], weights["false"]))
     assert {weight.dtype for weight in weights["true"]} == {torch.float32}
 
@@ -170,7 +170,7 @@ def test_several_processes(folder, tmp_path):
     settings += ["trainer.micro_batch_size=1", "model.dropout=0", "optim=adamw", "trainer.log_every=1"]
     settings += ["trainer.short_sequences=0", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
-        train(*TINY, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
+        train(*TINY_RUN, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
     one, two = (read_table(tmp_path / name) for name in "12")
     assert one["train/skipped_steps"] == two["train/skipped_steps"]
     assert 0 < dict(one["train/skipped_steps"])[17] < 15

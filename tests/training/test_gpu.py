@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import NonFiniteError
-from gpt.hardware.device import arithmetic, choose_device
+from gpt.hardware.device import choose_device, numerics
 from gpt.sampling import scoring
-from gpt.training.batch_loader import read_step
+from gpt.training.batch_loader import read_micro_batches
 from gpt.training.loop import train_step
 from gpt.training.module import GPTModule
 from gpt.training.schedule import Schedule
@@ -70,7 +70,7 @@ def test_a_step_reads_nothing_from_the_device(corpus_folder, optim, checks_each_
     optimizer = module.build_optimizer()
     with contextlib.nullcontext() if not checks_each_step else pytest.raises(RuntimeError, match="meta"):
         for step in (0, 1):
-            batches = read_step(module.config, dataset, step, module.config.model.context_length)
+            batches = read_micro_batches(module.config, dataset, step, module.config.model.context_length)
             train_step(fabric, model, optimizer, batches, step, 1.0, before_update=lambda: None)
     assert optimizer.param_groups[0]["step"] == (0 if checks_each_step else 2)
 
@@ -81,7 +81,7 @@ def test_batches_for_cuda_are_pinned(corpus_folder, monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     for pin in (False, True):
-        batches = read_step(module.config, dataset, 0, module.config.model.context_length, pin=pin)
+        batches = read_micro_batches(module.config, dataset, 0, module.config.model.context_length, pin=pin)
         parts = [part for batch in batches for part in batch]
         assert list(map(id, pinned)) == (list(map(id, parts)) if pin else [])
 
@@ -101,7 +101,7 @@ def spoil_weight(patch: pytest.MonkeyPatch, step: int) -> None:
     training_step = GPTModule.training_step
 
     def spoiled(self, batch, batch_idx):
-        if batch_idx == (step - 1) * self.config.accumulation:
+        if batch_idx == (step - 1) * self.config.accumulation_steps:
             with torch.no_grad():
                 self.model.final_norm.bias[3] = float("nan")
         return training_step(self, batch, batch_idx)
@@ -130,7 +130,7 @@ def test_late_check_names_the_steps_and_saves_nothing_after_them(
     last = tmp_path / "run/checkpoints/last.ckpt"
     assert last.exists() == (step > 5)
     if last.exists():
-        stored = checkpoint.load(last)
+        stored = load_checkpoint(last)
         assert stored["step"] == 5 and all(w.isfinite().all() for w in stored["state_dict"].values())
 
 
@@ -146,11 +146,11 @@ def test_arithmetic():
     """TF32 on CUDA only, deterministic kernels where asked for; all as before in the end, even after an error."""
     before = settings()
     assert before == ("highest", False, True)
-    with arithmetic("cpu", deterministic=False):
+    with numerics("cpu", deterministic=False):
         assert settings() == ("highest", False, False)
-    with pytest.raises(KeyError), arithmetic("cuda", deterministic=True):
+    with pytest.raises(KeyError), numerics("cuda", deterministic=True):
         assert settings() == ("high", True, False)
-        with arithmetic("cuda", deterministic=False):
+        with numerics("cuda", deterministic=False):
             assert settings() == ("high", False, False)
         assert settings() == ("high", True, False)
         raise KeyError
@@ -200,11 +200,11 @@ def test_tokens_at_once(monkeypatch, gib, d_model, ranks, expected):
     """By the memory of the GPU and the width of the model, in whole powers of two; 4,096 on a CPU."""
     weight = torch.empty(2, d_model)
     model = SimpleNamespace(token_embedding=SimpleNamespace(weight=weight))
-    assert scoring.tokens_at_once(model, ranks) == 4096
+    assert scoring.eval_batch_tokens(model, ranks) == 4096
     memory = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     model.token_embedding.weight = SimpleNamespace(is_cuda=True, device="cuda", shape=weight.shape)
-    assert scoring.tokens_at_once(model, ranks) == expected
+    assert scoring.eval_batch_tokens(model, ranks) == expected
 
 
 # --- the script that measures all of this ---
@@ -279,7 +279,7 @@ def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precisio
     for name in ("best", "previous"):
         (part / f"checkpoints/{name}.ckpt").unlink(missing_ok=True)
     fit(resume_run(str(part)))
-    ends = [checkpoint.load(run / "checkpoints/last.ckpt") for run in (whole, part)]
+    ends = [load_checkpoint(run / "checkpoints/last.ckpt") for run in (whole, part)]
     for name, weight in ends[0]["state_dict"].items():
         assert torch.equal(weight, ends[1]["state_dict"][name]), name
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint, save_checkpoint
 from gpt.training.callbacks import load_callbacks
 from gpt.training.config import parse_config
-from harness import TINY, begin_run, fit, refusal, refused, resume_run, tiny_arguments, tiny_config, train
+from harness import TINY_RUN, begin_run, fit, refusal, resume_run, tiny_arguments, tiny_config, train, train_refusal
 
 MODULE = """
 class Counter:
@@ -92,10 +92,10 @@ def test_names_that_are_refused(place, names, words):
 )
 def test_mistakes_are_found_first(place, names, words):
     """A callback that cannot be used ends the command before text is read and a directory is made."""
-    line = refused(*TINY, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", f"callbacks={names}")
+    line = train_refusal(*TINY_RUN, f"data.path={place / 'none.txt'}", f"run_dir={place / 'run'}", f"callbacks={names}")
     assert words in line
     assert not (place / "run").exists()
-    assert words in refused(f"callbacks={names}", "plan=true")
+    assert words in train_refusal(f"callbacks={names}", "plan=true")
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_names_are_given_again_on_resuming(place, corpus_folder):
     done = train(*run, "callbacks=[of_mine:make,of_mine:StopAt5]")
     assert "counted 5" in done.stdout
     assert "of_mine" not in (run_dir / "config.yaml").read_text()
-    stored = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    stored = load_checkpoint(run_dir / "checkpoints/last.ckpt")
     assert stored["callbacks"] == {"Counter": {"steps": 5}}
     assert "callbacks" not in stored["config"]
     done = train(f"resume={run_dir}", "callbacks=of_mine:make")
@@ -126,9 +126,9 @@ def test_runs_name_no_callbacks(place, corpus_folder):
     file.write_text(yaml.safe_dump(stored))
     fit(resume_run(training.path))
     last = training.path / "checkpoints/last.ckpt"
-    forged = checkpoint.load(last)
+    forged = load_checkpoint(last)
     forged["config"]["callbacks"] = ["evil:make"]
-    checkpoint.save(forged, last)
+    save_checkpoint(forged, last)
     assert "cannot be resumed: there is no key 'callbacks'" in refusal(resume_run, training.path)
     assert "there is no key 'callbacks'" in refusal(parse_config, asdict(training.config) | {"callbacks": []})
     assert not (place / "ran").exists()

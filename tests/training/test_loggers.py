@@ -11,18 +11,18 @@ import torch
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gpt.training.config import Config
-from gpt.training.curves import Curves
 from gpt.training.loggers import open_loggers
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 from harness import (
-    At,
+    CallAt,
     StopAt,
     Training,
     begin_run,
     fit,
-    needs,
+    import_or_skip,
     read_curves,
     read_events,
     refusal,
@@ -75,7 +75,7 @@ def test_each_rank_restores_its_own_sum(tmp_path, monkeypatch, stored, world_siz
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda sums, own: sums.__setitem__(rank, own))
     state = TrainState(loss_sums=stored, num_loss_steps=2)
     spec = RunSpec(Config(logger=[]), Schedule(), dataset=None)  # type: ignore[arg-type]
-    curves = Curves(spec, RunDirectory(tmp_path), state)
+    curves = MetricLogger(spec, RunDirectory(tmp_path), state)
     curves.open(0)
     curves.update_state()
     assert len(state.loss_sums) == world_size
@@ -122,7 +122,7 @@ def test_loggers_that_cannot_be_started(trained, tmp_path, name, monkeypatch):
 @pytest.mark.slow
 def test_wandb(trained, tmp_path, monkeypatch, capfd):
     """wandb gets the run, offline, and after an interruption the same run."""
-    wandb = needs("wandb")
+    wandb = import_or_skip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     training = begin_again(trained, tmp_path, logger=["wandb"])
     fit(training, [StopAt(5)])
@@ -143,7 +143,7 @@ def test_wandb(trained, tmp_path, monkeypatch, capfd):
 @pytest.mark.filterwarnings("ignore")  # mlflow's own
 def test_mlflow(trained, tmp_path, monkeypatch, capfd):
     """mlflow gets the run, and after an interruption the same run. A run that its store does not have is named."""
-    needs("mlflow")
+    import_or_skip("mlflow")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -163,7 +163,7 @@ def test_mlflow(trained, tmp_path, monkeypatch, capfd):
     (tmp_path / "failed").mkdir()
     failing = begin_again(trained, tmp_path / "failed", logger=["mlflow"])
     with pytest.raises(ZeroDivisionError):
-        fit(failing, [At(2, lambda: 1 / 0)])
+        fit(failing, [CallAt(2, lambda: 1 / 0)])
     assert client.get_run((failing.path / "mlflow_run.txt").read_text().strip()).info.status == "FAILED"
     (training.path / "mlflow_run.txt").write_text("0" * 32)
     line = refusal(open_loggers, training.config, training.path)

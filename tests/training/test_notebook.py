@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import gpt
-import gpt.notebook
+import gpt.api
 from gpt.training.config import Config
-from harness import ROOT, StopAt, begin_run, differences, needs, refusal, tiny_arguments, tiny_config, train
+from harness import ROOT, StopAt, begin_run, differences, import_or_skip, refusal, tiny_arguments, tiny_config, train
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
 TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "short_sequences": 8}
@@ -102,7 +102,7 @@ def test_mistakes(tmp_path, monkeypatch, arguments, problem):
 def test_a_group_brings_its_settings(monkeypatch):
     """By its name, alone or among other keys, as on the command line."""
     requests = []
-    monkeypatch.setattr(gpt.notebook, "start_run", lambda request: requests.append(request) or 1 / 0)
+    monkeypatch.setattr(gpt.api, "start_run", lambda request: requests.append(request) or 1 / 0)
     for optim in ("adamw", {"name": "adamw", "clip": 0.5}):
         with pytest.raises(ZeroDivisionError):
             gpt.train(optim=optim, model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
@@ -132,7 +132,7 @@ def test_no_hydra_and_no_lightning_before_training():
 @pytest.mark.slow
 def test_first_steps(tmp_path):
     """The notebook of the documentation runs, and shows the curve, the attention, the page and the figures."""
-    NotebookClient, nbformat = needs("nbclient").NotebookClient, needs("nbformat")
+    NotebookClient, nbformat = import_or_skip("nbclient").NotebookClient, import_or_skip("nbformat")
     book = nbformat.read(ROOT / "docs/first-steps.ipynb", 4)
     install = book.cells.pop(1)  # the rest needs no checkout: it runs in an empty folder
     assert re.fullmatch(r'%pip install -q "mini-gpt\[notebook\] @ git\+https://\S+"', install.source)
@@ -158,7 +158,7 @@ def test_first_steps(tmp_path):
 @pytest.mark.slow
 def test_interrupted_kernel(corpus_folder, settings, tmp_path):
     """Interrupting the kernel saves, and lets the rest of the cell run."""
-    manager, client = needs("jupyter_client.manager").start_new_kernel(cwd=str(tmp_path))
+    manager, client = import_or_skip("jupyter_client.manager").start_new_kernel(cwd=str(tmp_path))
     contents: list[dict] = []
     try:
         call = f"gpt.train({str(corpus_folder / 'corpus.txt')!r}, horizon='1h', **{settings!r})"
@@ -184,7 +184,7 @@ def test_interrupted_kernel(corpus_folder, settings, tmp_path):
 @pytest.mark.slow
 def test_errors_are_one_line(tmp_path):
     """A mistake in a cell is shown as the line that it is."""
-    nbclient, nbformat = needs("nbclient"), needs("nbformat")
+    nbclient, nbformat = import_or_skip("nbclient"), import_or_skip("nbformat")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import gpt\ngpt.train('missing.txt')")])
     with pytest.raises(nbclient.exceptions.CellExecutionError):
         nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -17,12 +17,12 @@ from gpt.training.optim import (
     POLAR_EXPRESS_LARGE,
     GPTOptimizer,
     OptimConfig,
-    Rule,
+    UpdateRule,
     build_optimizer,
     lr_multiplier,
     orthogonalize,
     set_lr,
-    unread_settings,
+    unused_settings,
 )
 from harness import begin_run, fit, read_table, tiny_config
 
@@ -174,7 +174,9 @@ def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
             state["mean"].lerp_(p.grad, 1.0 - group["betas"][0])
             p.sub_(state["mean"].sign(), alpha=group["lr"])
 
-    rule = Rule({"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, lambda p, _: {"mean": p * 0}, step)
+    rule = UpdateRule(
+        {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas"}, lambda p, _: {"mean": p * 0}, step
+    )
     monkeypatch.setitem(OPTIMIZERS, "signs", dict.fromkeys(OPTIMIZERS["muon"], rule))
     training = begin_run(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
     fit(training)
@@ -183,8 +185,8 @@ def test_another_optimizer(corpus_folder, tmp_path, monkeypatch):
     assert "train/matrix_lr" not in curves
     shape = GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11)
     assert optimizer_bytes(shape, training.config) == 4 * shape.num_parameters
-    assert unread_settings("signs") == unread_settings("adamw") == {"matrix_lr", "matrix_weight_decay", "momentum"}
-    assert unread_settings("muon") == set()
+    assert unused_settings("signs") == unused_settings("adamw") == {"matrix_lr", "matrix_weight_decay", "momentum"}
+    assert unused_settings("muon") == set()
 
 
 # --- AdamW ---

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.training import training_clock
 from gpt.training.config import load_config
 from gpt.training.module import GPTModule
@@ -58,7 +58,7 @@ def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monke
     changes = [f"# after step 0: trainer.micro_batch_size={size}" for size in ("3, was 6", "1, was 3")]
     assert (training.path / "command.txt").read_text().splitlines()[1:] == changes
     assert [step for step, _ in read_table(training.path)["val/loss"]] == [0, 1]  # each is written once
-    start, end = (checkpoint.load(run / "checkpoints/last.ckpt")["state_dict"] for run in (first, training.path))
+    start, end = (load_checkpoint(run / "checkpoints/last.ckpt")["state_dict"] for run in (first, training.path))
     for name in start:
         torch.testing.assert_close(end[name], start[name], atol=1e-6, rtol=0.0)
 
@@ -106,7 +106,7 @@ def test_stop_signal_is_not_lost_when_memory_runs_out(corpus_folder, tmp_path, m
     training = begin_run(tiny_config(corpus_folder, *changes))
     fit(training)
     assert training.result.stop_signal == signal.SIGTERM
-    assert checkpoint.load(training.path / "checkpoints/last.ckpt")["step"] == 1
+    assert load_checkpoint(training.path / "checkpoints/last.ckpt")["step"] == 1
 
 
 def test_memory_runs_out_as_time_is_up(corpus_folder, tmp_path, monkeypatch):

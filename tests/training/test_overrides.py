@@ -5,10 +5,10 @@ import shlex
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt.console import quote
+from gpt.console import shell_quote
 from gpt.training.config import parse_config
-from gpt.training.overrides import as_words, original_spelling, quote_for_hydra
-from harness import refused
+from gpt.training.overrides import original_spelling, quote_for_hydra, to_shell_words
+from harness import train_refusal
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from harness import refused
 )
 def test_command_line(arguments, line):
     """A key that is unknown, misspelt or gone, a wrong choice, and an option in place of a key."""
-    assert line in refused(*arguments)
+    assert line in train_refusal(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_paths_are_taken_as_they_stand(typed, path, key, monkeypatch):
     monkeypatch.setenv("HOME", "/me")
     (word,) = quote_for_hydra([f"{key}={typed}"])
     assert OverridesParser.create().parse_override(word).value() == path
-    assert original_spelling([word]) == quote(f"{key}={typed}")
+    assert original_spelling([word]) == shell_quote(f"{key}={typed}")
 
 
 def test_a_sweep_over_paths(monkeypatch, tmp_path):
@@ -89,11 +89,13 @@ def test_a_sweep_over_paths(monkeypatch, tmp_path):
 
 def test_quotes_inside_quotes(tmp_path):
     """The line that refuses a value without them says how they are written; spaces need no more than the shell's."""
-    line = refused("data=text", "data.path=a,b")
+    line = train_refusal("data=text", "data.path=a,b")
     assert "'data.path=a,b' has several values" in line
     assert line.endswith("""use quotes inside quotes, as in 'data.path="a,b.txt"'""")
-    assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in refused("seed=1,2")
-    line = refused("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
+    assert "'seed=1,2' has several values: add -m to train with each, or brackets for a list" in train_refusal(
+        "seed=1,2"
+    )
+    line = train_refusal("data=text", f"data.path={tmp_path}/a b.txt", f"data.cache={tmp_path}/a cache")
     assert f"data.path='{tmp_path}/a b.txt' names no text file" in line
 
 
@@ -106,11 +108,11 @@ def test_quotes_inside_quotes(tmp_path):
 )
 def test_words_of_a_call_give_its_values(value):
     """Whatever the values, the shell and Hydra read from the words what was written."""
-    (word,) = shlex.split(as_words({"data.prompts": value}))
+    (word,) = shlex.split(to_shell_words({"data.prompts": value}))
     (word,) = quote_for_hydra([word])
     assert OverridesParser.create().parse_override(word).value() == value
 
 
 def test_command_is_one_line():
     """A separator may have line ends, which a shell of Unix reads back."""
-    assert as_words({"data.separator": "\n'\n"}).count("\n") == 0
+    assert to_shell_words({"data.separator": "\n'\n"}).count("\n") == 0

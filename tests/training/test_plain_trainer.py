@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.batch_loader import TrainBatches, ValidationBatches
 from gpt.training.module import GPTModule
 from gpt.training.request import Request
 from gpt.training.start import plan_run
 from gpt.training.state import RunSpec
-from harness import ROOT, begin_run, fit, read_table, refusal, tiny_arguments, tiny_config, train_apart
+from harness import ROOT, begin_run, fit, read_table, refusal, tiny_arguments, tiny_config, train_in_subprocess
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -35,7 +35,7 @@ def make_spec(folder: Path, *changes: str) -> RunSpec:
 def make_trainer(spec: RunSpec, folder: Path, **options) -> lightning.Trainer:
     defaults = {
         "max_steps": spec.schedule.total_steps,
-        "accumulate_grad_batches": spec.config.accumulation,
+        "accumulate_grad_batches": spec.config.accumulation_steps,
         "accelerator": "cpu",
         "devices": 1,
         "logger": CSVLogger(folder),
@@ -52,7 +52,7 @@ def make_module(spec: RunSpec) -> GPTModule:
 
 
 def require_equal_weights(weights: dict, run_dir: Path) -> None:
-    expected = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state_dict"]
+    expected = load_checkpoint(run_dir / "checkpoints/last.ckpt")["state_dict"]
     assert weights.keys() == expected.keys()
     assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
 
@@ -90,7 +90,7 @@ def test_lightnings_callbacks_work(corpus_folder, tmp_path):
         folder,
         enable_checkpointing=True,
         callbacks=[LearningRateMonitor(), saver, EarlyStopping("val/loss", patience=5)],
-        val_check_interval=5 * spec.config.accumulation,
+        val_check_interval=5 * spec.config.accumulation_steps,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
     )
@@ -164,7 +164,7 @@ if __name__ == "__main__":
 def test_trainer_on_two_processes(corpus_folder, tmp_path):
     """Under DDP, each rank takes its own micro-batches, and the weights equal those of our loop."""
     two = ("trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=1", "horizon=10steps")
-    train_apart(*tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
+    train_in_subprocess(*tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
     script = tmp_path / "two_processes.py"
     script.write_text(TWO_PROCESSES)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]

@@ -15,10 +15,10 @@ import pytest
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-from gpt.console import say
+from gpt.console import print_line
 from gpt.sampling.scoring import Score
 from gpt.training.config import Config
-from gpt.training.progress import LINE, Progress
+from gpt.training.progress import BAR_FORMAT, ProgressDisplay
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 from harness import ROOT, command, tiny_arguments
@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
 def line_at(step: int, width: int, total: int = 4000) -> str:
     """Return the line on a terminal of so many columns after a step, at ten steps a second."""
-    with tqdm(total=total, file=Terminal(), ncols=width, bar_format=LINE, postfix="  ".join(FACTS)) as line:
+    with tqdm(total=total, file=Terminal(), ncols=width, bar_format=BAR_FORMAT, postfix="  ".join(FACTS)) as line:
         line.n = step
         line.start_t -= step / 10
         return str(line)
@@ -55,10 +55,12 @@ def test_the_line_fits_every_width():
 SCHEDULE = Schedule(total_steps=4000)
 
 
-def make_progress(train_loss: float | None = None, tokens_per_second: float = 0.0) -> tuple[Progress, TrainState]:
+def make_progress(
+    train_loss: float | None = None, tokens_per_second: float = 0.0
+) -> tuple[ProgressDisplay, TrainState]:
     """Return the progress and the state of a run of 4,000 steps."""
     spec, state = RunSpec(Config(), SCHEDULE, dataset=None), TrainState(train_loss=train_loss)
-    return Progress(spec, state, SimpleNamespace(tokens_per_second=tokens_per_second)), state
+    return ProgressDisplay(spec, state, SimpleNamespace(tokens_per_second=tokens_per_second)), state
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -135,9 +137,9 @@ def test_a_line_above_the_bar(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    with tqdm(total=7, file=screen, ncols=26, leave=False, bar_format=LINE):
+    with tqdm(total=7, file=screen, ncols=26, leave=False, bar_format=BAR_FORMAT):
         before = len(screen.getvalue())
-        say("a warning", screen)
+        print_line("a warning", screen)
         assert re.fullmatch(r"\r +\ra warning\n\r0/7  0%  \? left + *", screen.getvalue()[before:])
 
 
@@ -191,7 +193,7 @@ def test_on_a_terminal(corpus_folder, tmp_path):
 
 def test_no_semaphore():
     """Lines and bars make none. Python 3.14 would report it as leaked when the program is killed."""
-    code = "import tqdm.std; from gpt.console import bars, say; say('a line'); list(bars()(range(3), disable=False))"
+    code = "import tqdm.std; from gpt.console import import_tqdm, print_line; print_line('a line'); list(import_tqdm()(range(3), disable=False))"
     code += "; print(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).splitlines() == [
         "a line",

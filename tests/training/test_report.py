@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tqdm.utils import disp_len
 
-from gpt.training.report import closing_lines, duration, one_line
+from gpt.training.report import fit_on_line, format_duration, format_report
 
 FIGURES = {
     "train_loss": 2.45678,
@@ -32,7 +32,7 @@ def test_a_run_that_turned(monkeypatch):
     """Every figure once, aligned; at most three samples, of two lines each; the commands are quoted."""
     monkeypatch.setenv("COLUMNS", "47")
     samples = ["of the first prompt", "Once\n\nupon a time", "x" * 30 + " " + "y" * 40 + " " + "z" * 30, "\ta\x1b[31m"]
-    lines = list(closing_lines(FIGURES, samples, "-it's", 500, "2200steps", Path("runs/a b")))
+    lines = list(format_report(FIGURES, samples, "-it's", 500, "2200steps", Path("runs/a b")))
     assert (
         "\n".join(lines)
         == """
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_left_out():
         for key, value in FIGURES.items()
         if key not in ("train_loss", "corpus_bits_per_byte", "corpus_epochs")
     } | missing
-    lines = list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))
+    lines = list(format_report(figures, [], "", 500, "2200steps", Path("runs/a")))
     assert "time                3.2  seconds: 155 tokens/s" in lines
     assert "best validation  2.8100  nats per token, at step 1100, the last" in lines
     assert lines[6:8] == ["", "the run:      runs/a"]
@@ -84,9 +84,9 @@ def test_memorising_in_words(copied, passage):
         f"the model learns its training text by heart: 0.10 nats per token on it, {FIGURES['val_loss']:.2f} on other "
     )
     line += f"text{passage}; docs/reading.md says what helps"
-    printed = "\n".join(closing_lines(figures, [], "x", 500, "", Path("runs/a")))
+    printed = "\n".join(format_report(figures, [], "x", 500, "", Path("runs/a")))
     assert f"\n\n{line}\n\n" in printed
-    assert "by heart" not in "\n".join(closing_lines(FIGURES, [], "x", 500, "", Path("runs/a")))
+    assert "by heart" not in "\n".join(format_report(FIGURES, [], "x", 500, "", Path("runs/a")))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_last_command_fits_the_outcome(best, longer, command):
     """Train longer while validation falls, continue a stopped run, and run shorter once validation rises."""
     turned = {} if best == 700 else {"best_val_loss": FIGURES["val_loss"] / 1.009}  # less is noise
     figures = FIGURES | {"best_step": best} | turned
-    assert list(closing_lines(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
+    assert list(format_report(figures, [], "", 500, longer, Path("runs/a")))[-1] == command
 
 
 UNBEATEN = {"baselines": {"unigram": 3.5}, "beaten_at_step": {"unigram": None}}
@@ -124,7 +124,7 @@ def test_a_run_that_memorises_is_not_made_longer(changes, command):
     """A training loss far below validation is enough for a shorter run, and sooner if no baseline was beaten."""
     figures = FIGURES | {"best_step": 1100} | changes
     figures |= {"best_val_loss": figures["val_loss"]}
-    assert list(closing_lines(figures, [], "", 500, "2200steps", Path("runs/a")))[-1].endswith(f" {command}")
+    assert list(format_report(figures, [], "", 500, "2200steps", Path("runs/a")))[-1].endswith(f" {command}")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_run_that_memorises_is_not_made_longer(changes, command):
 )
 def test_one_line(text, width, line):
     """Ends of lines and control characters have signs, and no line is wider than it may be, in columns."""
-    assert one_line(text, width) == line
+    assert fit_on_line(text, width) == line
     assert disp_len(line) <= width
 
 
@@ -150,7 +150,7 @@ def test_one_line(text, width, line):
     [(0.4, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (86399, "23h59m"), (277777, "3d05h")],
 )
 def test_duration(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_duration(seconds, text):
 def test_calls(best, longer, call):
     """After `gpt.train`, the report suggests calls instead of commands."""
     figures = FIGURES | {"best_step": best, "best_val_loss": FIGURES["val_loss"] if best == 1100 else 2.81}
-    lines = list(closing_lines(figures, [], "it's", 500, longer, Path("runs/a b"), in_python=True))
+    lines = list(format_report(figures, [], "it's", 500, longer, Path("runs/a b"), in_python=True))
     assert lines[-1] == call
     assert lines[-4:-2] == [
         """sample it:    print(gpt.load('runs/a b').generate("it's"))""",

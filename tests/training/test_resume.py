@@ -17,17 +17,17 @@ from gpt.training import loop
 from gpt.training.config import load_config
 from gpt.training.optim import OptimConfig, lr_multiplier
 from harness import (
-    At,
+    CallAt,
     StopAt,
     begin_run,
     differences,
     fit,
     flatten,
     refusal,
-    refused,
     resume_run,
     tiny_config,
     train,
+    train_refusal,
 )
 
 WARMUP = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 61 steps fall from step 19 on
@@ -182,7 +182,7 @@ def test_loaded_checkpoint_is_released(run_dir, monkeypatch):
     loaded: list[weakref.ref] = []
 
     def load(*arguments, **options):
-        payload = checkpoint.load(*arguments, **options)
+        payload = checkpoint.load_checkpoint(*arguments, **options)
         loaded.extend(weakref.ref(leaf) for leaf in flatten(payload).values() if isinstance(leaf, torch.Tensor))
         return payload
 
@@ -192,10 +192,10 @@ def test_loaded_checkpoint_is_released(run_dir, monkeypatch):
         counts.append((sum(reference() is not None for reference in loaded), mapped))
 
     fit(resume_run(run_dir, "63steps"), [Average()])
-    monkeypatch.setattr(loop, "load", load)
+    monkeypatch.setattr(loop, "load_checkpoint", load)
     counts: list[tuple[int, bool]] = []
-    weights = checkpoint.load(run_dir / "checkpoints/last.ckpt")["state_dict"]
-    fit(resume_run(run_dir, "65steps"), [Average(), At(64, count)])
+    weights = checkpoint.load_checkpoint(run_dir / "checkpoints/last.ckpt")["state_dict"]
+    fit(resume_run(run_dir, "65steps"), [Average(), CallAt(64, count)])
     assert len(loaded) > 3 * len(weights)  # weights, two moments of each, and the callback's
     assert counts == [(0, False)]
 
@@ -205,11 +205,11 @@ def test_loaded_checkpoint_is_released(run_dir, monkeypatch):
 
 def rewrite(run_dir: Path, change) -> None:
     """Change what last.ckpt holds, with a matching checksum, and delete the other checkpoints."""
-    payload = checkpoint.load(run_dir / "checkpoints/last.ckpt")
+    payload = checkpoint.load_checkpoint(run_dir / "checkpoints/last.ckpt")
     change(payload)
     for name in ("best", "previous"):
         (run_dir / f"checkpoints/{name}.ckpt").unlink()
-    checkpoint.save(payload, run_dir / "checkpoints/last.ckpt")
+    checkpoint.save_checkpoint(payload, run_dir / "checkpoints/last.ckpt")
 
 
 NORM = "final_norm.bias"
@@ -240,7 +240,7 @@ def test_checkpoint_that_does_not_fit_is_refused_before_anything_changes(run_dir
     """One line has the file, the problem and the remedy, the exit code is 2, and every file stays as it is."""
     rewrite(run_dir, change)
     before = contents(run_dir)
-    line = refused(f"resume={run_dir}", "horizon=97steps")
+    line = train_refusal(f"resume={run_dir}", "horizon=97steps")
     file = f"{run_dir}/checkpoints/last.ckpt"
     assert line.startswith(f"train.py: {file}: cannot be resumed: ") and line.endswith(f"init_from={file}")
     assert problem in line
@@ -251,7 +251,7 @@ def test_checkpoint_that_disagrees_with_the_configuration_is_refused(run_dir):
     """The line has the key, both values and both files, and nothing changes."""
     rewrite(run_dir, lambda p: p["config"]["data"].update(path="/etc/passwd", cache=str(run_dir / "elsewhere")))
     before = contents(run_dir)
-    line = refused(f"resume={run_dir}", "horizon=97steps")
+    line = train_refusal(f"resume={run_dir}", "horizon=97steps")
     assert line.startswith(f"train.py: {run_dir}/config.yaml has data.path='") and "last.ckpt '/etc/passwd'" in line
     assert contents(run_dir) == before
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint, read_checkpoint_step, save_checkpoint
 from gpt.data.data_config import DataConfig
-from gpt.loading import SAVED, find_checkpoint, find_run, open_model
+from gpt.loading import SAVE_TIME_FILE, find_checkpoint, find_run, open_model
 from gpt.training.config import Config, load_config
-from gpt.training.run_directory import EVENTS, RunDirectory, require_empty, text_name
-from gpt.training.versions import code
+from gpt.training.run_directory import EVENTS_PATTERN, RunDirectory, require_empty, text_name
+from gpt.training.versions import code_version
 from harness import (
     ROOT,
     StopAt,
@@ -27,11 +27,11 @@ from harness import (
     differences,
     fit,
     refusal,
-    refused,
     resume_run,
     tiny_arguments,
     tiny_config,
     train,
+    train_refusal,
     write_corpus,
 )
 
@@ -222,7 +222,7 @@ def trained(tmp_path_factory):
     changes = ["trainer.checkpoint_every=5", "trainer.validate_every=6", "optim.lr=0.5", "optim.matrix_lr=0.5"]
     changes += ["trainer.short_sequences=0"]
     train(*tiny_arguments(folder, "horizon=12steps", f"run_dir={folder / 'run'}", *changes, "optim.final_lr=1"))
-    assert checkpoint.load(folder / "run/checkpoints/best.ckpt")["step"] == 6
+    assert load_checkpoint(folder / "run/checkpoints/best.ckpt")["step"] == 6
     return folder / "run"
 
 
@@ -248,10 +248,10 @@ def test_newest_run_is_the_one_saved_last(copied, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, when in (("a", 2000.0), ("b", 1000.0)):
         shutil.copytree(copied, tmp_path / "runs" / name)
-        (tmp_path / "runs" / name / SAVED).write_text(json.dumps({"step": 12, "saved": when}))
+        (tmp_path / "runs" / name / SAVE_TIME_FILE).write_text(json.dumps({"step": 12, "saved": when}))
     assert find_checkpoint().parent.parent.name == "a"
     for name in ("a", "b"):
-        (tmp_path / "runs" / name / SAVED).write_text("{")
+        (tmp_path / "runs" / name / SAVE_TIME_FILE).write_text("{")
     os.utime(tmp_path / "runs/b/checkpoints/last.ckpt", (2 * 10**9, 2 * 10**9))
     assert find_checkpoint().parent.parent.name == "b"
 
@@ -292,9 +292,9 @@ def test_every_fifth_checkpoint_is_kept(corpus_folder, tmp_path, capfd):
     assert "at step 7 of 13" in capfd.readouterr().out
     kept = sorted(run_dir.glob("checkpoints/step-*"))
     assert [file.name for file in kept] == ["step-00000005.ckpt", "step-00000010.ckpt"]
-    assert [checkpoint.load(file)["step"] for file in kept] == [5, 10]
+    assert [load_checkpoint(file)["step"] for file in kept] == [5, 10]
     assert fifth.read_bytes() == content
-    weights = checkpoint.load(fifth)["state_dict"]
+    weights = load_checkpoint(fifth)["state_dict"]
     model = open_model(str(fifth))[0]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
@@ -305,12 +305,12 @@ def test_newest_checkpoint_need_not_be_last_ckpt(corpus_folder, tmp_path):
     changes = [*KEEP, "horizon=5steps", "trainer.checkpoint_every=3"]
     fit(begin_run(tiny_config(corpus_folder, *changes, f"run_dir={run_dir}")))
     last, previous, best = (run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best"))
-    assert [checkpoint.step_of(file) for file in (previous, best, last)] == [3, 5, 5]
+    assert [read_checkpoint_step(file) for file in (previous, best, last)] == [3, 5, 5]
     copied = Path(shutil.copytree(run_dir, tmp_path / "copied"))
     previous.replace(last)
     kept.unlink()
     fit(resume_run(run_dir, "7steps"))
-    assert [checkpoint.load(file)["step"] for file in (kept, last)] == [5, 7]
+    assert [load_checkpoint(file)["step"] for file in (kept, last)] == [5, 7]
     for name in ("last", "previous", "best"):
         (copied / f"checkpoints/{name}.ckpt").unlink()
     fit(resume_run(copied / "checkpoints" / kept.name, "7steps"))
@@ -349,9 +349,9 @@ def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_p
     run_dir = tmp_path / "run"
     fit(begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={run_dir}")))
     file = run_dir / "checkpoints/best.ckpt"
-    [events] = run_dir.glob(EVENTS)
+    [events] = run_dir.glob(EVENTS_PATTERN)
     logs = [run_dir / "metrics.csv", run_dir / "samples.md", events]
-    offsets = checkpoint.load(file)["state"]["log_offsets"]
+    offsets = load_checkpoint(file)["state"]["log_offsets"]
     assert offsets == {log.name: log.stat().st_size for log in logs}
     until_checkpoint = synced[: synced.index(file.stat().st_ino)]
     last_sync = {inode: i for i, inode in enumerate(until_checkpoint)}
@@ -369,7 +369,7 @@ def test_link_out_of_a_run_is_refused(copied, tmp_path, name):
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     file.symlink_to(target)
-    line = refused(f"resume={copied}", "horizon=15steps")
+    line = train_refusal(f"resume={copied}", "horizon=15steps")
     assert line.startswith(f"train.py: {file}: a link to {target}, and a run writes to nothing outside")
     assert target.read_text() == "my thesis"
 
@@ -390,14 +390,14 @@ def test_run_does_not_write_into_another_directory_of_its_name(copied, tmp_path)
 def test_resuming_with_other_code_is_reported(copied):
     """A warning names both versions, and metrics.json tells which of them trained which steps."""
     last = copied / "checkpoints/last.ckpt"
-    payload = checkpoint.load(last)
+    payload = load_checkpoint(last)
     payload["git_commit"] = "0" * 40
     payload["state"]["commits"] = {"0": "0" * 40}
-    checkpoint.save(payload, last)
+    save_checkpoint(payload, last)
     done = train(f"resume={copied}", "horizon=14steps")
-    assert f"so the run may not continue bit for bit (commit {'0' * 40} -> {code()})" in done.stderr
+    assert f"so the run may not continue bit for bit (commit {'0' * 40} -> {code_version()})" in done.stderr
     figures = json.loads((copied / "metrics.json").read_text())
-    assert (figures["commits"], figures["git_commit"]) == ({"0": "0" * 40, "12": code()}, code())
+    assert (figures["commits"], figures["git_commit"]) == ({"0": "0" * 40, "12": code_version()}, code_version())
 
 
 def test_text_may_have_moved(copied, trained, tmp_path, monkeypatch):
@@ -409,7 +409,7 @@ def test_text_may_have_moved(copied, trained, tmp_path, monkeypatch):
         done = train(f"resume={copied}", "horizon=13steps")
         assert "continuing with the prepared text in" in done.stdout
         cache = (trained.parent / "cache").rename(tmp_path / "cache-elsewhere")
-        line = refused(f"resume={copied}", "horizon=14steps")
+        line = train_refusal(f"resume={copied}", "horizon=14steps")
         assert line.endswith("if the text is elsewhere now, add data.path=FILE") and str(text) in line
         assert "extending" in train(f"resume={copied}", "horizon=14steps", "data.path=moved.txt").stdout
         shutil.rmtree(trained.parent / "cache")

@@ -12,7 +12,7 @@ from gpt.data.corpus import DataConfig
 from gpt.data.prepare import prepare
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.training.samples import longest_copy
-from harness import TINY, begin_run, fit, read_events, tiny_config, train, write_corpus
+from harness import TINY_RUN, begin_run, fit, read_events, tiny_config, train, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_prompts(tmp_path, setting, prompt):
     corpus = write_corpus(tmp_path)
     corpus.write_text(corpus.read_text() + "\n\none of a kind and no more\n" * 3)
     places = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
-    done = train(*TINY, *places, "horizon=3steps", *setting)
+    done = train(*TINY_RUN, *places, "horizon=3steps", *setting)
     stored = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["data"]["prompts"]
     assert stored == (["once", "-x\ny"] if len(setting) > 1 else ["", prompt])
     (command,) = re.findall(r"^sample it: +python generate\.py (.*)$", done.stdout, re.M)
@@ -57,7 +57,7 @@ def test_longest_copy(tmp_path):
     corpus = tmp_path / "text.txt"
     corpus.write_text("we hold these truths to be self-evident, that all men are created equal " * 9)
     data = DataConfig("text", str(corpus))
-    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", say=lambda line: None)
+    corpora = prepare(data, TokenizerConfig("byte"), 8, tmp_path / "cache", print_line=lambda line: None)
     tokens = lambda text: list(text.encode())  # noqa: E731
     samples = [tokens("we hold fast; truths to be self-evid"), tokens("ent, that all ships are"), []]
     assert longest_copy(samples, corpora) == " truths to be self-evid"

@@ -31,7 +31,7 @@ def test_horizon_becomes_steps(horizon, steps, seconds):
     """A step has 7 x 1,024 tokens, and an epoch 50,000. The steps of a time are known only at its end."""
     schedule = Schedule.plan(dataclasses.replace(CONFIG, horizon=horizon), 50_000)
     assert (schedule.total_steps, schedule.seconds) == (steps, seconds)
-    assert (CONFIG.sequences_per_step, CONFIG.micro_batch_size, CONFIG.accumulation) == (7, 1, 7)
+    assert (CONFIG.sequences_per_step, CONFIG.micro_batch_size, CONFIG.accumulation_steps) == (7, 1, 7)
 
 
 def test_too_many_steps_are_refused():
@@ -92,11 +92,11 @@ def test_short_sequences_end_at_three_fifths():
 
 
 @pytest.mark.parametrize(
-    ("size", "accumulation", "smaller"),
+    ("size", "accumulation_steps", "smaller"),
     [(8, 3, (4, 6)), (6, 1, (3, 2)), (5, 3, (1, 15)), (7, 1, (1, 7)), (15, 1, (5, 3))],
 )
-def test_micro_batch_is_halved(size, accumulation, smaller):
+def test_micro_batch_is_halved(size, accumulation_steps, smaller):
     """If half of it does not divide the sequences of a step, the next smaller divisor replaces it."""
-    trainer = TrainerConfig(tokens_per_step=1024 * size * accumulation, micro_batch_size=size)
+    trainer = TrainerConfig(tokens_per_step=1024 * size * accumulation_steps, micro_batch_size=size)
     config = dataclasses.replace(CONFIG, trainer=trainer).with_smaller_micro_batch()
-    assert (config.micro_batch_size, config.accumulation) == smaller
+    assert (config.micro_batch_size, config.accumulation_steps) == smaller

@@ -6,12 +6,12 @@ import torch
 
 from gpt import checkpoint, evaluate
 from gpt.data.batches import validation_batches
-from gpt.model.loss import IGNORE
+from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling.scoring import score
 from gpt.training.batch_loader import micro_batch
 from gpt.training.module import GPTModule
 from gpt.training.start import load_dataset
-from harness import StopAt, begin_run, finalized, fit, read_table, refusal, resume_run, tiny_config
+from harness import StopAt, begin_run, finalize_config, fit, read_table, refusal, resume_run, tiny_config
 
 
 class Lengths:
@@ -76,11 +76,11 @@ def test_validation_has_the_length_of_the_last_step(corpus_folder, tmp_path, cap
     evaluate.main(arguments)
     assert "knows contexts of 8 tokens: its run learns those of 16 from 0.6 of" in capsys.readouterr().err
     module = GPTModule(training.config, training.spec.dataset.tokenizer, training.schedule)
-    module.load_state_dict(checkpoint.load(training.path / "checkpoints/last.ckpt")["state_dict"])
+    module.load_state_dict(checkpoint.load_checkpoint(training.path / "checkpoints/last.ckpt")["state_dict"])
     [loss] = [value for step, value in read_table(training.path)["val/loss"] if step == 6]
     [source] = training.spec.dataset.sources
     for length, is_equal in ((8, True), (16, False)):
-        expected = score(module.model, validation_batches(source.validation, 1, length, IGNORE), 1).nats_per_token
+        expected = score(module.model, validation_batches(source.validation, 1, length, IGNORE_INDEX), 1).nats_per_token
         assert (loss == pytest.approx(expected, rel=1e-5)) == is_equal
     fit(resume_run(training.path))
     evaluate.main(arguments)
@@ -114,7 +114,7 @@ def test_best_checkpoint_is_the_best_at_full_length(corpus_folder, tmp_path):
     losses = dict(read_table(training.path)["val/loss"])
     assert losses.keys() == {2, 4, 6, 8, 10}
     assert max(losses[2], losses[4], losses[6]) < min(losses[8], losses[10])
-    best = checkpoint.load(training.path / "checkpoints/best.ckpt")
+    best = checkpoint.load_checkpoint(training.path / "checkpoints/best.ckpt")
     assert training.metrics["best_val_loss"] == pytest.approx(min(losses[8], losses[10]))
     assert training.metrics["best_step"] == best["step"] == best["state"]["best_step"] > 6
 
@@ -122,7 +122,7 @@ def test_best_checkpoint_is_the_best_at_full_length(corpus_folder, tmp_path):
 def test_short_sequences_cover_the_same_text(corpus_folder):
     """An epoch has the text once at either length, except for what does not fill a step."""
     config = tiny_config(corpus_folder)
-    config = finalized(config)
+    config = finalize_config(config)
     dataset = load_dataset(config, quiet=True)
     [train], T = (source.train for source in dataset.sources), config.model.context_length
     expected = np.bincount(train[np.arange(len(train))], minlength=257)

@@ -15,7 +15,7 @@ from gpt.training.module import GPTModule
 from gpt.training.request import Request
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
-from harness import At, begin_run, finalized, fit, refusal, resume_run, tiny_config
+from harness import CallAt, begin_run, finalize_config, fit, refusal, resume_run, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def test_every_setting_is_final_and_recorded(corpus_folder, tmp_path):
     training.run.close()
     config = training.config
     assert "auto" not in (config.trainer.device, config.trainer.precision, config.trainer.compile)
-    assert config.trainer.micro_batch_size == 6 and config.may_shrink
+    assert config.trainer.micro_batch_size == 6 and config.can_shrink_micro_batch
     assert None not in (config.data.bpe_dropout, config.data.prompts)
     overrides = {"trainer.micro_batch_size": "auto", "data.prompts": None, "run_dir": str(tmp_path / "run")}
     assert config.overrides == overrides
     assert load_config(training.path / "config.yaml") == config
     again = resume_run(training.path)
     again.run.close()
-    assert again.config.may_shrink
+    assert again.config.can_shrink_micro_batch
 
 
 def test_seeds_draw_weights_and_order(corpus_folder):
@@ -47,7 +47,7 @@ def test_seeds_draw_weights_and_order(corpus_folder):
 
     def draw(*changes: str) -> tuple[bytes, bytes]:
         config = tiny_config(corpus_folder, "horizon=6steps", *changes)
-        config = finalized(config)
+        config = finalize_config(config)
         dataset = load_dataset(config, quiet=True)
         module = GPTModule(config, dataset.tokenizer, Schedule.plan(config, dataset.train_tokens))
         weights = module.model.position_embedding.weight.detach().numpy().tobytes()
@@ -73,7 +73,7 @@ def test_initial_weights_are_released(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "open_model", open_and_refer)
     exists: list[bool] = []
-    count = At(1, lambda: exists.extend(reference() is not None for reference in references))
+    count = CallAt(1, lambda: exists.extend(reference() is not None for reference in references))
     changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     fit(begin_run(tiny_config(folder, *changes)), [count])
     assert exists == [False]

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
 from gpt.training.optim import OptimConfig, lr_multiplier
 from gpt.training.report import report
 from gpt.training.schedule import Schedule
-from gpt.training.stop_signals import REPEATED, StopSignals
+from gpt.training.stop_signals import REPEATED_SIGNAL_SECONDS, StopSignals
 from harness import (
-    At,
+    CallAt,
     StopAt,
     Training,
     begin_run,
@@ -78,7 +78,7 @@ def test_a_time_is_met(corpus_folder, tmp_path, monkeypatch, seconds, paces, ste
     points = [step for step, _ in read_curves(training.path)["val/loss"]]
     assert len(points) == min(4, steps)
     assert points[-1] == steps
-    last = checkpoint.load(training.path / "checkpoints/last.ckpt")
+    last = load_checkpoint(training.path / "checkpoints/last.ckpt")
     assert last["step"] == last["state"]["total_steps"] == steps
     assert load_config(training.path / "config.yaml").horizon == last["config"]["horizon"] == f"{seconds}s"
     assert resume_run(training.path) is None
@@ -118,7 +118,7 @@ def test_a_time_is_met_for_real(corpus_folder, tmp_path):
     """A run trains for four real seconds, although its process is suspended for ten on the way."""
     training = begin(corpus_folder, tmp_path, "horizon=4s", "trainer.validate_every=100000")
     start = time.perf_counter()
-    fit(training, [At(10, lambda: time.sleep(10))])
+    fit(training, [CallAt(10, lambda: time.sleep(10))])
     assert time.perf_counter() - start > 13
     assert training.metrics["train_seconds"] == pytest.approx(4.0, rel=0.05)
     assert training.metrics["steps"] > 20
@@ -145,7 +145,7 @@ def test_patience_counts_validations(patience, step, best_step, restart_step, ex
     assert schedule.is_out_of_patience(patience, step, best_step) is expected
 
 
-def test_patience_ends_a_run(corpus_folder, tmp_path, worse, capfd):
+def test_patience_ends_a_run(corpus_folder, tmp_path, overfitting, capfd):
     """It ends two validations after the best step, prints why, keeps the best checkpoint, and is complete."""
     training = begin(corpus_folder, tmp_path, "patience=2")
     fit(training)
@@ -159,14 +159,14 @@ def test_patience_ends_a_run(corpus_folder, tmp_path, worse, capfd):
     assert "\nrun shorter:  python train.py horizon=6steps\n" in printed
     stored = json.loads((training.path / "metrics.json").read_text())
     assert (stored["steps"], stored["best_step"]) == (12, 6)
-    steps = {name: checkpoint.load(training.path / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}
+    steps = {name: load_checkpoint(training.path / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}
     assert steps == {"best": 6, "last": 12}
     assert resume_run(training.path) is None
     assert "is complete: it stopped early at step 12, by patience=2; to train" in capfd.readouterr().out
     assert resume_run(training.path, "31steps").schedule.total_steps == 31
 
 
-def test_patience_after_an_interruption(corpus_folder, tmp_path, worse):
+def test_patience_after_an_interruption(corpus_folder, tmp_path, overfitting):
     """A resumed run stops where an uninterrupted one does, with the same files."""
     (tmp_path / "other").mkdir()
     uninterrupted = begin(corpus_folder, tmp_path, "patience=2")
@@ -189,10 +189,10 @@ def test_first_signal_stops_after_the_step_and_second_at_once(capfd):
     signals.install()  # as when memory runs out and the run is retried
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.received == signal.SIGTERM
+        assert signals.received_signal == signal.SIGTERM
         assert "stopping after this step" in capfd.readouterr().err
         os.kill(os.getpid(), signal.SIGTERM)  # as from `timeout`, which sends it to its child and then to its group
-        time.sleep(REPEATED)
+        time.sleep(REPEATED_SIGNAL_SECONDS)
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)

@@ -14,7 +14,7 @@ import yaml
 
 import gpt.training.loop
 from gpt.training.cli import name_jobs
-from harness import ROOT, differences, needs, read_curves, refused, tiny_arguments, train
+from harness import ROOT, differences, import_or_skip, read_curves, tiny_arguments, train, train_refusal
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_job_of_a_sweep_trains_again(settings, tmp_path):
 
 def test_typo_in_the_last_job_of_a_sweep(settings, tmp_path):
     """A wrong configuration is reported before any job trains."""
-    line = refused("-m", *settings, "optim.lr=0.006,-1")
+    line = train_refusal("-m", *settings, "optim.lr=0.006,-1")
     assert re.match(r"train\.py: job 1 \(.*optim\.lr=-1\): optim\.lr=-1\.0 is out of range", line)
     assert list(tmp_path.iterdir()) == []
 
@@ -119,7 +119,7 @@ def test_bug_in_a_job(settings, tmp_path, monkeypatch):
 
 def test_sweep_without_jobs(settings, tmp_path):
     """An empty range is a mistake, not a sweep that succeeds."""
-    line = refused("-m", *settings, "seed=range(3,3)")
+    line = train_refusal("-m", *settings, "seed=range(3,3)")
     assert line == "train.py: the sweep has no jobs: one of its ranges or globs is empty"
     assert list(tmp_path.iterdir()) == []
 
@@ -128,7 +128,7 @@ def test_sweep_without_jobs(settings, tmp_path):
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
     """Jobs that begin together in other processes have a run each. One that fails is reported, the others finish."""
-    needs(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
+    import_or_skip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
     parallel = [f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     done = sweep(*settings, *parallel, "optim.lr=0.003,0.006")
     assert (done.returncode, learning_rates(tmp_path)) == (0, [0.003, 0.006]), done.stderr
@@ -144,7 +144,7 @@ def test_sweep_in_other_processes(settings, tmp_path, corpus_folder, launcher):
 @pytest.mark.slow
 def test_search(settings, tmp_path):
     """Optuna searches the learning rates of the example, and a job that diverges does not end its search."""
-    needs("hydra_plugins.hydra_optuna_sweeper")
+    import_or_skip("hydra_plugins.hydra_optuna_sweeper")
     done = sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=3", *settings)
     assert done.returncode == 0, done.stderr
     results = yaml.safe_load(next(tmp_path.glob("multirun/*/*/optimization_results.yaml")).read_text())

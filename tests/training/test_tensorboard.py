@@ -12,15 +12,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from gpt import checkpoint
+from gpt.checkpoint import load_checkpoint
 from gpt.training.config import Config
-from gpt.training.curves import ROWS
+from gpt.training.metric_logger import MAX_SAMPLED_ROWS
 from gpt.training.metrics import METRICS, chart_patterns
 from gpt.training.report import report
-from gpt.training.run_directory import EVENTS
+from gpt.training.run_directory import EVENTS_PATTERN
 from gpt.training.state import TrainState
 from gpt.training.tensorboard import open_writer
-from gpt.training.validation import beat_baselines
+from gpt.training.validation import record_beaten_baselines
 from harness import (
     StopAt,
     Training,
@@ -130,7 +130,7 @@ def test_baselines_are_beaten_once():
     """An equal score does not beat a baseline, and a later rise does not take it back."""
     state, baselines = TrainState(), {"a": 2.0, "b": 1.0, "c": 0.1}
     for step, bits_per_byte in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
-        beaten_at_step = beat_baselines(state, baselines, bits_per_byte, step)
+        beaten_at_step = record_beaten_baselines(state, baselines, bits_per_byte, step)
     assert beaten_at_step == {"a": 2, "b": 4, "c": None}
     assert state.beaten_at_step == {"a": 2, "b": 4}
 
@@ -145,7 +145,7 @@ def test_resumed_run(run, corpus_folder, tmp_path):
     fit(training, [StopAt(34)])
     fit(resume_run(training.path), [StopAt(35)])
     beaten_at_step = run[0].metrics["beaten_at_step"]["unigram"]
-    state = checkpoint.load(training.path / "checkpoints/last.ckpt")["state"]
+    state = load_checkpoint(training.path / "checkpoints/last.ckpt")["state"]
     assert state["beaten_at_step"] == {"unigram": beaten_at_step}
     last = dict(read_table(run[0].path)["train/loss"])[33]
     assert json.loads((training.path / "metrics.json").read_text())["train_loss"] == last
@@ -158,7 +158,7 @@ def test_event_files_of_one_second(tmp_path):
     seconds = []
     for step in (0, 5, 9):
         open_writer(Config(), tmp_path, step).close()
-        seconds.append(max(file.name for file in tmp_path.glob(EVENTS)).split(".")[3])
+        seconds.append(max(file.name for file in tmp_path.glob(EVENTS_PATTERN)).split(".")[3])
     assert len(set(seconds)) == 3
 
 
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 from gpt.training.config import Config
-from gpt.training.curves import Curves
+from gpt.training.metric_logger import Curves
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
@@ -204,7 +204,7 @@ def test_update_ratios(run, events):
         for point in points:
             before, after = weights[point.step - 2][layer], weights[point.step - 1][layer]
             ratios = []
-            for every in (-(-4 * 36 // ROWS), 1):
+            for every in (-(-4 * 36 // MAX_SAMPLED_ROWS), 1):
                 picked = [[p[::every].flatten().double() for p in side] for side in (before, after)]
                 old, new = (torch.cat(side) for side in picked)
                 ratios.append(float((new - old).norm() / old.norm()))

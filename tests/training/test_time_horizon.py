@@ -8,7 +8,7 @@ from gpt.training.config import load_config
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
 from gpt.training.timing import seconds_per_step
-from harness import begin_run, differences, finalized, fit, refusal, resume_run, tiny_config
+from harness import begin_run, differences, finalize_config, fit, refusal, resume_run, tiny_config
 
 
 @pytest.mark.parametrize(("limit", "horizon"), [(600, "377steps"), (1e-6, "30steps")])
@@ -29,7 +29,7 @@ def test_auto_is_ten_epochs_or_what_fits_into_the_time(corpus_folder, tmp_path, 
 
 def test_shortest_auto_horizon_is_not_timed(corpus_folder, tmp_path, monkeypatch):
     """A very short text gets the minimum number of steps, however long they take."""
-    monkeypatch.setattr("gpt.training.timing.measure", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr("gpt.training.timing.measure_step", lambda *_: pytest.fail("timed"))
     changes = ("horizon=auto", "trainer.tokens_per_step=4800", f"run_dir={tmp_path / 'run'}")
     assert begin_run(tiny_config(corpus_folder, *changes)).config.horizon == "30steps"
 
@@ -37,8 +37,8 @@ def test_shortest_auto_horizon_is_not_timed(corpus_folder, tmp_path, monkeypatch
 def test_timing_takes_a_few_steps(corpus_folder):
     """Steps of a throwaway model are timed, within the limit."""
     config = tiny_config(corpus_folder)
-    config = finalized(config)
+    config = finalize_config(config)
     dataset = load_dataset(config)
     start = time.monotonic()
-    seconds = seconds_per_step(config, Schedule.plan(config, dataset.train_tokens), dataset, at_most=0.2)
+    seconds = seconds_per_step(config, Schedule.plan(config, dataset.train_tokens), dataset, max_seconds=0.2)
     assert 0.0 < seconds < time.monotonic() - start

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt import checkpoint
-from gpt.sampling.pictures import CELL, GAP, LINE
-from harness import CONCERNS, ROOT, Done, read_curves, read_events, refused, tiny_arguments, train
+from gpt.checkpoint import load_checkpoint, restore_model
+from gpt.sampling.pictures import CELL_PX, GAP_PX, LINE_PX
+from harness import ADVICE_LINES, ROOT, Done, read_curves, read_events, tiny_arguments, train, train_refusal
 
 SCALARS = {
     *("train/loss", "train/lr", "train/matrix_lr", "weights/grad_norm"),
@@ -89,8 +89,8 @@ def test_tensorboard_reads_scalars_samples_and_a_picture(run):
     assert set(tags["tensors"]) == {"custom_scalars__config__", "samples/text_summary", "_hparams_/session_start_info"}
     assert tags["images"] == ["weights/attention"]
     image = events.Images("weights/attention")[0]  # two layers of three heads of 16 x 16 weights, and words
-    words = image.width - 3 * (16 * CELL + GAP)
-    assert words > 0 and image.height == 2 * LINE + words + 2 * (16 * CELL + GAP + LINE)
+    words = image.width - 3 * (16 * CELL_PX + GAP_PX)
+    assert words > 0 and image.height == 2 * LINE_PX + words + 2 * (16 * CELL_PX + GAP_PX + LINE_PX)
 
 
 def test_samples_are_listed_by_step(run):
@@ -105,7 +105,7 @@ def test_checkpoint_needs_no_other_file(run):
     needed = "format state_dict optimizer callbacks step config schedule state tokenizer corpus"
     assert payload.keys() == {*needed.split(), "git_commit", "versions", "threads"}
     assert "blocks.0.attention.W_qkv.weight" in payload["state_dict"]
-    model, tokenizer = checkpoint.to_model(payload, run[0])
+    model, tokenizer = restore_model(payload, run[0])
     assert tokenizer.vocab_size == 285
     assert model(torch.tensor([[tokenizer.end_of_text]])).shape == (1, 1, 285)
 
@@ -178,7 +178,7 @@ def test_run_starts_from_another_run(run, settings, tmp_path):
     tiny_steps = ["optim.lr=1e-9", "optim.matrix_lr=1e-9", "trainer.log_every=1", "horizon=1steps"]
     settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
     train(*settings, f"init_from={run[0]}", *tiny_steps, f"run_dir={run_dir}")
-    assert checkpoint.load(run_dir / "checkpoints/last.ckpt")["tokenizer"]["name"] == "bpe"
+    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["tokenizer"]["name"] == "bpe"
     before = json.loads((run[0] / "metrics.json").read_text())["best_val_loss"]
     assert json.loads((run_dir / "metrics.json").read_text())["val_loss"] == pytest.approx(before, abs=1e-3)
 
@@ -192,7 +192,7 @@ def test_run_starts_from_hugging_face(settings, tmp_path):
     settings = [argument for argument in settings if not argument.startswith(("model.", "tokenizer"))]
     arguments = [*settings, f"init_from={tmp_path / 'theirs'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
     train(*arguments, "optim.lr=0.006")
-    payload = checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")
+    payload = load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
     assert payload["tokenizer"]["name"] == "gpt2"
     assert payload["config"]["model"]["d_model"] == 6
     moved = (payload["state_dict"]["position_embedding.weight"] - theirs.transformer.wpe.weight).abs().max()
@@ -225,7 +225,7 @@ def refuse(tmp_path):
         given = " ".join(map(str, arguments))
         places = [] if "resume" in given or "data.cache" in given else [f"data.cache={tmp_path / 'cache'}"]
         places += [] if "resume" in given or "run_dir" in given else [f"run_dir={tmp_path / 'run'}"]
-        line = refused(*arguments, *places)
+        line = train_refusal(*arguments, *places)
         assert not (tmp_path / "run").exists()
         assert not [file for file in tmp_path.glob("cache/*") if not file.name.endswith((".lock", ".TAG"))]
         return line
@@ -340,7 +340,7 @@ def test_weights_that_an_update_broke_are_not_saved(settings, tmp_path):
     done = train(*settings, "horizon=9steps", *broken, code=3)
     assert re.match(r"train.py: step \d: the (update|gradient)", done.stderr) and "init_from=" in done.stderr
     for file in tmp_path.glob("run/checkpoints/*.ckpt"):
-        assert all(p.isfinite().all() for p in checkpoint.load(file)["state_dict"].values())
+        assert all(p.isfinite().all() for p in load_checkpoint(file)["state_dict"].values())
 
 
 @pytest.mark.slow
@@ -352,7 +352,7 @@ def test_run_survives_the_reader_of_its_output(settings, tmp_path):
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, executable="/bin/bash",
     )  # fmt: skip
     assert done.stdout.endswith("0\n")
-    assert CONCERNS.sub("", done.stderr) == ""
+    assert ADVICE_LINES.sub("", done.stderr) == ""
     assert json.loads((tmp_path / "run/metrics.json").read_text())["steps"] == 9
 
 
@@ -361,4 +361,4 @@ def test_run_saves_every_few_minutes(settings, tmp_path):
     """It does so even if its checkpoints are many steps apart. Here the minutes are 60 ms."""
     rare = ["trainer.checkpoint_every=1000", "trainer.validate_every=1000", "trainer.checkpoint_minutes=0.001"]
     train(*settings, *rare, "horizon=60steps", f"run_dir={tmp_path / 'run'}")
-    assert 0 < checkpoint.load(tmp_path / "run/checkpoints/previous.ckpt")["step"] < 60
+    assert 0 < load_checkpoint(tmp_path / "run/checkpoints/previous.ckpt")["step"] < 60

@@ -1,7 +1,7 @@
 """Twins of plain operations that compute the same numbers in less memory or time.
 
-`in_halves` is `gpt.model.attention.attention`; `linear_rounding_twice` is `F.linear` with rounded weights, as in
-gpt/model/linear.py; `tied_lookup` is `F.embedding(idx, weight)` and `weight` itself; `SkipInit` is building a model
+`split_query_attention` is `gpt.model.attention.attention`; `recast_linear` is `F.linear` with rounded weights, as in
+gpt/model/linear.py; `tied_embedding` is `F.embedding(idx, weight)` and `weight` itself; `SkipInit` is building a model
 without drawing its weights. tests/model/fast/test_operations.py holds them equal.
 """
 
@@ -24,7 +24,7 @@ def prefers_fused_kernel(queries: Tensor) -> bool:
     return not (queries.device.type == "cpu" and bf16_training and queries.shape[-2] <= 1024)
 
 
-def in_halves(
+def split_query_attention(
     attention: Callable[..., Tensor], queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, dropout: float = 0.0
 ) -> Tensor:
     """Causal `attention`, computed separately for the early and the late half of the queries.
@@ -42,7 +42,7 @@ def in_halves(
     return torch.cat([early, late], dim=-2)  # (..., T, D)
 
 
-def linear_rounding_twice(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def recast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear in the precision of x, which rounds the weights again in the backward pass instead of keeping them.
 
     Autograd would keep the rounded copies: 170 MB for GPT-2 124M, where rounding again takes 15 ms of a 2.5 s step.
@@ -67,7 +67,7 @@ class _LinearRoundingTwice(torch.autograd.Function):
         return grad @ weight.to(grad.dtype), weight_grad, bias_grad
 
 
-def tied_lookup(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def tied_embedding(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of an embedding (V, C) for the tokens idx, and the whole of it for the output head.
 
     The two gradients are summed in the memory of the head's, where autograd would make a second tensor of that size.

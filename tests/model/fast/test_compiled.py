@@ -8,12 +8,12 @@ import torch
 
 from gpt.model.fast import compiled
 from gpt.model.transformer import GPTConfig
-from gpt.sampling.generation import Sampling, generate
+from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import Int8Linear, pack_weights
 from harness import refusal
 from small_models import make_idx, make_initial_model
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
 needs_gcc = pytest.mark.skipif(
@@ -41,7 +41,7 @@ def test_single_token(precision, error, shape, threads):
         idx = make_idx(101, 1, 23)
         with torch.no_grad():
             expected = exact(idx)
-            caches = model.new_caches()
+            caches = model.init_kv_caches()
             steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
             assert len(plain) == 2  # the blocks, for the first token only
             together = model(idx).float()
@@ -66,7 +66,7 @@ def test_damaged_weights_stay_visible(precision):
     model = make_initial_model(SHAPE)
     model.blocks[0].feed_forward.expand.weight.data[3, 5] = torch.nan
     pack_weights(model, precision, compiled=True)
-    caches = model.new_caches()
+    caches = model.init_kv_caches()
     with torch.no_grad():
         model(torch.tensor([[2]]), caches)
         assert model(torch.tensor([[3]]), caches).isnan().all()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt.model.attention import attention
-from gpt.model.fast.operations import SkipInit, in_halves, prefers_fused_kernel, tied_lookup
+from gpt.model.fast.operations import SkipInit, prefers_fused_kernel, split_query_attention, tied_embedding
 
 V, C, D = 11, 6, 5
 
@@ -20,7 +20,7 @@ def test_tied_lookup():
     results = []
     for plain in (False, True):
         weight = given.clone().requires_grad_()
-        rows, head = (F.embedding(idx, weight), weight) if plain else tied_lookup(idx, weight)
+        rows, head = (F.embedding(idx, weight), weight) if plain else tied_embedding(idx, weight)
         loss = (rows * mixer).sin().sum() + head.exp().sum()
         results.append((rows, head, *torch.autograd.grad(loss, weight)))
     torch.testing.assert_close(results[0], results[1])
@@ -47,11 +47,11 @@ def test_halves_are_the_whole(T, S):
     inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
     mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
     results = []
-    for function in (attention, partial(in_halves, attention)):
+    for function in (attention, partial(split_query_attention, attention)):
         output = function(*inputs, mask)
         results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
     torch.testing.assert_close(results[0], results[1])
-    every = in_halves(attention, *inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
+    every = split_query_attention(attention, *inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
     torch.testing.assert_close(every, results[0][0])
 
 
@@ -66,7 +66,9 @@ def test_halves_are_split_only_when_long(dropout):
 
     mask = torch.ones(301, 301, dtype=torch.bool).triu(1)
     for T in (256, 257):
-        in_halves(recording, torch.zeros(T, D), torch.zeros(301, D), torch.zeros(301, D), mask[301 - T :], dropout)
+        split_query_attention(
+            recording, torch.zeros(T, D), torch.zeros(301, D), torch.zeros(301, D), mask[301 - T :], dropout
+        )
     assert calls == [
         (256, 301, 301, (256, 301), dropout),
         (128, 172, 172, (128, 172), dropout),

@@ -6,7 +6,7 @@ they are at hand. It also cuts the vocabulary into slices and combines the softm
 Gimelshein 2018, arXiv:1805.02867): on a CPU a slice then stays in the cache from its product to its sum; on a GPU all
 but a few tokens are multiplied in aligned rows.
 
-Letters in shapes: N targets (B x T), C d_model, V vocabulary. tests/model/fast/test_fast_loss.py holds the twins equal.
+Letters in shapes: N targets (B x T), C d_model, V vocabulary. tests/model/fast/test_chunked_loss.py holds the twins equal.
 """
 
 import math
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gpt.model.loss import IGNORE, require_targets
+from gpt.model.loss import IGNORE_INDEX, require_targets
 
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # of logits at a time, in the precision of the products
-SLICE = 2048  # tokens of the vocabulary at a time on a CPU
+LOGITS_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # of logits at a time, in the precision of the products
+VOCAB_SLICE = 2048  # tokens of the vocabulary at a time on a CPU
 ALIGNED = 64  # a GPU's matrix units want aligned rows: it takes the largest multiple of this first, then the rest
 
 
 def chunked_next_token_loss(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, scale: Tensor | float = 1.0
 ) -> Tensor:
-    """`next_token_loss`, computed as many positions at a time as make `CHUNK_BYTES` of logits.
+    """`next_token_loss`, computed as many positions at a time as make `LOGITS_CHUNK_BYTES` of logits.
 
     Without gradients those are the logits of one slice of the vocabulary, so that each slice is converted only once.
     The result can be differentiated once. `scale`, a power of two, is what the caller will multiply it by before that:
@@ -42,9 +42,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx, hidden: Tensor, head_weight: Tensor, targets: Tensor, scale: Tensor | float, wants_gradients: bool
     ) -> Tensor:
         N, V, device = len(hidden), len(head_weight), hidden.device.type
-        slices = slices_of(V, device)
+        slices = vocab_slices(V, device)
         widest = V if wants_gradients else slices[0].stop
-        chunks = math.ceil(N * widest * hidden.itemsize / CHUNK_BYTES.get(device, 2**27))
+        chunks = math.ceil(N * widest * hidden.itemsize / LOGITS_CHUNK_BYTES.get(device, 2**27))
         rows = max(1, math.ceil(N / max(1, chunks)))
         # The gradients need a second pass over the slices. Until then the probabilities are kept, or on a CPU the
         # logits if those take half the memory. All chunks share one buffer: many small ones fragment 0.2 GB of memory.
@@ -54,7 +54,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
             weight_grad = torch.empty_like(head_weight, memory_format=torch.contiguous_format)
 
-        counted = targets != IGNORE
+        counted = targets != IGNORE_INDEX
         count = counted.sum().clamp(min=1)
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, max(1, N), rows):
@@ -110,9 +110,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None
 
 
-def slices_of(V: int, device: str) -> list[slice]:
+def vocab_slices(V: int, device: str) -> list[slice]:
     """The slices of a vocabulary whose logits are made one after another."""
-    width = SLICE if device == "cpu" else max(V - V % ALIGNED, ALIGNED)
+    width = VOCAB_SLICE if device == "cpu" else max(V - V % ALIGNED, ALIGNED)
     return [slice(start, min(start + width, V)) for start in range(0, V, width)]
 
 

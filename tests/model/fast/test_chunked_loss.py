@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt.model.fast import loss as module
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.loss import IGNORE, next_token_loss
+from gpt.model.fast import chunked_loss as module
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.loss import IGNORE_INDEX, next_token_loss
 
 N, C, V = 13, 7, 23
 
@@ -38,19 +38,19 @@ def make_problem(ignored: slice = slice(0), n: int = N, v: int = V) -> tuple[Ten
     hidden = torch.randn(n, C, generator=generator).requires_grad_()
     weight = torch.randn(v, C, generator=generator).requires_grad_()
     targets = torch.randint(v, (n,), generator=generator)
-    targets[ignored] = IGNORE
+    targets[ignored] = IGNORE_INDEX
     return hidden, weight, targets
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The same loss from all logits at once, independent of both twins."""
-    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), ignore_index=IGNORE)
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX)
 
 
 @pytest.fixture
 def set_rows(monkeypatch) -> Callable[..., None]:
     """Have the loss compute that many rows of logits (v) at a time."""
-    return lambda rows, v=V, itemsize=4: monkeypatch.setitem(module.CHUNK_BYTES, "cpu", rows * v * itemsize)
+    return lambda rows, v=V, itemsize=4: monkeypatch.setitem(module.LOGITS_CHUNK_BYTES, "cpu", rows * v * itemsize)
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
@@ -67,7 +67,7 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("width", [7, 2048])
 def test_equals_its_plain_twin(dtype, ignored, rows, width, monkeypatch, set_rows):
     """However rows and vocabulary are cut, whatever is ignored, value and gradients are those of `next_token_loss`."""
-    monkeypatch.setattr(module, "SLICE", width)
+    monkeypatch.setattr(module, "VOCAB_SLICE", width)
     set_rows(rows, itemsize=dtype.itemsize)
     results = []
     for function in (chunked_next_token_loss, next_token_loss):
@@ -121,11 +121,11 @@ def test_upstream_gradient(set_rows):
 def test_bfloat16(of_weight, monkeypatch, set_rows):
     """With hidden states in bfloat16 the products are, but softmax and sums are in fp32, and so is the loss."""
     set_rows(5, itemsize=2)
-    monkeypatch.setattr(module, "SLICE", 7)
+    monkeypatch.setattr(module, "VOCAB_SLICE", 7)
     hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
     exact = reference(hidden, weight, targets).item()
     logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
-    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
     expected_gradients = torch.autograd.grad(expected, [hidden, weight])
     hidden = hidden.detach().bfloat16().requires_grad_()
     weight = weight.detach().to(of_weight).requires_grad_()
@@ -188,7 +188,7 @@ def test_second_derivative_is_refused():
 def test_never_holds_all_logits(dtype, width, monkeypatch, set_rows):
     """No tensor of forward and backward is larger than a chunk of logits, also where they are made in slices."""
     set_rows(11, 1009, itemsize=dtype.itemsize)
-    monkeypatch.setattr(module, "SLICE", width)
+    monkeypatch.setattr(module, "VOCAB_SLICE", width)
     hidden, weight, targets = make_problem(n=203, v=1009)
     with Recorder() as recorder:
         chunked_next_token_loss(hidden.to(dtype), weight, targets).backward()
@@ -198,8 +198,8 @@ def test_never_holds_all_logits(dtype, width, monkeypatch, set_rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scored_slice_by_slice(dtype, monkeypatch):
     """Without gradients no slice has to wait for the others, so a chunk is one of a slice's logits."""
-    monkeypatch.setattr(module, "SLICE", 128)
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", dtype.itemsize * 53 * 128)
+    monkeypatch.setattr(module, "VOCAB_SLICE", 128)
+    monkeypatch.setitem(module.LOGITS_CHUNK_BYTES, "cpu", dtype.itemsize * 53 * 128)
     hidden, weight, targets = make_problem(slice(5), n=53, v=1009)
     with torch.no_grad(), Recorder() as recorder:
         loss = chunked_next_token_loss(hidden.to(dtype), weight, targets)
@@ -212,7 +212,7 @@ def test_scored_slice_by_slice(dtype, monkeypatch):
 @pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
 def test_slices(vocab_size, device, widest):
     """They cover the vocabulary once; on a GPU all but fewer than 64 tokens are in one whose rows are aligned."""
-    slices = module.slices_of(vocab_size, device)
+    slices = module.vocab_slices(vocab_size, device)
     assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
     widths = [part.stop - part.start for part in slices]
     assert max(widths) <= widest

@@ -20,17 +20,17 @@ from gpt.training.loggers import close_loggers, open_loggers
 from gpt.training.metrics import curve_points
 from gpt.training.module import GPTModule
 from gpt.training.optim import OPTIMIZERS
-from gpt.training.run_directory import TABLE, RunDirectory
+from gpt.training.run_directory import METRICS_FILE, RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 if TYPE_CHECKING:  # it takes a second to import, and a run may do without
     from torch.utils.tensorboard import SummaryWriter
 
-ROWS = 64  # of the largest matrix, at most: enough for a few per cent, and next to nothing to copy
+MAX_SAMPLED_ROWS = 64  # of the largest matrix, at most: enough for a few per cent, and next to nothing to copy
 
 
-class Curves:
+class MetricLogger:
     """Writes loss, learning rates, gradient norm, throughput and update ratios, and what callbacks log.
 
     metrics.py lists every curve of the project.
@@ -58,7 +58,7 @@ class Curves:
             return
         self._loggers = open_loggers(self._spec.config, self._run.path)
         if "csv" in logger:
-            self._table = (self._run.path / TABLE).open("a", encoding="utf-8", newline="")
+            self._table = (self._run.path / METRICS_FILE).open("a", encoding="utf-8", newline="")
             if self._table.tell() == 0:
                 self._table.write("step,tag,value\n")
         if "tensorboard" in logger:
@@ -98,7 +98,7 @@ class Curves:
         self._num_loss_steps = 0
         last_step, last_seconds = self._last_point
         if not module.checks_each_step and not math.isfinite(module.grad_norm):
-            raise module.broken_gradient(last_step, step, loss, "nothing was saved after it")
+            raise module.non_finite_gradient(last_step, step, loss, "nothing was saved after it")
         self._last_point = (step, state.seconds)
         self.tokens_per_second = (step - last_step) * settings.tokens_per_step / (state.seconds - last_seconds)
         values: dict[str, Any] = {"train_loss": mean_loss, "grad_norm": float(module.grad_norm)}
@@ -173,5 +173,5 @@ class Curves:
 def _rows(module: GPTModule) -> Tensor:
     """A copy of every n-th row of the matrices of each layer, which all have the same shapes: (layers, weights)."""
     matrices = [p for block in module.model.blocks for p in block.parameters() if p.dim() == 2]
-    every = -(-max(map(len, matrices)) // ROWS)  # the same of each matrix, so that each has its share
+    every = -(-max(map(len, matrices)) // MAX_SAMPLED_ROWS)  # the same of each matrix, so that each has its share
     return torch.cat([p[::every].flatten() for p in matrices]).view(len(module.model.blocks), -1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.console import say
-from gpt.errors import UserError, reason, require_choice
+from gpt.console import print_line
+from gpt.errors import UserError, require_choice, summarize_error
 from gpt.files import CONFIGS, flatten, read_yaml
 from gpt.hardware.device import choose_device
 from gpt.loading import find_run, open_model
@@ -34,7 +34,7 @@ class TrainedModel(LanguageModel):
     def report(self) -> None:
         """Print the figures of the last validation, samples, and commands to try next."""
         if self.spec is None or self.result is None:
-            say(f"nothing was left to train; the figures are in {self.run_dir / 'metrics.json'}")
+            print_line(f"nothing was left to train; the figures are in {self.run_dir / 'metrics.json'}")
         else:
             report(self.spec, self.run_dir, self.result)
 
@@ -126,7 +126,7 @@ def read_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
                 for row in csv.DictReader(stream):
                     curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
         except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-            raise UserError(f"{file}: damaged ({reason(error)}): move it away") from None
+            raise UserError(f"{file}: damaged ({summarize_error(error)}): move it away") from None
     return curves
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from gpt.model.fast.loss import chunked_next_token_loss
-from gpt.model.memory import activation_bytes, choose_micro_batch
+from gpt.model.fast.chunked_loss import chunked_next_token_loss
+from gpt.model.memory_estimate import activation_bytes, choose_micro_batch
 from gpt.model.transformer import GPT, GPTConfig
 
 SHAPE = GPTConfig(context_length=131, d_model=44, num_layers=3, num_heads=4, vocab_size=71)
@@ -27,7 +27,7 @@ def test_activations_are_what_autograd_keeps(dtype, context_length, dropout):
 
 def kept_bytes(shape: GPTConfig, dtype: torch.dtype) -> int:
     """The memory of all tensors that the backward pass of three windows needs, but for the weights."""
-    model = GPT(shape).compute_in(dtype).train()
+    model = GPT(shape).set_compute_dtype(dtype).train()
     ours = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.Tensor] = {}
 
@@ -38,7 +38,7 @@ def kept_bytes(shape: GPTConfig, dtype: torch.dtype) -> int:
 
     idx = torch.zeros(3, shape.context_length, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        chunked_next_token_loss(*model.hidden_and_head(idx), idx)
+        chunked_next_token_loss(*model.features_and_head(idx), idx)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

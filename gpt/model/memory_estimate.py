@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from gpt.model.fast.loss import CHUNK_BYTES, SLICE
+from gpt.model.fast.chunked_loss import LOGITS_CHUNK_BYTES, VOCAB_SLICE
 from gpt.model.fast.operations import prefers_fused_kernel
-from gpt.model.linear import ROUND_AGAIN_FROM
+from gpt.model.linear import MIN_RECAST_ELEMENTS
 from gpt.model.transformer import GPTConfig
 
 
@@ -30,13 +30,13 @@ def activation_bytes(
         block = C * (8 + (14 + drops) * size) + (0.75 if T > 256 else 1) * scores * (1 + 2 * drops)
     block += 2 * C * size * drops
     kept = L * 4 * C + block if checkpointing else L * block
-    rounded = [n * C * C for n in (1, 3, 4, 4) if size < 4 and (not on_cpu or n * C * C < ROUND_AGAIN_FROM)]
+    rounded = [n * C * C for n in (1, 3, 4, 4) if size < 4 and (not on_cpu or n * C * C < MIN_RECAST_ELEMENTS)]
     passing = C * (16 + 8 * size) + 2 * scores  # gradients of the block at hand, and scores on their way
     activations = tokens * (kept + passing) + L * sum(rounded) * size
 
     # Of the logits, a chunk of rows is kept, and a slice of the vocabulary is at work in fp32.
-    width = min(V, SLICE) if on_cpu else V
-    rows = tokens / math.ceil(tokens * V * size / CHUNK_BYTES.get(device, 2**27))
+    width = min(V, VOCAB_SLICE) if on_cpu else V
+    rows = tokens / math.ceil(tokens * V * size / LOGITS_CHUNK_BYTES.get(device, 2**27))
     logits = rows * (V * size + width * (4 if on_cpu else 8)) + tokens * C * (4 + 2 * size) + 4 * V * C
     return activations + logits
 
