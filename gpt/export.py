@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"compared: {'; '.join(compared)}; on Python's documentation and every token of the vocabulary")
     print(f"load it:  AutoModelForCausalLM.from_pretrained({str(args.to)!r})")
     print(
-        f"share it: hf upload {shell_quote(args.to.name)} {shell_quote(str(args.to))}, once README.md there names a licence"
+        f"share it: hf upload {shell_quote(args.to.name)} {shell_quote(str(args.to))}, "
+        "once README.md there names a licence"
     )
 
 

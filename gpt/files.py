@@ -184,9 +184,10 @@ class LockedError(Exception):
 def acquire_lock(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
     """Take a lock until what is returned is released or the process ends, however it ends.
 
-    Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises `LockedError`.
-    `OSError` where the file cannot be made. The file itself stays. On a file system that knows no locks, the lock is
-    that another file exists, which names its owner; that of a process which has died on this machine counts for none.
+    Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises
+    `LockedError`. `OSError` where the file cannot be made. The file itself stays.
+    On a file system without locks, the lock is another file, which names its owner. If that process has died on this
+    machine, its file does not count.
     """
     lock: BaseFileLock = FileLock(file, thread_local=False, fallback_to_soft=False)
     names = file

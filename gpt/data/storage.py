@@ -57,7 +57,7 @@ def _none_if_missing(request: Callable[[], Any]) -> Any:
 
 
 def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
-    """Return what `write_sealed` wrote, or None if it does not exist; `ExternalError` with the hint if it is damaged."""
+    """Return what `write_sealed` wrote, or None if nothing is there; `ExternalError` with the hint if it is damaged."""
     content = read_bytes(directory, name)
     try:
         return None if content is None else parse_checked_json(content.decode("utf-8"), name)

@@ -12,9 +12,9 @@ IGNORE_INDEX = -1  # a target that does not count
 def next_token_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, in nats per target, of the logits hidden @ head_weight^T.
 
-    Shapes: hidden (..., C), head_weight (V, C), targets (...) of token ids, `IGNORE_INDEX` where a position does not count.
-    Products use the precision of `hidden`; softmax, sums and the returned scalar are fp32. If no position counts, the
-    loss is zero.
+    Shapes: hidden (..., C), head_weight (V, C), targets (...) of token ids, `IGNORE_INDEX` where a position does not
+    count. Products use the precision of `hidden`; softmax, sums and the returned scalar are fp32. If no position
+    counts, the loss is zero.
     `ValueError` if the shapes differ or, on a CPU, a token id is invalid.
     """
     require_targets(hidden, head_weight, targets)

@@ -153,9 +153,9 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None) -> Tensor:
         """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
 
-        With `caches` (from `init_kv_caches`) idx continues the tokens already seen, and the caches grow by T. `starts` (B,)
-        is the amount of padding at the left of each row, counting cached tokens too: nothing attends to padding, and
-        positions count from the first real token.
+        With `caches` (from `init_kv_caches`) idx continues the tokens already seen, and the caches grow by T. `starts`
+        (B,) is the amount of padding at the left of each row, counting cached tokens too: nothing attends to padding,
+        and positions count from the first real token.
         """
         seen = 0 if caches is None else caches[0].length
         x = self._embed(self.token_embedding(idx), seen, starts)

@@ -112,8 +112,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue the tokens idx (B, T), T at least 1: yield the next token (B,) of every row, `max_new_tokens` times.
 
-    `padding`, from `left_pad`, is the number of padding tokens at the left of each row. Every row continues as if it were
-    alone. `on_logits` is called with the logits (B, V) of every step, before the filters.
+    `padding`, from `left_pad`, is the number of padding tokens at the left of each row. Every row continues as if it
+    were alone. `on_logits` is called with the logits (B, V) of every step, before the filters.
 
     Thanks to the cache, each new token costs one pass over that token only. Past the context length the window slides:
     positions are learned, so the embedding of every token in it changes and the cache is rebuilt, every `slide` tokens.

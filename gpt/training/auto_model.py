@@ -101,7 +101,8 @@ def probe_dataset(config: Config, schedule: Schedule, text: TokenDataset, second
     )  # steps, after which tokens would be split
     steps = round(max(PROBE_STEPS[0], min(PROBE_STEPS[1], fresh, PROBE_SHARE * seconds / each)))
     print_line(
-        f"model=auto: learning the text with a small model for about {format_duration(steps * each)}, then timing larger ones"
+        f"model=auto: learning the text with a small model for about {format_duration(steps * each)}, "
+        "then timing larger ones"
     )
     with numerics(config.trainer.device, config.trainer.deterministic), yield_to_other_processes():
         for module, _ in run_throwaway_steps(config, replace(schedule, total_steps=steps), text):

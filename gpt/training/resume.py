@@ -252,8 +252,8 @@ def extend(
     planned = Schedule.plan(config, train_tokens, parse_horizon(horizon))
     if planned.total_steps <= step or 0 < planned.seconds <= seconds:
         raise UserError(
-            f"horizon={horizon} is behind this run, which has trained {step} steps in {format_duration(seconds)}: give a "
-            "longer horizon"
+            f"horizon={horizon} is behind this run, which has trained {step} steps in {format_duration(seconds)}: "
+            "give a longer horizon"
         )
     # A run never goes back to short sequences, and losses on short ones are never compared with losses on full ones.
     full_length_from_step = max(step, planned.full_length_from_step)

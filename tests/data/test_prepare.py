@@ -163,8 +163,8 @@ def test_portions_do_not_matter(tmp_path, documents, write):
         [
             {},
             {"gpt.data.split.SAMPLE_BYTES": 10**9},
-            {"gpt.data.prepare.TASK_CHARS": 1},
-            {"gpt.data.prepare.TASK_CHARS": 10**9},
+            {"gpt.data.shards.TASK_CHARS": 1},
+            {"gpt.data.shards.TASK_CHARS": 10**9},
             {"gpt.data.scan.SHARD_BYTES": 1},
             {"gpt.data.scan.SHARD_BYTES": 10**9},
         ]

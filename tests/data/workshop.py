@@ -37,7 +37,7 @@ DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) +
 SMALL = {
     "gpt.data.corpus.split_into_chunks": 31,
     "gpt.data.split.SAMPLE_BYTES": 10_007,
-    "gpt.data.prepare.TASK_CHARS": 199,
+    "gpt.data.shards.TASK_CHARS": 199,
     "gpt.data.scan.SHARD_BYTES": 1511,
 }
 # All of it is kept from the first reading, and is one shard.

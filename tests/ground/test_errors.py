@@ -131,7 +131,8 @@ def test_output_ends_no_training(monkeypatch, number):
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
 def test_no_escape_codes_on_a_terminal():
     """Whatever made a text, a terminal gets no code that it would obey; a pipe gets none that begins others."""
-    code = "from gpt.console import *\nwith clean_exit('p'): print('a\\x1b]0;b\\x07\\x9bc\\td\\f'); print_line('\\x1b[31m')"
+    code = "from gpt.console import *\nwith clean_exit('p'):"
+    code += " print('a\\x1b]0;b\\x07\\x9bc\\td\\f'); print_line('\\x1b[31m')"
     controller, terminal = os.openpty()
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=terminal, check=True)
     os.close(terminal)

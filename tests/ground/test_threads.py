@@ -38,7 +38,7 @@ def two_threads():
 
 @pytest.fixture
 def contended(monkeypatch):
-    """Have `yield_to_other_processes` find at once, and each time that it looks while spinning, that others want the processors."""
+    """Have `yield_to_other_processes` see others want the processors, whenever it looks."""
     monkeypatch.setattr(threads, "CONTENDED", -1.0)
     monkeypatch.setattr(threads, "TICK", 0.01)
 

@@ -193,7 +193,8 @@ def test_on_a_terminal(corpus_folder, tmp_path):
 
 def test_no_semaphore():
     """Lines and bars make none. Python 3.14 would report it as leaked when the program is killed."""
-    code = "import tqdm.std; from gpt.console import import_tqdm, print_line; print_line('a line'); list(import_tqdm()(range(3), disable=False))"
+    code = "import tqdm.std; from gpt.console import import_tqdm, print_line; print_line('a line')"
+    code += "; list(import_tqdm()(range(3), disable=False))"
     code += "; print(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).splitlines() == [
         "a line",

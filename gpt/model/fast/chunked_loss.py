@@ -6,7 +6,8 @@ they are at hand. It also cuts the vocabulary into slices and combines the softm
 Gimelshein 2018, arXiv:1805.02867): on a CPU a slice then stays in the cache from its product to its sum; on a GPU all
 but a few tokens are multiplied in aligned rows.
 
-Letters in shapes: N targets (B x T), C d_model, V vocabulary. tests/model/fast/test_chunked_loss.py holds the twins equal.
+Letters in shapes: N targets (B x T), C d_model, V vocabulary. tests/model/fast/test_chunked_loss.py holds the
+twins equal.
 """
 
 import math
