@@ -62,7 +62,7 @@ class Tokenizer:
             )
         if (longest := max(map(len, ranks))) > MAX_TOKEN_BYTES:
             raise UserError(
-                f"tokenizer {name!r}: it has a token of {longest:,} bytes, and at most {MAX_TOKEN_BYTES:,} are allowed"
+                f"tokenizer {name!r}: it has a token of {longest:,} bytes, and the most are {MAX_TOKEN_BYTES:,}"
             )
         self.name = name
         self.pattern = pattern

@@ -63,7 +63,7 @@ def test_a_folder_of_every_format(tmp_path, fill):
     said: list[str] = []
     corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
     assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
-    raw, d = "taken as raw text, markup included; for the text alone:", tmp_path / "d.json"
+    raw, d = "read as raw text with its markup; for the text alone:", tmp_path / "d.json"
     json_line = f"""d.json: JSON, {raw} jq -c '.. | objects | select(has("text"))' {d} > {d}.jsonl"""
     table_line = f"a table, {raw} convert it to .jsonl or .parquet and set data.text_field=COLUMN"
     assert said == [json_line, f"g.csv: {table_line}"]
@@ -388,7 +388,7 @@ def test_pieces_are_the_documents(files):
         for start in range(len(files) + 1):
             place = ShardStart(start, 0, True, 0)
             assert list(corpus.chunks(place)) == [piece for piece in pieces if piece[0] >= start]
-            assert list(corpus.up_to(place).chunks()) == [piece for piece in pieces if piece[0] < start]
+            assert list(corpus.chunks(end=place)) == [piece for piece in pieces if piece[0] < start]
 
 
 @settings(deadline=None)

@@ -237,7 +237,7 @@ def test_busy_server(tmp_path, server):
     ("way", "hint"),
     [
         ("404", "there is no such file: check the spelling"),
-        ("403", "give the credentials as to the store's own tools, such as aws, gcloud and hf, or check the spelling"),
+        ("403", "log in with the store's own tool, such as aws, gcloud or hf, or check the spelling"),
         ("503", OFFLINE_HINT),
     ],
 )
@@ -314,7 +314,7 @@ def test_down_after_a_first_listing(tmp_path, server, monkeypatch):
     server.stop()
     [again] = find_remote_files(url, tmp_path, 10**7, said.append)
     assert again.fetch() == copy
-    assert len(said) == 1 and said[0].endswith(f"{OFFLINE_HINT}; taking its files as they were the last time")
+    assert len(said) == 1 and said[0].endswith(f"{OFFLINE_HINT}; using the list of files of the last time")
     copy.unlink()
     assert refusal(again.fetch).startswith(f"{url}: cannot be used (ClientConnectorError: ")
     [listing] = (tmp_path / "downloads").glob(".*.json")

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from gpt.data.data_config import DataConfig
-from gpt.data.prepare import encode_shard, prepare
-from gpt.data.scan import CorpusScanner, make_shard_plan
+from gpt.data.prepare import prepare
+from gpt.data.scan import CorpusScanner
+from gpt.data.shards import encode_shard, make_shard_plan
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError

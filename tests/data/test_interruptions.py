@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.data import prepare as prepare_module
+from gpt.data import shards
 from gpt.data.data_config import DataConfig
 from gpt.data.dataset_cache import write_checked_json
 from gpt.data.token_dataset import SPLITS
@@ -77,7 +77,7 @@ def test_what_is_recorded_is_safe(tmp_path, many, monkeypatch):
     """Also where the machine ends and not only the process: the files of a shard were synced before its record."""
     synced: dict[int, int] = {}
     safe: list[bool] = []
-    fsync, write = os.fsync, prepare_module.write_sealed
+    fsync, write = os.fsync, shards.write_sealed
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -90,7 +90,7 @@ def test_what_is_recorded_is_safe(tmp_path, many, monkeypatch):
         write(folder, name, stored)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(prepare_module, "write_sealed", watched_write)
+    monkeypatch.setattr(shards, "write_sealed", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
     assert len(safe) >= 4 and all(safe)
@@ -117,7 +117,7 @@ def test_ended_at_every_step(tmp_path, workshop, many, undisturbed_whole, third,
         cache = tmp_path / str(number)
         ended, said = workshop.run(many, cache, values, at=("", number, ends))
         assert ended in (0, code), said
-        assert {line.split()[0] for line in said.splitlines()} <= {"reading", "<|endoftext|>", "resuming", "prepared"}
+        assert {line.split()[0] for line in said.splitlines()} <= {"reading", "the", "resuming", "prepared"}
         if ended == 0:
             break
         ended, said = workshop.run(many, cache, values)
@@ -186,7 +186,7 @@ def test_what_an_earlier_version_left(tmp_path, many, undisturbed):
 # --- text that changes ---
 
 
-CHANGED = "is not as it was when the preparation of the text began: put it back, or begin again"
+CHANGED = "has changed since the preparation of the text began: put it back, or begin again"
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
@@ -259,7 +259,7 @@ def test_two_processes_at_once(tmp_path, workshop, many, undisturbed, ends):
     os.kill(first, signal.SIGCONT)
     assert workshop.wait(first) == 0
     assert ends or workshop.wait(second) == 0
-    assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "<|endoftext|>", "prepared"]
+    assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "the", "prepared"]
     assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
     assert content(folder_of(cache)) == undisturbed
 
@@ -323,7 +323,7 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
         code, said = workshop.run(many, cache)
         if code == 0:
             break
-        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "<|endoftext|>")]
+        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "the")]
         assert code == 2
         assert len(lines) == 1, said
         assert re.match(rf"prepare: {cache}: the disk is full \(No space left on device\); {REMEDY}", lines[0])

@@ -205,8 +205,8 @@ def test_mixture_with_a_text_that_is_too_short(tmp_path):
 
 def test_mixture_with_a_built_in_corpus(tmp_path, monkeypatch):
     """One that is named by a word, here of fewer modules, beside a file."""
-    modules = gpt.data.python_docs.files()[10:13]
-    monkeypatch.setattr("gpt.data.python_docs.files", lambda: modules)
+    modules = gpt.data.python_docs.find_modules()[10:13]
+    monkeypatch.setattr("gpt.data.python_docs.find_modules", lambda: modules)
     file = write_documents(tmp_path).path
     mixture = mix(DataConfig("mix", ["python_stdlib", file], [1, 3]), tmp_path / "cache")
     assert mixture.names == ("python_stdlib", "text")

@@ -18,7 +18,7 @@ from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import open_corpus
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import TooShortError
-from gpt.data.scan import TOKENS_FORMAT
+from gpt.data.shards import TOKENS_FORMAT
 from gpt.data.split import scan_chunks
 from gpt.data.token_dataset import SPLITS
 from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -196,7 +196,7 @@ def test_second_time_comes_from_the_cache(tmp_path):
     """That is said, and no file is touched, also for the same text elsewhere and another context."""
     said: list[str] = []
     first = make(write_documents(tmp_path), tmp_path / "cache", print_line=said.append)
-    assert [line.split()[0] for line in said] == ["reading", "<|endoftext|>", "prepared"]
+    assert [line.split()[0] for line in said] == ["reading", "the", "prepared"]
     folder = folder_of(tmp_path / "cache")
     times = {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]}
     for place, context_length in (("", CONTEXT), ("elsewhere", CONTEXT), ("", 101)):
@@ -215,8 +215,8 @@ def test_what_may_part_documents(tmp_path):
     data = write_text(tmp_path, text)
     whole = make(data, tmp_path / "cache", print_line=said.append)
     assert said[1] == (
-        "<|endoftext|> stands 299 times in the text, and is learnt as these letters: data.separator='<|endoftext|>' "
-        "parts the documents of plain text there"
+        "the text contains <|endoftext|> 299 times as ordinary characters: data.separator='<|endoftext|>' "
+        "makes it separate the documents of plain text"
     )
     assert sum(split["documents"] for split in whole.metadata["splits"].values()) == 2
     data = replace(data, separator="<|endoftext|>")

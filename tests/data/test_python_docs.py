@@ -12,7 +12,7 @@ import pytest
 from gpt.data import python_docs as stdlib
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import DataConfig
-from gpt.data.python_docs import builtin_docs, files, read_docstrings, read_source
+from gpt.data.python_docs import builtin_docs, find_modules, read_docstrings, read_source
 from harness import refusal
 
 NOWHERE = Path("no cache is needed")
@@ -58,7 +58,7 @@ def test_python_docs_hold_every_kind(python_docs):
 def test_built_in_documents_come_last(python_docs):
     """After those of the last file."""
     builtin = [document for document in builtin_docs() if document]
-    assert python_docs[-len(builtin) - 1 :] == [*read_docstrings(files()[-1]), *builtin]
+    assert python_docs[-len(builtin) - 1 :] == [*read_docstrings(find_modules()[-1]), *builtin]
 
 
 def test_docstrings_by_hand(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def is_damage(message: str, content: int | None = None) -> bool:
     return bool(
         re.fullmatch(
             rf"cannot be decompressed beyond byte {place} of its content \([^\n]+\): "
-            "the file is damaged, truncated, or not what its name says; fetch it again",
+            "the file is damaged, truncated, or of another format; fetch it again",
             message,
         )
     )
@@ -145,7 +145,7 @@ def test_any_bytes(folder, content, block):
     """In blocks as Python makes of them at once: the text without its mark, the error or the replacements."""
     file = write(folder / "a.txt", content)
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        assert refusal(file, block, errors="replace").startswith("its first two bytes say UTF-16")
+        assert refusal(file, block, errors="replace").startswith("it begins with the mark of UTF-16")
         return
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"%PDF-", b"PK\x03\x04")):
         return  # Hypothesis finds these in the code; test_no_text_can_come_of_it is of them
@@ -170,7 +170,7 @@ def test_utf16_is_named(tmp_path, suffix, encoding, errors):
     """By its mark, with the command that converts it, and never replaced by nonsense."""
     file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]("\ufeffcafé".encode(encoding)))
     assert refusal(file, errors=errors) == (
-        "its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8, or set data.encoding=utf-16"
+        "it begins with the mark of UTF-16; convert it first: iconv -f utf-16 -t utf-8, or set data.encoding=utf-16"
     )
     assert read(file, errors=errors, encoding="utf-16") == ["café"]
 
@@ -221,7 +221,7 @@ def test_no_text_can_come_of_it(tmp_path, name):
     command = f"pandoc -t plain {file} -o {file}.txt" if name == "a.docx" else f"pdftotext {file} {file}.txt"
     for errors in ("strict", "replace"):
         line = refusal(file, errors=errors)
-        assert re.fullmatch(rf"a (PDF|zip archive, .*); make text of it first, for example with {command}", line)
+        assert re.fullmatch(rf"a (PDF|zip archive, .*); convert it to text first, for example with {command}", line)
 
 
 # --- separators and encodings ---
@@ -561,7 +561,7 @@ def test_parquet_that_is_not_utf8(tmp_path, kind):
 
 def is_parquet_damage(message: str) -> bool:
     """Whether a line says that a file cannot be read."""
-    hint = "the file is damaged, packed or not parquet; fetch it again"
+    hint = "the file is damaged, compressed or not parquet; fetch it again"
     return bool(re.fullmatch(rf"cannot be read \([^\n]+\): {hint}", message))
 
 

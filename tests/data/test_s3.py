@@ -130,6 +130,6 @@ def test_no_credentials(s3, here, tmp_path, monkeypatch):
         monkeypatch.delenv(f"AWS_{key}")
     s3.clear_instance_cache()
     assert refusal(texts_of, DataConfig("text", url), tmp_path) == (
-        f"{url}: cannot be used (NoCredentialsError: Unable to locate credentials); give the credentials as to the "
-        "store's own tools, such as aws, gcloud and hf, or check the spelling"
+        f"{url}: cannot be used (NoCredentialsError: Unable to locate credentials); log in with the "
+        "store's own tool, such as aws, gcloud or hf, or check the spelling"
     )

@@ -234,7 +234,7 @@ def test_mistakes(tmp_path):
     """Nothing of the kind, or too little of it."""
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path, tmp_path / "a.txt", tmp_path / "*.bin"):
-        assert f"data.path={str(path)!r} names no token file" in refusal(opened, path)
+        assert f"data.path={str(path)!r} names no file whose name ends in .bin or .ds" in refusal(opened, path)
     write_raw(tmp_path / "train.bin", IDS[:4])
     with pytest.raises(TooShortError):
         opened(tmp_path)
