@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gpt.data.file_hashes
-import gpt.data.shards
 import gpt.data.scan
+import gpt.data.shards
 import gpt.data.split
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import prepare
