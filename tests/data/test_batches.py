@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -143,10 +142,10 @@ import resource, sys
 from pathlib import Path
 soft, hard = map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from gpt.data.token_files import TokenSequence, allow_open_files, map_tokens
+from gpt.data.token_files import TokenSequence, raise_open_file_limit, map_tokens
 from gpt.data.token_dataset import token_file_errors
 files = sorted(Path(sys.argv[1]).iterdir(), key=lambda file: int(file.name))
-allow_open_files(len(files))
+raise_open_file_limit(len(files))
 try:
     with token_file_errors(files[0], "a hint"):
         print(len(TokenSequence([map_tokens(file, "uint32") for file in files])))
@@ -268,9 +267,7 @@ def test_permute_is_a_bijection(size, key):
 
 def test_permute_huge_sizes():
     """A size that fills no memory: a thousand of 10^12 places at once, all different, and spread over all of them."""
-    start = time.perf_counter()
     image = permute(np.arange(1000), 10**12, 5)
-    assert time.perf_counter() - start < 1.0
     assert len(set(image.tolist())) == 1000
     assert image.max() < 10**12
     assert image.mean() == pytest.approx(0.5e12, rel=0.1)

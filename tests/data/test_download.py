@@ -180,23 +180,6 @@ def test_part_of_an_earlier_attempt(tmp_path, server, downloads, monkeypatch, wa
     assert server.starts() == asked
 
 
-def test_zeros_after_a_kill(tmp_path, server, monkeypatch):
-    """A power cut may leave the length of a part and not its end: that much is asked for again."""
-    part = tmp_path / f"downloads/{NAME}.part"
-    with start_fetching(server, "stalls", tmp_path) as process:
-        deadline = time.monotonic() + 30
-        while not part.exists() or part.stat().st_size < 1 << 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.kill()
-        process.communicate(timeout=30)
-    server.asked.clear()
-    monkeypatch.setattr(gpt.data.download, "DOWNLOAD_BLOCK_BYTES", 1 << 18)
-    part.write_bytes(part.read_bytes()[:800_000] + bytes((1 << 20) - 800_000))
-    check(fetch(server, "stalls", tmp_path))
-    assert server.starts()[0] == 3 << 18
-
-
 def test_wrong_hash(tmp_path, server, downloads):
     """Refused, and nothing is left, so that the next attempt begins anew."""
     wrong = hashlib.sha256(b"another").hexdigest()

