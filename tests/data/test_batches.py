@@ -1,4 +1,4 @@
-"""Which tokens each step sees: every window once an epoch, any step at once, every validation token once."""
+"""Each epoch shows every window once, any step can be computed alone, and validation counts every token once."""
 
 import math
 import os
@@ -55,7 +55,7 @@ def test_targets_are_the_next_tokens(length):
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
     assert torch.equal(idx[:, 1:], targets[:, :-1])
     assert any(window[-1] == tokens[-1] for window in idx.tolist())  # a target beyond the end of the array
-    assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window that goes on beyond it
+    assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window across the end
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2, 1000])
@@ -116,7 +116,7 @@ def test_shards_are_one_text(tmp_path):
 @EXAMPLES
 @given(st.lists(st.integers(0, 9), max_size=7), st.integers(-3, 70), st.integers(-3, 70))
 def test_slices_of_shards(lengths, start, stop):
-    """Any slice, and any part, is that of the arrays put together; empty files are passed over."""
+    """Slices and parts equal slices of the concatenated arrays. Empty files do not matter."""
     whole = np.arange(sum(lengths), dtype=np.uint16)
     text = TokenSequence(np.split(whole, np.cumsum(lengths)[:-1]) if lengths else [])
     assert len(text) == len(whole)
@@ -171,7 +171,7 @@ MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand window
 
 
 def mixed(first: int, count: int, seed: int = 5) -> list[list[int]]:
-    """The inputs of windows of a mixture, whose tokens say from which corpus they are."""
+    """Return the inputs of windows of a mixture. The thousands of a token are the number of its corpus."""
     idx, _ = training_batch([write_token_sequence(tokens) for tokens in CORPORA], MIXTURE, seed, first, count, T)
     return idx.tolist()
 
@@ -237,13 +237,13 @@ def test_mixture_is_in_a_seeded_order():
 @EXAMPLES
 @given(share_lists(), st.integers(0, 2**63 - 1), st.integers(0, 5003))
 def test_count_sequences_are_counted(shares, seed, count):
-    """As many as there are when they are listed."""
+    """The counts equal the lengths of explicit lists."""
     source, _ = assign_sources(np.arange(count, dtype=np.uint64), shares, seed)
     assert count_sequences(count, shares, seed) == [int((source == corpus).sum()) for corpus in range(len(shares))]
 
 
 def test_count_sequences_by_hand():
-    """Of whole blocks the shares; of a billion and one windows no more takes long."""
+    """Complete blocks give the weights. A trillion windows take no longer than one block."""
     assert count_sequences(0, MIXTURE, 5) == [0, 0, 0]
     assert count_sequences(2000, MIXTURE, 5) == [422, 1572, 6]
     given_, more = (count_sequences(count, MIXTURE, 5) for count in (10**12, 10**12 + 1))
@@ -258,7 +258,7 @@ def test_count_sequences_by_hand():
 @EXAMPLES
 @given(st.integers(1, 3000), KEYS)
 def test_permute_is_a_bijection(size, key):
-    """So it has for any size and key, and each index goes where it goes alone."""
+    """This holds for any size and key, and an index has the same image alone and among others."""
     image = permute(np.arange(size), size, key)
     assert np.array_equal(np.sort(image), np.arange(size))
     some = np.arange(0, size, 97)

@@ -57,24 +57,24 @@ def remote(url: str, cache: Path, sha256: str = SHA256, print_line=[].append) ->
 
 
 def visible(folder: Path) -> list[Path]:
-    """All that is in a folder, but for locks and listings."""
+    """Return the entries of a folder, without locks and listings."""
     return [file for file in folder.iterdir() if not file.name.startswith(".")]
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder has nothing that was downloaded."""
+    """Return True if a folder holds no downloaded bytes."""
     return all(file.suffix == ".part" and file.stat().st_size == 0 for file in visible(folder))
 
 
 def check(file: Path) -> None:
-    """The file is whole, and nothing else is in its folder."""
+    """Assert that the file is complete, and alone in its folder."""
     assert file.name == NAME
     assert file.read_bytes() == CONTENT
     assert visible(file.parent) == [file]
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen:
-    """A process that ends as a command would."""
+    """Start a process that ends as a command does."""
     code = "import sys; from pathlib import Path; from gpt.console import clean_exit, print_line\n"
     code += f"with clean_exit('x'):\n    {program}"
     command = [sys.executable, "-u", "-c", code, *map(str, arguments)]
@@ -92,7 +92,7 @@ def start_fetching(server, way: str, cache: Path) -> subprocess.Popen:
 
 @pytest.mark.parametrize("way", ["whole", "moved", "encoded", "untold", "ignored", "less"])
 def test_fetched_once(tmp_path, server, way):
-    """The bytes as they are, whatever the server can do and tells; the second time nothing is said or asked."""
+    """The copy equals the content for every kind of server. The second time nothing is printed or requested."""
     cache = tmp_path / "new" / "folder"
     file = fetch(server, way, cache, SHA256.upper())
     check(file)
@@ -117,7 +117,7 @@ def test_name_is_safe(tmp_path, server, end, name):
 
 @pytest.mark.parametrize("way", ["whole", "encoded", "untold"])
 def test_without_a_hash(tmp_path, server, way):
-    """Size and tag tell whether the file behind a URL, which may have a query, is still that of the copy."""
+    """Size and tag decide if a copy is still current, also for a URL with a query."""
     url = server.url(way) + "?a=[b]*&c=d/e.parquet"
     copies = []
     for tag in "xxy":
@@ -156,7 +156,7 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
             out, errors = waiting.communicate(timeout=30)
     assert (out, errors) == (f"{tmp_path / 'downloads' / NAME}\n", "")
     check(tmp_path / "downloads" / NAME)
-    again = kept - (1 << 18)  # the last block, of which nobody knows whether it reached the disk
+    again = kept - (1 << 18)  # the last block may not have reached the disk
     assert server.starts() == [*range(0, kept + 1, 1 << 18), *range(again, len(CONTENT), 1 << 18)]
 
 
@@ -173,7 +173,7 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
     ids=["good", "zeros", "less than a block", "complete", "no ranges", "no length"],
 )
 def test_part_of_an_earlier_attempt(tmp_path, server, downloads, monkeypatch, way, part, asked):
-    """It is continued but for the last block, which may not have reached the disk."""
+    """A download resumes before its last block, since that block may not have reached the disk."""
     monkeypatch.setattr(gpt.data.download, "DOWNLOAD_BLOCK_BYTES", 1 << 20)
     (downloads / f"{NAME}.part").write_bytes(part)
     check(fetch(server, way, tmp_path))
@@ -181,7 +181,7 @@ def test_part_of_an_earlier_attempt(tmp_path, server, downloads, monkeypatch, wa
 
 
 def test_wrong_hash(tmp_path, server, downloads):
-    """Refused, and nothing is left, so that the next attempt begins anew."""
+    """A wrong hash is refused, and nothing is left, so the next attempt starts from the beginning."""
     wrong = hashlib.sha256(b"another").hexdigest()
     line = refusal(fetch, server, "whole", tmp_path, wrong)
     assert re.fullmatch(
@@ -242,7 +242,7 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
 
 
 def test_away_for_a_while(tmp_path, server, monkeypatch):
-    """It is waited for, which one line says, with pauses that grow up to a bound; then one line ends it."""
+    """One line reports the wait. The pauses grow up to a bound, and then one line ends the command."""
     pauses, said = [], []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=time.time, time_ns=time.time_ns)
     monkeypatch.setattr(gpt.data.download, "time", clock)
@@ -287,7 +287,7 @@ def test_unreachable(tmp_path, server, monkeypatch):
 
 
 def test_down_after_a_first_listing(tmp_path, server, monkeypatch):
-    """The files are those of the last time, if there are copies; but a file that has gone is refused."""
+    """Without a server, the last listing and its copies are used. A file without a copy is refused."""
     monkeypatch.setattr(gpt.data.download, "MAX_ATTEMPTS", 2)
     url, said = server.url("whole"), []
     [file] = find_remote_files(url, tmp_path, 10**7)
@@ -315,7 +315,7 @@ def test_no_such_hash(value):
 
 
 def test_folder_that_cannot_be_written(tmp_path, server):
-    """A file where the folder should be: the line says which, and how to choose another."""
+    """A file in place of the cache folder is named, with the key that chooses another folder."""
     (tmp_path / "file").write_text("in the way")
     line = refusal(fetch, server, "whole", tmp_path / "file")
     assert line.startswith(f"{tmp_path}/file/downloads: cannot be written (File exists); fix that or name another")
@@ -349,7 +349,7 @@ def test_room(tmp_path, server, downloads):
 
 
 def test_bar(server, tmp_path, monkeypatch):
-    """On a terminal, a bar says what it is of, if it takes longer than a second."""
+    """On a terminal, a labelled bar appears after a second."""
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -424,7 +424,7 @@ def read(cache: Path, *configs: dict) -> list:
 
 
 def test_data_set(hub, tmp_path):
-    """All rows of the files that a glob names, in order; another time needs no network; equal to the files at hand."""
+    """A glob gives the rows of its files in order, equal to local files. The second time needs no network."""
     there = {"path": f"hf://datasets/me/set@{COMMIT}/data/train-*.parquet"}
     found, column = read(tmp_path / "cache", there, there | {"text_field": "other"})
     assert (found[0], column[0]) == (TEXTS, ["x"] * 101)
@@ -442,7 +442,7 @@ def test_folder_of_a_data_set(hub, tmp_path):
 
 
 def test_data_sets_that_are_not(hub, tmp_path):
-    """Each is one line that says what is wrong."""
+    """Each mistake gives one line with its remedy."""
     expected = [
         ("me/nothing/*.parquet", "there is no such file: check the spelling"),
         (f"me/set@{COMMIT}/nothing", "there is no such file: check the spelling"),
@@ -455,7 +455,7 @@ def test_data_sets_that_are_not(hub, tmp_path):
 
 @pytest.mark.parametrize(("scheme", "library"), [("hf", "huggingface_hub"), ("s3", "s3fs"), ("gs", "gcsfs")])
 def test_without_the_library(tmp_path, monkeypatch, scheme, library):
-    """The line says how to install it."""
+    """The line names the package to install."""
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(_registry, scheme, raising=False)
     url = f"{scheme}://datasets/me/set"

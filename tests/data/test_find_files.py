@@ -1,4 +1,4 @@
-"""Which files a path names: in which order, each once, and one line for each that names none."""
+"""A path names files in one order, each once. A path without files is refused with one line."""
 
 import errno
 import glob
@@ -29,13 +29,13 @@ def found(path: object, print_line=pytest.fail, cache: Path = NOWHERE) -> list[s
 
 
 def refused(path: object, print_line=pytest.fail) -> str:
-    """The one line that refuses a path, which must begin with its name."""
+    """Return the line that refuses a path. It must begin with the path."""
     line = refusal(find_text_files, str(path), NOWHERE, print_line)
     return line.removeprefix(f"data.path={str(path)!r} ")
 
 
 def test_a_folder_is_read_in_sorted_order(tmp_path, fill):
-    """Also below other folders, whatever the suffix; hidden files and hidden folders are passed over in silence."""
+    """A folder includes files of all suffixes at any depth. Hidden files and folders are skipped silently."""
     fill(tmp_path, b__txt="b", a__md="a", c="c", d_in_a__txt="da", d_in_e_in_a__py="dea", B__txt="B")
     fill(tmp_path, __hidden="no", __git_in_config="no", d_in___x_in_y__txt="no")
     assert found(tmp_path) == ["B", "a", "b", "c", "da", "dea"]
@@ -88,7 +88,7 @@ def test_globs_are_those_of_python(tmp_path, monkeypatch, seed):
 
 
 def test_several_paths(tmp_path, fill):
-    """In the order in which they are named, and what is named twice is read once, where it came first."""
+    """A list keeps its order. A file that is named twice is read once, at its first place."""
 
     def read(*paths: str) -> list[str]:
         corpus = open_corpus(DataConfig("text", [str(tmp_path / path) for path in paths]), NOWHERE, pytest.fail)
@@ -112,7 +112,7 @@ def test_a_file_whose_name_is_not_utf8(tmp_path):
 
 @pytest.mark.parametrize("way", ["", "/", "/**", "/**/*", "/*/**/*.*"])
 def test_runs_and_caches_are_not_corpus(tmp_path, monkeypatch, fill, way):
-    """Wherever they lie and whoever marked them, in folders and globs; one line says so."""
+    """Folders and globs skip marked folders at any depth, and one line reports it."""
     monkeypatch.chdir(fill(tmp_path, a_in_a__txt="a", b_in_hashes__json="mine", cache_in_downloads_in_a__txt="far"))
     for marked in ("runs/1", "b/moved"):
         mark_as_cache(fill(tmp_path / marked, config__yaml="seed: 1", notes_in_a__txt="no"))

@@ -1,4 +1,4 @@
-"""Whatever interrupts preparing, and whoever prepares the same at once: the same files come of it."""
+"""Interruptions, damage and concurrent processes do not change the files that preparing makes."""
 
 import contextlib
 import errno
@@ -50,8 +50,8 @@ ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), Ex
 
 
 @pytest.mark.parametrize("error", ENDS, ids=repr)
-def test_going_on(tmp_path, many, undisturbed, error):
-    """A shard that is safe on disk is not encoded again, and that is said; the rest is, each piece once."""
+def test_a_preparation_resumes_after_any_error(tmp_path, many, undisturbed, error):
+    """After an interruption finished shards are kept, a line reports it, and each other chunk is encoded once."""
     cache, said = tmp_path / "cache", list[str]()
     with constants(SMALL):
         with watching() as everything:
@@ -73,8 +73,8 @@ def test_going_on(tmp_path, many, undisturbed, error):
     assert content(folder_of(cache)) == undisturbed
 
 
-def test_what_is_recorded_is_safe(tmp_path, many, monkeypatch):
-    """Also where the machine ends and not only the process: the files of a shard were synced before its record."""
+def test_shards_are_synced_before_their_record(tmp_path, many, monkeypatch):
+    """The files of a shard are synced before its record is written, so a power cut loses nothing."""
     synced: dict[int, int] = {}
     safe: list[bool] = []
     fsync, write = os.fsync, shards.write_sealed
@@ -96,7 +96,7 @@ def test_what_is_recorded_is_safe(tmp_path, many, monkeypatch):
     assert len(safe) >= 4 and all(safe)
 
 
-def test_interrupted_and_small(tmp_path, many, undisturbed_whole):
+def test_a_small_text_resumes_after_an_interruption(tmp_path, many, undisturbed_whole):
     """A text that fits into the sample is encoded from memory the first time, and read again after an interruption."""
     cache = tmp_path / "cache"
     with constants(LARGE):
@@ -110,8 +110,8 @@ def test_interrupted_and_small(tmp_path, many, undisturbed_whole):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ends", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)], ids=["kill", "Ctrl-C"])
 @pytest.mark.parametrize("third", [1, 2, 3])
-def test_ended_at_every_step(tmp_path, workshop, many, undisturbed_whole, third, ends, code):
-    """Wherever the file system is touched, an end there says nothing, and changes nothing of what comes of it."""
+def test_a_kill_at_every_file_access_changes_nothing(tmp_path, workshop, many, undisturbed_whole, third, ends, code):
+    """A kill at any access to the file system prints nothing, and does not change the result."""
     for number in itertools.count(third, 3):
         values = LARGE if number % 5 == 0 else SMALL
         cache = tmp_path / str(number)
@@ -127,8 +127,8 @@ def test_ended_at_every_step(tmp_path, workshop, many, undisturbed_whole, third,
     assert number > 30
 
 
-def test_killed_again_and_again(tmp_path, workshop, many, undisturbed_whole):
-    """At any moment, until it is done: each goes on from where the last one came, and the result is the same."""
+def test_random_kills_change_nothing(tmp_path, workshop, many, undisturbed_whole):
+    """Killed at random moments, each process resumes the work of the last one. The result is the same."""
     cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
     values = SMALL | {"gpt.data.scan.SHARD_BYTES": 101}
     for attempt in itertools.count(1):
@@ -147,8 +147,8 @@ def test_killed_again_and_again(tmp_path, workshop, many, undisturbed_whole):
     assert shares == sorted(shares)
 
 
-def test_killed_before_the_tokenizer_is_kept(tmp_path, workshop, many):
-    """The next process learns the very same one."""
+def test_a_kill_before_the_tokenizer_is_written_changes_nothing(tmp_path, workshop, many):
+    """The next process trains the same tokenizer."""
     cache = tmp_path / "cache"
     with constants(SMALL):
         make(many, tmp_path / "whole", TokenizerConfig("bpe", 307))
@@ -159,8 +159,8 @@ def test_killed_before_the_tokenizer_is_kept(tmp_path, workshop, many):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
-def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, number):
-    """What a failed preparation has not yet deleted is never taken for work to continue."""
+def test_a_kill_while_deleting_leaves_nothing_usable(tmp_path, workshop, many, undisturbed, number):
+    """The rest of a failed preparation that was being deleted is never resumed."""
     cache = tmp_path / "cache"
     code, _ = workshop.run(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000)
     assert code == -signal.SIGKILL
@@ -169,8 +169,8 @@ def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, numb
     assert content(folder_of(cache)) == undisturbed
 
 
-def test_what_an_earlier_version_left(tmp_path, many, undisturbed):
-    """A plan of another format does not count, nor does anything else without a plan."""
+def test_work_of_an_earlier_version_is_discarded(tmp_path, many, undisturbed):
+    """A plan of another format is discarded with everything that belongs to it."""
     cache = tmp_path / "cache"
     with constants(SMALL):
         make(many, cache)
@@ -191,8 +191,8 @@ CHANGED = "has changed since the preparation of the text began: put it back, or 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
 @pytest.mark.parametrize("change", ["longer", "as long", "gone"])
-def test_text_that_changes(tmp_path, change, when):
-    """It is named, nothing is kept, and the next preparation is of the text as it is then."""
+def test_a_text_that_changes_is_refused(tmp_path, change, when):
+    """A file that changes is named and nothing is kept. The next preparation reads the new text."""
     data, cache = write_files(tmp_path / "text"), tmp_path / "cache"
     file = tmp_path / "text/041.txt"
 
@@ -214,7 +214,7 @@ def test_text_that_changes(tmp_path, change, when):
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
 def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
-    """What was read of another text is not gone on with once the text is that of before again."""
+    """Work on a changed text is not resumed after the change is undone."""
     cache = tmp_path / "cache"
     shutil.copytree(many.path, tmp_path / "text")
     data, file = DataConfig("text", str(tmp_path / "text")), tmp_path / "text/4/text.jsonl"
@@ -240,7 +240,7 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
 def two_at_once(
     workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("shard-000001.json", 3)
 ) -> tuple[int, int]:
-    """The numbers of two processes: one that is stopped while it prepares, and one that says it waits for it."""
+    """Return the ids of a process that is stopped while it prepares, and of one that waits for it."""
     first = workshop.start(data, cache, at=(*at, signal.SIGSTOP))
     assert workshop.wait(first) is None
     second = workshop.start(data, cache)
@@ -250,7 +250,7 @@ def two_at_once(
 
 @pytest.mark.parametrize("ends", [False, True], ids=["waits", "Ctrl-C"])
 def test_two_processes_at_once(tmp_path, workshop, many, undisturbed, ends):
-    """One waits and says so, and then has what the other has made; Ctrl-C ends it, and does not disturb the other."""
+    """The second process waits, prints that, and uses the result. Ctrl-C ends it without disturbing the first."""
     cache = tmp_path / "cache"
     first, second = two_at_once(workshop, many, cache)
     if ends:
@@ -265,7 +265,7 @@ def test_two_processes_at_once(tmp_path, workshop, many, undisturbed, ends):
 
 
 def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
-    """One of seven prepares, the others have it; none is left with an error, whoever comes when."""
+    """One of seven processes prepares, and the others use the result without an error."""
     cache = tmp_path / "cache"
     numbers = [workshop.start(many, cache) for _ in range(7)]
     assert [workshop.wait(number) for number in numbers] == [0] * 7
@@ -276,7 +276,7 @@ def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
 
 @pytest.mark.parametrize(("at", "next_says"), [(("plan.json", 1), "reading"), (("shard-000001.json", 3), "resuming")])
 def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, at, next_says):
-    """The one that waits goes on with what the other has left, be it nothing or a part."""
+    """The waiting process resumes what the killed one has left, even if that is nothing."""
     cache = tmp_path / "cache"
     first, second = two_at_once(workshop, many, cache, at)
     os.kill(first, signal.SIGKILL)
@@ -295,7 +295,7 @@ REMEDY = "fix that or name another folder with data.cache=, and run the command 
 
 @pytest.mark.parametrize("below", ["", "cache"])
 def test_cache_that_cannot_be_written(tmp_path, below):
-    """A file where the folder should be: the line says which, and how to choose another."""
+    """A file in place of the cache folder is named, with the key that chooses another folder."""
     data, cache = write_documents(tmp_path), tmp_path / "file" / below
     (tmp_path / "file").write_text("in the way")
     reason = "Not a directory" if below else "File exists"
@@ -304,7 +304,7 @@ def test_cache_that_cannot_be_written(tmp_path, below):
 
 
 def test_read_only_cache(tmp_path, disk):
-    """What was prepared is used; what was not is refused in a line."""
+    """On a read-only disk prepared text is used, and new text is refused with one line."""
     data, cache = write_text(tmp_path, "a text " * 101), disk / "cache"
     whole = make(data, cache)
     remount(disk, "ro")
@@ -316,7 +316,7 @@ def test_read_only_cache(tmp_path, disk):
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_full_disk(workshop, disk, many, undisturbed, half):
-    """Wherever it runs full, one line says so, and what was done by then is gone on with once there is room."""
+    """A full disk gives one line at any point. The preparation resumes once there is room."""
     cache, outputs = disk / "cache", []
     for pages in itertools.count(1 + half, 2):
         remount(disk, f"size={4096 * pages}")
@@ -340,7 +340,7 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
 @pytest.mark.parametrize(("number", "what"), [(errno.EDQUOT, "the disk is full"), (errno.EIO, "cannot be written")])
 @pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
 def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, call, number, what):
-    """At whichever call: one line names the cache, and the next preparation goes on."""
+    """A failure of any system call gives one line with the cache, and the next preparation resumes."""
     cache, real, failed = tmp_path / "cache", getattr(os, call), 0
     with constants(SMALL):
         for at in (1, 2, 4, 7):
@@ -366,8 +366,8 @@ def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, call, number,
 
 @pytest.mark.parametrize("name", ["plan.json", "tokenizer.json", "shard-000000.json", "train-000000.bin"])
 @pytest.mark.parametrize("damage", ["gone", "emptied", "garbage", "another", "flipped"])
-def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
-    """What an interrupted preparation left is not trusted: it is made anew, at the latest by the next command."""
+def test_damaged_unfinished_work_is_made_again(tmp_path, many, undisturbed, name, damage):
+    """Damaged files of an interrupted preparation are detected and made again."""
     cache = tmp_path / "cache"
     with constants(SMALL):
         with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):

@@ -90,7 +90,7 @@ def test_shares_are_next_to_exact(weights):
     ],
 )
 def test_names_of_a_mixture(paths, names):
-    """Short, unique and fit for a curve's tag, whatever the paths."""
+    """Names are short, unique, and valid as tags of curves for all paths."""
     assert source_names(DataConfig("mix", paths, [1] * len(paths))) == names
 
 
@@ -109,7 +109,7 @@ def test_weight_that_is_too_small(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-FIRST = ["reading", "<|endoftext|>", "prepared"]  # how the lines begin that are said of a text
+FIRST = ["reading", "<|endoftext|>", "prepared"]  # the first words of the printed lines
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
@@ -150,7 +150,7 @@ def test_joint_tokenizer(tmp_path):
 
 
 def test_what_the_joint_tokenizer_depends_on(tmp_path):
-    """Shares, text and size of the vocabulary; not the way in which the weights are written."""
+    """Weights, text and vocabulary size change it, but not the scale of the weights."""
     cache = tmp_path / "cache"
     changes = [
         (write_mixture(tmp_path, 1, 2), 307, 1),
@@ -187,7 +187,7 @@ def test_sample_for_the_joint_tokenizer(tmp_path, monkeypatch):
 
 
 def test_tokenizer_of_a_model_and_a_mixture(tmp_path):
-    """That of a model to fine-tune is that of all corpora, and nothing is trained."""
+    """A given tokenizer is used for all corpora, and none is trained."""
     model = train_bpe(["Document café seats zebra " * 7], 293)
     data, cache = write_mixture(tmp_path, 1, 1), tmp_path / "cache"
     mixture = mix(data, cache, model)

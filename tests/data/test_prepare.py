@@ -48,7 +48,7 @@ from workshop import (
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
 @pytest.mark.parametrize("values", [{}, LARGE], ids=["as it is", "in small portions"])
 def test_tokens_are_the_split(tmp_path, name, values):
-    """Every document of each part after an end-of-text, and the tokenizer is the one configured."""
+    """Each split is its documents, each after an end-of-text, in ids of the configured tokenizer."""
     data = write_documents(tmp_path)
     with constants(values):
         prepared = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
@@ -59,8 +59,8 @@ def test_tokens_are_the_split(tmp_path, name, values):
     assert len(train) > 40 and len(validation) > 1
 
 
-def test_bars(tmp_path, monkeypatch):
-    """On a terminal, each bar says what it is of; here from the first moment on, and not after a second."""
+def test_progress_bars_are_labelled(tmp_path, monkeypatch):
+    """On a terminal, reading and tokenizing have labelled bars. The test removes their delay."""
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -73,7 +73,7 @@ def test_bars(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
 def test_tokens_of_a_long_text(tmp_path, name):
-    """A text of several pieces is encoded as a whole would be, its run of a million letters included."""
+    """A text of several chunks has the ids of the undivided text, also with a run of a million letters."""
     chooser = random.Random(7)
     words = "".join(chooser.choice([" café", " the", "\n\n\n", "  42", "\t😀", " it's"]) for _ in range(60_000))
     text = words + "".join(chooser.choice("abc") for _ in range(600_000)) + words
@@ -83,8 +83,8 @@ def test_tokens_of_a_long_text(tmp_path, name):
     assert lists(prepared) == (obvious([text[:end]], prepared.tokenizer), obvious([text[end:]], prepared.tokenizer))
 
 
-def test_bytes_by_hand(tmp_path):
-    """Ten characters: nine to learn from and one that validates; and what is said of them."""
+def test_tokens_computed_by_hand(tmp_path):
+    """Of ten characters, nine are for training and one for validation. The printed lines count them."""
     said: list[str] = []
     prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, print_line=said.append)
     assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
@@ -94,8 +94,8 @@ def test_bytes_by_hand(tmp_path):
     ]
 
 
-def test_manifest(tmp_path):
-    """The counts are those of the texts, the hashes those of the files."""
+def test_dataset_json_counts_and_hashes(tmp_path):
+    """dataset.json holds the counts of the texts and the hashes of the files."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     prepared = make(data, cache)
     folder, counts = folder_of(cache), {}
@@ -125,8 +125,8 @@ def test_manifest(tmp_path):
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 1])
 @pytest.mark.parametrize("name", ["bpe", "byte"])
-def test_validation_text_of_ones_own(tmp_path, name, shard_bytes):
-    """All of it validates and none of it is learnt, also where it lies in the folder; it is part of the identity."""
+def test_validation_path_replaces_the_split(tmp_path, name, shard_bytes):
+    """The given validation text is not trained on, even if it lies in the folder. It is part of the identity."""
     write_files(tmp_path / "text", DOCUMENTS[:40])
     (tmp_path / "text/007.txt").rename(tmp_path / "text/valid.txt")
     train, validation = DOCUMENTS[:7] + DOCUMENTS[8:40], DOCUMENTS[7:8]
@@ -155,8 +155,8 @@ def test_mistaken_validation_text(tmp_path):
 
 @pytest.mark.parametrize("write", [write_documents, write_files])
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
-def test_portions_do_not_matter(tmp_path, documents, write):
-    """Read once or twice, in tasks of a character or of all, in one shard or of a piece each: the very same tokens."""
+def test_sizes_of_portions_do_not_change_tokens(tmp_path, documents, write):
+    """Sample size, task size and shard size do not change the tokens."""
     data = write(tmp_path / "text", documents)
     results = []
     for i, changes in enumerate(
@@ -176,7 +176,7 @@ def test_portions_do_not_matter(tmp_path, documents, write):
 
 
 def test_sample_to_train_the_tokenizer(tmp_path):
-    """Of a text that is too large, one in so many pieces, without what validates; and that is said."""
+    """A large text is sampled at even distances, without its validation text, and a line reports it."""
     data, said = write_documents(tmp_path), list[str]()
     with constants(SMALL):
         prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), print_line=said.append)
@@ -193,7 +193,7 @@ def test_sample_to_train_the_tokenizer(tmp_path):
 
 
 def test_second_time_comes_from_the_cache(tmp_path):
-    """That is said, and no file is touched, also for the same text elsewhere and another context."""
+    """The cache serves the same text from another folder, and for another context, without a change to its files."""
     said: list[str] = []
     first = make(write_documents(tmp_path), tmp_path / "cache", print_line=said.append)
     assert [line.split()[0] for line in said] == ["reading", "the", "prepared"]
@@ -208,8 +208,8 @@ def test_second_time_comes_from_the_cache(tmp_path):
     assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
 
 
-def test_what_may_part_documents(tmp_path):
-    """It is counted and stays text, until it is named: then it is no part of the documents."""
+def test_a_likely_separator_is_reported(tmp_path):
+    """A likely separator is counted and stays text. Once it is configured, it belongs to no document."""
     stories = [f"Story {i}. The river ran under bridge {i * 7 % 31}." for i in range(300)]
     text, said = "\n<|endoftext|>\n".join(stories), list[str]()
     data = write_text(tmp_path, text)
@@ -228,7 +228,7 @@ def test_what_may_part_documents(tmp_path):
 
 
 def test_every_change_is_another_folder(tmp_path):
-    """Changed text, tokenizer, size of the vocabulary or of the validation never meets old tokens."""
+    """Each change of text, tokenizer, vocabulary or validation size has a folder of its own."""
     cache, data = tmp_path / "cache", write_documents(tmp_path)
     limited = DataConfig("text", data.path, validation_bytes=101)
     changes = [
@@ -248,7 +248,7 @@ def test_every_change_is_another_folder(tmp_path):
 
 
 def test_tokenizer_of_a_model(tmp_path):
-    """That of a model to fine-tune is taken as it is; another one has another folder."""
+    """A given tokenizer is used unchanged. Another tokenizer has another folder."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     model = train_bpe(["Document café seats " * 7], 293)
     prepared = make(data, cache, model)
@@ -265,7 +265,7 @@ def test_tokenizer_of_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("text", "tokens"), [("hello world", 10), ("é" * 7, 13), ("ab", 2), ("a", 0), ("\ufeffa", 0)], ids=ascii
 )
-def test_too_short_a_text(tmp_path, text, tokens):
+def test_a_short_text_is_refused_with_its_longest_context(tmp_path, text, tokens):
     """The error holds the longest context that the text fills, if there is one, and that one works; nothing is left."""
     cache, data = tmp_path / "cache", write_text(tmp_path, text)
     with pytest.raises(TooShortError) as caught:
@@ -281,8 +281,8 @@ def test_too_short_a_text(tmp_path, text, tokens):
 
 
 @pytest.mark.parametrize("documents", [[], [""], ["", "", ""]], ids=["no lines", "an empty one", "empty ones"])
-def test_no_text(tmp_path, documents):
-    """Lines without a document are named, and nothing is left."""
+def test_a_text_without_words_is_refused(tmp_path, documents):
+    """A file without text is named, and nothing stays in the cache."""
     data, cache = write_documents(tmp_path, documents), tmp_path / "cache"
     if not documents:
         Path(data.path).write_text("\n\n")

@@ -56,7 +56,7 @@ def test_words_of_documents(tmp_path):
 
 
 def test_words_of_paragraphs(tmp_path):
-    """Of a single text, two paragraphs, of which the first comes last."""
+    """A single text gives two paragraphs, the first one last."""
     assert taken(tmp_path, single("end.\n\nKATE:\nHo!\n\nMEG:\nNo.\n\nANN:\nSo.\n")) == ["", "MEG:", "KATE:"]
 
 

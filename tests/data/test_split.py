@@ -142,7 +142,7 @@ def test_pruning_changes_nothing(documents, validation_bytes):
 
 
 def test_what_is_counted():
-    """Bytes; and who waits is told those of each piece."""
+    """The size is in bytes, and the progress callback gets the bytes of each chunk."""
     told: list[int] = []
     found = scan_chunks(pieces_of(["a\ufffd", "", " word" * 20, "\ufffd\ufffdé"]), 10, told.append)
     assert found.bytes == 4 + 100 + 8

@@ -114,7 +114,7 @@ def test_one_file(tmp_path):
 
 
 def test_validation_that_is_named(tmp_path):
-    """It counts, and not what others are named; of a large file the first tokens are taken, which is said."""
+    """validation_path overrides names. Of a large file the first tokens are used, and a line reports it."""
     for name, ids in (("a.bin", IDS[:400]), ("val.bin", IDS[400:500]), ("c.bin", IDS[500:])):
         write_raw(tmp_path / name, ids)
     said: list[str] = []
@@ -142,7 +142,7 @@ def test_empty_files_and_others(tmp_path):
 
 
 def test_without_end_of_text(tmp_path):
-    """A line says so, and the run goes on: DocumentTokenizer's default writes none."""
+    """One line reports it, and the run continues: DocumentTokenizer's default writes none."""
     write_raw(tmp_path / "train.bin", [token for token in IDS if token != END])
     said: list[str] = []
     opened(tmp_path / "train.bin", print_line=said.append)

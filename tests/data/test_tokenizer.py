@@ -208,7 +208,7 @@ WHITE = regex.compile(r"\p{White_Space}")
 
 
 def is_harmless(rest: str) -> bool:
-    """Whether a cut before `rest` changes no id: it begins with white space that something else follows."""
+    """Return True if a cut before `rest` changes no id: it begins with a single white space."""
     return bool(WHITE.match(rest)) and len(rest) > 1 and not WHITE.match(rest[1])
 
 
@@ -218,7 +218,7 @@ def is_harmless(rest: str) -> bool:
 @example(text="aa bb  cc\n\n dd", size=2)
 @example(text="x" + " " * 1009 + "y" + "\n" * 1013, size=7)
 def test_cuts_and_ids(tokenizer, text, size):
-    """The ids of the pieces are those of the whole text; where cuts were forced, those of the texts between them."""
+    """The ids of chunks equal the ids of the text. At a forced cut they equal the ids of the texts on both sides."""
     pieces = list(split_into_chunks([text], size))
     between, rest = [""], text
     for piece in pieces:

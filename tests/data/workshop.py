@@ -1,4 +1,4 @@
-"""Texts to prepare, and real processes that prepare them and may be hurt."""
+"""Texts to prepare, and real processes that prepare them and can be killed."""
 
 import contextlib
 import functools
@@ -33,19 +33,19 @@ CONTEXT = 13
 BYTE = TokenizerConfig("byte")
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
-# Of a small text many pieces, tasks and shards, read a second time to encode it.
+# A small text then has many chunks, tasks and shards, and is read a second time to encode it.
 SMALL = {
     "gpt.data.corpus.split_into_chunks": 31,
     "gpt.data.split.SAMPLE_BYTES": 10_007,
     "gpt.data.shards.TASK_CHARS": 199,
     "gpt.data.scan.SHARD_BYTES": 1511,
 }
-# All of it is kept from the first reading, and is one shard.
+# All chunks stay in memory after the first reading, and are one shard.
 LARGE = SMALL | {"gpt.data.split.SAMPLE_BYTES": 10**9, "gpt.data.scan.SHARD_BYTES": 10**9}
 
 
 def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
-    """The configuration that reads the documents from a file of JSON lines."""
+    """Write the documents to a file of JSON lines, and return its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
@@ -53,7 +53,7 @@ def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfi
 
 
 def write_files(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
-    """The configuration that reads the documents from a file each."""
+    """Write each document to a file, and return the configuration of their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, document in enumerate(documents):
         (folder / f"{i:03}.txt").write_text(document, encoding="utf-8", newline="")
@@ -61,7 +61,7 @@ def write_files(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
 
 
 def write_text(folder: Path, text: str) -> DataConfig:
-    """The configuration that reads a single text."""
+    """Write a text to a file, and return its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(text, encoding="utf-8", newline="")
     return DataConfig("text", str(folder / "text.txt"))
@@ -70,14 +70,14 @@ def write_text(folder: Path, text: str) -> DataConfig:
 def make(
     data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
 ) -> TokenSource:
-    """Prepare one corpus without a word."""
+    """Prepare one corpus without printing."""
     [prepared] = prepare(data, tokenizer, context_length, cache, **({"print_line": [].append} | more)).sources
     return prepared
 
 
 @contextlib.contextmanager
 def constants(values: dict[str, int]) -> Iterator[None]:
-    """Other constants for a while; that of `split_into_chunks` is their size."""
+    """Replace constants within a block. The value of `split_into_chunks` is its size."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             is_size = name == "gpt.data.corpus.split_into_chunks"
@@ -86,35 +86,35 @@ def constants(values: dict[str, int]) -> Iterator[None]:
 
 
 def folder_of(cache: Path) -> Path:
-    """The one folder in a cache, which holds nothing else, hidden or not."""
+    """Return the only folder in a cache, hidden or not."""
     [folder] = entries(cache)
     return folder
 
 
 def entries(cache: Path) -> list[Path]:
-    """All that is in a cache, hidden or not, but for its mark and the locks beside its folders."""
+    """Return the entries of a cache, hidden ones too, without its tag and locks."""
     return [entry for entry in cache.iterdir() if entry.suffix != ".lock" and CACHE_TAG not in entry.name]
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All that is in a folder."""
+    """Return the content of each file in a folder."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def whole(folder: Path) -> dict[str, bytes]:
-    """What a folder comes to, in however many shards: all tokens for training as one, and the others."""
+    """Return the content of a folder with its training files joined, so that the number of shards does not matter."""
     files = sorted(content(folder).items())
     parts = {name: data for name, data in files if name in ("validation.bin", "tokenizer.json")}
     return parts | {"train": b"".join(data for name, data in files if name.startswith("train-"))}
 
 
 def lists(prepared: TokenSource) -> tuple[list[int], list[int]]:
-    """The ids of both parts."""
+    """Return the ids of both splits."""
     return prepared.train[:].tolist(), prepared.validation.tolist()
 
 
 def halves(data: DataConfig) -> tuple[list[str], list[str]]:
-    """The documents to learn from, and those that validate."""
+    """Return the documents for training and for validation."""
     corpus = open_corpus(data, Path("unused"))
     pieces = [piece for _, _, piece in corpus.chunks()]
     split = scan_chunks(pieces, data.validation_bytes).split
@@ -129,13 +129,13 @@ def halves(data: DataConfig) -> tuple[list[str], list[str]]:
 
 
 def obvious(documents: list[str], tokenizer: Tokenizer) -> list[int]:
-    """The ids of documents, each after an end-of-text."""
+    """Return the ids of documents, each after an end-of-text."""
     return [id for document in documents for id in (tokenizer.end_of_text, *tokenizer.encode(document))]
 
 
 @contextlib.contextmanager
 def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
-    """The pieces that are encoded meanwhile, on whatever thread; before piece number `at`, something happens."""
+    """Yield a list that collects the encoded chunks of all threads. Call `happens` before chunk number `at`."""
     pieces: list[str] = []
     encode_chunk = Tokenizer.encode_chunk
 
@@ -151,7 +151,7 @@ def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Itera
 
 
 def fail_with(error: BaseException) -> Callable[[], None]:
-    """What raises an error."""
+    """Return a function that raises an error."""
 
     def fail() -> None:
         raise error
@@ -159,11 +159,11 @@ def fail_with(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-# --- processes to be hurt: they are forked from one that has everything imported, since that takes seconds ---
+# --- processes to kill: they are forked from a process that has imported everything, which takes seconds ---
 
 
 def serve() -> None:
-    """For each order on stdin begin a process, or wait until one has stopped or ended; its number, or how it ended."""
+    """For each order on stdin, fork a process, or wait until one stops or ends. Print its id, or its exit code."""
     gc.freeze()
     print("null", flush=True)
     for line in sys.stdin:
@@ -180,7 +180,7 @@ def serve() -> None:
 def obey(
     path: str, cache: str, output: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
 ) -> NoReturn:
-    """Prepare as a command line would; `at` is what is done to the file system, how many times, when a signal comes."""
+    """Prepare as a command does. `at` gives a system call, its number, and the signal to send to itself then."""
     signal.alarm(60)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stream = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -240,7 +240,7 @@ class Workshop:
         return json.loads(self._server.stdout.readline())
 
     def start(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, **more) -> int:
-        """The number of a process that prepares, with `more` for `obey`."""
+        """Start a process that prepares, with `more` for `obey`; return its id."""
         output = self._outputs / str(time.monotonic_ns())
         output.touch()
         paths = {"path": data.path, "cache": str(cache), "output": str(output)}
@@ -252,30 +252,30 @@ class Workshop:
         return number
 
     def wait(self, number: int) -> int | None:
-        """Its exit code, negative where a signal ended it; None where one has stopped it."""
+        """Return the exit code, negative after a signal, or None if a signal has stopped the process."""
         code = self._ask({"wait": number})
         if code is not None:
             self._living.remove(number)
         return code
 
     def said(self, number: int) -> str:
-        """What a process has printed so far."""
+        """Return the output of a process so far."""
         return (self._outputs / f"of {number}").read_text()
 
     def run(self, *arguments, **more) -> tuple[int | None, str]:
-        """Prepare to the end: the exit code, and all that was printed."""
+        """Prepare to the end; return the exit code and the output."""
         number = self.start(*arguments, **more)
         return self.wait(number), self.said(number)
 
     def wait_until_said(self, number: int, text: str) -> None:
-        """Wait for a line of a process."""
+        """Wait until a process prints a text."""
         deadline = time.monotonic() + 30
         while text not in self.said(number):
             assert time.monotonic() < deadline, self.said(number)
             time.sleep(0.005)
 
     def close(self) -> None:
-        """End all that is left."""
+        """Kill the remaining processes."""
         for number in self._living:
             os.kill(number, signal.SIGKILL)
         self._server.communicate()
