@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpt.data.data_config import DataConfig
-from gpt.data.imported_tokens import VALIDATION_TOKENS
+from gpt.data.imported_tokens import MAX_VALIDATION_TOKENS
 from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -108,7 +108,7 @@ def test_one_file(tmp_path):
     source = opened(tmp_path / "train.bin", print_line=said.append)
     length = len(source.validation)
     assert source.train[:].tolist() + source.validation.tolist() == IDS
-    assert 0 < length <= len(IDS) // 10 < VALIDATION_TOKENS and source.validation[0] == END
+    assert 0 < length <= len(IDS) // 10 < MAX_VALIDATION_TOKENS and source.validation[0] == END
     what = f"validating on the last {length} tokens: no file is named val, valid, validation or dev"
     assert said == [f"{what}; data.validation_path= names others"]
 
@@ -194,7 +194,7 @@ def damaged_index(file: Path) -> None:
 
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "an id beyond the vocabulary": ("a.bin", lambda f: write_raw(f, [*IDS, 50257]), "has the id 50,257, and the voca"),
+    "an id beyond the vocabulary": ("a.bin", lambda f: write_raw(f, [*IDS, 50257]), "has the id 50,257, but the voca"),
     "half an id": ("a.bin", lambda f: f.write_bytes(b"abcde"), "it has 5 bytes, for ids of 2 bytes: it was"),
     "uint32 in a raw file": ("a.bin", lambda f: write_raw(f, IDS, "<u4"), "every second id is 0, .* 4 bytes, not 2"),
     "llm.c, cut off": (
