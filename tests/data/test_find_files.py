@@ -7,7 +7,6 @@ import os
 import random
 import re
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -144,9 +143,7 @@ def test_links_in_a_circle(tmp_path, fill, way):
     fill(tmp_path, a__txt="a", d_in_b__txt="b")
     for name in ("loop", "other", "d/up", "d/again", "self"):
         (tmp_path / name).symlink_to(name if name == "self" else tmp_path)
-    start = time.process_time()
     assert sorted(found(f"{tmp_path}{way}")) == ["a", "b"]
-    assert time.process_time() - start < 2
 
 
 def test_a_file_of_several_names(tmp_path, fill):

@@ -1,19 +1,14 @@
 """Preparing: the tokens of every document in order, once, and one line for a text that is too short."""
 
 import hashlib
-import io
 import json
 import random
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import gpt.data.prepare
-from gpt.console import progress_bar
-from gpt.data import scan
 from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import open_corpus
 from gpt.data.data_config import DataConfig
@@ -57,18 +52,6 @@ def test_tokens_are_the_split(tmp_path, name, values):
     assert prepared.tokenizer.to_dict() == expected.to_dict()
     assert lists(prepared) == (obvious(train, expected), obvious(validation, expected))
     assert len(train) > 40 and len(validation) > 1
-
-
-def test_progress_bars_are_labelled(tmp_path, monkeypatch):
-    """On a terminal, reading and tokenizing have labelled bars. The test removes their delay."""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for module in (scan, gpt.data.prepare):
-        at_once = lambda *given, delay: progress_bar(*given)  # noqa: E731
-        monkeypatch.setattr(module, "progress_bar", at_once)
-    make(write_documents(tmp_path), tmp_path / "cache", TokenizerConfig("byte"))
-    assert re.search(r"\rreading text: .*\rtokenizing text: +0%", terminal.getvalue(), re.S)
 
 
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
