@@ -92,7 +92,7 @@ def test_pieces_come_early(blocks, size):
 
 
 def test_white_space_is_what_the_tokenizers_pattern_takes():
-    """WHITESPACE is tiktoken's \\s and Unicode's White_Space; Python's own has the four separators from U+001C on more."""
+    """WHITESPACE is tiktoken's \\s and Unicode's White_Space; Python adds the four separators from U+001C on."""
     ours = re.findall(f"[{WHITESPACE}]", "".join(EVERY_CHARACTER))
     bytes_alone = {bytes([byte]): byte for byte in range(256)}
     matcher = tiktoken.Encoding("spaces", pat_str=r"\s", mergeable_ranks=bytes_alone, special_tokens={})
