@@ -20,7 +20,6 @@ from harness import import_or_skip
 from workshop import (
     DOCUMENTS,
     SMALL,
-    Workshop,
     constants,
     content,
     folder_of,
@@ -178,14 +177,6 @@ def server(monkeypatch) -> Iterator[Server]:
 
 
 # --- preparing ---
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Iterator[Workshop]:
-    """One for all tests of a module, since it takes seconds to start."""
-    found = Workshop(tmp_path_factory.mktemp("outputs"))
-    yield found
-    found.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Interruptions, damage and concurrent processes do not change the files that preparing makes."""
 
-import contextlib
 import errno
 import itertools
 import json
@@ -26,6 +25,7 @@ from workshop import (
     DOCUMENTS,
     LARGE,
     SMALL,
+    Preparation,
     constants,
     content,
     entries,
@@ -110,34 +110,34 @@ def test_a_small_text_resumes_after_an_interruption(tmp_path, many, undisturbed_
 @pytest.mark.slow
 @pytest.mark.parametrize(("ends", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)], ids=["kill", "Ctrl-C"])
 @pytest.mark.parametrize("third", [1, 2, 3])
-def test_a_kill_at_every_file_access_changes_nothing(tmp_path, workshop, many, undisturbed_whole, third, ends, code):
+def test_a_kill_at_every_file_access_changes_nothing(tmp_path, many, undisturbed_whole, third, ends, code):
     """A kill at any access to the file system prints nothing, and does not change the result."""
     for number in itertools.count(third, 3):
         values = LARGE if number % 5 == 0 else SMALL
         cache = tmp_path / str(number)
-        ended, said = workshop.run(many, cache, values, at=("", number, ends))
+        ended, said = Preparation(many, cache, values, at=("", number, ends)).wait()
         assert ended in (0, code), said
         assert {line.split()[0] for line in said.splitlines()} <= {"reading", "the", "resuming", "prepared"}
         if ended == 0:
             break
-        ended, said = workshop.run(many, cache, values)
+        ended, said = Preparation(many, cache, values).wait()
         assert ended == 0, said
         assert whole(folder_of(cache)) == undisturbed_whole, number
         shutil.rmtree(cache)
     assert number > 30
 
 
-def test_random_kills_change_nothing(tmp_path, workshop, many, undisturbed_whole):
+def test_random_kills_change_nothing(tmp_path, many, undisturbed_whole):
     """Killed at random moments, each process resumes the work of the last one. The result is the same."""
     cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
     values = SMALL | {"gpt.data.scan.SHARD_BYTES": 101}
     for attempt in itertools.count(1):
-        number = workshop.start(many, cache, values)
+        preparation = Preparation(many, cache, values)
+        preparation.wait_until_ready()
         time.sleep(chooser.random() * 0.01 * attempt)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
-        code = workshop.wait(number)
-        outputs.append(workshop.said(number))
+        preparation.send_signal(signal.SIGKILL)
+        code, output = preparation.wait()
+        outputs.append(output)
         assert code in (0, -signal.SIGKILL), outputs[-1]
         if code == 0:
             break
@@ -147,24 +147,26 @@ def test_random_kills_change_nothing(tmp_path, workshop, many, undisturbed_whole
     assert shares == sorted(shares)
 
 
-def test_a_kill_before_the_tokenizer_is_written_changes_nothing(tmp_path, workshop, many):
+def test_a_kill_before_the_tokenizer_is_written_changes_nothing(tmp_path, many):
     """The next process trains the same tokenizer."""
     cache = tmp_path / "cache"
     with constants(SMALL):
         make(many, tmp_path / "whole", TokenizerConfig("bpe", 307))
-    assert workshop.run(many, cache, at=("tokenizer.json", 1, signal.SIGKILL), tokenizer="bpe")[0] == -signal.SIGKILL
-    code, said = workshop.run(many, cache, tokenizer="bpe")
+    assert (
+        Preparation(many, cache, at=("tokenizer.json", 1, signal.SIGKILL), tokenizer="bpe").wait()[0] == -signal.SIGKILL
+    )
+    code, said = Preparation(many, cache, tokenizer="bpe").wait()
     assert code == 0, said
     assert content(folder_of(cache)) == content(folder_of(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
-def test_a_kill_while_deleting_leaves_nothing_usable(tmp_path, workshop, many, undisturbed, number):
+def test_a_kill_while_deleting_leaves_nothing_usable(tmp_path, many, undisturbed, number):
     """The rest of a failed preparation that was being deleted is never resumed."""
     cache = tmp_path / "cache"
-    code, _ = workshop.run(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000)
+    code, _ = Preparation(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000).wait()
     assert code == -signal.SIGKILL
-    code, said = workshop.run(many, cache)
+    code, said = Preparation(many, cache).wait()
     assert code == 0, said
     assert content(folder_of(cache)) == undisturbed
 
@@ -238,52 +240,54 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
 
 
 def two_at_once(
-    workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("shard-000001.json", 3)
-) -> tuple[int, int]:
-    """Return the ids of a process that is stopped while it prepares, and of one that waits for it."""
-    first = workshop.start(data, cache, at=(*at, signal.SIGSTOP))
-    assert workshop.wait(first) is None
-    second = workshop.start(data, cache)
-    workshop.wait_until_said(second, "waiting")
+    data: DataConfig, cache: Path, at: tuple[str, int] = ("shard-000001.json", 3)
+) -> tuple[Preparation, Preparation]:
+    """Return a process that is paused while it prepares, and one that waits for it."""
+    first = Preparation(data, cache, at=(*at, signal.SIGSTOP))
+    first.wait_until_ready()
+    second = Preparation(data, cache)
+    second.wait_until_printed("waiting")
     return first, second
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["waits", "Ctrl-C"])
-def test_two_processes_at_once(tmp_path, workshop, many, undisturbed, ends):
+def test_two_processes_at_once(tmp_path, many, undisturbed, ends):
     """The second process waits, prints that, and uses the result. Ctrl-C ends it without disturbing the first."""
     cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache)
+    first, second = two_at_once(many, cache)
     if ends:
-        os.kill(second, signal.SIGINT)
-        assert workshop.wait(second) == 130
-    os.kill(first, signal.SIGCONT)
-    assert workshop.wait(first) == 0
-    assert ends or workshop.wait(second) == 0
-    assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "the", "prepared"]
-    assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
+        second.send_signal(signal.SIGINT)
+        assert second.wait()[0] == 130
+    first.resume()
+    code, output = first.wait()
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines()] == ["reading", "the", "prepared"]
+    waiting = f"process {first.pid} is preparing this text: waiting for it\n"
+    assert second.wait() == (130 if ends else 0, waiting)
     assert content(folder_of(cache)) == undisturbed
 
 
-def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
+def test_many_processes_at_once(tmp_path, many, undisturbed):
     """One of seven processes prepares, and the others use the result without an error."""
     cache = tmp_path / "cache"
-    numbers = [workshop.start(many, cache) for _ in range(7)]
-    assert [workshop.wait(number) for number in numbers] == [0] * 7
-    said = [workshop.said(number) for number in numbers]
-    assert sum("\nprepared" in lines for lines in said) == 1
+    results = [preparation.wait() for preparation in [Preparation(many, cache) for _ in range(7)]]
+    assert [code for code, _ in results] == [0] * 7
+    assert sum("\nprepared" in output for _, output in results) == 1
     assert content(folder_of(cache)) == undisturbed
 
 
 @pytest.mark.parametrize(("at", "next_says"), [(("plan.json", 1), "reading"), (("shard-000001.json", 3), "resuming")])
-def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, at, next_says):
+def test_waiting_for_one_that_is_killed(tmp_path, many, undisturbed, at, next_says):
     """The waiting process resumes what the killed one has left, even if that is nothing."""
     cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache, at)
-    os.kill(first, signal.SIGKILL)
-    assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
-    waiting, then, *_ = workshop.said(second).splitlines()
-    assert waiting == f"process {first} is preparing this text: waiting for it"
-    assert then.split()[0] == next_says
+    first, second = two_at_once(many, cache, at)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait()[0] == -signal.SIGKILL
+    code, output = second.wait()
+    assert code == 0
+    waiting_line, next_line, *_ = output.splitlines()
+    assert waiting_line == f"process {first.pid} is preparing this text: waiting for it"
+    assert next_line.split()[0] == next_says
     assert content(folder_of(cache)) == undisturbed
 
 
@@ -315,12 +319,12 @@ def test_read_only_cache(tmp_path, disk):
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_full_disk(workshop, disk, many, undisturbed, half):
+def test_full_disk(disk, many, undisturbed, half):
     """A full disk gives one line at any point. The preparation resumes once there is room."""
     cache, outputs = disk / "cache", []
     for pages in itertools.count(1 + half, 2):
         remount(disk, f"size={4096 * pages}")
-        code, said = workshop.run(many, cache)
+        code, said = Preparation(many, cache).wait()
         if code == 0:
             break
         lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "the")]
@@ -328,7 +332,7 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
         assert len(lines) == 1, said
         assert re.match(rf"prepare: {cache}: the disk is full \(No space left on device\); {REMEDY}", lines[0])
         remount(disk, "size=8m")
-        code, said = workshop.run(many, cache)
+        code, said = Preparation(many, cache).wait()
         assert code == 0, said
         assert content(folder_of(cache)) == undisturbed
         outputs.append(said.split()[0])

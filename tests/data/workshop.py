@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-import gc
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,40 +162,33 @@ def fail_with(error: BaseException) -> Callable[[], None]:
 
 # --- processes to kill: they are forked from a process that has imported everything, which takes seconds ---
 
-
-def serve() -> None:
-    """For each order on stdin, fork a process, or wait until one stops or ends. Print its id, or its exit code."""
-    gc.freeze()
-    print("null", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            _, status = os.waitpid(order["wait"], os.WUNTRACED)
-            print("null" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status), flush=True)
-        elif number := os.fork():
-            print(number, flush=True)
-        else:
-            obey(**order)
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "hypothesis", "gpt.data.prepare"])
 
 
-def obey(
-    path: str, cache: str, output: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
-) -> NoReturn:
-    """Prepare as a command does. `at` gives a system call, its number, and the signal to send to itself then."""
+def prepare_as_command(path, cache, output, values, at, events, tokenizer="byte", context_length=CONTEXT) -> NoReturn:
+    """Prepare as a command does, with output to a file. `at` is as for `Preparation`."""
     signal.alarm(60)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stream = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    if at:
-        what, number, signal_number = at
+    ready, resumed = events
+    if not at:
+        ready.set()
+    else:
+        call, number, signal_number = at
         touches = itertools.count(1)
 
         def touch(event: str, arguments: tuple) -> None:
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.fsync", "fcntl.flock")
-            here = changes or (event == "open" and cache in str(arguments))
-            if here and what in f"{event} {arguments}" and next(touches) == number:
-                os.kill(os.getpid(), signal_number)
+            is_touch = changes or (event == "open" and cache in str(arguments))
+            if is_touch and call in f"{event} {arguments}" and next(touches) == number:
+                if signal_number == signal.SIGSTOP:
+                    ready.set()
+                    resumed.wait()
+                else:
+                    os.kill(os.getpid(), signal_number)
 
         os.fsync = lambda descriptor: touch("os.fsync", ())  # a signal spares what the system has not yet written
         sys.addaudithook(touch)
@@ -202,83 +196,53 @@ def obey(
     try:
         with constants(values), clean_exit("prepare"):
             print_line = functools.partial(print, flush=True)
-            prepare(
-                DataConfig("text", path),
-                TokenizerConfig(tokenizer, 307),
-                context_length,
-                Path(cache),
-                print_line=print_line,
-            )
+            tokenizer_config = TokenizerConfig(tokenizer, 307)
+            prepare(DataConfig("text", path), tokenizer_config, context_length, Path(cache), print_line)
     except SystemExit as end:
         code = end.code
     sys.stderr.flush()
-    os._exit(int(str(code)))  # the way out of Python takes a second that has nothing to do with this
+    os._exit(int(str(code)))  # leaving Python takes a second that has nothing to do with this
 
 
-class Workshop:
-    """Real processes that prepare."""
+class Preparation:
+    """A process that prepares. `at` gives a system call, its number, and a signal to itself then; SIGSTOP pauses it."""
 
-    def __init__(self, outputs: Path):
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "default::ResourceWarning", "-c", "import workshop; workshop.serve()"],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/data'}"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._outputs = outputs
-        self._living: set[int] = set()
-        assert self._answer() is None
+    def __init__(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, at: tuple | None = None, **more):
+        self._output = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - it lives as long as this object
+        self._events = FORKS.Event(), FORKS.Event()
+        arguments = (data.path, str(cache), self._output.name, values, at, self._events)
+        self._process = FORKS.Process(target=prepare_as_command, args=arguments, kwargs=more, daemon=True)
+        self._process.start()
 
-    def _ask(self, order: dict) -> int | None:
-        assert self._server.stdin is not None
-        print(json.dumps(order), file=self._server.stdin, flush=True)
-        return self._answer()
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
-    def _answer(self) -> int | None:
-        assert self._server.stdout is not None
-        return json.loads(self._server.stdout.readline())
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-    def start(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, **more) -> int:
-        """Start a process that prepares, with `more` for `obey`; return its id."""
-        output = self._outputs / str(time.monotonic_ns())
-        output.touch()
-        paths = {"path": data.path, "cache": str(cache), "output": str(output)}
-        number = self._ask(paths | {"values": values} | more)
-        assert number is not None
-        self._living.add(number)
-        (self._outputs / f"of {number}").unlink(missing_ok=True)  # numbers come round again
-        (self._outputs / f"of {number}").symlink_to(output)
-        return number
+    def wait_until_ready(self) -> None:
+        """Wait until the process pauses, or without `at` begins to prepare."""
+        assert self._events[0].wait(30), self.output()
 
-    def wait(self, number: int) -> int | None:
-        """Return the exit code, negative after a signal, or None if a signal has stopped the process."""
-        code = self._ask({"wait": number})
-        if code is not None:
-            self._living.remove(number)
-        return code
+    def resume(self) -> None:
+        self._events[1].set()
 
-    def said(self, number: int) -> str:
-        """Return the output of a process so far."""
-        return (self._outputs / f"of {number}").read_text()
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
 
-    def run(self, *arguments, **more) -> tuple[int | None, str]:
-        """Prepare to the end; return the exit code and the output."""
-        number = self.start(*arguments, **more)
-        return self.wait(number), self.said(number)
-
-    def wait_until_said(self, number: int, text: str) -> None:
-        """Wait until a process prints a text."""
+    def wait_until_printed(self, text: str) -> None:
         deadline = time.monotonic() + 30
-        while text not in self.said(number):
-            assert time.monotonic() < deadline, self.said(number)
+        while text not in self.output():
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.005)
 
-    def close(self) -> None:
-        """Kill the remaining processes."""
-        for number in self._living:
-            os.kill(number, signal.SIGKILL)
-        self._server.communicate()
+    def wait(self) -> tuple[int | None, str]:
+        """Return the exit code, negative after a signal, and the output."""
+        self._process.join()
+        return self._process.exitcode, self.output()
 
 
 def remount(disk: Path, options: str) -> None:
