@@ -162,7 +162,7 @@ def fail_with(error: BaseException) -> Callable[[], None]:
 
 # --- processes to kill: they are forked from a process that has imported everything, which takes seconds ---
 
-FORKS = multiprocessing.get_context("forkserver")
+FORKS = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
 FORKS.set_forkserver_preload(["pytest", "hypothesis", "gpt.data.prepare"])
 
 
