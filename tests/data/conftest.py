@@ -22,11 +22,11 @@ from workshop import (
     SMALL,
     constants,
     content,
-    folder_of,
-    halves,
+    expected_ids,
     lists,
     make,
-    obvious,
+    only_folder,
+    split_documents,
     whole,
     write_documents,
 )
@@ -208,9 +208,9 @@ def undisturbed(many, tmp_path_factory) -> dict[str, bytes]:
     cache = tmp_path_factory.mktemp("undisturbed")
     with constants(SMALL):
         prepared = make(many, cache)
-        expected = tuple(obvious(documents, byte_tokenizer()) for documents in halves(many))
+        expected = tuple(expected_ids(documents, byte_tokenizer()) for documents in split_documents(many))
     assert lists(prepared) == expected
-    return content(folder_of(cache))
+    return content(only_folder(cache))
 
 
 @pytest.fixture(scope="module")
@@ -219,4 +219,4 @@ def undisturbed_whole(many, tmp_path_factory) -> dict[str, bytes]:
     cache = tmp_path_factory.mktemp("whole")
     with constants(SMALL):
         make(many, cache)
-    return whole(folder_of(cache))
+    return whole(only_folder(cache))

@@ -137,7 +137,7 @@ def test_the_order_is_that_of_before(first, seed):
     assert [window[0] for window in windows(first, 20, seed)] == ORDER[first, seed]
 
 
-MANY = """
+OPEN_MANY_FILES = """
 import resource, sys
 from pathlib import Path
 soft, hard = map(int, sys.argv[2:])
@@ -159,7 +159,7 @@ def test_more_files_than_a_process_may_open(tmp_path):
     """The limit that macOS begins with does not matter; one that cannot be raised is named."""
     text = shards(tmp_path)
     for limits, said in (((256, 2048), f"{len(text)}\n"), ((256, 256), "; allow more open files with ulimit -n, and")):
-        command = [sys.executable, "-c", MANY, str(tmp_path), *map(str, limits)]
+        command = [sys.executable, "-c", OPEN_MANY_FILES, str(tmp_path), *map(str, limits)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert said in done.stdout, done.stdout + done.stderr
 

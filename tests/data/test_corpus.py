@@ -60,16 +60,16 @@ def test_a_folder_of_every_format(tmp_path, fill):
     """Suffixes choose the readers. Markup that is read as raw text is named with a remedy."""
     fill(tmp_path, a__txt=TEXT, b__jsonl='{"text": "two"}\n{"text": "three"}', d__json="[4]", g__csv="eight,nine")
     pq.write_table(pa.table({"text": ["five", None, "six"]}), tmp_path / "c.parquet")
-    said: list[str] = []
-    corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
+    printed: list[str] = []
+    corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, printed.append)
     assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
     raw, d = "read as raw text with its markup; for the text alone:", tmp_path / "d.json"
     json_line = f"""d.json: JSON, {raw} jq -c '.. | objects | select(has("text"))' {d} > {d}.jsonl"""
     table_line = f"a table, {raw} convert it to .jsonl or .parquet and set data.text_field=COLUMN"
-    assert said == [json_line, f"g.csv: {table_line}"]
+    assert printed == [json_line, f"g.csv: {table_line}"]
     fill(tmp_path, h__csv="ten,11")
-    open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
-    assert said[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
+    open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, printed.append)
+    assert printed[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="NOT TESTED without jq")
@@ -79,9 +79,9 @@ def test_the_printed_jq_works(tmp_path, fill):
     several = "\n".join(json.dumps(row, indent=2) for row in rows)
     fill(tmp_path, a__json=json.dumps(rows), b__json=json.dumps({"v": 1, "rows": rows}, indent=2), c__json=several)
     for name in ("a.json", "b.json", "c.json"):
-        said: list[str] = []
-        open_corpus(DataConfig("text", str(tmp_path / name)), NOWHERE, said.append)
-        subprocess.run(said[0].partition("alone: ")[2], shell=True, check=True)
+        printed: list[str] = []
+        open_corpus(DataConfig("text", str(tmp_path / name)), NOWHERE, printed.append)
+        subprocess.run(printed[0].partition("alone: ")[2], shell=True, check=True)
         assert read(tmp_path / f"{name}.jsonl") == ["row 0", "row 1", "row 2"]
 
 

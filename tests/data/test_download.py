@@ -243,22 +243,23 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
 
 def test_away_for_a_while(tmp_path, server, monkeypatch):
     """One line reports the wait. The pauses grow up to a bound, and then one line ends the command."""
-    pauses, said = [], []
+    pauses, printed = [], []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=time.time, time_ns=time.time_ns)
     monkeypatch.setattr(gpt.data.download, "time", clock)
     server.fails = [503] * 15
-    assert remote(server.url("whole"), tmp_path, print_line=said.append).fetch().read_bytes() == CONTENT
-    assert len(said) == 1 and re.fullmatch(
-        rf"{server.url('whole')}: does not answer \(503, .*\): waiting for it, for about two minutes at most", said[0]
+    assert remote(server.url("whole"), tmp_path, print_line=printed.append).fetch().read_bytes() == CONTENT
+    assert len(printed) == 1 and re.fullmatch(
+        rf"{server.url('whole')}: does not answer \(503, .*\): waiting for it, for about two minutes at most",
+        printed[0],
     )
     pauses.clear()
-    line = refusal(remote(server.url("503"), tmp_path / "new", print_line=said.append).fetch)
-    assert line.endswith(OFFLINE_HINT) and len(said) == 2
+    line = refusal(remote(server.url("503"), tmp_path / "new", print_line=printed.append).fetch)
+    assert line.endswith(OFFLINE_HINT) and len(printed) == 2
     assert 100 < sum(pauses) < 130 and max(pauses) <= 15 and pauses == sorted(pauses)
     monkeypatch.setattr(gpt.data.download, "MAX_WAIT_SECONDS", 1)  # seconds, as if each attempt took long
     pauses.clear()
-    assert refusal(remote(server.url("503"), tmp_path / "new", print_line=said.append).fetch).endswith(OFFLINE_HINT)
-    assert len(said) == 2 and sum(pauses) < 2
+    assert refusal(remote(server.url("503"), tmp_path / "new", print_line=printed.append).fetch).endswith(OFFLINE_HINT)
+    assert len(printed) == 2 and sum(pauses) < 2
     for way in ("400", "401", "403", "404", "410", "451"):
         server.asked.clear()
         refusal(find_remote_files, server.url(way), tmp_path, 10**7)
@@ -289,15 +290,15 @@ def test_unreachable(tmp_path, server, monkeypatch):
 def test_down_after_a_first_listing(tmp_path, server, monkeypatch):
     """Without a server, the last listing and its copies are used. A file without a copy is refused."""
     monkeypatch.setattr(gpt.data.download, "MAX_ATTEMPTS", 2)
-    url, said = server.url("whole"), []
+    url, printed = server.url("whole"), []
     [file] = find_remote_files(url, tmp_path, 10**7)
     copy = file.fetch()
     server.fails = [404] * 2
     assert "there is no such file" in refusal(find_remote_files, url, tmp_path, 10**7)
     server.stop()
-    [again] = find_remote_files(url, tmp_path, 10**7, said.append)
+    [again] = find_remote_files(url, tmp_path, 10**7, printed.append)
     assert again.fetch() == copy
-    assert len(said) == 1 and said[0].endswith(f"{OFFLINE_HINT}; using the list of files of the last time")
+    assert len(printed) == 1 and printed[0].endswith(f"{OFFLINE_HINT}; using the list of files of the last time")
     copy.unlink()
     assert refusal(again.fetch).startswith(f"{url}: cannot be used (ClientConnectorError: ")
     [listing] = (tmp_path / "downloads").glob(".*.json")
@@ -326,8 +327,8 @@ def test_folder_that_cannot_be_written(tmp_path, server):
 def test_full_disk(tmp_path, server, downloads):
     """One line names the folder and the remedy; it is not taken for a fault of the network."""
     (downloads / f"{NAME}.part").symlink_to("/dev/full")
-    said = refusal(fetch, server, "whole", tmp_path)
-    assert said.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
+    printed = refusal(fetch, server, "whole", tmp_path)
+    assert printed.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
 
 
 def test_room(tmp_path, server, downloads):

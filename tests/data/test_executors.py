@@ -225,8 +225,8 @@ def test_another_text_in_the_directory(tmp_path, text, long_texts):
     into(made, text, cache)
     before = files_of(made)
     for other in (lambda: into(made, long_texts, cache), lambda: into(made, text, cache, errors="replace")):
-        said = refusal(other)
-        assert said == f"{made}: holds another text, or one that has changed since: name an empty folder"
+        printed = refusal(other)
+        assert printed == f"{made}: holds another text, or one that has changed since: name an empty folder"
     assert files_of(made) == before
     data = DataConfig("mix", ["python_docs", text], [1, 1])
     assert "takes one text, not a mixture" in refusal(prepare, data, BPE, 13, cache, to=made)

@@ -47,10 +47,10 @@ def test_what_a_folder_passes_over_is_said(tmp_path, fill):
     fill(tmp_path, a__txt="a", b__txt="", c_in_d__pdf=b"%PDF-1.7\n", __hidden="", d__bin=b"\0")
     fill(tmp_path, e__png=b"\x89PNG\r\n", f__jpg=b"\xff\xd8\xff\xe0", g__docx=b"PK\x03\x04", h__gif=b"GIF89a")
     fill(tmp_path, i__npy=b"\x93NUMPY\1\0", j__txt__gz=gzip.compress(b""), k__txt__gz=gzip.compress(b"k"))
-    said: list[str] = []
-    files = find_text_files(str(tmp_path), NOWHERE, said.append)
+    printed: list[str] = []
+    files = find_text_files(str(tmp_path), NOWHERE, printed.append)
     assert files == (tmp_path / "a.txt", tmp_path / "k.txt.gz")
-    assert said == [f"skipping 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
+    assert printed == [f"skipping 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
 
 
 def test_globs(tmp_path, fill, monkeypatch):
@@ -116,9 +116,9 @@ def test_runs_and_caches_are_not_corpus(tmp_path, monkeypatch, fill, way):
     for marked in ("runs/1", "b/moved"):
         mark_as_cache(fill(tmp_path / marked, config__yaml="seed: 1", notes_in_a__txt="no"))
     for place in (".", str(tmp_path)):
-        said: list[str] = []
-        assert found(place + way, said.append, tmp_path / "cache") == ["a", "mine"]
-        [line] = said
+        printed: list[str] = []
+        assert found(place + way, printed.append, tmp_path / "cache") == ["a", "mine"]
+        [line] = printed
         assert re.fullmatch(rf"skipping 3 folders below {place}/?, of runs or the cache: (\S+, ){{2}}\S+", line)
         assert {*line.split(": ")[1].split(", ")} == {"b/moved", "cache", "runs/1"}
 
@@ -129,9 +129,9 @@ def test_a_run_that_is_named(tmp_path, fill):
     mark_as_cache(run)
     assert found(run / "samples.md") == ["once upon"]
     assert found(run / "notes") == ["mine"]
-    said: list[str] = []
-    assert refused(run, said.append) == refused(f"{run}/*.md", said.append) == NOTHING
-    assert said == [f"skipping 1 folder below {run}, of runs or the cache: ."] * 2
+    printed: list[str] = []
+    assert refused(run, printed.append) == refused(f"{run}/*.md", printed.append) == NOTHING
+    assert printed == [f"skipping 1 folder below {run}, of runs or the cache: ."] * 2
 
 
 # --- links ---

@@ -26,17 +26,17 @@ from workshop import (
     LARGE,
     SMALL,
     Preparation,
+    cache_entries,
     constants,
     content,
-    entries,
-    fail_with,
-    folder_of,
-    halves,
+    expected_ids,
     lists,
     make,
-    obvious,
+    only_folder,
+    raising_function,
+    record_chunks,
     remount,
-    watching,
+    split_documents,
     whole,
     write_documents,
     write_files,
@@ -52,25 +52,28 @@ ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), Ex
 @pytest.mark.parametrize("error", ENDS, ids=repr)
 def test_a_preparation_resumes_after_any_error(tmp_path, many, undisturbed, error):
     """After an interruption finished shards are kept, a line reports it, and each other chunk is encoded once."""
-    cache, said = tmp_path / "cache", list[str]()
+    cache, printed = tmp_path / "cache", list[str]()
     with constants(SMALL):
-        with watching() as everything:
+        with record_chunks() as everything:
             make(many, tmp_path / "whole")
-        with watching(100, fail_with(error)), pytest.raises(UserError if isinstance(error, OSError) else type(error)):
+        with (
+            record_chunks(100, raising_function(error)),
+            pytest.raises(UserError if isinstance(error, OSError) else type(error)),
+        ):
             make(many, cache)
-        working = folder_of(cache)
+        working = only_folder(cache)
         assert working.name.startswith(".preparing-text-byte-")
         records = [json.loads(file.read_text()) for file in working.glob("shard-*.json")]
         done = sum(record["splits"][name]["bytes"] for record in records for name in SPLITS)
-        with watching() as rest:
-            make(many, cache, print_line=said.append)
+        with record_chunks() as rest:
+            make(many, cache, print_line=printed.append)
     size = sum(len(piece.encode()) for piece in everything)
     assert 1511 <= done < size
-    assert said[0] == f"resuming the preparation of text at {done / size:.0%}"
-    assert [line.split()[0] for line in said[1:]] == ["prepared"]
+    assert printed[0] == f"resuming the preparation of text at {done / size:.0%}"
+    assert [line.split()[0] for line in printed[1:]] == ["prepared"]
     assert sum(len(piece.encode()) for piece in rest) == size - done
     assert not Counter(rest) - Counter(everything)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 def test_shards_are_synced_before_their_record(tmp_path, many, monkeypatch):
@@ -100,11 +103,11 @@ def test_a_small_text_resumes_after_an_interruption(tmp_path, many, undisturbed_
     """A text that fits into the sample is encoded from memory the first time, and read again after an interruption."""
     cache = tmp_path / "cache"
     with constants(LARGE):
-        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+        with record_chunks(100, raising_function(MemoryError())), pytest.raises(MemoryError):
             make(many, cache)
-        assert (folder_of(cache) / "plan.json").exists()
+        assert (only_folder(cache) / "plan.json").exists()
         make(many, cache)
-    assert whole(folder_of(cache)) == undisturbed_whole
+    assert whole(only_folder(cache)) == undisturbed_whole
 
 
 @pytest.mark.slow
@@ -115,14 +118,14 @@ def test_a_kill_at_every_file_access_changes_nothing(tmp_path, many, undisturbed
     for number in itertools.count(third, 3):
         values = LARGE if number % 5 == 0 else SMALL
         cache = tmp_path / str(number)
-        ended, said = Preparation(many, cache, values, at=("", number, ends)).wait()
-        assert ended in (0, code), said
-        assert {line.split()[0] for line in said.splitlines()} <= {"reading", "the", "resuming", "prepared"}
+        ended, printed = Preparation(many, cache, values, at=("", number, ends)).wait()
+        assert ended in (0, code), printed
+        assert {line.split()[0] for line in printed.splitlines()} <= {"reading", "the", "resuming", "prepared"}
         if ended == 0:
             break
-        ended, said = Preparation(many, cache, values).wait()
-        assert ended == 0, said
-        assert whole(folder_of(cache)) == undisturbed_whole, number
+        ended, printed = Preparation(many, cache, values).wait()
+        assert ended == 0, printed
+        assert whole(only_folder(cache)) == undisturbed_whole, number
         shutil.rmtree(cache)
     assert number > 30
 
@@ -142,7 +145,7 @@ def test_random_kills_change_nothing(tmp_path, many, undisturbed_whole):
         if code == 0:
             break
     assert attempt > 2
-    assert whole(folder_of(cache)) == undisturbed_whole
+    assert whole(only_folder(cache)) == undisturbed_whole
     shares = [int(share) for output in outputs for share in re.findall(r"resuming .* at (\d+)%", output)]
     assert shares == sorted(shares)
 
@@ -155,9 +158,9 @@ def test_a_kill_before_the_tokenizer_is_written_changes_nothing(tmp_path, many):
     assert (
         Preparation(many, cache, at=("tokenizer.json", 1, signal.SIGKILL), tokenizer="bpe").wait()[0] == -signal.SIGKILL
     )
-    code, said = Preparation(many, cache, tokenizer="bpe").wait()
-    assert code == 0, said
-    assert content(folder_of(cache)) == content(folder_of(tmp_path / "whole"))
+    code, printed = Preparation(many, cache, tokenizer="bpe").wait()
+    assert code == 0, printed
+    assert content(only_folder(cache)) == content(only_folder(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
@@ -166,9 +169,9 @@ def test_a_kill_while_deleting_leaves_nothing_usable(tmp_path, many, undisturbed
     cache = tmp_path / "cache"
     code, _ = Preparation(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000).wait()
     assert code == -signal.SIGKILL
-    code, said = Preparation(many, cache).wait()
-    assert code == 0, said
-    assert content(folder_of(cache)) == undisturbed
+    code, printed = Preparation(many, cache).wait()
+    assert code == 0, printed
+    assert content(only_folder(cache)) == undisturbed
 
 
 def test_work_of_an_earlier_version_is_discarded(tmp_path, many, undisturbed):
@@ -176,13 +179,13 @@ def test_work_of_an_earlier_version_is_discarded(tmp_path, many, undisturbed):
     cache = tmp_path / "cache"
     with constants(SMALL):
         make(many, cache)
-        folder = folder_of(cache)
+        folder = only_folder(cache)
         folder = folder.rename(folder.with_name(f".preparing-{folder.name}"))
         (folder / "dataset.json").unlink()
         (folder / "train.bin").write_bytes(b"half")
         write_checked_json(folder / "plan.json", {"plan": 1, "format": 3, "split": {}, "places": [], "bytes": 7})
         make(many, cache)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 # --- text that changes ---
@@ -205,13 +208,15 @@ def test_a_text_that_changes_is_refused(tmp_path, change, when):
             file.write_text(DOCUMENTS[41].swapcase() + "!" * (change == "longer"), encoding="utf-8")
 
     with constants(SMALL | {"gpt.data.scan.SHARD_BYTES": 10**9}):
-        with watching(when == "encoded", happen):
-            said = refusal(make, data, cache, print_line=lambda line: happen() if when == "read" else None)
+        with record_chunks(when == "encoded", happen):
+            printed = refusal(make, data, cache, print_line=lambda line: happen() if when == "read" else None)
         gone = f"{file}: cannot be read (No such file or directory)"
-        assert said.startswith(gone if change == "gone" else f"{file}: {CHANGED}")
-        assert entries(cache) == []
+        assert printed.startswith(gone if change == "gone" else f"{file}: {CHANGED}")
+        assert cache_entries(cache) == []
         prepared = make(data, cache)
-        assert lists(prepared) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
+        assert lists(prepared) == tuple(
+            expected_ids(documents, byte_tokenizer()) for documents in split_documents(data)
+        )
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
@@ -228,12 +233,12 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
     with constants(SMALL):
         ends = pytest.raises((MemoryError, UserError))
         at = 150 if when == "encoded" else 60  # after the file was read again, or before
-        with ends, watching(at, fail_with(MemoryError())), watching(when == "encoded", change):
+        with ends, record_chunks(at, raising_function(MemoryError())), record_chunks(when == "encoded", change):
             make(data, cache, print_line=change if when == "read" else [].append)
         assert file.read_text() != before
         file.write_text(before)
         make(data, cache)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 # --- several processes at once ---
@@ -264,7 +269,7 @@ def test_two_processes_at_once(tmp_path, many, undisturbed, ends):
     assert [line.split()[0] for line in output.splitlines()] == ["reading", "the", "prepared"]
     waiting = f"process {first.pid} is preparing this text: waiting for it\n"
     assert second.wait() == (130 if ends else 0, waiting)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 def test_many_processes_at_once(tmp_path, many, undisturbed):
@@ -273,7 +278,7 @@ def test_many_processes_at_once(tmp_path, many, undisturbed):
     results = [preparation.wait() for preparation in [Preparation(many, cache) for _ in range(7)]]
     assert [code for code, _ in results] == [0] * 7
     assert sum("\nprepared" in output for _, output in results) == 1
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 @pytest.mark.parametrize(("at", "next_says"), [(("plan.json", 1), "reading"), (("shard-000001.json", 3), "resuming")])
@@ -288,7 +293,7 @@ def test_waiting_for_one_that_is_killed(tmp_path, many, undisturbed, at, next_sa
     waiting_line, next_line, *_ = output.splitlines()
     assert waiting_line == f"process {first.pid} is preparing this text: waiting for it"
     assert next_line.split()[0] == next_says
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 # --- the disk ---
@@ -324,18 +329,18 @@ def test_full_disk(disk, many, undisturbed, half):
     cache, outputs = disk / "cache", []
     for pages in itertools.count(1 + half, 2):
         remount(disk, f"size={4096 * pages}")
-        code, said = Preparation(many, cache).wait()
+        code, printed = Preparation(many, cache).wait()
         if code == 0:
             break
-        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "the")]
+        lines = [line for line in printed.splitlines() if line.split()[0] not in ("reading", "resuming", "the")]
         assert code == 2
-        assert len(lines) == 1, said
+        assert len(lines) == 1, printed
         assert re.match(rf"prepare: {cache}: the disk is full \(No space left on device\); {REMEDY}", lines[0])
         remount(disk, "size=8m")
-        code, said = Preparation(many, cache).wait()
-        assert code == 0, said
-        assert content(folder_of(cache)) == undisturbed
-        outputs.append(said.split()[0])
+        code, printed = Preparation(many, cache).wait()
+        assert code == 0, printed
+        assert content(only_folder(cache)) == undisturbed
+        outputs.append(printed.split()[0])
         shutil.rmtree(cache)
     assert pages > 7
     assert {"reading", "resuming"} <= set(outputs)
@@ -365,7 +370,7 @@ def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, call, number,
                     assert f": {what} ({os.strerror(number)}); {REMEDY}" in str(caught)
         make(many, cache)
     assert failed
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 @pytest.mark.parametrize("name", ["plan.json", "tokenizer.json", "shard-000000.json", "train-000000.bin"])
@@ -374,13 +379,13 @@ def test_damaged_unfinished_work_is_made_again(tmp_path, many, undisturbed, name
     """Damaged files of an interrupted preparation are detected and made again."""
     cache = tmp_path / "cache"
     with constants(SMALL):
-        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+        with record_chunks(100, raising_function(MemoryError())), pytest.raises(MemoryError):
             make(many, cache)
-        file = folder_of(cache) / name
+        file = only_folder(cache) / name
         before = file.read_bytes()
         flipped = before.replace(b"1", b"2") if name.endswith(".json") else bytes([before[0] ^ 1]) + before[1:]
         file.write_bytes({"garbage": b"\xff\xfe{", "another": b"{}", "flipped": flipped}.get(damage, b""))
         if damage == "gone":
             file.unlink()
         make(many, cache)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed

@@ -143,10 +143,10 @@ def test_pruning_changes_nothing(documents, validation_bytes):
 
 def test_what_is_counted():
     """The size is in bytes, and the progress callback gets the bytes of each chunk."""
-    told: list[int] = []
-    found = scan_chunks(pieces_of(["a\ufffd", "", " word" * 20, "\ufffd\ufffdé"]), 10, told.append)
+    sizes: list[int] = []
+    found = scan_chunks(pieces_of(["a\ufffd", "", " word" * 20, "\ufffd\ufffdé"]), 10, sizes.append)
     assert found.bytes == 4 + 100 + 8
-    assert told == [4, 35, 35, 30, 8]
+    assert sizes == [4, 35, 35, 30, 8]
 
 
 @EXAMPLES

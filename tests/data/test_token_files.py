@@ -89,40 +89,40 @@ def test_each_format(tmp_path, name):
     parts = IDS[:97], IDS[97:500], IDS[500:]
     for word, ids in zip(("train_a", "train_b", "val"), parts, strict=True):
         write(folder / pattern.format(word), ids)
-    said: list[str] = []
+    printed: list[str] = []
     for path in (folder, f"{folder}/**/*{Path(pattern).suffix}"):
-        source = opened(path, print_line=said.append)
+        source = opened(path, print_line=printed.append)
         assert source.train[:].tolist() == parts[0] + parts[1]
         assert source.validation.tolist() == parts[2]
         text = gpt2_tokenizer().decode_bytes([token for token in parts[2] if token != END])
         assert b"".join(source.validation_text()) == text
         counts = {"tokens": len(parts[2]), "bytes": len(text), "documents": parts[2].count(END)}
         assert source.metadata["splits"]["validation"] == counts
-    assert said == []
+    assert printed == []
 
 
 def test_one_file(tmp_path):
     """The last of it validates, at most a tenth, from an end-of-text on, and that is said."""
     write_raw(tmp_path / "train.bin", IDS)
-    said: list[str] = []
-    source = opened(tmp_path / "train.bin", print_line=said.append)
+    printed: list[str] = []
+    source = opened(tmp_path / "train.bin", print_line=printed.append)
     length = len(source.validation)
     assert source.train[:].tolist() + source.validation.tolist() == IDS
     assert 0 < length <= len(IDS) // 10 < MAX_VALIDATION_TOKENS and source.validation[0] == END
     what = f"validating on the last {length} tokens: no file is named val, valid, validation or dev"
-    assert said == [f"{what}; data.validation_path= names others"]
+    assert printed == [f"{what}; data.validation_path= names others"]
 
 
 def test_validation_that_is_named(tmp_path):
     """validation_path overrides names. Of a large file the first tokens are used, and a line reports it."""
     for name, ids in (("a.bin", IDS[:400]), ("val.bin", IDS[400:500]), ("c.bin", IDS[500:])):
         write_raw(tmp_path / name, ids)
-    said: list[str] = []
-    source = opened(tmp_path, print_line=said.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
+    printed: list[str] = []
+    source = opened(tmp_path, print_line=printed.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
     assert source.train[:].tolist() == IDS[:400]
     assert source.validation.tolist() == IDS[500:537]
     what = f"validating on the first 37 of {len(IDS) - 500} tokens of c.bin"
-    assert said == [f"{what}: data.validation_bytes= sets how many"]
+    assert printed == [f"{what}: data.validation_bytes= sets how many"]
     write_raw(tmp_path / "more/d.bin", IDS[300:])
     source = opened(tmp_path, validation_path=str(tmp_path / "more"))
     assert source.train[:].tolist() == IDS[:400] + IDS[500:]
@@ -144,9 +144,9 @@ def test_empty_files_and_others(tmp_path):
 def test_without_end_of_text(tmp_path):
     """One line reports it, and the run continues: DocumentTokenizer's default writes none."""
     write_raw(tmp_path / "train.bin", [token for token in IDS if token != END])
-    said: list[str] = []
-    opened(tmp_path / "train.bin", print_line=said.append)
-    assert said[-1].startswith("no end-of-text (id 50,256) in the first ")
+    printed: list[str] = []
+    opened(tmp_path / "train.bin", print_line=printed.append)
+    assert printed[-1].startswith("no end-of-text (id 50,256) in the first ")
 
 
 def test_what_identifies_a_dataset(tmp_path, cache):

@@ -86,13 +86,13 @@ def constants(values: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def folder_of(cache: Path) -> Path:
+def only_folder(cache: Path) -> Path:
     """Return the only folder in a cache, hidden or not."""
-    [folder] = entries(cache)
+    [folder] = cache_entries(cache)
     return folder
 
 
-def entries(cache: Path) -> list[Path]:
+def cache_entries(cache: Path) -> list[Path]:
     """Return the entries of a cache, hidden ones too, without its tag and locks."""
     return [entry for entry in cache.iterdir() if entry.suffix != ".lock" and CACHE_TAG not in entry.name]
 
@@ -114,7 +114,7 @@ def lists(prepared: TokenSource) -> tuple[list[int], list[int]]:
     return prepared.train[:].tolist(), prepared.validation.tolist()
 
 
-def halves(data: DataConfig) -> tuple[list[str], list[str]]:
+def split_documents(data: DataConfig) -> tuple[list[str], list[str]]:
     """Return the documents for training and for validation."""
     corpus = open_corpus(data, Path("unused"))
     pieces = [piece for _, _, piece in corpus.chunks()]
@@ -129,13 +129,13 @@ def halves(data: DataConfig) -> tuple[list[str], list[str]]:
     return parts
 
 
-def obvious(documents: list[str], tokenizer: Tokenizer) -> list[int]:
+def expected_ids(documents: list[str], tokenizer: Tokenizer) -> list[int]:
     """Return the ids of documents, each after an end-of-text."""
     return [id for document in documents for id in (tokenizer.end_of_text, *tokenizer.encode(document))]
 
 
 @contextlib.contextmanager
-def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
+def record_chunks(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
     """Yield a list that collects the encoded chunks of all threads. Call `happens` before chunk number `at`."""
     pieces: list[str] = []
     encode_chunk = Tokenizer.encode_chunk
@@ -151,7 +151,7 @@ def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Itera
         yield pieces
 
 
-def fail_with(error: BaseException) -> Callable[[], None]:
+def raising_function(error: BaseException) -> Callable[[], None]:
     """Return a function that raises an error."""
 
     def fail() -> None:
