@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 
 from gpt.training.callbacks import load_callbacks
 from gpt.training.cli import compose_and_run, one_line_errors, parse_composition, print_settings
-from gpt.training.distributed import distributed_errors, launch
+from gpt.training.distributed import distributed_errors
 from gpt.training.forecast import print_plan
+from gpt.training.launch import launch
 from gpt.training.report import report
 from gpt.training.request import Request
 from gpt.training.resume import resolve_resume_auto, resume_run

@@ -171,7 +171,7 @@ if [ -z "$CPU" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.i
   exit 2
 fi
 TRAINING=(torch lightning hydra omegaconf tensorboard tiktoken tokenizers safetensors filelock tqdm platformdirs)
-row machine "$(date -u +%F)" "$(cd benchmarks && "$PYTHON" -c 'import measuring; print(measuring.machine())')"
+row machine "$(date -u +%F)" "$(cd benchmarks && "$PYTHON" -c 'import measuring; print(measuring.describe_machine())')"
 run tests 240 "${TRAINING[@]}" pytest
 run step 420 torch
 run minute 150 "${TRAINING[@]}"

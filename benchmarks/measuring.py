@@ -1,7 +1,7 @@
-"""What the benchmarks share: variants measured in turn, trainings, the machine's own limits, and tables.
+"""Shared by the benchmarks: variants that are measured in turn, trainings, the machine's own limits, and tables.
 
-A machine's speed changes from minute to minute, so only figures measured side by side can be compared. Each variant
-runs in its own process, with its own memory and allocator, a few steps at a time.
+A machine's speed changes from minute to minute, so only figures measured in turn can be compared. Each variant runs in
+its own process, with its own memory and allocator, a few steps at a time.
 """
 
 import argparse
@@ -33,25 +33,24 @@ if TYPE_CHECKING:  # a benchmark that does not train measures memory without it
 
 
 class Worker:
-    """A process that runs one variant: `make(**arguments)` returns the function that takes a step of it."""
+    """A process that runs one variant. `make(**arguments)` returns the function of a step."""
 
     def __init__(self, name: str, make: Callable[..., Callable[[], Any]], **arguments):
         self.name = name
         self.times: list[float] = []  # seconds a step
         self.peak = 0  # bytes
         self.facts: dict[str, Any] = {}
-        here, there = multiprocessing.Pipe()
+        self._pipe, worker_pipe = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(there, make, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(worker_pipe, make, arguments), daemon=True)
         self._process.start()
-        there.close()
-        self._pipe = here
-        self._answer()
+        worker_pipe.close()
+        self._receive()
 
     def run(self, steps: int) -> list[float]:
-        """Take some steps; return their times, which `times` collects."""
+        """Take some steps, return their times, and add them to `times`."""
         self._pipe.send(steps)
-        times, self.peak, self.facts = self._answer()
+        times, self.peak, self.facts = self._receive()
         self.times += times
         return times
 
@@ -63,12 +62,12 @@ class Worker:
         self._pipe.close()
         self._process.join()
 
-    def _answer(self):
+    def _receive(self):
         try:
-            kind, value = self._pipe.recv()
+            status, value = self._pipe.recv()
         except EOFError:
             raise SystemExit(f"{self.name}: its process died (out of memory?)") from None
-        if kind == "error":
+        if status == "error":
             raise SystemExit(f"{self.name}: {value}")
         return value
 
@@ -102,7 +101,7 @@ def synchronize() -> None:
 
 
 def matrix_peak(dtype: str, n: int, seconds: float = 1.0) -> Callable[[], dict]:
-    """A step that measures the median FLOP/s of n x n matrix products over some seconds."""
+    """Return a step that measures the median FLOP/s of n x n matrix products over some seconds."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = 8192 if device == "cuda" else n
     a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
@@ -120,7 +119,7 @@ def matrix_peak(dtype: str, n: int, seconds: float = 1.0) -> Callable[[], dict]:
 
 
 def read_bandwidth(size: int = 2**30, seconds: float = 1.0) -> Callable[[], dict]:
-    """A step that measures how many bytes a second can be read from memory, from far more than the caches hold."""
+    """Return a step that measures how many bytes a second can be read from memory, not from the caches."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.ones(size // 4, device=device)
 
@@ -156,59 +155,62 @@ def configure(*overrides: str) -> "Config":
 
 
 def train_as_user(folder: Path, *overrides: str) -> tuple[Path, dict]:
-    """Run train.py as a user would; return the run's directory, made below `folder`, and its metrics.json."""
+    """Run train.py as a user would; return the run's directory, a new one below `folder`, and its metrics.json."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, "train.py", *overrides, f"run_dir={run_dir}"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return run_dir, json.loads((run_dir / "metrics.json").read_text())
 
 
-def machine() -> dict:
-    """The machine, as far as it matters to the figures."""
-    info = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line] if (
-        info.exists()
-    ) else [platform.processor()]  # fmt: skip
-    facts = {"cpu": models[0], "threads": torch.get_num_threads(), "torch": torch.__version__}
+def describe_machine() -> dict:
+    """Return the properties of the machine that affect the figures."""
+    cpu_info = Path("/proc/cpuinfo")
+    cpu = platform.processor()
+    if cpu_info.exists():
+        names = [line.split(":")[1] for line in cpu_info.read_text().splitlines() if "model name" in line]
+        cpu = names[0].strip() if names else cpu
+    facts = {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
 
 
-def table(head: list[str], rows: list[list[Any]]) -> str:
-    """Lay out columns of text, the first aligned to the left and the others to the right."""
-    lines = [head, *[[cell if isinstance(cell, str) else f"{cell:,.2f}" for cell in row] for row in rows]]
+def format_table(head: list[str], rows: list[list[Any]]) -> str:
+    """Format columns of text, the first aligned to the left and the others to the right."""
+    lines = [head]
+    for row in rows:
+        lines.append([cell if isinstance(cell, str) else f"{cell:,.2f}" for cell in row])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in
-                  enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    )  # fmt: skip
+    formatted = []
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        formatted.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(formatted)
 
 
-def rounds(seconds: float, least: int = 3) -> Iterator[int]:
-    """Count rounds until so many seconds are up, but at least `least` of them."""
+def rounds(seconds: float, min_rounds: int = 3) -> Iterator[int]:
+    """Count rounds until `seconds` have passed, but at least `min_rounds`."""
     begin = time.perf_counter()
     for i in itertools.count():
-        if i >= least and time.perf_counter() - begin > seconds:
+        if i >= min_rounds and time.perf_counter() - begin > seconds:
             return
         yield i
 
 
-def precision() -> str:
-    """The precision that training takes on this machine, as PyTorch names it."""
+def training_dtype() -> str:
+    """Return the precision that training uses on this machine, as PyTorch names it."""
     name = choose_precision("auto", choose_device())
     return str(DTYPES[name]).removeprefix("torch.")
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the arguments that every benchmark takes."""
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of every benchmark."""
     arguments = argparse.ArgumentParser(description=doc.splitlines()[0])
     arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return arguments
 
 
-def finish(report: dict, path: Path | None) -> None:
+def write_report(report: dict, path: Path | None) -> None:
     """Write the figures as JSON if a file is given."""
     if path is not None:
-        path.write_text(json.dumps({"machine": machine()} | report, indent=2) + "\n")
+        path.write_text(json.dumps({"machine": describe_machine()} | report, indent=2) + "\n")

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
-from measuring import configure, finish, machine, parser, synchronize, table
+from measuring import configure, describe_machine, format_table, make_parser, synchronize, write_report
 
 from gpt.training.batch_loader import micro_batch
 from gpt.training.loop import run_training
@@ -45,8 +45,8 @@ PRESETS = {  # overrides, steps in each turn, turns
         40,
     ),
 }
-WARM_UP = 2  # turns in which memory is still being allocated
-PARTS = (  # of the loop, whose time is counted
+WARM_UP = 2  # turns: memory is still being allocated
+PARTS = (  # of the loop: their time is counted
     (MetricLogger, "begin_step"),
     (MetricLogger, "add_loss"),
     (MetricLogger, "write_point"),
@@ -59,12 +59,12 @@ PARTS = (  # of the loop, whose time is counted
 
 
 class BareLoop:
-    """A callback: a bare loop over a model of its own, which takes a turn after each turn of the run.
+    """A callback with a bare loop over its own model. The loop takes a turn after each turn of the run.
 
     Args:
         spec: The run.
-        steps: In each turn.
-        turns: Of the run.
+        steps: The number of steps in each turn.
+        turns: The number of turns.
     """
 
     def __init__(self, spec: RunSpec, steps: int, turns: int):
@@ -115,9 +115,9 @@ class BareLoop:
 
 
 def measure(preset: str) -> dict:
-    """Train for all turns; return the mean step of either loop in ms, how much longer the run's takes, and where."""
+    """Train for all turns; return the mean step of each loop in ms, the overhead, and the fractions of its parts."""
     overrides, steps, turns = PRESETS[preset]
-    horizon = f"horizon={steps * turns + 1}steps"  # the last step, which also saves, is in no turn
+    horizon = f"horizon={steps * turns + 1}steps"  # the last step also saves, so it is in no turn
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         spec, run = start_run(Request(configure(f"run_dir={folder}", horizon, *overrides)))
         assert spec.config.accumulation_steps == 1  # a step of the bare loop is one micro-batch
@@ -128,26 +128,27 @@ def measure(preset: str) -> dict:
             patches.enter_context(mock.patch.object(part, name, method))
         with run:
             run_training(spec, run, [bare])
-    whole, alone = (statistics.mean(times[WARM_UP:turns]) for times in (bare.run_times, bare.times))
-    total = whole * steps * (turns - WARM_UP)
-    shares = {name: seconds / total for name, seconds in bare.part_seconds.most_common()}
-    return {"step_ms": 1000 * whole, "bare_ms": 1000 * alone, "overhead": whole / alone - 1, "shares": shares}
+    run_step, bare_step = (statistics.mean(times[WARM_UP:turns]) for times in (bare.run_times, bare.times))
+    total = run_step * steps * (turns - WARM_UP)
+    fractions = {name: seconds / total for name, seconds in bare.part_seconds.most_common()}
+    overhead = run_step / bare_step - 1
+    return {"step_ms": 1000 * run_step, "bare_ms": 1000 * bare_step, "overhead": overhead, "shares": fractions}
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=["mini"])
     args = arguments.parse_args()
-    print(machine())
+    print(describe_machine())
     reports = {preset: measure(preset) for preset in args.preset}
     rows = [
         [name, f"{r['step_ms']:.2f}", f"{r['bare_ms']:.2f}", f"{r['overhead']:+.1%}"] for name, r in reports.items()
     ]
-    print(table(["", "ms a step", "bare", "overhead"], rows))
+    print(format_table(["", "ms a step", "bare", "overhead"], rows))
     for name, r in reports.items():
-        shares = [[part, f"{share:.2%}"] for part, share in r["shares"].items() if share >= 0.0001]
-        print(f"\n{table([name, 'of a step'], shares)}")
-    finish(reports, args.json)
+        parts = [[part, f"{fraction:.2%}"] for part, fraction in r["shares"].items() if fraction >= 0.0001]
+        print(f"\n{format_table([name, 'of a step'], parts)}")
+    write_report(reports, args.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How fast text becomes tokens, and in how much memory: python benchmarks/prepare.py [--large 150] [--json FILE].
+"""Speed and memory of preparing text: python benchmarks/prepare.py [--large 150] [--json FILE].
 
-Three ways to encode the same documents from Python's documentation, measured in turn: tiktoken's own batch encoding in
-memory, ours from a file to prepared text on disk, and Hugging Face's `datasets.map` with a fast tokenizer. Then the
-peak memory of a training's process that prepares a large corpus, and the time to open prepared text too large to read.
+Three ways encode the same documents from Python's documentation in turn: tiktoken's own batch encoding in memory, ours
+from a file to a dataset on disk, and Hugging Face's `datasets.map` with a fast tokenizer. The benchmark also measures
+the peak memory of preparing a large corpus, and the time to open a dataset that is too large to read.
 """
 
 import gzip
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from measuring import Worker, configure, finish, machine, parser, table
+from measuring import Worker, configure, describe_machine, format_table, make_parser, write_report
 
 from gpt.data import python_docs, token_dataset
 from gpt.data.batches import training_batch
@@ -34,14 +34,14 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 def documents(megabytes: float, seed: int = 1) -> Iterator[str]:
     """Yield excerpts of Python's documentation, of a few hundred to many thousand characters."""
-    everything = "\n".join(text for file in python_docs.find_modules() for text in python_docs.read_docstrings(file))
-    chance = random.Random(seed)
-    left = megabytes * 1e6
-    while left > 0:
-        length = min(int(chance.lognormvariate(7.6, 1)), len(everything) // 2)
-        start = chance.randrange(len(everything) - length)
-        yield everything[start : start + length]
-        left -= length
+    all_text = "\n".join(text for file in python_docs.find_modules() for text in python_docs.read_docstrings(file))
+    rng = random.Random(seed)
+    remaining = megabytes * 1e6
+    while remaining > 0:
+        length = min(int(rng.lognormvariate(7.6, 1)), len(all_text) // 2)
+        start = rng.randrange(len(all_text) - length)
+        yield all_text[start : start + length]
+        remaining -= length
 
 
 def prepare_file(path: Path, **settings) -> token_dataset.TokenSource:
@@ -52,7 +52,7 @@ def prepare_file(path: Path, **settings) -> token_dataset.TokenSource:
 
 
 def hugging_face(texts: list[str]) -> Callable[[], object]:
-    """`datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory."""
+    """Return a call of `datasets.map` with GPT-2's tokenizer, as in its documentation, on documents in memory."""
     import datasets
     from transformers import PreTrainedTokenizerFast
 
@@ -66,14 +66,14 @@ def hugging_face(texts: list[str]) -> Callable[[], object]:
 
 
 def fast_gpt2():
-    """GPT-2's encoding in the `tokenizers` library, with the merges derived from the ranks."""
+    """Return GPT-2's encoding in the `tokenizers` library, with the merges derived from the ranks."""
     from gpt.interop.vocabulary import to_huggingface_tokenizer
 
     return to_huggingface_tokenizer(gpt2_tokenizer())
 
 
 def throughput(megabytes: float, folder: Path) -> dict[str, float]:
-    """Each way's MB/s, the median of rounds taken in turn."""
+    """Return the MB/s of each way, the median of rounds taken in turn."""
     texts = list(documents(megabytes))
     size = sum(len(text.encode("utf-8")) for text in texts) / 1e6
     file = folder / "corpus.jsonl"
@@ -97,7 +97,7 @@ def throughput(megabytes: float, folder: Path) -> dict[str, float]:
 
 
 def formats_agree(folder: Path) -> bool:
-    """Whether the same documents make the same prepared from each format."""
+    """Return True if the same documents give the same dataset from each format."""
     import pyarrow
     import pyarrow.parquet
 
@@ -115,7 +115,7 @@ def formats_agree(folder: Path) -> bool:
 
 
 def preparation(overrides: list[str]) -> Callable[[], dict]:
-    """The step that prepares a text where train.py does: after its imports, before Lightning's."""
+    """Return the step that prepares a text at the point of train.py: after its imports, before Lightning's."""
 
     def step() -> dict:
         before = peak_memory()
@@ -127,22 +127,22 @@ def preparation(overrides: list[str]) -> Callable[[], dict]:
 
 
 def peak_memory() -> float:
-    """The most MB that this program has held. (The kernel's ru_maxrss would begin with what its parent held.)"""
+    """Return the peak memory of this process in MB. (The kernel's ru_maxrss includes the parent's peak.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def large(megabytes: int, folder: Path) -> dict[str, dict[str, float]]:
-    """MB/s, and MB of memory before and at the peak, of preparing a large corpus as one text and as JSON lines."""
+    """Prepare a large corpus as one text and as JSON lines; return MB/s, and MB of memory before and at the peak."""
     result = {}
-    for kind in ("txt", "jsonl"):
-        file = folder / f"large.{kind}"
+    for suffix in ("txt", "jsonl"):
+        file = folder / f"large.{suffix}"
         with file.open("w", encoding="utf-8") as stream:
             for text in documents(megabytes):
-                stream.write(text if kind == "txt" else json.dumps({"text": text}) + "\n")
+                stream.write(text if suffix == "txt" else json.dumps({"text": text}) + "\n")
         for tokenizer in ("gpt2", "bpe"):
             overrides = ["data=text", f"data.path={file}", f"data.cache={folder / 'large'}", f"tokenizer={tokenizer}"]
-            worker = Worker(f".{kind}, {tokenizer}", preparation, overrides=overrides)
+            worker = Worker(f".{suffix}, {tokenizer}", preparation, overrides=overrides)
             worker.run(1)
             worker.close()
             facts = worker.facts
@@ -152,7 +152,7 @@ def large(megabytes: int, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def sparse(folder: Path, tokens: int) -> Path:
-    """Write a prepared corpus of zeros that takes no space on the disk."""
+    """Write a dataset of zeros that takes no space on the disk."""
     tokenizer = byte_tokenizer()
     splits = {}
     for split, length in {"train": tokens, "validation": 1000}.items():
@@ -168,47 +168,51 @@ def sparse(folder: Path, tokens: int) -> Path:
 
 
 def opening(folder: Path) -> dict[str, float]:
-    """Seconds to open 10 GB of prepared text, and to make the first of a billion windows' batches."""
-    ten, billion, seconds = folder / "ten", folder / "billion.bin", {}
-    ten.mkdir()
-    sparse(ten, 5 * 10**9)
-    for which in ("the first time", "again"):
+    """Return the seconds to open a dataset of 10 GB, and to make the first batch of a billion sequences."""
+    seconds = {}
+    large_dataset = folder / "ten"
+    large_dataset.mkdir()
+    sparse(large_dataset, 5 * 10**9)
+    for attempt in ("the first time", "again"):
         start = time.perf_counter()
-        token_dataset.open_cached(ten)
-        seconds[f"open 10 GB {which}"] = time.perf_counter() - start
+        token_dataset.open_cached(large_dataset)
+        seconds[f"open 10 GB {attempt}"] = time.perf_counter() - start
+    billion = folder / "billion.bin"
     tokens = 128 * 10**9 + 1
     with billion.open("wb") as stream:
         stream.truncate(2 * tokens)
     train = TokenSequence([map_tokens(billion, "uint16", 0, tokens)])
     start = time.perf_counter()
     idx, _ = training_batch([train], (token_dataset.MIXTURE_BLOCK,), 1, 0, 8, 128)
-    seconds["first batch of 10^9 windows"] = time.perf_counter() - start
+    seconds["first batch of 10^9 sequences"] = time.perf_counter() - start
     assert idx.shape == (8, 128)
     return seconds
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--megabytes", type=float, default=24, help="of text, for the comparison")
     arguments.add_argument("--large", type=int, default=150, help="megabytes of the large corpus; 0 leaves it out")
     args = arguments.parse_args()
-    print(machine())
+    print(describe_machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         speeds = throughput(args.megabytes, folder)
         fastest = next(iter(speeds.values()))
         head = f"{args.megabytes:g} MB on {CORES} cores, medians of {ROUNDS}"
-        print(table([head, "MB/s", "/ tiktoken"], [[way, speed, speed / fastest] for way, speed in speeds.items()]))
+        print(
+            format_table([head, "MB/s", "/ tiktoken"], [[way, speed, speed / fastest] for way, speed in speeds.items()])
+        )
         agree = formats_agree(folder)
         print(f"\nthe same tokens from .txt, .jsonl, .jsonl.gz and .parquet: {agree}\n")
         seconds = opening(folder)
-        print(table(["", "ms"], [[what, 1000 * value] for what, value in seconds.items()]))
+        print(format_table(["", "ms"], [[name, 1000 * value] for name, value in seconds.items()]))
         prepared = large(args.large, folder) if args.large else {}
         if prepared:
-            rows = [[what, *figures.values()] for what, figures in prepared.items()]
-            print("\n" + table([f"{args.large} MB", "MB/s", "MB held before", "at the peak"], rows))
+            rows = [[name, *figures.values()] for name, figures in prepared.items()]
+            print("\n" + format_table([f"{args.large} MB", "MB/s", "MB held before", "at the peak"], rows))
     report = {"cores": CORES, "MB/s": speeds, "same tokens": agree, "seconds": seconds, "large corpus": prepared}
-    finish(report, args.json)
+    write_report(report, args.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How much is learnt in a time: python benchmarks/quality.py --text FILE [--seeds 1] [--seconds 60] [--json FILE].
+"""Quality after a given time: python benchmarks/quality.py --text FILE [--seeds 1] [--seconds 60] [--json FILE].
 
-The peer is nanoGPT's CPU recipe on a plain model: 4 layers, 4 heads, 128 channels, windows of 64 characters, batches of
-12, fp32, AdamW from 1e-3 to 1e-4 over 2,000 steps. Ours is `python train.py experiment=shakespeare` as a user runs it,
-three times: for nearly an eighth of the peer's time, for nearly all of it, and for `--seconds`. Times become numbers of
-steps by the duration of a step of each, measured in turn. All are scored in nats per byte of the last tenth of the
-text, in windows of their own context length that do not overlap. Seconds are those of the training steps alone.
+The peer is nanoGPT's CPU recipe on a plain model: 4 layers, 4 heads, 128 channels, sequences of 64 characters, batches
+of 12, fp32, AdamW from 1e-3 to 1e-4 over 2,000 steps. Ours is `python train.py experiment=shakespeare` as a user runs
+it, three times: for nearly an eighth of the peer's time, for nearly all of it, and for `--seconds`. The durations of
+our step and the peer's step, measured in turn, give the numbers of steps. All models are scored in nats per byte of the
+last tenth of the text, in windows of their context length that do not overlap. Seconds count training steps alone.
 """
 
 import math
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measuring import Worker, finish, machine, parser, table, train_as_user
+from measuring import Worker, describe_machine, format_table, make_parser, train_as_user, write_report
 from torch import Tensor
 from train_step import PRESETS
 from train_step import ours as mini_step
@@ -28,36 +28,36 @@ from gpt.model.transformer import GPT, GPTConfig
 STEPS, WARM_UP, CONTEXT, BATCH = 2000, 100, 64, 12
 _, _, ON_CPU, _ = PRESETS["mini"]  # (B, T) of a step of ours, on any device
 FIGURES = ("nats_per_byte", "bits_per_byte", "seconds", "steps")
-OF_PEER = 0.95  # of its time: our loop takes time around the steps measured here
-OF_SECONDS = 0.85  # of those given: a rested machine is faster, and steps are measured at the start
+PEER_TIME_FRACTION = 0.95  # our loop takes time around the steps measured here
+SECONDS_FRACTION = 0.85  # steps are measured at the start, when the machine is cool and faster
 
 
 def make_peer(text: str, seed: int) -> tuple[GPT, Callable[[], None], Tensor]:
-    """Make the peer's model, the function that takes its next step, and the validation text as numbers."""
+    """Return the peer's model, the function that takes its next step, and the ids of the validation text."""
     torch.manual_seed(seed)
     characters = sorted(set(text))
-    number = {character: i for i, character in enumerate(characters)}
-    ids = torch.tensor([number[character] for character in text])
-    cut = len(ids) - len(ids) // 10
-    train, validation = ids[:cut], ids[cut:]
+    id_of_character = {character: i for i, character in enumerate(characters)}
+    ids = torch.tensor([id_of_character[character] for character in text])
+    num_train = len(ids) - len(ids) // 10
+    train, validation = ids[:num_train], ids[num_train:]
     model = GPT(GPTConfig(CONTEXT, 128, 4, 4, vocab_size=len(characters)))
     for block in model.blocks:
         block.attention.fused_kernel = True
     decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    not_decayed = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
-    numbers = count()
+    step_numbers = count()
 
     def step() -> None:
-        step = next(numbers)
+        step = next(step_numbers)
         progress = (step - WARM_UP) / (STEPS - WARM_UP)
         lr = 1e-3 * (step + 1) / WARM_UP if step < WARM_UP else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        places = torch.randint(len(train) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT + 1)
-        windows = train[places]
-        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        positions = torch.randint(len(train) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT + 1)
+        sequences = train[positions]
+        loss = F.cross_entropy(model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -71,7 +71,7 @@ def peer_step(text: str) -> Callable[[], None]:
 
 
 def peer(text: str, seed: int) -> dict:
-    """Train the peer; return the seconds its steps took and its nats per character, which here is a byte."""
+    """Train the peer; return the seconds of its steps and its nats per byte (in this text a character is a byte)."""
     model, step, validation = make_peer(text, seed)
     begin = time.perf_counter()
     for _ in range(STEPS):
@@ -88,28 +88,29 @@ def peer(text: str, seed: int) -> dict:
 def step_times(text: str) -> tuple[float, float]:
     """Measure a step of the peer and a step of ours in turn, in seconds."""
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[choose_precision("auto", choose_device())]
-    both = [
+    workers = [
         Worker("peer", peer_step, text=text),
         Worker("ours", mini_step, preset="mini", dtype=dtype, optim="muon", shape=ON_CPU),
     ]
-    for worker in both:
+    for worker in workers:
         worker.run(20)
         worker.times.clear()
     for _ in range(15):
-        for worker in both:
+        for worker in workers:
             worker.run(30)
-    for worker in both:
+    for worker in workers:
         worker.close()
-    theirs, own = (statistics.fmean(worker.times) for worker in both)
-    print(f"a step, measured in turn: peer {1000 * theirs:.1f} ms, ours {1000 * own:.1f} ms")
-    return theirs, own
+    peer_step_time, our_step_time = (statistics.fmean(worker.times) for worker in workers)
+    print(f"a step, measured in turn: peer {1000 * peer_step_time:.1f} ms, ours {1000 * our_step_time:.1f} ms")
+    return peer_step_time, our_step_time
 
 
 def ours(text: Path, seed: int, steps: int, folder: Path) -> dict:
     """Train as a user would; return the figures that the peer has as well."""
     overrides = ["experiment=shakespeare", "data=text", f"data.path={text}", f"data.cache={folder / 'cache'}"]
-    _, found = train_as_user(folder, *overrides, f"seed={seed}", f"horizon={steps}steps")
-    return {"seconds": found["train_seconds"], "nats_per_byte": found["val_nats_per_byte"], "steps": found["steps"]}
+    _, metrics = train_as_user(folder, *overrides, f"seed={seed}", f"horizon={steps}steps")
+    nats_per_byte = metrics["val_nats_per_byte"]
+    return {"seconds": metrics["train_seconds"], "nats_per_byte": nats_per_byte, "steps": metrics["steps"]}
 
 
 def row(name: str, figures: dict) -> list[str]:
@@ -118,38 +119,45 @@ def row(name: str, figures: dict) -> list[str]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--text", type=Path, required=True)
     arguments.add_argument("--seeds", type=int, default=1)
     arguments.add_argument("--seconds", type=float, default=60.0)
     args = arguments.parse_args()
     text = args.text.read_text(encoding="utf-8")
-    print(machine())
-    theirs, own = step_times(text)
+    print(describe_machine())
+    peer_step_time, our_step_time = step_times(text)
     budgets = {
-        "ours, an eighth": OF_PEER * STEPS * theirs / 8,
-        "ours, its time": OF_PEER * STEPS * theirs,
-        f"ours, {args.seconds:g} s": OF_SECONDS * args.seconds,
+        "ours, an eighth": PEER_TIME_FRACTION * STEPS * peer_step_time / 8,
+        "ours, its time": PEER_TIME_FRACTION * STEPS * peer_step_time,
+        f"ours, {args.seconds:g} s": SECONDS_FRACTION * args.seconds,
     }
-    found: dict[str, list[dict]] = {}
+    results: dict[str, list[dict]] = {}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for seed in range(1, args.seeds + 1):
             measured = {"peer": peer(text, seed)}
-            for kind, seconds in budgets.items():
-                measured[kind] = ours(args.text.resolve(), seed, max(1, round(seconds / own)), Path(name))
-            for kind, figures in measured.items():
+            for variant, seconds in budgets.items():
+                steps = max(1, round(seconds / our_step_time))
+                measured[variant] = ours(args.text.resolve(), seed, steps, Path(name))
+            for variant, figures in measured.items():
                 figures["bits_per_byte"] = figures["nats_per_byte"] / math.log(2)
-                found.setdefault(kind, []).append(figures)
-                rows.append(row(f"{kind}, seed {seed}", figures))
+                results.setdefault(variant, []).append(figures)
+                rows.append(row(f"{variant}, seed {seed}", figures))
                 print("  ".join(rows[-1]))
-    for kind, runs in found.items():
-        for what, of in (("mean", statistics.fmean), ("standard deviation", statistics.stdev)):
+    for variant, runs in results.items():
+        for name, statistic in (("mean", statistics.fmean), ("standard deviation", statistics.stdev)):
             if len(runs) > 1:
-                rows.append(row(f"{kind}, {what}", {key: of([run[key] for run in runs]) for key in FIGURES}))
-    print(table(["", "nats/byte", "bits/byte", "seconds", "steps"], rows))
-    report = {"text": args.text.name, "peer_step_seconds": theirs, "our_step_seconds": own, "runs": found}
-    finish(report, args.json)
+                figures = {key: statistic([run[key] for run in runs]) for key in FIGURES}
+                rows.append(row(f"{variant}, {name}", figures))
+    print(format_table(["", "nats/byte", "bits/byte", "seconds", "steps"], rows))
+    report = {
+        "text": args.text.name,
+        "peer_step_seconds": peer_step_time,
+        "our_step_seconds": our_step_time,
+        "runs": results,
+    }
+    write_report(report, args.json)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 python benchmarks/search.py --text FILE --try 'optim.lr=0.002' ...
 
 A candidate is a string of overrides for `python train.py`, such as 'experiment=shakespeare optim.lr=0.002'. The last
-tenth of the text, on which figures are measured, is cut off first, and candidates are scored on the last tenth of the
-rest: no choice made here has seen the final test. Each core runs one candidate at a time, so compare candidates by
-steps, not by time. Results are printed as they come, a line each, and appended to --log as JSON.
+tenth of the text is the final test, and is cut off first. Candidates are scored on the last tenth of the rest, so no
+choice made here depends on the final test. Each core runs one candidate at a time, so compare candidates by steps, not
+by time. Each result is printed as a line, and appended to --log as JSON.
 
-With --rates in place of candidates, models from 2 layers of 64 channels to 8 of 256 train for 250 and 800 steps on one
-or more texts, with the learning rates that follow from their shape and with half and twice of each alone. A line is a
-model, a text and a horizon: bits per byte with the rule and with its neighbours, how much worse the rule is than the
-best of them, and the range of two seeds with the rule.
+With --rates instead of candidates, models from 2 layers of 64 channels to 8 of 256 train for 250 and 800 steps on one
+or more texts. Their learning rates are those of the rule for their shape, and half and twice each rate alone. A line is
+a model, a text and a horizon: bits per byte with the rule and with its neighbours, how much worse the rule is than the
+best neighbour, and the difference between two seeds with the rule.
 
-With --law, the members of model=auto train on the texts, if any are given, and their results join those in law.csv.
-Then the numbers of gpt/training/scaling_law.py are fitted to all of them anew, and printed beside what they predict.
+With --law, the candidates of model=auto train on the texts, if any are given, and their results are added to law.csv.
+Then the constants of gpt/training/scaling_law.py are fitted to all results, and printed beside the predictions.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
-from measuring import ROOT, table
+from measuring import ROOT, format_table
 
 from gpt.data.baselines import measure_novelty
 from gpt.data.data_config import DataConfig
@@ -73,16 +73,16 @@ def train(overrides: str, seed: int, text: Path, core: int) -> dict:
         capture_output=True,
         text=True,
     )
-    found = {"overrides": overrides, "seed": seed, "wall_seconds": time.perf_counter() - start}
+    result = {"overrides": overrides, "seed": seed, "wall_seconds": time.perf_counter() - start}
     if done.returncode:
-        return found | {"error": (done.stderr.strip().splitlines() or ["killed"])[-1]}
-    facts = json.loads((run_dir / "metrics.json").read_text())
+        return result | {"error": (done.stderr.strip().splitlines() or ["killed"])[-1]}
+    metrics = json.loads((run_dir / "metrics.json").read_text())
     keys = ("val_nats_per_byte", "val_bits_per_byte", "best_step", "steps", "tokens", "epochs", "train_seconds")
-    return found | {key: facts[key] for key in keys}
+    return result | {key: metrics[key] for key in keys}
 
 
 def train_all(candidates: Sequence[tuple[str, int, Path]]) -> Iterator[dict]:
-    """Train candidates of overrides, seed and text, one on each core at a time; yield their figures in order."""
+    """Train candidates (overrides, seed, text), one on each core at a time; yield their figures in order."""
     cores: SimpleQueue[int] = SimpleQueue()
     for core in os.sched_getaffinity(0):
         cores.put(core)
@@ -98,33 +98,33 @@ def train_all(candidates: Sequence[tuple[str, int, Path]]) -> Iterator[dict]:
         yield from pool.map(run, candidates)
 
 
-def trained(layers: int, channels: int, steps: int) -> str:
-    """The overrides for a model of a shape, with heads of 32 and a context of 128, that trains for so many steps."""
+def shape_overrides(layers: int, channels: int, steps: int) -> str:
+    """Return the overrides for a shape with heads of 32 and a context of 128, and a number of steps."""
     model = f"model=mini_128 model.num_layers={layers} model.d_model={channels} model.num_heads={channels // 32}"
     return f"{model} horizon={steps}steps data.validation_bytes={VALIDATION_BYTES} logger=[csv]"
 
 
-def with_rates(layers: int, channels: int, steps: int, change: tuple[float, float]) -> str:
-    """The overrides for a model with the rates of the rule, changed by two factors."""
+def rate_overrides(layers: int, channels: int, steps: int, change: tuple[float, float]) -> str:
+    """Return the overrides for a shape with the learning rates of the rule, multiplied by two factors."""
     shape = ModelConfig(num_layers=layers, d_model=channels, num_heads=channels // 32)
     optim = OptimConfig().for_model(shape)
     assert optim.matrix_lr and optim.lr
     rates = f"optim.matrix_lr={optim.matrix_lr * change[0]:.5g} optim.lr={optim.lr * change[1]:.5g}"
-    return f"{trained(layers, channels, steps)} {rates}"
+    return f"{shape_overrides(layers, channels, steps)} {rates}"
 
 
 def compare_rates(texts: Sequence[Path]) -> None:
-    """Train every shape with the rule's rates and their neighbours, and print the table."""
+    """Train every shape with the rule's learning rates and their neighbours, and print the table."""
     rows = []
     jobs = [*((change, 1) for change in CHANGES), (CHANGES[0], 2)]
     for steps, (layers, channels), text in itertools.product((250, 800), SHAPES, texts):
-        made = [(with_rates(layers, channels, steps, change), seed, text) for change, seed in jobs]
-        rule, *neighbours, again = (found["val_bits_per_byte"] for found in train_all(made))
-        shares = [f"{100 * (rule / min(neighbours) - 1):+.2f}%", f"{100 * abs(rule / again - 1):.2f}%"]
+        candidates = [(rate_overrides(layers, channels, steps, change), seed, text) for change, seed in jobs]
+        rule, *neighbours, other_seed = (result["val_bits_per_byte"] for result in train_all(candidates))
+        differences = [f"{100 * (rule / min(neighbours) - 1):+.2f}%", f"{100 * abs(rule / other_seed - 1):.2f}%"]
         name = f"{layers} x {channels}, {text.name}, {steps} steps"
-        rows.append([name, *(f"{bits:.4f}" for bits in [rule, *neighbours]), *shares])
+        rows.append([name, *(f"{bits:.4f}" for bits in [rule, *neighbours]), *differences])
         print("  ".join(rows[-1]))
-    print(table(["", "rule", "matrix_lr / 2", "x 2", "lr / 2", "x 2", "worse than the best", "seeds"], rows))
+    print(format_table(["", "rule", "matrix_lr / 2", "x 2", "lr / 2", "x 2", "worse than the best", "seeds"], rows))
 
 
 POINTS = ROOT / "benchmarks/law.csv"
@@ -142,19 +142,20 @@ NUMBERS = (
 
 
 def extend_points(texts: Sequence[Path]) -> None:
-    """Train the members on texts, the probe first, and add a row for each run to the points."""
+    """Train the candidates of model=auto on texts, the probe first, and add a row for each run to the points."""
     runs = [(text, run) for text in texts for run in ((2, 64, 1000), *RUNS)]
-    made = [(trained(*run), 1, text) for text, run in runs]
+    candidates = [(shape_overrides(*run), 1, text) for text, run in runs]
     with POINTS.open("a") as stream:
-        for (text, (layers, channels, steps)), found in zip(runs, train_all(made), strict=True):
+        for (text, (layers, channels, steps)), result in zip(runs, train_all(candidates), strict=True):
             data = DataConfig("text", str(text), validation_bytes=VALIDATION_BYTES)
             prepared = prepare(data, TokenizerConfig(), 128, text.parent / "cache")
-            of_text = (text.stem, f"{measure_novelty(prepared.sources):.2f}", prepared.train_tokens)
-            print(*of_text, layers, channels, steps, found["val_bits_per_byte"], sep=",", file=stream, flush=True)
+            text_columns = (text.stem, f"{measure_novelty(prepared.sources):.2f}", prepared.train_tokens)
+            row = (*text_columns, layers, channels, steps, result["val_bits_per_byte"])
+            print(*row, sep=",", file=stream, flush=True)
 
 
 def fit_law() -> None:
-    """Fit the logarithms of the law's numbers to all points by Levenberg's method; print what it predicts."""
+    """Fit the logarithms of the law's constants to all points by Levenberg's method; print the predictions."""
     with POINTS.open() as stream:
         rows = [
             {key: value if key == "text" else float(value) for key, value in row.items()}
@@ -170,28 +171,34 @@ def fit_law() -> None:
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         for name, value in zip(NUMBERS, np.exp(logarithms), strict=True):
             setattr(law, name, value)
-        found = []
+        errors = []
         for row in rows:
             probe = probes[row["text"]]
-            of_text = law.ScalingLaw(int(row["distinct"]), row["novelty"]).calibrate(
+            text_law = law.ScalingLaw(int(row["distinct"]), row["novelty"]).calibrate(
                 model(probe), 1024 * probe["steps"], probe["bits"]
             )
             try:
-                found.append(math.log(of_text.bits_per_byte(model(row), 1024 * row["steps"]) / row["bits"]))
+                errors.append(math.log(text_law.bits_per_byte(model(row), 1024 * row["steps"]) / row["bits"]))
             except (OverflowError, ValueError):  # too long a step
-                found.append(1e3)
-        return np.array(found)
+                errors.append(1e3)
+        return np.array(errors)
 
-    at, damping = np.log([getattr(law, name) for name in NUMBERS]), 1e-3
-    errors = residuals(at)
+    logarithms = np.log([getattr(law, name) for name in NUMBERS])
+    damping = 1e-3
+    errors = residuals(logarithms)
     for _ in range(300):
-        jacobian = np.stack([(residuals(at + step) - errors) / 1e-5 for step in 1e-5 * np.eye(len(at))], axis=1)
-        step = np.linalg.solve(jacobian.T @ jacobian + damping * np.eye(len(at)), jacobian.T @ errors)
-        if (tried := residuals(at - step)) @ tried < errors @ errors:
-            at, errors, damping = at - step, tried, damping / 3
+        identity = np.eye(len(logarithms))
+        columns = [(residuals(logarithms + step) - errors) / 1e-5 for step in 1e-5 * identity]
+        jacobian = np.stack(columns, axis=1)
+        step = np.linalg.solve(jacobian.T @ jacobian + damping * identity, jacobian.T @ errors)
+        new_errors = residuals(logarithms - step)
+        if new_errors @ new_errors < errors @ errors:
+            logarithms = logarithms - step
+            errors = new_errors
+            damping /= 3
         else:
             damping *= 3
-    print(*(f"{name} = {value:.3g}" for name, value in zip(NUMBERS, np.exp(at), strict=True)), sep="\n")
+    print(*(f"{name} = {value:.3g}" for name, value in zip(NUMBERS, np.exp(logarithms), strict=True)), sep="\n")
     lines = [
         [
             row["text"],
@@ -202,7 +209,7 @@ def fit_law() -> None:
         ]
         for row, error in zip(rows, errors, strict=True)
     ]
-    print(table(["text", "model", "steps", "bits per byte", "predicted"], lines))
+    print(format_table(["text", "model", "steps", "bits per byte", "predicted"], lines))
     print(
         f"root mean square {100 * (errors @ errors / len(errors)) ** 0.5:.2f}%, at most {100 * abs(errors).max():.2f}%"
     )
@@ -230,18 +237,18 @@ def main() -> None:
             return
         seeds = range(1, args.seeds + 1)
         candidates = [(c, seed, text) for text in texts for c in args.candidates or [] for seed in seeds]
-        for found in train_all(candidates):
+        for result in train_all(candidates):
             if args.log:
                 with args.log.open("a") as stream:
-                    stream.write(json.dumps(found) + "\n")
-            if "error" in found:
-                print(f"{found['overrides']}: {found['error']}")
+                    stream.write(json.dumps(result) + "\n")
+            if "error" in result:
+                print(f"{result['overrides']}: {result['error']}")
                 continue
+            best = f"  (best at {result['best_step']})" if result["best_step"] != result["steps"] else ""
             print(
-                f"{found['val_nats_per_byte']:.4f} nats/byte  {found['steps']:5} steps  {found['epochs']:5.1f} epochs  "
-                f"{found['train_seconds']:6.1f} s  seed {found['seed']}  {found['overrides']}"
-                + (f"  (best at {found['best_step']})" if found["best_step"] != found["steps"] else "")
-                + f"  [{found['wall_seconds']:.0f} s]",
+                f"{result['val_nats_per_byte']:.4f} nats/byte  {result['steps']:5} steps  "
+                f"{result['epochs']:5.1f} epochs  {result['train_seconds']:6.1f} s  seed {result['seed']}  "
+                f"{result['overrides']}{best}  [{result['wall_seconds']:.0f} s]"
             )
 
 

@@ -1,8 +1,8 @@
-"""How long one waits for the first step and the first token: python benchmarks/startup.py [--runs 3] [--json FILE].
+"""Seconds to the first step and to the first token: python benchmarks/startup.py [--runs 3] [--json FILE].
 
-Wall time from the start of a command as a user types it. For `python train.py` with prepared data: to the end of the
-first step, whose loss it writes to TensorBoard. For `python generate.py`: to the first character that it prints. For
-GPT-2 124M: to the end of the second token, without and with `--compile`.
+Measures wall time from the start of a command as a user types it. For `python train.py` with prepared data, it ends
+when the loss of the first step is written to TensorBoard. For `python generate.py`, it ends with the first printed
+character. For GPT-2 124M, it ends with the second token, without and with `--compile`.
 """
 
 import statistics
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import ROOT, finish, machine, parser, table, train_as_user
+from measuring import ROOT, describe_machine, format_table, make_parser, train_as_user, write_report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SHORT = ["horizon=2steps", "trainer.log_every=1"]
@@ -21,7 +21,7 @@ GENERATE = [sys.executable, "generate.py", "--prompt", "a", "--checkpoint"]
 
 
 def first_step(folder: Path) -> float:
-    """Seconds to the TensorBoard event with the first step's loss."""
+    """Return the seconds to the TensorBoard event with the first step's loss."""
     begin = time.time()
     run_dir, _ = train_as_user(folder, *SHORT)
     curves = EventAccumulator(str(run_dir))
@@ -30,7 +30,7 @@ def first_step(folder: Path) -> float:
 
 
 def first_token(run_dir: Path) -> float:
-    """Seconds to the first character after the prompt."""
+    """Return the seconds to the first character after the prompt."""
     command = [*GENERATE, str(run_dir), "--max-new-tokens", "50"]
     begin = time.time()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
@@ -43,7 +43,7 @@ def first_token(run_dir: Path) -> float:
 
 
 def second_token(run_dir: Path, *options: str) -> float:
-    """Seconds to sample two tokens with 8-bit weights."""
+    """Return the seconds to sample two tokens with 8-bit weights."""
     command = [*GENERATE, str(run_dir), "--max-new-tokens", "2", "--precision", "int8", *options]
     begin = time.time()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -51,23 +51,24 @@ def second_token(run_dir: Path, *options: str) -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--runs", type=int, default=3)
     args = arguments.parse_args()
-    print(machine())
+    print(describe_machine())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         mini, _ = train_as_user(folder, *SHORT)  # this prepares the data as well
         large, _ = train_as_user(folder, *SHORT, *LARGE)
-        found = {
+        seconds = {
             "first step": [first_step(folder) for _ in range(args.runs)],
             "first token": [first_token(mini) for _ in range(args.runs)],
             "second token of GPT-2 124M": [second_token(large) for _ in range(args.runs)],
             "the same with --compile": [second_token(large, "--compile") for _ in range(args.runs)],
         }
-    rows = [[kind, *(f"{f(times):.2f}" for f in (min, statistics.median, max))] for kind, times in found.items()]
-    print(table(["seconds to the", "least", "median", "most"], rows))
-    finish(found, args.json)
+    statistics_shown = (min, statistics.median, max)
+    rows = [[name, *(f"{f(times):.2f}" for f in statistics_shown)] for name, times in seconds.items()]
+    print(format_table(["seconds to the", "min", "median", "max"], rows))
+    write_report(seconds, args.json)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The training step against its peers: python benchmarks/train_step.py [--preset mini gpt2_small] [--json FILE].
 
-All in the precision that training takes on this machine, bf16 or fp32, in turn for --seconds (90) with each preset.
---shape 2 128 takes 2 windows of 128 tokens, and --only NAME ... the variants whose names contain one of these.
+The variants take turns for --seconds (90) with each preset, in bf16 or fp32, as this machine trains.
+--shape 2 128 is for 2 sequences of 128 tokens. --only NAME ... selects the variants whose names contain one of these.
 
-Tokens a second, share of the matrix peak measured in the same run, and peak memory. Every variant takes the same steps
-on the same random tokens, forward, backward and update, without a trainer. `naive` is a straightforward implementation
-of the same model: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW. On a GPU, which
-may not hold all variants at once, each takes turns with the first alone; what cannot run is reported and left out.
+Prints tokens a second, the fraction of the matrix peak measured in the same run, and peak memory. Every variant takes
+the same steps on the same random tokens, forward, backward and update, without a trainer. `naive` is a straightforward
+implementation of the same model: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
+A GPU may not hold all variants at once, so each takes turns with the first alone. Variants that fail are left out.
 """
 
 import importlib.util
@@ -15,7 +15,16 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measuring import Worker, finish, machine, matrix_peak, parser, precision, rounds, table
+from measuring import (
+    Worker,
+    describe_machine,
+    format_table,
+    make_parser,
+    matrix_peak,
+    rounds,
+    training_dtype,
+    write_report,
+)
 
 from gpt.hardware.device import choose_compile, choose_device, choose_precision
 from gpt.hardware.memory import keep_freed_memory
@@ -31,20 +40,20 @@ Shape = tuple[int, int] | None  # (B, T) of a step; None is the preset's for the
 
 
 def tokens(preset: str, device: str, shape: Shape = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, each (B, T)."""
+    """Return inputs and targets, each (B, T)."""
     _, vocab_size, on_cpu, on_gpu = PRESETS[preset]
     shape = shape or (on_gpu if device == "cuda" else on_cpu)
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randint(vocab_size, shape, generator=generator).to(device) for _ in range(2))  # type: ignore[return-value]
 
 
-def config_of(preset: str) -> GPTConfig:
+def make_config(preset: str) -> GPTConfig:
     shape, vocab_size, _, _ = PRESETS[preset]
     return GPTConfig(*shape, vocab_size=vocab_size)
 
 
 def torch_loss(hidden: torch.Tensor, head_weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own loss (torch 2.13): on a GPU in chunks, which take ten times as long as ours on a CPU."""
+    """Return PyTorch's own loss (torch 2.13), on a GPU in chunks. On a CPU, chunks take ten times as long as ours."""
     options = torch.nn.LinearCrossEntropyOptions() if hidden.is_cuda else None
     return F.linear_cross_entropy(
         hidden.flatten(0, 1), head_weight.to(hidden.dtype), targets.flatten(), options=options
@@ -62,21 +71,21 @@ def ours(
     matmul: str = "high",
     waits: bool = False,
 ) -> Callable[[], None]:
-    """Our step. On a GPU it is `compiled`, multiplies fp32 in TF32 (`matmul="high"`) and never `waits` for a norm."""
+    """Return our step. On a GPU it is `compiled`, uses TF32 (`matmul="high"`), and never `waits` for a norm."""
     keep_freed_memory()
     device = choose_device().type
     if device == "cuda":
         torch.set_float32_matmul_precision(matmul)
     torch.manual_seed(0)
-    model = GPT(config_of(preset)).set_compute_dtype(getattr(torch, dtype)).to(device)
+    model = GPT(make_config(preset)).set_compute_dtype(getattr(torch, dtype)).to(device)
     model.checkpointing = checkpointing
     if compiled and choose_compile("auto", torch.device(device)):
         for block in model.blocks:
             block.compile()
     weights, heads = dict(model.named_parameters()), model.config.num_heads
-    fast = choose_precision("auto", torch.device(device)) == "bf16"
-    muon = torch.bfloat16 if fast or dtype == "bfloat16" else torch.float32
-    optimizer = build_optimizer(weights, heads, OptimConfig(optim).for_model(model.config), muon)
+    trains_in_bf16 = choose_precision("auto", torch.device(device)) == "bf16"
+    muon_dtype = torch.bfloat16 if trains_in_bf16 or dtype == "bfloat16" else torch.float32
+    optimizer = build_optimizer(weights, heads, OptimConfig(optim).for_model(model.config), muon_dtype)
     parameters = list(model.parameters())
     idx, targets = tokens(preset, device, shape)
 
@@ -94,14 +103,14 @@ def ours(
 def naive(preset: str) -> Callable[[], None]:
     device = choose_device().type
     torch.manual_seed(0)
-    model = GPT(config_of(preset)).to(device)
+    model = GPT(make_config(preset)).to(device)
     for block in model.blocks:
         block.attention.fused_kernel = True
     matrices = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
-    taken = set(map(id, matrices))
+    matrix_ids = set(map(id, matrices))
     optimizers = [
         torch.optim.Muon(matrices, lr=0.02),
-        torch.optim.AdamW([p for p in model.parameters() if id(p) not in taken], lr=0.003, fused=True),
+        torch.optim.AdamW([p for p in model.parameters() if id(p) not in matrix_ids], lr=0.003, fused=True),
     ]
     idx, targets = tokens(preset, device)
 
@@ -121,9 +130,9 @@ def hugging_face(preset: str, autocast: bool, shape: Shape = None) -> Callable[[
     device = choose_device().type
     torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")
     (context, width, layers, heads), vocab_size, _, _ = PRESETS[preset]
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     size = {"n_positions": context, "n_embd": width, "n_layer": layers, "n_head": heads}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, use_cache=False, **size, **none)).to(device).train()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, use_cache=False, **size, **dropout)).to(device).train()
     if choose_compile("auto", torch.device(device)):
         model = torch.compile(model)
     return with_adamw(
@@ -155,7 +164,7 @@ def litgpt(preset: str, autocast: bool, shape: Shape = None) -> Callable[[], Non
 
 
 def with_adamw(parameters, preset: str, autocast: bool, shape: Shape, loss: Callable) -> Callable[[], None]:
-    """A peer's step as in its own training script: clipped gradient, fused AdamW."""
+    """Return a peer's step as in its own training script: clipped gradient, fused AdamW."""
     device = choose_device().type
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
@@ -172,41 +181,43 @@ def with_adamw(parameters, preset: str, autocast: bool, shape: Shape, loss: Call
     return step
 
 
-def variants(preset: str) -> list[tuple[str, Callable, dict]]:
-    """The name, the function and the settings of each."""
-    usual = {"dtype": precision(), "optim": "adamw"}
-    halves = usual["dtype"] != "float32"
-    found: list[tuple[str, Callable, dict]] = [
-        ("ours, AdamW", ours, usual),
-        ("ours, Muon", ours, usual | {"optim": "muon"}),
-        ("ours, AdamW, checkpointing", ours, usual | {"checkpointing": True}),
+def list_variants(preset: str) -> list[tuple[str, Callable, dict]]:
+    """Return the name, the function and the settings of each variant."""
+    defaults = {"dtype": training_dtype(), "optim": "adamw"}
+    is_half = defaults["dtype"] != "float32"
+    variants: list[tuple[str, Callable, dict]] = [
+        ("ours, AdamW", ours, defaults),
+        ("ours, Muon", ours, defaults | {"optim": "muon"}),
+        ("ours, AdamW, checkpointing", ours, defaults | {"checkpointing": True}),
     ]
     for name, make in (("transformers", hugging_face), ("litgpt", litgpt)):
         if importlib.util.find_spec(name):
-            found.append((f"{name}, autocast" if halves else name, make, {"autocast": halves}))
+            variants.append((f"{name}, autocast" if is_half else name, make, {"autocast": is_half}))
         else:
-            print(f"left out: {name}, which is not installed")
-    if halves and preset == "mini":  # with the large model, all variants together would take more than 24 GB
-        found.append(("ours, fp32, AdamW", ours, usual | {"dtype": "float32"}))
+            print(f"left out: {name} is not installed")
+    if is_half and preset == "mini":  # with the large model, all variants together would take more than 24 GB
+        variants.append(("ours, fp32, AdamW", ours, defaults | {"dtype": "float32"}))
     if preset == "mini":
-        found.append(("naive, fp32, Muon", naive, {}))
+        variants.append(("naive, fp32, Muon", naive, {}))
     if hasattr(F, "linear_cross_entropy") and choose_device().type == "cuda":
-        found += [
-            ("ours, AdamW, torch's loss", ours, usual | {"loss": torch_loss}),
-            ("ours, AdamW, not compiled", ours, usual | {"compiled": False}),
-            ("ours, AdamW, waits for the norm", ours, usual | {"waits": True}),
-            ("ours, TF32, AdamW", ours, usual | {"dtype": "float32"}),
-            ("ours, fp32, AdamW, without TF32", ours, usual | {"dtype": "float32", "matmul": "highest"}),
+        variants += [
+            ("ours, AdamW, torch's loss", ours, defaults | {"loss": torch_loss}),
+            ("ours, AdamW, not compiled", ours, defaults | {"compiled": False}),
+            ("ours, AdamW, waits for the norm", ours, defaults | {"waits": True}),
+            ("ours, TF32, AdamW", ours, defaults | {"dtype": "float32"}),
+            ("ours, fp32, AdamW, without TF32", ours, defaults | {"dtype": "float32", "matmul": "highest"}),
         ]
-    return found
+    return variants
 
 
 def measure(preset: str, seconds: float, steps: int, shape: Shape, only: list[str] | None) -> dict:
     """Measure every variant in turn with the matrix peak, and report."""
-    wanted = [one for one in variants(preset) if not only or any(words in one[0] for words in only)]
-    groups = [wanted] if choose_device().type == "cpu" else [wanted[:1], *([one] for one in wanted[1:])]
-    peak = Worker("peak", matrix_peak, dtype=precision(), n=2048, seconds=1.0 if len(groups) == 1 else 0.1)
-    found: list[float] = []
+    variants = [variant for variant in list_variants(preset) if not only or any(words in variant[0] for words in only)]
+    groups = [variants]
+    if choose_device().type != "cpu":
+        groups = [[variant] for variant in variants]
+    peak = Worker("peak", matrix_peak, dtype=training_dtype(), n=2048, seconds=1.0 if len(groups) == 1 else 0.1)
+    peaks: list[float] = []
     workers: list[Worker] = []
     for group in groups:
         started = []
@@ -218,7 +229,7 @@ def measure(preset: str, seconds: float, steps: int, shape: Shape, only: list[st
                 started[-1].times.clear()
             for _ in rounds(seconds / len(groups)):
                 peak.run(1)
-                found.append(peak.facts["flops"])
+                peaks.append(peak.facts["flops"])
                 for worker in [*workers[:1], *started]:
                     worker.run(steps)
         except SystemExit as error:
@@ -233,45 +244,47 @@ def measure(preset: str, seconds: float, steps: int, shape: Shape, only: list[st
                 worker.close()
     for worker in [workers[0], peak]:
         worker.close()
-    return report(preset, workers, statistics.median(found), shape)
+    return report(preset, workers, statistics.median(peaks), shape)
 
 
 def report(preset: str, workers: list[Worker], peak: float, shape: Shape) -> dict:
     """Print a preset's table; return its figures."""
     device = choose_device().type
     B, T = tokens(preset, device, shape)[0].shape
-    flops = GPT(config_of(preset)).flops_per_token(T) * B * T
-    print(f"\n{preset}: {B} x {T} tokens in {precision()}, {flops / 1e9:.1f} GFLOP a step, {peak / 1e9:,.0f} GFLOP/s")
+    flops = GPT(make_config(preset)).flops_per_token(T) * B * T
+    print(
+        f"\n{preset}: {B} x {T} tokens in {training_dtype()}, {flops / 1e9:.1f} GFLOP a step, {peak / 1e9:,.0f} GFLOP/s"
+    )
     first, rows, figures = workers[0].median, [], {}
     for worker in workers:
-        share = flops / worker.median / peak
+        fraction = flops / worker.median / peak
         milliseconds, rate = f"{1000 * worker.median:,.1f}", f"{B * T / worker.median:,.0f}"
         ratio, memory = f"{worker.median / first:.2f}", f"{worker.peak / 1e9:.2f}"
-        rows.append([worker.name, milliseconds, rate, ratio, f"{share:.1%}", memory])
+        rows.append([worker.name, milliseconds, rate, ratio, f"{fraction:.1%}", memory])
         figures[worker.name] = {
             "ms": 1000 * worker.median,
             "tokens_per_second": B * T / worker.median,
             "time_to_ours": worker.median / first,
-            "share_of_peak": share,
+            "share_of_peak": fraction,
             "peak_bytes": worker.peak,
         }
-    print(table(["", "ms", "tokens/s", "time / ours", "of the peak", "GB of memory"], rows))
-    return {"precision": precision(), "peak": peak, "batch": [B, T], "flops": flops, "variants": figures}
+    print(format_table(["", "ms", "tokens/s", "time / ours", "of the peak", "GB of memory"], rows))
+    return {"precision": training_dtype(), "peak": peak, "batch": [B, T], "flops": flops, "variants": figures}
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--preset", nargs="+", choices=list(PRESETS), default=list(PRESETS))
     arguments.add_argument("--seconds", type=float, default=90, help="of each preset")
     arguments.add_argument("--shape", type=int, nargs=2, metavar=("B", "T"))
     arguments.add_argument("--only", nargs="+", metavar="NAME")
     args = arguments.parse_args()
-    print(machine())
+    print(describe_machine())
     reports = {}
     for preset in args.preset:
         steps = 10 if preset == "mini" or choose_device().type == "cuda" else 1
         reports[preset] = measure(preset, args.seconds, steps, args.shape and tuple(args.shape), args.only)
-    finish(reports, args.json)
+    write_report(reports, args.json)
 
 
 if __name__ == "__main__":

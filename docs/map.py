@@ -1,4 +1,4 @@
-"""Print a map of the code, from the first line of each file's docstring: python docs/map.py [FOLDER]"""
+"""Print the first line of each file's docstring: python docs/map.py [FOLDER]"""
 
 import ast
 import contextlib
@@ -10,15 +10,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def first_line(file: Path) -> str:
-    """The first line of a file's docstring; `ValueError` if it has none."""
+    """Return the first line of a file's docstring, or raise `ValueError` if it has none."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not docstring:
-        raise ValueError(f"{file} has no docstring: say in one line what it does")
+        raise ValueError(f"{file} has no docstring: write in one line what it does")
     return docstring.splitlines()[0].rstrip(".")
 
 
 def lines(folder: Path, depth: int = 0) -> Iterator[str]:
-    """A line for the folder, one for each file in it, and then the folders in it."""
+    """Yield a line for the folder, one for each file in it, and then the folders in it."""
     package = folder / "__init__.py"
     yield f"{'  ' * depth + folder.name + '/':28} {first_line(package) if package.exists() else ''}".rstrip()
     for file in sorted(folder.glob("*.py")):

@@ -1,6 +1,6 @@
-"""A small, exact and fast GPT: attention, model, training step, exact resume and sampling.
+"""A small, exact and fast GPT: attention, model, training, exact resume and sampling.
 
-The names below are for use from Python. Each is imported when it is first used, because torch takes seconds.
+`__all__` lists the names for use from Python. A name is imported when it is first used, because torch takes seconds.
 """
 
 import signal
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from gpt.sampling.generation import generate
     from gpt.sampling.language_model import LanguageModel
 
-# The imports of a command take seconds, in which Ctrl-C ends it at once, without a traceback; then see gpt/console.py.
+# The imports of a command take seconds. Until they are done, Ctrl-C ends it at once, without a traceback. Then
+# gpt/console.py handles it.
 _SCRIPTS = [Path(__file__).resolve().parents[1] / name for name in ("train.py", "generate.py")]
-_MODULE = sys.argv[0] == "-m" and any(word.startswith("gpt.") for word in sys.orig_argv)
-if (_MODULE or Path(sys.argv[0]).resolve() in _SCRIPTS) and (
-    signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+_is_module_command = sys.argv[0] == "-m" and any(word.startswith("gpt.") for word in sys.orig_argv)
+_is_command = _is_module_command or Path(sys.argv[0]).resolve() in _SCRIPTS
+if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 __all__ = ["GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load", "train"]
 
-_HOMES = {
+_MODULES = {
     "GPT": "gpt.model.transformer",
     "GPTConfig": "gpt.model.transformer",
     "MultiHeadAttention": "gpt.model.attention",
@@ -38,9 +38,14 @@ _HOMES = {
 
 
 def load(path: str | Path | None = None, device: str = "auto") -> "LanguageModel":
-    """Open what `--checkpoint` takes, or else the newest run: the model, in fp32 on the device, and its tokenizer.
+    """Open a model in fp32, and its tokenizer.
 
-    The device is auto, cpu, cuda or mps. `UserError`, a `ValueError`, says in one line why nothing can be opened.
+    Args:
+        path: The same as for `--checkpoint`: a run, a checkpoint, a Hugging Face GPT-2 or a hub name. The default is
+            the newest run.
+        device: auto, cpu, cuda or mps.
+
+    Raises `UserError`, a `ValueError` of one line, if it cannot be opened.
     """
     from gpt.hardware.device import choose_device
     from gpt.loading import find_checkpoint, open_model
@@ -51,9 +56,9 @@ def load(path: str | Path | None = None, device: str = "auto") -> "LanguageModel
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

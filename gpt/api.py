@@ -1,4 +1,4 @@
-"""Training from Python, in a notebook or a script: `gpt.train` takes the keys of `python train.py`, without Hydra."""
+"""Train from Python, in a notebook or a script. `gpt.train` takes the keys of `python train.py`, without Hydra."""
 
 import csv
 from collections.abc import Sequence
@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class TrainedModel(LanguageModel):
-    """The best model of a run so far, and the run."""
+    """The best model of a run, and the run.
 
-    run_dir: Path  # the directory of the run, which `gpt.load` and every command take
-    spec: RunSpec | None = None  # what was trained; None if nothing was left to train
-    result: Result | None = None  # how that ended
+    Args:
+        run_dir: The directory of the run. `gpt.load` and every command take it.
+        spec: The resolved run; None if no training was left to do.
+        result: How the training ended; None if no training was left to do.
+    """
+
+    run_dir: Path
+    spec: RunSpec | None = None
+    result: Result | None = None
 
     def report(self) -> None:
         """Print the figures of the last validation, samples, and commands to try next."""
@@ -39,7 +45,7 @@ class TrainedModel(LanguageModel):
             report(self.spec, self.run_dir, self.result)
 
     def plot(self) -> "Axes":
-        """Draw training and validation loss, in nats per token, over the steps so far; needs matplotlib."""
+        """Plot training and validation loss in nats per token; needs matplotlib."""
         try:
             import matplotlib.pyplot as plt
         except ImportError:
@@ -54,7 +60,7 @@ class TrainedModel(LanguageModel):
         return axes
 
     def resume(self, horizon: str | None = None) -> "TrainedModel":
-        """Go on with a run that was stopped; with `horizon`, until then, whether it is complete or not."""
+        """Resume a run that was stopped. With `horizon`, train until then, even if the run is complete."""
         return train(resume=self.run_dir, horizon=horizon)
 
 
@@ -76,11 +82,15 @@ def train(
 ) -> TrainedModel:
     """Train as `python train.py` does, and open the best model of the run.
 
-    `text` is what `data.path` takes: a file, a folder, a glob, a URL or a list of these; by default the documentation
-    of this Python. `horizon` is a length such as "2000steps", "3epochs" or "3min". `optim="adamw"` and
-    `model={"num_layers": 6}` stand for `optim=adamw` and `model.num_layers=6`, and so do the other groups of keys
-    (docs/configuration.md). `resume` continues a run, to which only `horizon` may be added, and `text` if that has
-    moved; `resume="auto"` begins a run in `run_dir`, or continues the one that is there.
+    Args:
+        text: `data.path`: a file, a folder, a glob, a URL or a list of these. The default is Python's documentation.
+        horizon: When the run ends, such as "2000steps", "3epochs" or "3min".
+        seed, patience, init_from, run_dir: Keys of the configuration (docs/configuration.md).
+        model, tokenizer, data, optim, trainer: Groups of keys: `optim="adamw"` is `optim=adamw` on the command line,
+            and `model={"num_layers": 6}` is `model.num_layers=6`.
+        resume: A run to resume. Only `horizon` may be added, and `text` if the text has moved. "auto" resumes the run
+            in `run_dir`, or starts one if there is none.
+        callbacks: Objects with hooks (docs/experiments.md).
 
     Ctrl-C, or interrupting the kernel, ends the training after a step and a checkpoint.
     Raises `UserError`, a `ValueError` of one line, for a wrong setting.
@@ -105,19 +115,19 @@ def train(
         if resume != "auto":
             raise UserError(f"{resume} is complete: give a longer horizon, or open it with gpt.load({str(resume)!r})")
         run_path = find_run(request.config.resume or "")
-        best, own_tokenizer = open_model(run_path)
-        return TrainedModel(best.to(choose_device("auto")), own_tokenizer, run_path)
-    from gpt.training.loop import run_training  # imports Lightning, which takes seconds: only once all is checked
+        best_model, run_tokenizer = open_model(run_path)
+        return TrainedModel(best_model.to(choose_device("auto")), run_tokenizer, run_path)
+    from gpt.training.loop import run_training  # Lightning takes seconds to import: first check everything
 
     spec, run = started
     with run:
         result = run_training(spec, run, callbacks)
-    best, own_tokenizer = open_model(run.path)
-    return TrainedModel(best.to(spec.config.trainer.device), own_tokenizer, run.path, spec, result)
+    best_model, run_tokenizer = open_model(run.path)
+    return TrainedModel(best_model.to(spec.config.trainer.device), run_tokenizer, run.path, spec, result)
 
 
 def read_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the (step, value) points of each curve in metrics.csv; none without that file."""
+    """Return the (step, value) points of each curve in metrics.csv; no curves without that file."""
     curves: dict[str, list[tuple[int, float]]] = {}
     file = run_dir / "metrics.csv"
     if file.is_file():
@@ -131,27 +141,30 @@ def read_curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def make_request(text: str | Path | Sequence[str | Path] | None = None, **settings: Any) -> Request:
-    """Return the checked request of a call of `train`, whose parameters these are; None leaves a setting out."""
-    settings = {key: value for key, value in settings.items() if value is not None}
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    groups: dict[str, dict[str, Any]] = {
-        group: {"name": keys} if isinstance(keys := plain.pop(group), str) else dict(keys)
-        for group in ("model", "tokenizer", "data", "optim", "trainer")
-        if group in plain
-    }
+    """Return the checked request of a call of `train`. The settings are its arguments; None leaves one out."""
+    keys: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        if value is None:
+            continue
+        if name in ("model", "tokenizer", "data", "optim", "trainer"):
+            groups[name] = {"name": value} if isinstance(value, str) else dict(value)
+        else:
+            keys[name] = str(value) if isinstance(value, Path) else value
     if text is not None:
         path = str(text) if isinstance(text, str | Path) else [str(file) for file in text]
         groups["data"] = {"path": path} | groups.get("data", {})
-    values = plain | {group: _with_file(group, keys) for group, keys in groups.items()}
-    overrides = {key.removesuffix(".name"): value for key, value in flatten(plain | groups).items()}
+    values = keys | {group: _add_file(group, group_keys) for group, group_keys in groups.items()}
+    overrides = {key.removesuffix(".name"): value for key, value in flatten(keys | groups).items()}
     model_name = groups.get("model", {}).get("name", "")
     return resolve_resume_auto(parse_request(values, overrides, model=model_name, in_python=True))
 
 
-def _with_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a group, over those of the file in configs/ that its name, if there is one, stands for."""
-    if (name := keys.get("name")) is None:
+def _add_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's keys. If one is `name`, the file of that name in configs/ gives the defaults of the others."""
+    if keys.get("name") is None:
         return keys
-    known = {file.stem: file for file in sorted((CONFIGS / group).glob("*.yaml"))}
-    require_choice(group, name, tuple(known))
-    return (read_yaml(known[name]) or {}) | {key: value for key, value in keys.items() if key != "name"}
+    files = {file.stem: file for file in sorted((CONFIGS / group).glob("*.yaml"))}
+    require_choice(group, keys["name"], tuple(files))
+    defaults = read_yaml(files[keys["name"]]) or {}
+    return defaults | {key: value for key, value in keys.items() if key != "name"}

@@ -1,7 +1,7 @@
-"""Checkpoints: single files that need nothing else, written whole or not at all, and verified when they are read.
+"""Checkpoints: single files that need no other file, written whole or not at all, and verified when they are read.
 
-A checkpoint is a dictionary of plain types and tensors. The weights are under `state_dict`, by the model's own names;
-beside them are the configuration, the tokenizer, the optimizer's state, the step, the hash of the corpus and the
+A checkpoint is a dictionary of plain types and tensors. The weights are under `state_dict`, by the model's own names.
+The other keys are the configuration, the tokenizer, the optimizer's state, the step, the hash of the corpus and the
 versions of the libraries. It is read with `weights_only=True`, so no file can run code.
 """
 
@@ -10,7 +10,6 @@ import math
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from gpt.files import atomic_write, sync
 from gpt.model.transformer import GPT, GPTConfig
 
 CHECKPOINT_FORMAT = 4  # final with version 1.0; raise it when older programs cannot read what is written
-SCHEMA = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}
-# The types that `require_storable` lets into a checkpoint. PyTorch reads all of them with `weights_only=True`.
+REQUIRED_TYPES = {"format": int, "state_dict": dict, "config": dict, "tokenizer": dict}
+# PyTorch reads all of these with `weights_only=True`.
 STORABLE_TYPES = {dict, OrderedDict, list, tuple, str, int, float, bool, type(None), Tensor, torch.nn.Parameter}
 
 
@@ -38,38 +37,35 @@ class UnreadableError(UserError):
     """The disk cannot read a file; another checkpoint of the run may be intact."""
 
 
-def save_checkpoint(payload: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint, which replaces an older one only once it is complete.
+def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint. It replaces an older one only once it is complete.
 
-    Makes the folder it lies in, but none above. Raises `UserError` on a full disk, and if the folder above is gone.
+    Creates the folder of the file, but not the folder's parents. Raises `UserError` on a full disk, and if the folder's
+    parent is gone.
     """
     try:
         if not path.parent.exists():
             path.parent.mkdir(exist_ok=True)
             sync(path.parent.parent)
         with atomic_write(path) as temporary, temporary.open("wb") as stream:
-            torch.save(payload, stream)
+            torch.save(checkpoint, stream)
     except FileNotFoundError:
         raise UserError(f"{path}: cannot be written, because its folder was deleted or moved: put it back") from None
-    except (OSError, RuntimeError) as error:  # torch's archive writer raises one of its own after that of the stream
+    except (OSError, RuntimeError) as error:  # after an error of the stream, torch's archive writer raises its own
         if not is_disk_full(error) and not is_disk_full(error.__context__ or error):
             raise
         raise UserError(f"{path}: the disk is full: free some space; earlier checkpoints are intact") from error
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value and, if it is a dictionary, a list or a tuple, all that is in it, keys included."""
-    yield value
-    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
-    for part in inner:
-        yield from _parts(part)
-
-
 def require_storable(state: Any) -> None:
-    """Raise `ValueError` if part of a state is something that `load_checkpoint` may refuse."""
-    for part in _parts(state):
-        if type(part) not in STORABLE_TYPES:
-            raise ValueError(f"Unsupported: {type(part).__name__}")
+    """Raise `ValueError` if a state, or any value in it, has a type that `load_checkpoint` may refuse."""
+    if type(state) not in STORABLE_TYPES:
+        raise ValueError(f"Unsupported: {type(state).__name__}")
+    if isinstance(state, dict):
+        state = [*state, *state.values()]
+    if isinstance(state, list | tuple):
+        for value in state:
+            require_storable(value)
 
 
 def load_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
@@ -80,59 +76,82 @@ def load_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: a directory or a device, not a checkpoint; name a file or a run")
-        with zipfile.ZipFile(path) as archive:
-            # torch.load notices neither flipped bits nor a record marked as a folder, whose tensor stays uninitialised.
-            folders = [record.filename for record in archive.infolist() if record.is_dir() or record.external_attr & 16]
-            if damaged := archive.testzip() or next(iter(folders), None):
-                raise DamagedError(f"{path}: damaged (its record {damaged!r} is corrupt); use another checkpoint")
-        with warnings.catch_warnings(action="ignore"):  # about foreign files, which are refused anyway
-            try:
-                payload = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-            except RuntimeError as error:
-                if not (mmap and is_out_of_memory(error)):
-                    raise
-                payload = torch.load(path, map_location="cpu", weights_only=True)  # into memory that is held already
+        _verify_archive(path)
+        checkpoint = _read_archive(path, mmap)
     except UserError:
         raise
-    except Exception as error:  # zipfile, pickle and torch each fail on foreign files in their own ways
+    except Exception as error:  # zipfile, pickle and torch fail on foreign files in many ways
         if is_out_of_memory(error):
             raise
-        refused = error if isinstance(error, OSError) else error.__context__  # zipfile takes some for another format
-        if isinstance(refused, OSError) and refused.errno != errno.EINVAL:  # which it meets in wrong offsets
-            kind: type[UserError] = UnreadableError if refused.errno == errno.EIO else UserError
-            raise kind(f"{path}: cannot be read ({refused.strerror})") from None
-        why = (
-            "it is cut short or in another format" if isinstance(error, zipfile.BadZipFile) else summarize_error(error)
-        )
-        if "weights_only" in why:
-            why = "it holds objects other than tensors and plain types, which are never loaded"
-        raise DamagedError(f"{path}: not a checkpoint of this project ({why})") from None
-    for key, kind in SCHEMA.items():
-        if not isinstance(payload, dict) or not isinstance(payload.get(key), kind):
+        raise _explain_read_error(path, error) from None
+    for key, required_type in REQUIRED_TYPES.items():
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), required_type):
             raise UserError(f"{path}: not a checkpoint of this project (its {key!r} is missing or of another type)")
-    if payload["format"] > CHECKPOINT_FORMAT:
-        newer = f"written by a newer version of this project (format {payload['format']})"
-        raise UserError(f"{path}: {newer}; update first")
+    if checkpoint["format"] > CHECKPOINT_FORMAT:
+        version = f"format {checkpoint['format']}"
+        raise UserError(f"{path}: written by a newer version of this project ({version}); update first")
     try:
-        return payload | {"config": upgrade_config(payload["config"])}
+        return checkpoint | {"config": upgrade_config(checkpoint["config"])}
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a checkpoint of this project ({summarize_error(error)})") from None
+
+
+def _verify_archive(path: Path) -> None:
+    """Raise `DamagedError` if a record of the archive is corrupt.
+
+    torch.load does not notice flipped bits. It leaves a tensor uninitialized if its record is marked as a folder.
+    """
+    with zipfile.ZipFile(path) as archive:
+        folders = [record.filename for record in archive.infolist() if record.is_dir() or record.external_attr & 16]
+        damaged = archive.testzip() or next(iter(folders), None)
+    if damaged:
+        raise DamagedError(f"{path}: damaged (its record {damaged!r} is corrupt); use another checkpoint")
+
+
+def _read_archive(path: Path, mmap: bool) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # about foreign files, for which an error follows
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        except RuntimeError as error:
+            if not (mmap and is_out_of_memory(error)):
+                raise
+            # Without a mapping, memory that this process has already allocated may suffice.
+            return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _explain_read_error(path: Path, error: Exception) -> UserError:
+    """Return the `UserError` for an exception of zipfile, pickle or torch."""
+    # Where the system refuses to read, zipfile raises BadZipFile in the context of an OSError. The exception is EINVAL:
+    # zipfile causes that itself when it seeks to the wrong offsets of a damaged file.
+    system_error = error if isinstance(error, OSError) else error.__context__
+    if isinstance(system_error, OSError) and system_error.errno != errno.EINVAL:
+        error_type = UnreadableError if system_error.errno == errno.EIO else UserError
+        return error_type(f"{path}: cannot be read ({system_error.strerror})")
+    reason = summarize_error(error)
+    if isinstance(error, zipfile.BadZipFile):
+        reason = "it is cut short or in another format"
+    elif "weights_only" in reason:
+        reason = "it holds objects other than tensors and plain types, which are never loaded"
+    return DamagedError(f"{path}: not a checkpoint of this project ({reason})")
 
 
 def read_checkpoint_step(path: Path) -> float:
     """Return a checkpoint's step without reading a tensor; infinity if the file cannot be read."""
     try:
         return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
-    except Exception:  # of zipfile, pickle, torch or the system, as in `load_checkpoint`
+    except Exception:  # `load_checkpoint` reports what is wrong
         return math.inf
 
 
-def restore_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
-    """Build a checkpoint's model around its own weights, uncopied; `UserError` with `path` if its parts do not fit."""
+def restore_model(checkpoint: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
+    """Build a checkpoint's model around its own weights, without a copy, and its tokenizer.
+
+    Raises `UserError` with `path` if the parts do not fit together.
+    """
     try:
-        tokenizer = Tokenizer.from_dict(payload["tokenizer"])
-        config = build_config({**payload["config"]["model"], "vocab_size": tokenizer.vocab_size})
-        model = build_model(config, payload["state_dict"])
+        tokenizer = Tokenizer.from_dict(checkpoint["tokenizer"])
+        config = build_config({**checkpoint["config"]["model"], "vocab_size": tokenizer.vocab_size})
+        model = build_model(config, checkpoint["state_dict"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -141,29 +160,31 @@ def restore_model(payload: dict[str, Any], path: Path) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-# --- from the parts of a model, which may come from anybody, to the model ---
+# --- from the parts of a model, which are not trusted, to the model ---
 
 
 def build_config(shape: dict[str, Any]) -> GPTConfig:
     """Turn the shape of a model into a configuration; `ValueError` if a name, a type or a range is wrong."""
-    kinds = {field.name: field.type for field in fields(GPTConfig)}
+    types = {field.name: field.type for field in fields(GPTConfig)}
     for name, value in shape.items():
-        if name not in kinds:
+        if name not in types:
             raise ValueError(f"its configuration has an unknown key {name!r}")
-        kind = kinds[name]
-        if isinstance(kind, type) and type(value) is not kind and (type(value), kind) != (int, float):
+        required_type = types[name]
+        is_required_type = type(value) is required_type or (type(value), required_type) == (int, float)
+        if isinstance(required_type, type) and not is_required_type:
             raise ValueError(f"its {name} is {value!r}, of type {type(value).__name__}")
     return GPTConfig(**shape)
 
 
 def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
-    """Build the fp32 model of a configuration in eval mode around its weights, uncopied where they are in fp32.
+    """Build the fp32 model of a configuration in eval mode around its weights. fp32 weights are not copied.
 
-    `ValueError` or `RuntimeError` if they do not fit, or are not finite.
+    Raises `ValueError` or `RuntimeError` if the weights do not fit, or are not finite.
     """
-    needed, held = config.num_parameters, sum(weight.numel() for weight in weights.values())
-    if needed > held:
-        raise ValueError(f"its configuration describes {needed:,} weights, and there are {held:,}")
+    num_weights = sum(weight.numel() for weight in weights.values())
+    if config.num_parameters > num_weights:
+        needed = f"its configuration describes {config.num_parameters:,} weights"
+        raise ValueError(f"{needed}, and there are {num_weights:,}")
     for name, weight in weights.items():
         if not weight.is_floating_point():
             raise ValueError(f"its {name} is of type {weight.dtype}, and weights are floating-point numbers")
@@ -175,6 +196,6 @@ def build_model(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinite elements."""
+    """Return True if a tensor has neither NaN nor infinite elements."""
     # A sum takes a twentieth of the time of `isfinite`, but may overflow.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

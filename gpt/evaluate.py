@@ -1,4 +1,4 @@
-"""The command `python -m gpt.evaluate`: how well a model predicts a text."""
+"""The command `python -m gpt.evaluate`: measure how well a model predicts a text."""
 
 import argparse
 import json
@@ -19,17 +19,23 @@ from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
 from gpt.loading import find_checkpoint, open_checkpoint
 
-MAX_NATS_PER_TOKEN = 700  # per token; beyond, the perplexity overflows
+MAX_NATS_PER_TOKEN = 700  # of a larger loss, the perplexity overflows
+
+
+class EncodedText(NamedTuple):
+    """A text's token ids, with an end-of-text before each document, and its counts of documents and bytes."""
+
+    tokens: np.ndarray
+    documents: int
+    bytes: int
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the model's figures as a table, or as JSON."""
+    """Print the model's figures as a table or as JSON."""
     args = parse_arguments(arguments)
-    corpus = (
-        open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: print_line(line, sys.stderr))
-        if args.text
-        else None
-    )
+    corpus = None
+    if args.text:
+        corpus = open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: print_line(line, sys.stderr))
     path = find_checkpoint(args.checkpoint)
 
     from gpt.hardware.threads import yield_to_other_processes
@@ -40,44 +46,90 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(report, indent=2))
         return
     for key, value in report.items():
-        shown = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
-        print(f"{key.replace('_', ' '):<16}{shown}")
+        text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+        print(f"{key.replace('_', ' '):<16}{text}")
 
 
 def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dict[str, Any]:
-    """Load a model, and score what the command line asks for; several validation texts count together."""
+    """Load a model and score it on a corpus, or else on its run's validation text.
+
+    Args:
+        args: The command's arguments.
+        path: The checkpoint.
+        corpus: The text of --text, if that is given.
+
+    Returns:
+        The figures to print. The validation texts of a mixture count together.
+    """
     from gpt.hardware.device import DTYPES, choose_device
     from gpt.sampling.scoring import strided_score, sum_scores
 
     device = choose_device(args.device)
-    model, tokenizer, record = open_checkpoint(path)
+    model, tokenizer, checkpoint = open_checkpoint(path)
     model.to(device).set_compute_dtype(DTYPES[args.precision])
-    context = model.config.context_length
-    full_length_from_step = (record.get("state") or {}).get("full_length_from_step")
-    if full_length_from_step is None:  # before format 4
-        full_length_from_step = (record.get("schedule") or {}).get("whole_from", 0)
-    if 1 < record.get("step", 0) <= full_length_from_step:
-        short = record["config"]["trainer"]["short_sequences"]
-        print_warning(
-            f"{path} knows contexts of {short} tokens: its run learns those of {context} from 0.6 of its horizon on"
-        )
-    stride = context if args.stride is None else args.stride
-    require_range("--stride", stride, 1, context, note="(the model's context)")
-    texts = [encode(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, record)
+    context_length = model.config.context_length
+    warn_of_short_sequences(path, checkpoint, context_length)
+    stride = context_length if args.stride is None else args.stride
+    require_range("--stride", stride, 1, context_length, note="(the model's context)")
+    texts = [encode_corpus(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, checkpoint)
     score = sum_scores(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
-    if not score.nats_per_token < MAX_NATS_PER_TOKEN:
-        needs = f"the model needs {score.nats_per_token:.4g} nats per token"
-        raise UserError(f"{needs}, so its weights are probably damaged: use another checkpoint")
+    if not score.nats_per_token < MAX_NATS_PER_TOKEN:  # NaN fails as well
+        loss = f"the model needs {score.nats_per_token:.4g} nats per token"
+        raise UserError(f"{loss}, so its weights are probably damaged: use another checkpoint")
     figures = ("bytes", "tokens", "nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
     return {
         "checkpoint": str(path),
         "precision": args.precision,
         "text": ", ".join(args.text) if args.text else "the run's validation text",
-        "context": context,
+        "context": context_length,
         "stride": stride,
         "documents": sum(text.documents for text in texts),
         **{name: getattr(score, name) for name in figures},
     }
+
+
+def warn_of_short_sequences(path: Path, checkpoint: dict[str, Any], context_length: int) -> None:
+    """Print a warning if the checkpoint has only been trained on sequences shorter than its context."""
+    full_length_from_step = (checkpoint.get("state") or {}).get("full_length_from_step")
+    if full_length_from_step is None:  # before format 4
+        full_length_from_step = (checkpoint.get("schedule") or {}).get("whole_from", 0)
+    if 1 < checkpoint.get("step", 0) <= full_length_from_step:
+        short_length = checkpoint["config"]["trainer"]["short_sequences"]
+        trained = f"{path} was trained only on sequences of {short_length} tokens"
+        print_warning(f"{trained}; from 0.6 of its horizon on, its run trains on {context_length} tokens")
+
+
+def encode_corpus(corpus: Corpus, tokenizer: Tokenizer) -> EncodedText:
+    """Encode a corpus into a temporary file, because it may be larger than the memory."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    num_documents = num_bytes = 0
+    with tempfile.TemporaryFile() as stream:
+        for _, _, chunk in corpus.chunks():
+            ids = tokenizer.encode_chunk(chunk.text)
+            if chunk.starts_document:
+                ids = np.concatenate([[tokenizer.end_of_text], ids])
+                num_documents += 1
+            stream.write(ids.astype(dtype).data)
+            num_bytes += len(chunk.text.encode("utf-8"))
+        corpus.require_text(num_bytes)
+        stream.flush()
+        return EncodedText(np.asarray(np.memmap(stream, dtype, mode="r")), num_documents, num_bytes)
+
+
+def validation_texts(path: Path, tokenizer: Tokenizer, checkpoint: dict[str, Any]) -> list[EncodedText]:
+    """Return the validation text of a checkpoint's run, as training prepared it; several of a mixture.
+
+    Raises `UserError` if there is no run, or if the text is not in the cache.
+    """
+    sources = find_cached_dataset(checkpoint, tokenizer, DEFAULT_CACHE)
+    if not sources:
+        problem = f"the validation text of its run, if any, is not in {DEFAULT_CACHE}"
+        raise UserError(f"{path}: {problem}: give a text with --text")
+    texts = []
+    for source in sources:
+        counts = source.metadata["splits"]["validation"]
+        texts.append(EncodedText(source.validation, counts["documents"], counts["bytes"]))
+    return texts
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -94,42 +146,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser.parse_args(arguments)
-
-
-class Text(NamedTuple):
-    """A text's token ids, with an end-of-text before each document, and its counts of documents and bytes."""
-
-    tokens: np.ndarray
-    documents: int
-    bytes: int
-
-
-def encode(corpus: Corpus, tokenizer: Tokenizer) -> Text:
-    """Encode a text into a temporary file, because it may be larger than the memory."""
-    documents = size = 0
-    with tempfile.TemporaryFile() as stream:
-        for _, _, chunk in corpus.chunks():
-            ids = tokenizer.encode_chunk(chunk.text)
-            if chunk.begins:
-                ids = np.concatenate([[tokenizer.end_of_text], ids])
-            stream.write(ids.astype(token_dtype(tokenizer.vocab_size)).data)
-            documents, size = documents + chunk.begins, size + len(chunk.text.encode("utf-8"))
-        corpus.require_text(size)
-        stream.flush()
-        return Text(np.asarray(np.memmap(stream, token_dtype(tokenizer.vocab_size), mode="r")), documents, size)
-
-
-def validation_texts(path: Path, tokenizer: Tokenizer, record: dict[str, Any]) -> list[Text]:
-    """Return the validation text of a checkpoint's run, or the several of a mixture, as training prepared it.
-
-    `record` is what the checkpoint says. `UserError` if the text is not in the cache, or if there is no run.
-    """
-    if not (sources := find_cached_dataset(record, tokenizer, DEFAULT_CACHE)):
-        raise UserError(
-            f"{path}: the validation text of its run, if any, is not in {DEFAULT_CACHE}: give a text with --text"
-        )
-    counts = [source.metadata["splits"]["validation"] for source in sources]
-    return [Text(source.validation, n["documents"], n["bytes"]) for source, n in zip(sources, counts, strict=True)]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Every test computes on one thread: the tensors here are tiny, and pytest itself uses all cores."""
+"""Every test computes on one thread, because the tensors are tiny and pytest itself uses all cores."""
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start, whose bits are compared with ours
+os.environ["OMP_NUM_THREADS"] = "1"  # of child processes: every bit depends on it
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def corpus_folder(tmp_path_factory):
-    """A folder with corpus.txt, the tiny text of most trainings here; runs and prepared text may be added to it."""
-    from harness import write_corpus  # here, because it imports Hydra and Lightning, which few tests need
+    """Return a folder with corpus.txt, the tiny text of most trainings. Tests add runs and prepared text to it."""
+    from harness import write_corpus  # imports Hydra and Lightning, and few tests need them
 
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
@@ -22,7 +22,7 @@ def corpus_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A folder whose runs/ holds one run, of the tiny model that never ends a text."""
+    """Return a folder with one run in runs/, of a tiny model that never ends a text."""
     from small_models import make_writer, write_run
 
     folder = tmp_path_factory.mktemp("project")

@@ -1,8 +1,10 @@
-"""Real trainings, in this process or in one of their own, and what it means that two runs are equal."""
+"""Real trainings, in this process or in another one, and the comparison of two runs."""
 
+import atexit
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -15,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,10 @@ from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.start import start_run
 from gpt.training.state import Result, RunSpec
+from processes import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
-# A model so small that a run takes seconds, with everything that could get out of step: dropout, accumulation, several
-# epochs, and intervals that are primes, so that they never coincide.
+# A run of seconds with dropout, accumulation and several epochs. The intervals are primes, so that they never coincide.
 TINY_RUN = [
     "model.context_length=16",
     "model.d_model=24",
@@ -59,7 +61,7 @@ TINY_RUN = [
     "data=text",
     "data.prompts=[alpha]",  # sampling is half of such a run
 ]
-# What every tiny run is told of its text (config/test_advice.py), so that other tests may ask for an empty stderr.
+# The advice on the text of every tiny run. Without these lines, other tests can expect an empty stderr.
 ADVICE_LINES = re.compile(
     r"train\.py: (the validation text has|[\d,]+ steps would|a vocabulary of|validation loss was) .*\n"
 )
@@ -67,7 +69,7 @@ TIMING_KEYS = ("train_seconds", "tokens_per_second", "peak_memory_bytes")
 
 
 def write_corpus(folder: Path) -> Path:
-    """A text of a few thousand characters, always the same."""
+    """Write a text of a few thousand characters, always the same, and return its file."""
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta"]
     chooser = random.Random(5)
     file = folder / "corpus.txt"
@@ -79,7 +81,7 @@ _FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 
 def write_token_sequence(tokens: np.ndarray) -> TokenSequence:
-    """Tokens as train.py prepares them: in one file."""
+    """Write tokens to one file, as train.py prepares them, and map it."""
     _FOLDERS.append(tempfile.TemporaryDirectory())
     file = Path(_FOLDERS[-1].name) / "train.bin"
     tokens.tofile(file)
@@ -87,14 +89,14 @@ def write_token_sequence(tokens: np.ndarray) -> TokenSequence:
 
 
 def import_or_skip(module: str) -> Any:
-    """Import what only slow tests need; where it is missing the test is skipped, but in CI it fails."""
+    """Import what only slow tests need. If it is missing, the test is skipped, and fails in CI."""
     if "CI" in os.environ:
         return importlib.import_module(module)
     return pytest.importorskip(module, reason=f"NOT TESTED without {module}: pip install -e '.[dev]'")
 
 
 def refusal(call: Callable, *arguments, **options) -> str:
-    """The one line of the `UserError` that a call raises."""
+    """Return the one line of the `UserError` that a call raises."""
     with pytest.raises(UserError) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
@@ -102,9 +104,12 @@ def refusal(call: Callable, *arguments, **options) -> str:
 
 
 def command_refusal(capsys: pytest.CaptureFixture, program: str, *arguments: object) -> str:
-    """How a command that cannot do what it is asked for ends: the last line of a run of it within this process.
+    """Run a command in this process, expect exit code 2, and return the last line on stderr.
 
-    `program` is a file, or the name of a module; what a test has replaced in other modules stays so.
+    Args:
+        capsys: pytest's.
+        program: a file, or the name of a module.
+        arguments: the arguments of the command.
     """
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(sys, "argv", [program, *map(str, arguments)])
@@ -118,51 +123,45 @@ def command_refusal(capsys: pytest.CaptureFixture, program: str, *arguments: obj
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """Put these bytes on standard input."""
+    """Replace standard input by these bytes."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
 
 
-@dataclass
-class Done:
-    """How a training ended, and what it printed."""
+def train(*arguments: str | Path, code: int | None = 0) -> subprocess.CompletedProcess:
+    """Run train.py in this process, to save the seconds of its imports.
 
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def train(*arguments: str | Path, code: int | None = 0) -> Done:
-    """Run train.py within this process, which saves the seconds of its imports; it must end with `code`, if given."""
+    Args:
+        arguments: the arguments of train.py.
+        code: the exit code that it must have, if not None.
+    """
     GlobalHydra.instance().clear()
     out, err = io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, ["train.py", *map(str, arguments)]
-    ended: int | str | None = 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    exit_code: int | str | None = 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    except SystemExit as end:
-        ended = end.code
-    finally:
-        sys.argv = before
-    assert isinstance(ended, int)
-    assert code in (None, ended), err.getvalue()
-    return Done(ended, out.getvalue(), ADVICE_LINES.sub("", err.getvalue()))
+        except SystemExit as end:
+            exit_code = end.code
+    assert isinstance(exit_code, int)
+    assert code in (None, exit_code), err.getvalue()
+    return subprocess.CompletedProcess(arguments, exit_code, out.getvalue(), ADVICE_LINES.sub("", err.getvalue()))
 
 
 def train_refusal(*arguments: str | Path) -> str:
-    """The one line with which train.py refuses these arguments."""
+    """Run train.py in this process, expect exit code 2, and return its one line."""
     (line,) = train(*arguments, code=2).stderr.strip().splitlines()
     assert line.startswith("train.py: ")
     return line
 
 
 def tiny_arguments(folder: Path, *changes: str) -> list[str]:
-    """The arguments of a tiny run on the corpus in `folder`."""
+    """Return the arguments of a tiny run on the corpus in `folder`."""
     return [*TINY_RUN, f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}", *changes]
 
 
 def tiny_config(folder: Path, *changes: str) -> Config:
-    """The configuration of a tiny run on the corpus in `folder`, which `changes` override as on the command line."""
+    """Return the configuration of a tiny run on the corpus in `folder`, with `changes` as on the command line."""
     values = dict(argument.split("=", 1) for argument in tiny_arguments(folder, *changes))
     values = {f"{key}.name" if key in ("data", "tokenizer", "optim") else key: value for key, value in values.items()}
     nested = OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()])
@@ -173,7 +172,7 @@ def tiny_config(folder: Path, *changes: str) -> Config:
 
 
 def finalize_config(config: Config) -> Config:
-    """The configuration with what the machine and the model determine, without a dataset."""
+    """Return the configuration with the values that the machine and the model determine, without a dataset."""
     machine = dataclasses.asdict(check_machine(Request(config)))
     config = with_values(config, {f"trainer.{key}": value for key, value in machine.items()})
     return finalize_model(config, config.model)
@@ -181,7 +180,7 @@ def finalize_config(config: Config) -> Config:
 
 @dataclass
 class Training:
-    """A run that this process holds, and how its training ended."""
+    """A run that this process has locked, and the result of its training."""
 
     spec: RunSpec
     run: RunDirectory
@@ -193,7 +192,7 @@ class Training:
 
     @property
     def schedule(self) -> Schedule:
-        """As the clock has decided it."""
+        """The schedule, with what the clock decided."""
         return self.result.schedule if self.result else self.spec.schedule
 
     @property
@@ -207,12 +206,12 @@ class Training:
 
 
 def begin_run(config: Config, model: str = "") -> Training:
-    """Prepare a new run, which this process holds until it was trained."""
+    """Prepare a new run. This process locks it until it is trained."""
     return Training(*start_run(Request(config, model=model)))
 
 
 def resume_run(path: str | Path, horizon: str = "") -> Training | None:
-    """Prepare to resume a run, which this process holds until it was trained; None if it is complete."""
+    """Prepare to resume a run, or return None if it is complete. This process locks it until it is trained."""
     values = {"resume": str(path)} | ({"horizon": horizon} if horizon else {})
     started = resuming.resume_run(parse_request(values, values))
     return started and Training(*started)
@@ -225,57 +224,95 @@ def fit(training: Training, callbacks: Sequence[Any] = ()) -> None:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """The command line of a training."""
+    """Return the command line of a training."""
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
-def train_in_subprocess(*arguments: str | Path, code: int | None = 0, **options) -> subprocess.CompletedProcess:
-    """Run train.py in a process of its own, for tests where the process is the point; it must end with `code`."""
-    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+@functools.cache
+def fork_server() -> ForkServer:
+    """Start a process that has imported the libraries of a training, but nothing of gpt. It ends with this process."""
+    server = ForkServer(["torch", "lightning.fabric", "hydra", "tensorboard.summary.writer.event_file_writer"])
+    atexit.register(server.close)
+    return server
+
+
+def python_program() -> str:
+    """Return a program that runs commands as `python` does, in processes that need not import the slow libraries."""
+    return str(fork_server().python()) if hasattr(os, "fork") else sys.executable
+
+
+def train_in_subprocess(
+    *arguments: str | Path, code: int | None = 0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """Run train.py in another process, for tests where the process is the point.
+
+    Args:
+        arguments: the arguments of train.py.
+        code: the exit code that it must have, if not None.
+        env: the environment of a process that is not forked.
+    """
+    words = [sys.executable if env else python_program(), *command(*arguments)[1:]]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert code in (None, done.returncode), done.stderr
     done.stderr = ADVICE_LINES.sub("", done.stderr)
     return done
 
 
-@dataclass
 class Process:
-    """A training process that is to be hurt, and its output so far."""
+    """A training in another process. A test may stop or kill it.
 
-    arguments: list
-    env: dict = field(default_factory=dict)
+    Args:
+        arguments: the arguments of train.py.
+        env: what is added to the environment. The process is then not forked.
+    """
 
-    def __post_init__(self) -> None:
-        self.process = subprocess.Popen(
-            command(*self.arguments),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | self.env,
-        )
-        self.output = ""
+    def __init__(self, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None):
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115, because it lives as long as this object
+        self._position = 0
+        self.output = ""  # without the advice on tiny runs, once the process has ended
+        words = command(*arguments)
+        self._process: ForkedProcess | subprocess.Popen
+        if env or not hasattr(os, "fork"):
+            streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(words, cwd=ROOT, env=os.environ | (env or {}), **streams)
+        else:
+            self._process = ForkedProcess(fork_server(), words[1:], self._log, ROOT, os.environ)
+        self.pid = self._process.pid
+
+    def _read(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 30, 0).decode(errors="replace")
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self._process.poll()
 
     def wait_for(self, text: str) -> bool:
-        """Read lines until one contains `text`; False if the output ends first."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
+        """Wait until the output has `text` after the text of the last call. Return False if the process ends first."""
+        while True:
+            has_ended = self.poll() is not None
+            index = self._read().find(text, self._position)
+            if index >= 0:
+                self._position = index + len(text)
                 return True
-        return False
+            if has_ended:
+                return False
+            time.sleep(0.002)
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        """Send a signal."""
+        self._process.send_signal(number)
 
     def end(self) -> int:
-        """Read the rest; returns the exit code."""
-        rest, _ = self.process.communicate(timeout=300)
-        self.output = ADVICE_LINES.sub("", self.output + rest)
-        return self.process.returncode
+        """Wait for the end, and return the exit code."""
+        code = self._process.wait(300)
+        if not self._log.closed:
+            self.output = ADVICE_LINES.sub("", self._read())
+            self._log.close()
+        return code
 
 
 class CallAt:
-    """Does something, once, after some step."""
+    """Calls a function once, after a step."""
 
     def __init__(self, step: int, act: Callable[[], object]):
         self.step, self.act, self.done = step, act, False
@@ -287,14 +324,14 @@ class CallAt:
 
 
 class StopAt(CallAt):
-    """Sends this process a signal, once, after some step."""
+    """Sends this process a signal once, after a step."""
 
     def __init__(self, step: int, number: signal.Signals = signal.SIGTERM):
         super().__init__(step, lambda: os.kill(os.getpid(), number))
 
 
 def wait_for_file(file: Path, seconds: float = 60.0, containing: str = "") -> None:
-    """Wait until a file exists, and contains this."""
+    """Wait until a file exists and contains a text."""
     deadline = time.monotonic() + seconds
     while not (file.exists() and (not containing or containing in file.read_text())):
         assert time.monotonic() < deadline, f"{file} has not appeared"
@@ -313,7 +350,7 @@ def flatten(value, name: str = "") -> dict:
 
 
 def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """The curves in metrics.csv: tag to (step, value) pairs."""
+    """Return the curves in metrics.csv: tag to (step, value) pairs."""
     curves: dict[str, list[tuple[int, float]]] = {}
     with (run_dir / "metrics.csv").open(newline="") as stream:
         for row in csv.DictReader(stream):
@@ -322,14 +359,14 @@ def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_events(folder: Path) -> EventAccumulator:
-    """All that a folder holds for TensorBoard."""
+    """Return all that a folder holds for TensorBoard."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
     events.Reload()
     return events
 
 
 def read_curves(run_dir: Path) -> dict:
-    """Everything that TensorBoard shows of a run, except what depends on time: tag to (step, content) pairs."""
+    """Return all that TensorBoard shows of a run, except speed and memory: tag to (step, content) pairs."""
     events = read_events(run_dir)
     curves: dict = {}
     for tag in events.Tags()["scalars"]:
@@ -342,26 +379,27 @@ def read_curves(run_dir: Path) -> dict:
 
 
 def differences(run_dir: Path, reference: Path) -> list[str]:
-    """What differs between two finished runs, bit for bit, times aside; empty if nothing does."""
-    found = []
+    """Return the names of what differs between two finished runs, bit for bit, except for times."""
+    differing = []
+    pair = (run_dir, reference)
+    ignored = ("run_dir", ".config.overrides", ".state.seconds", ".state.log_offsets")
     for name in ("last", "best"):
-        leaves = [flatten(load_checkpoint(run / f"checkpoints/{name}.ckpt")) for run in (run_dir, reference)]
-        for key in sorted(leaves[0].keys() | leaves[1].keys()):
-            a, b = (side.get(key) for side in leaves)
-            same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-            ignored = ("run_dir", ".config.overrides", ".state.seconds", ".state.log_offsets")
-            if not same and not any(name in key for name in ignored):
-                found.append(f"{name}.ckpt{key}: {a} and {b}")
-    mine, theirs = read_curves(run_dir), read_curves(reference)
-    found += [f"curve {tag}" for tag in sorted(mine.keys() | theirs.keys()) if mine.get(tag) != theirs.get(tag)]
-    samples = [run / "samples.md" for run in (run_dir, reference)]
-    contents = [file.read_bytes() if file.exists() else None for file in samples]
-    if contents[0] != contents[1]:
-        found.append("samples.md")
-    tables = [(run / "metrics.csv").read_text().splitlines() for run in (run_dir, reference)]
-    if [row for row in tables[0] if ",work/" not in row] != [row for row in tables[1] if ",work/" not in row]:
-        found.append("metrics.csv")
-    metrics = [json.loads((run / "metrics.json").read_text()) for run in (run_dir, reference)]
-    keys = [key for key in metrics[0] | metrics[1] if key not in TIMING_KEYS]
-    found += [f"metrics.json {key}" for key in keys if metrics[0].get(key) != metrics[1].get(key)]
-    return found
+        first, second = (flatten(load_checkpoint(run / f"checkpoints/{name}.ckpt")) for run in pair)
+        for key in sorted(first.keys() | second.keys()):
+            a, b = first.get(key), second.get(key)
+            is_same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            if not is_same and not any(part in key for part in ignored):
+                differing.append(f"{name}.ckpt{key}: {a} and {b}")
+    first, second = map(read_curves, pair)
+    differing += [f"curve {tag}" for tag in sorted(first.keys() | second.keys()) if first.get(tag) != second.get(tag)]
+    first, second = (file.read_bytes() if file.exists() else None for file in [run / "samples.md" for run in pair])
+    if first != second:
+        differing.append("samples.md")
+    first, second = (
+        [row for row in (run / "metrics.csv").read_text().splitlines() if ",work/" not in row] for run in pair
+    )
+    if first != second:
+        differing.append("metrics.csv")
+    first, second = (json.loads((run / "metrics.json").read_text()) for run in pair)
+    keys = [key for key in first | second if key not in TIMING_KEYS]
+    return differing + [f"metrics.json {key}" for key in keys if first.get(key) != second.get(key)]

@@ -1,4 +1,4 @@
-"""Small models with random weights, checkpoints of them, a prepared corpus, and a disk that is too small."""
+"""Small models with random weights, their checkpoints, a prepared corpus, and a disk that is too small."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=2, num_heads=7)
 
 
 def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, seed: int = 3, scale: float = 0) -> GPT:
-    """A model whose every weight, biases and gains included, is `scale` times a random number off its initial value."""
+    """Return a model with noise of standard deviation `scale` on all its initial weights, biases and gains."""
     torch.manual_seed(seed)
     vocab_size = (tokenizer or byte_tokenizer()).vocab_size
     model = GPT(GPTConfig(**asdict(shape), vocab_size=vocab_size)).eval()
@@ -31,7 +31,7 @@ def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, 
 
 
 def make_checkpoint(model: GPT, tokenizer: Tokenizer | None = None, **record: object) -> dict:
-    """Return what a checkpoint of a model must hold, with these other keys."""
+    """Return a checkpoint of a model with the keys that every checkpoint has, and `record`."""
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     shape = {key: value for key, value in asdict(model.config).items() if key != "vocab_size"}
     parts = {"config": {"model": shape}, "tokenizer": (tokenizer or byte_tokenizer()).to_dict()}
@@ -39,7 +39,7 @@ def make_checkpoint(model: GPT, tokenizer: Tokenizer | None = None, **record: ob
 
 
 def make_trained_checkpoint(shape: ModelConfig = SHAPE, seed: int = 3) -> dict:
-    """Return what a training saves, with an optimizer that has made a step."""
+    """Return a checkpoint with the keys that training saves, after one step of an optimizer."""
     model = small_model(shape, seed=seed)
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(11, 7)}, 1: {"momentum": torch.randn(5)}}
     groups = [{"lr": 0.003, "betas": (0.9, 0.95), "params": [0, 1]}]
@@ -48,7 +48,7 @@ def make_trained_checkpoint(shape: ModelConfig = SHAPE, seed: int = 3) -> dict:
 
 
 class Bomb:
-    """Pickles as a call that makes a folder."""
+    """An object whose pickle is a call that creates a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -58,7 +58,7 @@ class Bomb:
 
 
 def write_run(folder: Path, *args, tokenizer: Tokenizer | None = None, record: dict | None = None, **options) -> GPT:
-    """Write a run directory whose best checkpoint is `small_model(*args, tokenizer, **options)`, and return that."""
+    """Write a run directory whose best checkpoint is `small_model(*args, tokenizer, **options)`; return the model."""
     model = small_model(*args, tokenizer=tokenizer, **options)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.save_checkpoint(make_checkpoint(model, tokenizer, **(record or {})), folder / "checkpoints/best.ckpt")
@@ -72,7 +72,7 @@ def write_prepared_corpus(
     validation: Sequence[int] = range(31),
     **changes: object,
 ) -> Path:
-    """Write a prepared corpus in the obvious way: the ids of each split, and what dataset.json says of them."""
+    """Write a prepared corpus in the simplest way: the ids of each split, and dataset.json about them."""
     tokenizer, splits = tokenizer or byte_tokenizer(), {}
     folder.mkdir(parents=True)
     for name, ids in (("train", train), ("validation", validation)):
@@ -89,7 +89,7 @@ def write_prepared_corpus(
 
 @contextlib.contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
-    """Let no file grow beyond a number of bytes, as where a disk is full."""
+    """Let no file grow beyond a number of bytes, as if the disk were full."""
     import resource  # which Windows lacks
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

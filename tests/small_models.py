@@ -1,4 +1,4 @@
-"""Small models whose every weight is random and large enough to matter, and runs that hold them."""
+"""Small models whose weights are random and large, and runs with them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +17,9 @@ SHAPE = ModelConfig(CONTEXT, d_model=22, num_layers=2, num_heads=2)
 
 
 def make_model(config: GPTConfig, std: float = 0.3, seed: int = 17, unit_embeddings: bool = True) -> GPT:
-    """A model with normal weights around 0, or around 1 in the norms.
+    """Return a model with normal weights around 0, or around 1 in the norms.
 
-    With token embeddings of one length, its greedy text varies.
+    With `unit_embeddings` all token embeddings have length 1, so that greedy text varies.
     """
     model = GPT(config)
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ def make_model(config: GPTConfig, std: float = 0.3, seed: int = 17, unit_embeddi
 
 
 def make_initial_model(config: GPTConfig, scale: float = 1.0, seed: int = 5) -> GPT:
-    """A model as at the start of training, with matrices `scale` times as large."""
+    """Return a model with its initial weights, and matrices `scale` times as large."""
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():
@@ -43,12 +43,12 @@ def make_initial_model(config: GPTConfig, scale: float = 1.0, seed: int = 5) -> 
 
 
 def make_idx(vocab_size: int, B: int, T: int) -> Tensor:
-    """Token ids (B, T), always the same."""
+    """Return the same token ids (B, T) in every call."""
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
 
 
 def make_writer() -> GPT:
-    """A model of bytes that never ends a text: its first dimension is a great negative logit for end-of-text."""
+    """Return a byte model that never ends a text: its first dimension gives end-of-text a low logit."""
     model = make_model(GPTConfig(**asdict(SHAPE), vocab_size=257), seed=3)
     with torch.no_grad():
         embedding = model.token_embedding.weight
@@ -60,7 +60,7 @@ def make_writer() -> GPT:
 
 
 def write_run(run: Path, model: GPT) -> Path:
-    """A run directory with the best checkpoint that a training would have left."""
+    """Write a run directory with the model as its best checkpoint, and return the directory."""
     run.mkdir(parents=True)
     save_checkpoint(make_checkpoint(model), run / "checkpoints" / "best.ckpt")
     return run

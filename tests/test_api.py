@@ -1,9 +1,7 @@
-"""`import gpt` as Python users meet it: what it offers, what it costs, and that it says what generate.py says."""
+"""`import gpt` in Python: its names, and the same text as generate.py."""
 
 import json
 import math
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,8 +26,8 @@ def language_model(project, monkeypatch) -> LanguageModel:
     return gpt.load()
 
 
-def test_names():
-    """The star import and `dir` give the seven names; anything else is an error."""
+def test_the_package_has_seven_names():
+    """The star import and `dir` give them."""
     names: dict = {}
     exec("from gpt import *", names)
     assert names.keys() - {"__builtins__"} == set(dir(gpt)) == NAMES
@@ -41,55 +39,53 @@ def test_names():
         gpt.GTP  # noqa: B018
 
 
-def test_imports_are_few():
-    """`import gpt` loads two of its own files."""
-    code = "import sys, gpt, gpt.errors\nprint(sorted(name for name in sys.modules if name.startswith('gpt')))"
-    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
-    assert printed == "['gpt', 'gpt.errors']\n"
-
-
-def test_types_are_told():
-    """Type checkers read the annotations of an installed package only if this marker is in it."""
+def test_type_checkers_read_the_annotations():
+    """An installed package needs this marker."""
     assert (ROOT / "gpt/py.typed").read_bytes() == b""
     assert '"py.typed"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def test_same_text_as_generate(language_model, capsys):
-    """`generate`, `stream` and generate.py are one path: the same options and seed give the same text."""
+def test_text_is_that_of_generate_py(language_model, capsys):
+    """`generate`, `stream` and generate.py give the same text for the same options and seed."""
     options = ["--max-new-tokens", "23", "--seed", "7", "--top-k", "31", "--temperature", "1.5", "--stop", "\u03b1"]
     generate.main(["--prompt", "2 3 5", "--json", *options])
     expected = json.loads(capsys.readouterr().out)["samples"][0]["text"]
     settings = {"max_new_tokens": 23, "seed": 7, "top_k": 31, "temperature": 1.5, "stop": "\u03b1"}
     assert language_model.generate("2 3 5", **settings) == expected
-    pieces = list(language_model.stream("2 3 5", **settings))
-    assert "".join(pieces) == expected
-    assert len(pieces) > 5
-    assert "" not in pieces
+    parts = list(language_model.stream("2 3 5", **settings))
+    assert "".join(parts) == expected
+    assert len(parts) > 5
+    assert "" not in parts
 
 
-def test_stop_and_seed(language_model):
-    """`stop` takes one text or several; without a seed every text is a new one, whatever was seeded before."""
+def test_text_ends_before_a_stop(language_model):
+    """`stop` takes one text or several."""
     text = language_model.generate("2 3 5", 23, temperature=0.0)
     stop = text[7:9]
-    cut = text[: text.index(stop)]
-    assert 0 < len(cut) < len(text)
-    assert language_model.generate("2 3 5", 23, temperature=0.0, stop=stop) == cut
-    assert language_model.generate("2 3 5", 23, temperature=0.0, stop=["never there", stop]) == cut
-    torch.manual_seed(7)
-    first = language_model.generate("2 3 5", 23)
-    torch.manual_seed(7)
-    assert language_model.generate("2 3 5", 23) != first
+    expected = text[: text.index(stop)]
+    assert 0 < len(expected) < len(text)
+    assert language_model.generate("2 3 5", 23, temperature=0.0, stop=stop) == expected
+    assert language_model.generate("2 3 5", 23, temperature=0.0, stop=["never there", stop]) == expected
+
+
+def test_without_a_seed_every_text_is_new(language_model):
+    """The global seed has no effect."""
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        texts.append(language_model.generate("2 3 5", 23))
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("length", [1, CONTEXT, CONTEXT + 1, CONTEXT + CONTEXT // 2 + 2, len(TEXT)])
-def test_logprobs(language_model, length):
-    """Each token's probability after all those that fit, at least half a context, beginning with end-of-text."""
+def test_logprobs_are_those_of_the_model(language_model, length):
+    """A token's context is at least half full, and the text begins with end-of-text."""
     text = TEXT[:length]
-    found = language_model.logprobs(text, top=3)
-    assert b"".join(token.token for token in found) == text.encode()
+    tokens = language_model.logprobs(text, top=3)
+    assert b"".join(token.token for token in tokens) == text.encode()
     ids, half = [EOT, *text.encode()], CONTEXT // 2
-    for i, token in enumerate(found):
-        rest = (i - CONTEXT) % (CONTEXT - half)  # past the first context, windows begin where half a one is left
+    for i, token in enumerate(tokens):
+        rest = (i - CONTEXT) % (CONTEXT - half)  # past the first context, windows overlap by half
         start = 0 if i < CONTEXT else i - half - rest
         assert start == 0 or i - start >= half
         with torch.no_grad():
@@ -97,11 +93,11 @@ def test_logprobs(language_model, length):
         assert token.logprob == pytest.approx(logprobs[ids[i + 1]].item(), abs=1e-4)
         assert [other.token for other in token.top] == [bytes([j]) for j in logprobs.topk(3).indices]
         assert [other.logprob for other in token.top] == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-4)
-        assert all(after.logprob <= before.logprob for before, after in pairwise(token.top))
+        assert all(other.logprob >= next_other.logprob for other, next_other in pairwise(token.top))
 
 
-def test_all_logprobs(language_model):
-    """Asked for more tokens than there are, it lists them all, and their probabilities add up to one."""
+def test_all_probabilities_add_up_to_one(language_model):
+    """`top` may be larger than the vocabulary."""
     assert language_model.logprobs("") == []
     (token,) = language_model.logprobs("2", top=1000)
     assert len(token.top) == 257
@@ -109,8 +105,7 @@ def test_all_logprobs(language_model):
     assert language_model.logprobs("2") == [TokenLogprob(b"2", token.logprob)]
 
 
-def test_mistakes(language_model, tmp_path):
-    """Each is a `UserError`, which is a `ValueError`, that names the value, the limit or the remedy."""
+def test_mistakes_are_value_errors_of_one_line(language_model, tmp_path):
     with pytest.raises(UserError, match="max_new_tokens=0 is out of range: it must be at least 1"):
         language_model.generate("a", max_new_tokens=0)
     with pytest.raises(TypeError, match="temprature"):
@@ -123,15 +118,14 @@ def test_mistakes(language_model, tmp_path):
         gpt.load(tmp_path)
 
 
-def test_repr(language_model):
-    """A language model introduces itself in one line."""
+def test_repr_is_one_line(language_model):
     count = language_model.model.config.num_parameters
     size = f"{count:,} parameters, a context of 17 tokens"
     assert repr(language_model) == f"LanguageModel({size}, tokenizer byte, on cpu)"
 
 
 def test_the_model_is_an_ordinary_module(language_model):
-    """In fp32, in evaluation mode, and ready to be trained further."""
+    """It is in fp32, in evaluation mode, and can be trained further."""
     assert isinstance(language_model.model, gpt.GPT)
     assert isinstance(language_model.tokenizer, gpt.Tokenizer)
     assert not language_model.model.training

@@ -1,12 +1,12 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const count = data.tokens.length, depth = data.layers.length - 1, heads = data.heads, width = data.width;
-const seen = count - 1;  // the model has seen all tokens but the last, and predicted each from the position before it
-const BITS = 12, ROWS = 8, LATER = 2;  // the most surprise in the colours; tokens in the tables, masked ones among them
+const seen = count - 1;  // the last token is only a target; each was predicted from the position before it
+const BITS = 12, ROWS = 8, LATER = 2;  // the surprise of the darkest colour; rows of the tables; masked tokens among them
 const PICTURE = Math.min(64, seen);  // rows of a head's picture, and its columns
 const $ = (id) => document.getElementById(id);
 const text = (i) => data.vocabulary[data.tokens[i]];
-const HINT = 1 / 5;  // of the weight that goes to one kind of place, from which on a head has a hint
+const HINT = 1 / 5;  // a head has a hint if one kind of token gets more than this share of its weight
 const state = { token: data.given, mode: "surprise", place: (depth - 1) * heads };  // head state.place % heads of its layer
 const chosenLayer = () => Math.floor(state.place / heads), chosenHead = () => state.place % heads;
 
@@ -18,9 +18,9 @@ function element(name, properties = {}, ...children) {
 
 // --- queries, keys and values ---
 
-const layers = [];  // the numbers of each layer, unpacked when it is first looked at
+const layers = [];  // the numbers of each layer, unpacked when they are first needed
 
-async function unpack(layer) {  // see `_packed` in gpt/sampling/insight.py
+async function unpack(layer) {  // see `_pack` in gpt/sampling/insight.py
   const packed = atob($(`layer${layer}`).textContent), bytes = new Uint8Array(packed.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -30,7 +30,7 @@ async function unpack(layer) {  // see `_packed` in gpt/sampling/insight.py
   layers[layer] = new Float32Array(bits.buffer);
 }
 
-const QUERY = 0, KEY = 1, VALUE = 2, ADDED = 3, BEFORE = 4;  // from VALUE on the first numbers; BEFORE has no heads
+const QUERY = 0, KEY = 1, VALUE = 2, ADDED = 3, BEFORE = 4;  // from VALUE on only the first numbers are stored; BEFORE has no heads
 
 function vector(kind, layer, head, token) {
   const size = kind < VALUE ? width : data.numbers, sizes = [width, width, data.numbers, data.numbers];
@@ -65,7 +65,7 @@ const spans = range(count).map((i) => {
   return span;
 });
 
-function show(i) {  // colours and words for a token that the mouse is over, or for the chosen one
+function show(i) {  // colours and words for the token under the mouse, or for the chosen one
   if (!layers[chosenLayer()]) return;
   const bits = data.expected[i].bits;
   const surprise = bits === null ? "the first token: nothing was expected" : `probability ${percent(2 ** -bits)}, surprise ${bits.toFixed(2)} bits`;
@@ -101,7 +101,7 @@ function numbers(name, values, most = Math.max(...values.map(Math.abs)), digits 
 function showExpected() {
   const { likeliest, rank } = data.expected[state.token], drawn = likeliest.some((one) => one.length > 2);
   $("expected-how").textContent = likeliest.length === 0 ? "Nothing comes before the first token."
-    : drawn ? "The likeliest tokens, and what temperature and filters left of their probability. The token that was drawn is bold."
+    : drawn ? "The likeliest tokens, with their probabilities before and after temperature and filters. The token that was drawn is bold."
     : "The likeliest tokens in this place. The one in the text is bold.";
   const titles = likeliest.length ? ["rank", "", "model", "", ...(drawn ? ["drawn from", ""] : [])] : [];
   $("expected").replaceChildren(table(row(...titles.map((title) => label(title, "col"))), ...likeliest.map(([id, p, left], i) => {
@@ -151,17 +151,17 @@ function showSteps() {  // the words are those of docs/attention.md
     title("4. Values: what each token passes on"), vectors(VALUE, shown),
     title("5. Context vector: the average of all values with these weights"), table(numbers("context", context)),
     title("6. Output projection: what the head adds to the residual stream"),
-    how(`The output projection turns each context vector into ${data.channels} numbers, which are added to the residual stream. All heads and a bias make what the layer\u2019s attention adds.`),
+    how(`The output projection turns each context vector into ${data.channels} numbers, which are added to the residual stream. The layer\u2019s attention adds the sum of all heads and a bias.`),
     table(numbers("this head", added), numbers("all heads", together), numbers("before", before), numbers("after", before.map((one, d) => one + together[d]))),
   );
 }
 
 const pictures = range(depth * heads).map(() => element("canvas", { width: PICTURE, height: PICTURE }));
 const hints = pictures.map(() => element("span"));
-$("heads-how").textContent = "A row for each layer. In a head\u2019s picture each row is a token that looks, each column one that it looks at; darker is more. "
-  + "A hint names the place that gets the most weight, on average over the rows from the third on, if that is more than a fifth: the token before, the first token, the token itself, or earlier ones that are the same.";
+$("heads-how").textContent = "A row for each layer. In a head\u2019s picture each row is a token that attends, and each column one that it attends to; darker is more. "
+  + "If one kind of token gets more than a fifth of the weight, a hint names it: the token before, the first token, the token itself, or earlier ones that are the same. The first two rows do not count.";
 
-function hintOf(sums) {  // of weights that each kind of place gets, on average
+function hintOf(sums) {  // of the average weight that each kind of token gets
   const [name, most] = Object.entries(sums).reduce((a, b) => (b[1] > a[1] ? b : a));
   return most > HINT ? `${name} ${percent(most)}` : "";
 }
@@ -193,7 +193,7 @@ function drawHeads(layer) {  // a row for each token that attends, or for some o
 
 // --- choosing ---
 
-function radios(group, key, values, name, across = 1) {  // so many stand beside each other, if there are rows
+function radios(group, key, values, name, across = 1) {  // `across` buttons are in a row
   const buttons = values.map((value, i) => {
     const button = element("button", { type: "button" }, ...name(value));
     button.setAttribute("role", "radio");
@@ -240,12 +240,12 @@ async function choose(change) {
     if (span.offsetTop < box.scrollTop || span.offsetTop > box.scrollTop + box.clientHeight - 32) box.scrollTop = span.offsetTop - 64;
   }
   if (!layers[chosenLayer()]) await unpack(chosenLayer());
-  if (!layers[chosenLayer()]) return;  // another one was chosen meanwhile, which will be shown
+  if (!layers[chosenLayer()]) return;  // another one was chosen in the meantime
   show(state.token);
   showSteps();
 }
 
-async function drawAll() {  // layer by layer, so that the page answers meanwhile
+async function drawAll() {  // layer by layer, so that the page responds in between
   for (const layer of range(depth)) {
     if (!layers[layer]) await unpack(layer);
     drawHeads(layer);

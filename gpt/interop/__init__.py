@@ -1,1 +1,1 @@
-"""Models in the files of other projects."""
+"""Read and write models in the formats of other projects: Hugging Face and GGUF."""

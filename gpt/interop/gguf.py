@@ -1,6 +1,6 @@
-"""A model and its tokenizer as one GGUF file, which llama.cpp, Ollama and the programs built on them run.
+"""Write a model and its tokenizer as one GGUF file, for llama.cpp, Ollama and programs built on them.
 
-Names and keys are those of the `gguf` library's GPT-2. Linear layers keep our layout, (out, in).
+The `gguf` library defines the names and keys of a GPT-2. Linear layers keep our layout, (out, in).
 """
 
 from pathlib import Path
@@ -19,22 +19,27 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a command that checks it
     from gpt.model.transformer import GPT
 
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
-# What a chat becomes. Without a template, llama.cpp's web page would put ChatML's markup around what one writes.
+# Without a template, llama.cpp's web page would put ChatML's markup around a message.
 PASSTHROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-class _Streamed(np.ndarray):
-    """An array that Python writes, because the error of numpy's own `tofile` does not say that the disk is full."""
+class _StreamedArray(np.ndarray):
+    """An array that Python writes. The error of numpy's own `tofile` does not report that the disk is full."""
 
     def tofile(self, stream, *_) -> None:
         stream.write(self.data)
 
 
-def write_gguf(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> None:
-    """Write the file whole or not at all, with matrices and token embeddings stored as `kind`, one of `GGUF_TYPES`.
+def write_gguf(model: "GPT", tokenizer: Tokenizer, file: Path, gguf_type: str) -> None:
+    """Write the file whole or not at all.
 
-    Norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion. Raises `UserError` if the weights
-    cannot be stored as `kind`, or without the `gguf` library.
+    Args:
+        model: The model. Its norms, biases and position embeddings stay fp32, as in llama.cpp's own conversion.
+        tokenizer: The model's tokenizer.
+        file: The new file.
+        gguf_type: How to store matrices and token embeddings: one of `GGUF_TYPES`.
+
+    Raises `UserError` if the weights cannot be stored in this type, or without the `gguf` library.
     """
     model.config.require_gpt2("an export")
     config = model.config
@@ -45,7 +50,7 @@ def write_gguf(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> Non
     with atomic_write(file) as temporary:
         writer = gguf.GGUFWriter(temporary, "gpt2")
         writer.add_name(replace_surrogates(file.stem))
-        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if gguf_type == "f32" else f"MOSTLY_{gguf_type.upper()}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_context_length(config.context_length)
         writer.add_embedding_length(config.d_model)
@@ -54,18 +59,7 @@ def write_gguf(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> Non
         writer.add_head_count(config.num_heads)
         writer.add_layer_norm_eps(model.final_norm.eps)
         _add_tokenizer(writer, tokenizer)
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
-        for theirs, weight in named_weights(model):
-            name = names.get_name(f"transformer.{theirs}", (".weight", ".bias")) or theirs
-            stored = kind if weight.ndim == 2 and name != "position_embd.weight" else "f32"
-            quantization = gguf.GGMLQuantizationType[stored.upper()]
-            try:
-                with np.errstate(over="raise"):
-                    packed = gguf.quants.quantize(weight.contiguous().numpy(), quantization)
-            except (FloatingPointError, gguf.quants.QuantError):
-                why = "holds numbers too large, or for q8_0 rows not divisible by 32,"
-                raise UserError(f"{name} {why} for type={kind}: use f32 or bf16") from None
-            writer.add_tensor(name, packed.view(_Streamed), raw_dtype=quantization)
+        _add_weights(writer, model, gguf_type)
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -74,21 +68,38 @@ def write_gguf(model: "GPT", tokenizer: Tokenizer, file: Path, kind: str) -> Non
             writer.close()
 
 
-def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:
-    """Store the tokens as GPT-2's stand-ins, and the merges, of which llama.cpp requires at least one.
+def _add_weights(writer, model: "GPT", gguf_type: str) -> None:
+    import gguf
 
-    It splits text as GPT-2 does and then merges. For a tokenizer without merges, such as `byte`, the one stored never
-    applies: no text is split into its parts.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.num_layers)
+    for gpt2_name, weight in named_weights(model):
+        name = names.get_name(f"transformer.{gpt2_name}", (".weight", ".bias")) or gpt2_name
+        is_quantized = weight.ndim == 2 and name != "position_embd.weight"
+        tensor_type = gguf.GGMLQuantizationType[gguf_type.upper() if is_quantized else "F32"]
+        try:
+            with np.errstate(over="raise"):
+                array = gguf.quants.quantize(weight.contiguous().numpy(), tensor_type)
+        except (FloatingPointError, gguf.quants.QuantError):
+            problem = "holds numbers too large, or for q8_0 rows not divisible by 32,"
+            raise UserError(f"{name} {problem} for type={gguf_type}: use f32 or bf16") from None
+        writer.add_tensor(name, array.view(_StreamedArray), raw_dtype=tensor_type)
+
+
+def _add_tokenizer(writer, tokenizer: Tokenizer) -> None:
+    """Store the tokens as printable strings, and the merges.
+
+    llama.cpp splits text as GPT-2 does and then merges. It requires at least one merge. A tokenizer without merges,
+    such as `byte`, gets a merge that never applies: no text is split into its parts.
     """
     from gguf import TokenType
 
     tokens = [to_printable(token) for token in sorted(tokenizer.ranks, key=tokenizer.ranks.__getitem__)]
-    pairs = [f"{to_printable(left)} {to_printable(right)}" for left, right in list_merges(tokenizer.ranks)]
+    merges = [f"{to_printable(left)} {to_printable(right)}" for left, right in list_merges(tokenizer.ranks)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*tokens, END_OF_TEXT])
     writer.add_token_types([TokenType.NORMAL] * len(tokens) + [TokenType.CONTROL])
-    writer.add_token_merges(pairs or [f"{END_OF_TEXT} {END_OF_TEXT}"])
+    writer.add_token_merges(merges or [f"{END_OF_TEXT} {END_OF_TEXT}"])
     writer.add_bos_token_id(tokenizer.end_of_text)
     writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_add_bos_token(False)

@@ -12,8 +12,8 @@ from torch import Tensor
 from gpt.errors import UserError, require_range
 from gpt.model.transformer import GPT
 
-DAMAGED = "the model's logits are not finite, so it is damaged: use another checkpoint"
-LIKELIEST = 1024  # tokens that top-p looks at before it sorts the whole vocabulary
+NON_FINITE_LOGITS = "the model's logits are not finite, so it is damaged: use another checkpoint"
+TOP_P_PREFILTER = 1024  # likeliest tokens that top-p tries before it sorts the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -43,60 +43,62 @@ def filter_logits(logits: Tensor, previous: Tensor, sampling: SamplingParams) ->
     """
     if sampling.repetition_penalty != 1.0:
         penalty = sampling.repetition_penalty
-        seen = logits.gather(1, previous)  # (B, T)
-        logits = logits.scatter(1, previous, torch.where(seen > 0, seen / penalty, seen * penalty))
+        repeated = logits.gather(1, previous)  # (B, T)
+        logits = logits.scatter(1, previous, torch.where(repeated > 0, repeated / penalty, repeated * penalty))
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        threshold = logits.topk(sampling.top_k).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     if sampling.top_p < 1.0:
-        # Sorting 50,257 logits takes 3.5 ms on a CPU, and a few of the likeliest are nearly always enough.
-        likeliest, order = logits.topk(min(LIKELIEST, logits.shape[-1]))  # each (B, N)
+        # Sorting 50,257 logits takes 3.5 ms on a CPU. A few of the likeliest are nearly always enough.
+        likeliest, order = logits.topk(min(TOP_P_PREFILTER, logits.shape[-1]))  # each (B, N)
         probability = (likeliest - logits.logsumexp(-1, keepdim=True)).exp()
         if (probability.sum(-1) < sampling.top_p).any():
             likeliest, order = logits.sort(descending=True)  # N = V
             probability = likeliest.softmax(-1)
-        reached = probability.cumsum(-1) - probability >= sampling.top_p  # by the tokens before it: the first stays
-        kept = likeliest.masked_fill(reached, -torch.inf)
-        logits = torch.full_like(logits, -torch.inf).scatter(1, order, kept)
+        preceding = probability.cumsum(-1) - probability  # the likeliest token has none before it, so it stays
+        likeliest = likeliest.masked_fill(preceding >= sampling.top_p, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(1, order, likeliest)
     if sampling.min_p > 0.0:
         probability = logits.softmax(-1)
-        least = sampling.min_p * probability.amax(-1, keepdim=True)
-        logits = logits.masked_fill(probability < least, -torch.inf)
+        threshold = sampling.min_p * probability.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probability < threshold, -torch.inf)
     return logits
 
 
 def next_token(logits: Tensor, previous: Tensor, sampling: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    """Draw a token (B,) for each row of logits (B, V)."""
+    """Draw a token (B,) for each row of logits (B, V), after the tokens `previous` (B, T)."""
     logits = logits.float()
     if sampling.temperature == 0.0:
         greedy = SamplingParams(sampling.repetition_penalty, temperature=1.0, top_p=1.0)
         return filter_logits(logits, previous, greedy).argmax(-1)
     probability = filter_logits(logits, previous, sampling).softmax(-1)
-    # Drawing from 50,257 tokens takes 1.1 ms on a CPU, and from those that are left a tenth of that.
-    left, order = probability.topk(max(1, int((probability > 0).sum(-1).max())))  # each (B, N)
+    # Drawing from 50,257 tokens takes 1.1 ms on a CPU. Drawing from those that the filters left takes a tenth of that.
+    num_candidates = max(1, int((probability > 0).sum(-1).max()))
+    candidates, order = probability.topk(num_candidates)  # each (B, N)
     try:
-        return order.gather(1, torch.multinomial(left, 1, generator=generator)).squeeze(1)
+        return order.gather(1, torch.multinomial(candidates, 1, generator=generator)).squeeze(1)
     except RuntimeError as error:
         if "probability tensor contains" not in str(error):
             raise
-        raise UserError(DAMAGED) from None
+        raise UserError(NON_FINITE_LOGITS) from None
 
 
 def window_start(length: int, context_length: int, slide: int = 1) -> int:
-    """The index of the first of `length` tokens that the model sees; a full window moves by `slide` at a time."""
-    over = max(0, length - context_length)
-    return -(-over // slide) * slide
+    """Return the index of the first of `length` tokens that the model sees. A full window moves by `slide` tokens."""
+    excess = max(0, length - context_length)
+    return -(-excess // slide) * slide
 
 
 def left_pad(prompts: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """Pad prompts at the left to one tensor (B, T); return it with the padding of each row.
+    """Pad prompts at the left to one tensor (B, T). Return it with the number of padding tokens in each row.
 
-    A row is padded with its own first token, so that the repetition penalty meets no token that the prompt lacks.
+    A row is padded with its own first token, so the repetition penalty meets no token that the prompt lacks.
     """
     longest = max(map(len, prompts))
-    padding = [longest - len(ids) for ids in prompts]
-    return torch.tensor([ids[:1] * fill + ids for ids, fill in zip(prompts, padding, strict=True)]), padding
+    pad_lengths = [longest - len(ids) for ids in prompts]
+    rows = [ids[:1] * pad + ids for ids, pad in zip(prompts, pad_lengths, strict=True)]
+    return torch.tensor(rows), pad_lengths
 
 
 @torch.inference_mode()
@@ -107,17 +109,25 @@ def generate(
     sampling: SamplingParams,
     generator: torch.Generator | None = None,
     slide: int = 1,
-    padding: list[int] | None = None,
+    pad_lengths: list[int] | None = None,
     on_logits: Callable[[Tensor], object] | None = None,
 ) -> Iterator[Tensor]:
     """Continue the tokens idx (B, T), T at least 1: yield the next token (B,) of every row, `max_new_tokens` times.
 
-    `padding`, from `left_pad`, is the number of padding tokens at the left of each row. Every row continues as if it
-    were alone. `on_logits` is called with the logits (B, V) of every step, before the filters.
+    Each new token costs one pass over that token only, because the cache holds the keys and values of earlier ones.
+    Past the context length, the window slides. Positions are learned, so the embedding of every token in it changes,
+    and the cache is rebuilt, every `slide` tokens.
 
-    Thanks to the cache, each new token costs one pass over that token only. Past the context length the window slides:
-    positions are learned, so the embedding of every token in it changes and the cache is rebuilt, every `slide` tokens.
-    With `slide=1` the model always sees as much as it can.
+    Args:
+        model: The model. It is set to evaluation mode.
+        idx: Token ids (B, T).
+        max_new_tokens: How many tokens to yield.
+        sampling: How to draw a token.
+        generator: Random numbers, on the device of `idx`; by default PyTorch's own.
+        slide: How many of the oldest tokens a full window drops at once. 1 keeps the most context.
+        pad_lengths: How many tokens at the left of each row are padding, from `left_pad`. Each row continues as if
+            it were alone.
+        on_logits: A function to call with the logits (B, V) of every step, before the filters.
     """
     model.eval()
     T, context = idx.shape[1], model.config.context_length
@@ -125,16 +135,18 @@ def generate(
         raise ValueError("generation needs at least one token to start from: begin with end-of-text")
     require_range("slide", slide, 1, context, note="(the model's context)")
     tokens = torch.cat([idx, idx.new_zeros(idx.shape[0], max_new_tokens)], dim=1)
-    fills = padding or [0]
-    caches, windows, seen, starts = None, None, 0, None  # the cache holds the tokens before `seen`
+    pad_lengths = pad_lengths or [0]
+    window_starts: list[int] = []  # the first token that each row sees
     for length in range(T, T + max_new_tokens):
-        wanted = {fill: fill + window_start(length - fill, context, slide) for fill in set(fills)}  # of each row
-        if wanted != windows:
-            caches, windows, seen = model.init_kv_caches(), wanted, min(wanted.values())
-            later = [wanted[fill] - seen for fill in fills]
-            starts = torch.tensor(later, device=idx.device) if any(later) else None  # (B,)
-        hidden = model.hidden(tokens[:, seen:length], caches, starts)  # (B, new, C)
-        seen = length
+        new_starts = [pad + window_start(length - pad, context, slide) for pad in pad_lengths]
+        if new_starts != window_starts:
+            window_starts = new_starts
+            caches = model.init_kv_caches()  # they hold the tokens from min(window_starts) to `cached_until`
+            cached_until = min(window_starts)
+            offsets = [start - cached_until for start in window_starts]
+            cache_starts = torch.tensor(offsets, device=idx.device) if any(offsets) else None  # (B,)
+        hidden = model.hidden(tokens[:, cached_until:length], caches, cache_starts)  # (B, new, C)
+        cached_until = length
         logits = model.head(hidden[:, -1])  # (B, V)
         if on_logits is not None:
             on_logits(logits)

@@ -1,146 +1,98 @@
-"""What generate.py prints: growing text, several texts, JSON, or answers to prompts as they are typed."""
+"""What generate.py prints: a text as it grows, several texts, JSON, or what a text copied."""
 
 import codecs
-import functools
-import io
 import json
 import math
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
-from gpt.console import print_line
 from gpt.data.chunking import token_label
 from gpt.data.overlap import MIN_COPY_TOKENS, drop_overlaps, find_copies
 from gpt.data.token_dataset import TokenSource
-from gpt.errors import UserError
-from gpt.sampling.arguments import parse_arguments
 from gpt.sampling.language_model import Completion, TokenLogprob
 
-OPTION = re.compile(r"/([A-Za-z][\w-]*)(?:\s+|$)(\S*)\s*")  # a line that is no prompt; /usr/bin is one
 
-
-def print_growing(steps: Iterator[list[Completion]]) -> Iterator[list[Completion]]:
+def print_stream(steps: Iterator[list[Completion]]) -> Iterator[list[Completion]]:
     """Print a single text as it grows, and then a newline; yield it after each step."""
     printed = 0
-    for [text] in steps:
-        print(printable(text, printed), end="", flush=True)
-        printed = len(text.logprobs or text.text)
-        yield [text]
+    for [completion] in steps:
+        print(format_completion(completion, printed), end="", flush=True)
+        printed = len(completion.logprobs or completion.text)
+        yield [completion]
     print(flush=True)
 
 
-def print_several(prompts: list[str], steps: Iterator[list[Completion]], sources: list[TokenSource]) -> None:
+def print_samples(prompts: list[str], steps: Iterator[list[Completion]], sources: list[TokenSource]) -> None:
     """Print finished texts after their prompts, each under its number; with `sources`, also what they copied."""
-    *_, texts = steps
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
-        print(f"--- {number} of {len(prompts)} ---\n{prompt}{printable(text)}")
-        print(copied(text.tokens, sources), end="")
+    *_, completions = steps
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
+        print(f"--- {number} of {len(prompts)} ---\n{prompt}{format_completion(completion)}")
+        print(format_copies(completion.tokens, sources), end="")
 
 
 def print_json(prompts: list[str], steps: Iterator[list[Completion]], settings: dict) -> None:
-    """Print all samples as one JSON object, with the settings that make them again."""
+    """Print all samples as one JSON object, with the settings that reproduce them."""
     start = time.perf_counter()
-    *_, texts = steps
+    *_, completions = steps
     seconds = time.perf_counter() - start
-    samples = [
-        {"prompt": prompt, "text": text.text, "tokens": len(text.tokens), "finish_reason": text.finish_reason}
-        | ({"logprobs": list(map(token_as_json, text.logprobs))} if text.logprobs else {})
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    speed = {"tokens_per_second": round(sum(len(text.tokens) for text in texts) / seconds, 1)}
-    only_ascii = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # as where Windows writes to a file
+    samples = []
+    for prompt, text in zip(prompts, completions, strict=True):
+        sample = {"prompt": prompt, "text": text.text, "tokens": len(text.tokens), "finish_reason": text.finish_reason}
+        if text.logprobs:
+            sample["logprobs"] = list(map(token_as_json, text.logprobs))
+        samples.append(sample)
+    speed = {"tokens_per_second": round(sum(len(text.tokens) for text in completions) / seconds, 1)}
+    # Windows writes to a file in an encoding that lacks most characters.
+    only_ascii = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     print(json.dumps({"samples": samples} | settings | speed, ensure_ascii=only_ascii, indent=2))
 
 
-def interact(
-    generate_batch: functools.partial,
-    encode: Callable[[str], list[int]],
-    num_samples: int,
-    keep_context: bool,
-) -> None:
-    """Ask for prompts and continue each; Ctrl-C ends a text, Ctrl-D the session, and `/top-k 5` sets an option."""
-    if sys.stdin.isatty():
-        leave = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
-        print_line(f"{leave}, and a line such as /temperature 0.5 changes an option", sys.stderr)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as prompts from elsewhere, whatever the locale
-    said = ""
-    while True:
-        try:
-            prompt = input("> ")
-        except EOFError:
-            print()
-            return
-        if option := OPTION.fullmatch(prompt):
-            try:
-                generate_batch = _with_option(generate_batch, *option.groups())
-            except UserError as error:
-                print_line(str(error), sys.stderr)
-            continue
-        said = f"{said}\n{prompt}" if keep_context and said and prompt else prompt
-        steps = generate_batch([encode(said)] * num_samples)
-        try:
-            if num_samples == 1:
-                before = said
-                for [text] in print_growing(steps):
-                    said = before + text.text
-            else:
-                *_, texts = steps
-                print("\n---\n".join(map(printable, texts)))
-        except KeyboardInterrupt:
-            print()
-
-
-def _with_option(generate_batch: functools.partial, name: str, value: str) -> functools.partial:
-    """Return what continues texts with another option; `UserError` if there is none such, or it is out of range."""
-    sampling, key = generate_batch.keywords["sampling"], name.replace("-", "_")
-    if key not in (known := ("max_new_tokens", *vars(sampling))):
-        raise UserError(f"/{name} is no option: choose from /{' /'.join(known).replace('_', '-')}")
-    given = {key: getattr(parse_arguments([f"--{key.replace('_', '-')}={value}"]), key)}
-    if key in vars(sampling):
-        given = {"sampling": replace(sampling, **given)}
-    return functools.partial(generate_batch, **given)
-
-
-def printable(text: Completion, start: int = 0) -> str:
-    """Return a text from a place in it on; or a line for each token from there, if log-probabilities were asked for."""
-    if not text.logprobs:
-        return text.text[start:]
-    rows = [] if start else [["token", *(f"likeliest {i + 1}" for i in range(len(text.logprobs[0].top)))]]
-    for token in text.logprobs[start:]:
-        rows.append([f"{token_label(one.token)} {100 * math.exp(one.logprob):.3g}%" for one in (token, *token.top)])
+def format_completion(completion: Completion, start: int = 0) -> str:
+    """Return the text from character `start` on. With log-probabilities, return a line for each token from `start`."""
+    if not completion.logprobs:
+        return completion.text[start:]
+    rows = []
+    if start == 0:
+        rows.append(["token", *(f"likeliest {i + 1}" for i in range(len(completion.logprobs[0].top)))])
+    for token in completion.logprobs[start:]:
+        choices = (token, *token.top)
+        rows.append([f"{token_label(choice.token)} {100 * math.exp(choice.logprob):.3g}%" for choice in choices])
     return "".join("\n  " + "  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
 
 
 def token_as_json(token: TokenLogprob) -> dict:
-    """Describe a token in plain types: its bytes in hexadecimal, since they may be part of a character."""
-    own = {"token": token.token.decode("utf-8", "replace"), "bytes": token.token.hex(), "logprob": token.logprob}
-    return own | ({"top_logprobs": list(map(token_as_json, token.top))} if token.top else {})
+    """Describe a token in plain types. Its bytes are in hexadecimal, since they may be part of a character."""
+    result = {"token": token.token.decode("utf-8", "replace"), "bytes": token.token.hex(), "logprob": token.logprob}
+    if token.top:
+        result["top_logprobs"] = list(map(token_as_json, token.top))
+    return result
 
 
-def copied(ids: list[int], sources: list[TokenSource]) -> str:
-    """Say how much of a continuation stands in the training text, and show it with each passage in brackets.
+def format_copies(ids: list[int], sources: list[TokenSource]) -> str:
+    """Return how much of a completion occurs in the training text, and the completion with such passages in brackets.
 
-    Nothing without `sources`.
+    Without `sources` the result is empty.
     """
     if not sources:
         return ""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a character belongs to its last token
     tokens = [sources[0].tokenizer.decode_bytes([token]) for token in ids]
     texts = [*map(decode, tokens), decode(b"", True)]
-    marked, counts, at = "", [], 0
+    marked = ""
+    end_of_last = 0
+    counts = []  # characters and tokens of each passage
     for start, end in drop_overlaps(find_copies(ids, sources), texts):
-        while start < end and 0x80 <= tokens[start][0] < 0xC0:  # which goes on with a character
+        while start < end and 0x80 <= tokens[start][0] < 0xC0:  # a token that continues a character
             start += 1
         passage = "".join(texts[start:end])
-        marked += "".join(texts[at:start]) + f"[[{passage}]]" * bool(passage)
+        marked += "".join(texts[end_of_last:start])
+        if passage:
+            marked += f"[[{passage}]]"
         counts.append((len(passage), end - start))
-        at = end
+        end_of_last = end
     if not counts:
         return f"--- copied from the training text: nothing of {MIN_COPY_TOKENS} tokens or more ---\n"
     line = f"{sum(size for _, size in counts)} of {len(ids)} tokens, in [[brackets]]"
     line += f"; the longest passage has {max(counts)[0]} characters"
-    return f"--- copied from the training text: {line} ---\n{marked}{''.join(texts[at:])}\n"
+    return f"--- copied from the training text: {line} ---\n{marked}{''.join(texts[end_of_last:])}\n"

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: every token counts once, and the result is always the same."""
+"""Scoring: the loss of a model on a text. Every token counts once, and the result is deterministic."""
 
 import math
 import sys
@@ -15,25 +15,25 @@ from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT
 
-TOKENS_AT_ONCE = 4096
+MIN_BATCH_TOKENS = 4096
 
 
 def eval_batch_tokens(model: GPT, ranks: int = 1) -> int:
-    """How many tokens to score in one pass; on CUDA as many as fit a sixteenth of the memory, divided by `ranks`.
+    """Return how many tokens to score in one pass. On CUDA they fill a sixteenth of the memory, divided by `ranks`.
 
-    A pass holds up to 40 C bytes for each token, and more than 65,536 gain nothing. The whole memory counts, not what
-    is free of it, because a resumed run must score the same batches to the bit.
+    A pass holds up to 40 C bytes for each token, and more than 65,536 gain nothing. The total memory counts, not the
+    free memory, because a resumed run must score the same batches bit for bit.
     """
     weight = model.token_embedding.weight  # (V, C)
     if not weight.is_cuda:
-        return TOKENS_AT_ONCE
+        return MIN_BATCH_TOKENS
     fitting = torch.cuda.get_device_properties(weight.device).total_memory / 16 / (40 * weight.shape[1])
-    return max(TOKENS_AT_ONCE, min(2**16, 2 ** int(math.log2(fitting))) // ranks)
+    return max(MIN_BATCH_TOKENS, min(2**16, 2 ** int(math.log2(fitting))) // ranks)
 
 
 @dataclass(frozen=True)
 class Score:
-    """The nats of all predicted tokens of a text, summed, with the numbers of tokens and of bytes."""
+    """The summed loss of a text in nats, its predicted tokens, and its bytes."""
 
     nats: float
     tokens: int
@@ -57,7 +57,7 @@ class Score:
 
 
 def sum_scores(scores: Iterable[Score]) -> Score:
-    """The score of several texts together."""
+    """Return the score of several texts together."""
     scores = list(scores)
     return Score(sum(s.nats for s in scores), sum(s.tokens for s in scores), sum(s.bytes for s in scores))
 
@@ -66,33 +66,40 @@ def sum_scores(scores: Iterable[Score]) -> Score:
 def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
     """Score a model on batches of inputs and targets (B, T), with `IGNORE_INDEX` for targets that do not count.
 
-    `num_bytes` is the size of the text in UTF-8. End-of-text tokens between documents add their nats but no bytes. The
-    model stays in training or evaluation mode, whichever it was in.
+    `num_bytes` is the size of the text in UTF-8. End-of-text tokens between documents add nats but no bytes. A model in
+    training mode is in training mode again afterwards.
     """
     was_training = model.training
     model.eval()
     device = model.token_embedding.weight.device
-    nats, tokens = 0.0, 0
+    nats = 0.0
+    num_tokens = 0
     for idx, targets in batches:
-        counted = int((targets != IGNORE_INDEX).sum())
+        num_targets = int((targets != IGNORE_INDEX).sum())
         idx, targets = idx.to(device), targets.to(device)
-        mean = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
-        nats += mean.item() * counted  # summed in Python: Apple's GPUs have no float64
-        tokens += counted
+        mean_loss = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
+        nats += mean_loss.item() * num_targets  # summed in Python: Apple's GPUs have no float64
+        num_tokens += num_targets
     model.train(was_training)
-    return Score(nats, tokens, num_bytes)
+    return Score(nats, num_tokens, num_bytes)
 
 
 def strided_score(model: GPT, tokens: np.ndarray, num_bytes: int, stride: int) -> Score:
-    """Score a text, with an end-of-text before each document, in windows that begin `stride` tokens apart.
+    """Score a text in windows that begin `stride` tokens apart. Every token but the first counts once.
 
-    Every token but the first counts once. With a stride of the whole context, the windows are those of validation:
-    `context_length` inputs each. With a smaller one, they are those of the usual strided perplexity (Hugging Face,
-    "Perplexity of fixed-length models"): `context_length` tokens, of which the last is only a target.
+    If the stride is the context length, the windows are the same as in validation: `context_length` inputs each. With
+    a smaller stride, a window has `context_length` tokens, and the last is only a target. Source: Hugging Face,
+    "Perplexity of fixed-length models".
+
+    Args:
+        model: The model to score.
+        tokens: The token ids of the text, with an end-of-text before each document.
+        num_bytes: The size of the text in UTF-8.
+        stride: How many tokens a window begins after the one before, from 1 to `context_length`.
     """
     T = model.config.context_length
     B = max(1, eval_batch_tokens(model) // T)
     batches = validation_batches(tokens, B, T if stride == T else T - 1, IGNORE_INDEX, stride)
-    count = -(-len(tokens) // (B * stride))
-    bar = import_tqdm()(batches, total=count, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
+    num_batches = -(-len(tokens) // (B * stride))
+    bar = import_tqdm()(batches, total=num_batches, unit="batch", delay=1, leave=False, disable=not sys.stderr.isatty())
     return score(model, bar, num_bytes)

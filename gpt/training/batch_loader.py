@@ -1,4 +1,4 @@
-"""The micro-batches of a run, each a pure function of its number, so that a loader has no state to save."""
+"""The micro-batches of a run. Each is a pure function of its number, so there is no loader state to save."""
 
 from collections.abc import Iterator
 
@@ -15,18 +15,21 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (B, T)
 
 
 def sequence_length(config: Config, schedule: Schedule, step: int) -> int:
-    """Return the tokens of a sequence in the step after `step` others."""
+    """Return T, the number of tokens in a sequence, for the step after `step` others."""
     is_short = schedule.uses_short_sequences(step)
     return (is_short and config.trainer.short_sequences) or config.model.context_length
 
 
 def micro_batch(config: Config, dataset: TokenDataset, number: int, sequence_length: int) -> Batch:
-    """Return inputs and targets, each (B, T), of the micro-batch with this number, counted over all steps and ranks.
+    """Return the inputs and targets, each (B, T), of a micro-batch.
 
-    A micro-batch always has the same number of tokens: sequences of half the length are twice as many.
+    Args:
+        config: The final configuration.
+        dataset: The token ids to train on.
+        number: The number of the micro-batch, counted over all steps and ranks.
+        sequence_length: T. With half the length, B is twice as large, so the number of tokens stays the same.
     """
-    factor = config.model.context_length // sequence_length
-    batch_size = config.micro_batch_size * factor
+    batch_size = config.micro_batch_size * (config.model.context_length // sequence_length)
     tokens = [source.train for source in dataset.sources]
     return training_batch(tokens, dataset.weights, config.order_seed, number * batch_size, batch_size, sequence_length)
 
@@ -37,10 +40,12 @@ def read_micro_batches(
     """Return this rank's micro-batches for the step after `step` others.
 
     Args:
+        config: The final configuration.
+        dataset: The token ids to train on.
         step: The number of steps before this one.
-        sequence_length: T, the tokens of a sequence.
-        rank: The ranks take turns: micro-batch i of the step goes to rank i % world_size.
-        pin: Put them into pinned memory. From other memory, a copy to a GPU waits for all that the GPU still has to do.
+        sequence_length: T, the number of tokens in a sequence.
+        rank: Micro-batch i of the step goes to rank i % world_size.
+        pin: Copy the batches into pinned memory. Copies to a GPU from other memory wait until the GPU is idle.
     """
     first = step * config.accumulation_steps
     numbers = [(first + i) * config.trainer.world_size + rank for i in range(config.accumulation_steps)]
@@ -51,10 +56,10 @@ def read_micro_batches(
 
 
 class TrainBatches:
-    """This rank's micro-batches of a whole run, for `lightning.Trainer.fit`.
+    """All micro-batches of this rank, for `lightning.Trainer.fit`.
 
-    Lightning stores how many were taken in its checkpoints, and goes on from there. With a DataLoader, a resumed run
-    would start again at the first batch, and several processes would shuffle it.
+    Lightning's checkpoints store how many were taken, so a resumed run continues with the next one. With a DataLoader,
+    a resumed run would start at the first batch, and several processes would shuffle the order.
     """
 
     def __init__(self, spec: RunSpec):
@@ -84,7 +89,7 @@ class TrainBatches:
 class ValidationBatches:
     """The whole validation text as inputs and targets, each (B, T), for `lightning.Trainer.fit`.
 
-    Targets that do not count are `IGNORE_INDEX`. Every rank gets all batches.
+    Padding targets are `IGNORE_INDEX`. Every rank gets all batches.
     """
 
     def __init__(self, spec: RunSpec):

@@ -1,4 +1,4 @@
-"""Callbacks of a run: a user's objects with hooks, each of which declares the arguments that it needs.
+"""Callbacks: a user's objects with hooks. Each hook declares the arguments that it needs.
 
 Hooks: `on_train_start`, `on_train_step_end`, `on_validation_end`, `on_train_end`. docs/experiments.md has examples.
 """
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from gpt.training.metric_logger import MetricLogger
     from gpt.training.module import GPTModule
 
-_ALWAYS = ("step", "module", "log", "stop")
-HOOKS = {  # the arguments that each offers
-    "on_train_start": _ALWAYS,
-    "on_train_step_end": (*_ALWAYS, "loss"),
-    "on_validation_end": (*_ALWAYS, "score"),
-    "on_train_end": _ALWAYS,
+_COMMON_ARGUMENTS = ("step", "module", "log", "stop")
+HOOKS = {  # hook -> the arguments that it may declare
+    "on_train_start": _COMMON_ARGUMENTS,
+    "on_train_step_end": (*_COMMON_ARGUMENTS, "loss"),
+    "on_validation_end": (*_COMMON_ARGUMENTS, "score"),
+    "on_train_end": _COMMON_ARGUMENTS,
 }
 
 
 def load_callbacks(names: Sequence[str]) -> list[Any]:
-    """Import each `module:name`: a callback, its class, or a function that returns one.
+    """Import each `module:name`: a callback, a class of callbacks, or a function that returns a callback.
 
-    Modules are found where Python finds any, which includes train.py's folder, and last in the current directory.
+    Modules are searched on Python's path, and last in the current directory.
 
     Raises:
-        UserError: One cannot be imported or made, or is no callback.
+        UserError: A name cannot be imported, or is not a callback.
     """
     if names and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -61,17 +61,16 @@ def _load(name: str) -> Any:
 
 
 def check_callbacks(callbacks: Sequence[Any], source: str = "") -> None:
-    """Raise `UserError` unless each object has hooks, all of whose arguments are offered.
+    """Raise `UserError` if an object has no hooks, or a hook needs an argument that `HOOKS` does not have.
 
-    `source` is where a callback comes from, for the message; by default its class.
+    `source` names the callback in the message. By default, its class does.
     """
     for callback in callbacks:
         if inspect.isclass(callback):
             raise UserError(f"callbacks: {callback.__name__} is a class: give an object, as in {callback.__name__}()")
         name = source or type(callback).__name__
-        if any(
-            base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning") for base in type(callback).mro()
-        ):
+        packages = {base.__module__.partition(".")[0] for base in type(callback).mro()}
+        if packages & {"lightning", "pytorch_lightning"}:
             raise UserError(
                 f"callbacks: {name} is a callback of lightning.Trainer: train GPTModule with a Trainer to use it, as "
                 "docs/experiments.md shows"
@@ -81,10 +80,8 @@ def check_callbacks(callbacks: Sequence[Any], source: str = "") -> None:
             raise UserError(f"callbacks: {name} is of type {type(callback).__name__}, with none of {', '.join(HOOKS)}")
         for hook in hooks:
             for parameter in inspect.signature(getattr(callback, hook)).parameters.values():
-                is_required = parameter.default is parameter.empty and parameter.kind not in (
-                    parameter.VAR_POSITIONAL,
-                    parameter.VAR_KEYWORD,
-                )
+                is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+                is_required = parameter.default is parameter.empty and not is_variadic
                 if is_required and (parameter.name not in HOOKS[hook] or parameter.kind is parameter.POSITIONAL_ONLY):
                     offered = ", ".join(HOOKS[hook])
                     raise UserError(f"callbacks: {name}.{hook} needs {parameter.name!r}: choose from {offered}")
@@ -106,20 +103,23 @@ class Callbacks:
     """Calls the hooks of a run's callbacks, collects their requests to stop, and stores their states.
 
     Args:
-        callbacks: The objects, which `fabric` has as well.
-        fabric: Calls a hook of each of them.
-        module: Is given to hooks.
+        callbacks: The objects. `fabric` was built with the same.
+        fabric: Calls the hooks.
+        module: An argument of the hooks.
         logger: Writes the curves that hooks log.
     """
 
     def __init__(self, callbacks: Sequence[Any], fabric: "Fabric", module: "GPTModule", logger: "MetricLogger"):
-        self._callbacks, self._fabric, self._module, self._logger = callbacks, fabric, module, logger
-        self.stop_requested = False  # by one of them, on this rank
+        self._callbacks = callbacks
+        self._fabric = fabric
+        self._module = module
+        self._logger = logger
+        self.stop_requested = False  # by a callback on this rank
 
     def call(self, hook: str, step: int, **arguments: Any) -> None:
-        """Call a hook of each callback that has it, with those of its arguments that it names.
+        """Call a hook of all callbacks, each with the arguments that it declares.
 
-        `log(name, value)` writes a point of a curve at this step, and `stop()` ends the run after it.
+        `log(name, value)` writes a point of a curve at this step. `stop()` ends the run after this step.
         """
         log = partial(self._log, step)
         self._fabric.call(hook, step=step, module=self._module, log=log, stop=self._request_stop, **arguments)
@@ -131,15 +131,16 @@ class Callbacks:
         self.stop_requested = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback that has one, by the name of its class.
+        """Return the states of the callbacks by class name.
 
         Raises:
-            UserError: Part of a state is of a type that checkpoints do not store.
+            UserError: A state has a value of a type that checkpoints cannot store.
         """
         states = {}
         for callback in self._callbacks:
             if hasattr(callback, "state_dict"):
-                state, name = callback.state_dict(), _state_name(callback)
+                state = callback.state_dict()
+                name = _state_name(callback)
                 try:
                     require_storable(state)
                 except ValueError as error:
@@ -150,7 +151,7 @@ class Callbacks:
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Give each callback its state, if the checkpoint has one: a callback may be new to a run."""
+        """Restore each callback whose state is in the checkpoint. Other callbacks are new to the run."""
         for callback in self._callbacks:
             name = _state_name(callback)
             if name in states and hasattr(callback, "load_state_dict"):

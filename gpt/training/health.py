@@ -1,4 +1,4 @@
-"""Warnings about a run whose numbers are finite and yet go wrong. Each is printed once."""
+"""Warnings about overfitting and divergence. Each is printed once in a run."""
 
 import math
 from typing import Any
@@ -11,24 +11,26 @@ from gpt.training.optim import unused_settings
 from gpt.training.run_directory import RunDirectory, repeat_command
 from gpt.training.state import RunSpec, TrainState
 
-OVERFIT_VALIDATIONS = 2  # in a row, before the warning
-# A training loss this many times its moving average, and this many nats above it, is not the noise of a batch.
-DIVERGED_FACTOR, DIVERGED_NATS = 1.2, 0.3
-DIVERGED_POINTS = 5  # of the curve in a row, before the warning
-# A model memorizes its text if its validation loss is this many times the training loss. Models that beat no baseline
-# have learnt little else, so less is enough.
-MEMORIZED_FACTOR, MEMORIZED_FACTOR_UNBEATEN = 2.0, 1.25
+OVERFIT_VALIDATIONS = 2  # consecutive validations before the warning
+# A training loss this far above its moving average is not the noise of a batch.
+DIVERGED_RATIO = 1.2
+DIVERGED_NATS = 0.3
+DIVERGED_POINTS = 5  # consecutive points of the curve before the warning
+# A model memorizes its text if its validation loss is this many times the training loss.
+MEMORIZED_RATIO = 2.0
+MEMORIZED_RATIO_UNBEATEN = 1.25  # if it beats no baseline, because it has learned little else
 
 
 def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Score) -> None:
-    """Warn, at a validation, if the last ones are worse than the best while the training loss keeps falling."""
+    """Warn, after a validation, if the last ones are worse than the best while the training loss keeps falling."""
     if state.overfit_count == OVERFIT_VALIDATIONS:
         return
     if state.best_step == step:
         state.train_loss_at_best = None
-    if state.train_loss_at_best is None:  # the first point of train/loss may come later
+    if state.train_loss_at_best is None:  # train/loss may have no point before the first validation
         state.train_loss_at_best = state.train_loss
-    train_loss, loss_at_best = state.train_loss, state.train_loss_at_best
+    train_loss = state.train_loss
+    loss_at_best = state.train_loss_at_best
     is_falling = train_loss is not None and loss_at_best is not None and OVERFIT_LOSS_RATIO * train_loss < loss_at_best
     is_worse = score.nats_per_token > OVERFIT_LOSS_RATIO * state.best_loss
     state.overfit_count = state.overfit_count + 1 if is_falling and is_worse else 0
@@ -41,11 +43,11 @@ def warn_if_overfitting(spec: RunSpec, state: TrainState, step: int, score: Scor
 
 
 def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step: int) -> None:
-    """Warn, at a point of train/loss, if it stays far above its moving average: the learning rate is too high."""
+    """Warn, after a point of train/loss, if it stays far above its moving average: the learning rate is too high."""
     optim = spec.config.optim
     if state.train_loss is None or state.high_loss_count == DIVERGED_POINTS:
         return
-    if state.train_loss <= DIVERGED_FACTOR * state.min_loss_ema + DIVERGED_NATS:
+    if state.train_loss <= DIVERGED_RATIO * state.min_loss_ema + DIVERGED_NATS:
         is_first = state.loss_ema == math.inf
         state.loss_ema = state.train_loss if is_first else 0.9 * state.loss_ema + 0.1 * state.train_loss
         state.min_loss_ema = min(state.min_loss_ema, state.loss_ema)
@@ -57,8 +59,8 @@ def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step:
         names = {"lr", "matrix_lr"} - unused_settings(optim.name)
         rates = [f"optim.{name}={getattr(optim, name) / 2:g}" for name in sorted(names)]
         best_step = state.best_step
-        is_from_before = 0 < best_step <= state.last_healthy_step
-        best = f"best.ckpt of step {best_step} is from before; " if is_from_before else ""
+        is_best_healthy = 0 < best_step <= state.last_healthy_step
+        best = f"best.ckpt of step {best_step} is from before; " if is_best_healthy else ""
         print_warning(
             f"training loss has been far above its average since step {state.last_healthy_step} "
             f"({state.train_loss:.2f}, and {state.min_loss_ema:.2f} before): {best}try a lower learning rate with "
@@ -67,10 +69,13 @@ def warn_if_diverging(spec: RunSpec, run: RunDirectory, state: TrainState, step:
 
 
 def is_memorizing(metrics: dict[str, Any]) -> bool:
-    """Return True if training loss is so far below validation loss that more steps would only memorize more text."""
+    """Return True if training loss is so far below validation loss that more steps would only memorize more text.
+
+    `metrics` is the content of metrics.json.
+    """
     if "train_loss" not in metrics:
         return False
     steps = metrics["beaten_at_step"].values()
     has_beaten_none = bool(steps) and not any(steps)
-    factor = MEMORIZED_FACTOR_UNBEATEN if has_beaten_none else MEMORIZED_FACTOR
-    return metrics["val_loss"] > factor * metrics["train_loss"]
+    ratio = MEMORIZED_RATIO_UNBEATEN if has_beaten_none else MEMORIZED_RATIO
+    return metrics["val_loss"] > ratio * metrics["train_loss"]

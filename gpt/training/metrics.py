@@ -1,7 +1,8 @@
-"""Every metric of a run: its unit, and where it is shown.
+"""All metrics of a run, with their units, curves and labels.
 
-A new metric needs an entry here, and code that computes it: in curves.py at each log point, or in validation.py at each
-validation. Curves, TensorBoard's charts, metrics.csv, the closing report and `gpt.compare` read this table.
+A new metric needs an entry here, and a line that computes it: in `write_point` of metric_logger.py for each log point,
+or in validation.py for each validation (`_score_metrics` with a curve, `_training_metrics` without). The curves,
+TensorBoard's charts, metrics.csv, the closing report and `gpt.compare` use this table.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run. Some have a value for each corpus, baseline or layer.
+    """A number that describes a run, or a number for each corpus, baseline or layer.
 
     Args:
-        name: Its key in metrics.json, if it is measured at validations.
+        name: The key in metrics.json, if the metric is measured at validations.
         unit: Empty for plain numbers.
-        curve: Its curve, or the folder of its curves, which ends with a slash. Empty if it has none.
-        chart: The chart in TensorBoard's CUSTOM SCALARS tab that draws the curve, beside others.
-        label: Its row in the closing report, with `{}` for the corpus or baseline.
-        column: Its column in the tables of `gpt.compare`, which is a mean over seeds.
-        format: How the report and the tables print it.
+        curve: The name of the curve; empty if there is none. A name that ends with a slash is a folder of curves.
+        chart: The chart in TensorBoard's CUSTOM SCALARS tab that contains the curve.
+        label: The row in the closing report, with `{}` for the corpus or baseline; empty for no row.
+        column: The column in the tables of `gpt.compare`; empty for no column.
+        format: The format in the report and the tables.
     """
 
     name: str
@@ -35,7 +36,8 @@ class Metric:
 NATS, BITS = "nats per token", "bits per byte"
 RATES, UPDATES = "learning rates", "update-to-weight ratio by layer"
 
-# In the order of the report. TensorBoard opens the first two folders of curves, so others sort after `train` and `val`.
+# In the order of the report. TensorBoard opens the first two folders of curves in alphabetical order, so the names of
+# all other folders sort after `train` and `val`.
 METRICS = {
     metric.name: metric
     for metric in (
@@ -69,12 +71,15 @@ METRICS = {
     )
 }
 
+# Settings that do not affect the model. TensorBoard's HPARAMS tab and `gpt.compare` leave them out.
+SETTINGS_WITHOUT_EFFECT = {"run_dir", "logger", "data.cache", "data.cache_bytes", "data.prompts"}
+
 
 def curve_points(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the points of metrics that have curves: names of curves to numbers.
+    """Return the names of curves to their new values.
 
     Args:
-        values: By the names of metrics: a number, or a number for each corpus, baseline or layer.
+        values: Names of metrics to numbers, or to dictionaries of numbers for each corpus, baseline or layer.
 
     Raises:
         KeyError: A metric is not in `METRICS`.
@@ -90,7 +95,7 @@ def curve_points(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def chart_patterns() -> dict[str, list[str]]:
-    """Return the charts of several curves: titles to the patterns that the names of their curves match."""
+    """Return the charts of several curves: titles to patterns for the names of their curves."""
     charts: dict[str, list[str]] = {}
     for metric in METRICS.values():
         if metric.chart:

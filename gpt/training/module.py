@@ -1,6 +1,6 @@
 """GPT as a LightningModule: the loss of a micro-batch, the optimizer, and checks for numbers that are not finite.
 
-Our own loop (loop.py) and a plain `lightning.Trainer` both train it, to the same weights.
+The loop in loop.py and a plain `lightning.Trainer` train it to the same weights.
 """
 
 import math
@@ -30,20 +30,22 @@ NON_FINITE_HINT = "the last checkpoint is intact: start a new run from it with i
 
 
 class GPTModule(LightningModule):
-    """A GPT that Lightning trains. Its state dict is the model's own, so checkpoints have plain names.
+    """A GPT for Lightning. It has the state dict of `GPT`, so the names in checkpoints have no prefix.
 
     Args:
         config: The final configuration of a run.
-        tokenizer: Gives the vocabulary, and the merges that BPE-dropout undoes.
+        tokenizer: Determines the vocabulary, and the merges that BPE-dropout undoes.
         schedule: The planned schedule.
-        clock: The clock of a run whose horizon is a time.
+        clock: The training clock, needed if the horizon is a time.
     """
 
-    merge_table: Tensor  # (V, 2), of bpe_dropout.py
+    merge_table: Tensor  # (V, 2): see bpe_dropout.py
 
     def __init__(self, config: Config, tokenizer: Tokenizer, schedule: Schedule, clock: TrainingClock | None = None):
         super().__init__()
-        self.config, self.schedule, self.clock = config, schedule, clock
+        self.config = config
+        self.schedule = schedule
+        self.clock = clock
         torch.manual_seed(config.seed)
         self.model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **asdict(config.model)))
         if config.data.bpe_dropout:
@@ -52,13 +54,13 @@ class GPTModule(LightningModule):
         self.loss_scale = LossScale(config.trainer.device) if config.trainer.precision == "fp16" else None
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
-            for block in self.model.blocks:  # one graph serves them all
-                # One graph for each sequence length. A dynamic graph would differ in a resumed run.
+            for block in self.model.blocks:  # all blocks share a graph
+                # Each sequence length has its own graph. A dynamic graph would differ in a resumed run.
                 block.compile(dynamic=False if config.trainer.short_sequences else None)
-        self._weights = list(self.model.parameters())  # collecting them takes a third as long as their norm
+        self._weights = list(self.model.parameters())  # collecting them takes a third of the time for their norm
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
         self.sequence_length = config.model.context_length  # of the last micro-batch
-        # Reading a norm makes the host wait for the GPU. Without loss scaling, only points of the curves read it there.
+        # Reading a norm makes the host wait for the GPU, so without loss scaling only points of the curves read it.
         self.checks_each_step = config.trainer.device != "cuda" or self.loss_scale is not None
 
     # --- one micro-batch ---
@@ -68,8 +70,8 @@ class GPTModule(LightningModule):
 
         Args:
             batch: Inputs and targets, each (B, T).
-            batch_idx: The number of this rank's micro-batch, counted over all steps. BPE-dropout and dropout follow
-                from it and the seed, so no generator has a state to save.
+            batch_idx: The number of this rank's micro-batch, counted over all steps. It seeds dropout and BPE-dropout,
+                so there is no generator state to save.
         """
         idx, targets = batch
         self.sequence_length = idx.shape[1]
@@ -88,8 +90,8 @@ class GPTModule(LightningModule):
         self.log("val/loss", loss, batch_size=int((targets != IGNORE_INDEX).sum()), sync_dist=True)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nats per token of inputs and targets, each (B, T)."""
-        scale = self.loss_scale.of(idx.device) if self.loss_scale else 1.0
+        """Return the mean loss of inputs and targets, each (B, T), in nats per token."""
+        scale = self.loss_scale.value_on(idx.device) if self.loss_scale else 1.0
         num_offsets = self.config.model.context_length // idx.shape[1]
         return chunked_next_token_loss(*self.model.features_and_head(idx, num_offsets), targets, scale=scale)
 
@@ -98,23 +100,23 @@ class GPTModule(LightningModule):
         return self.fabric.global_rank if self.fabric is not None else self.global_rank
 
     def _bpe_dropout(self, step: int) -> float:
-        """Return the probability to undo a merge: it falls to 0 at the horizon."""
+        """Return the probability of undoing a merge. It falls to 0 at the horizon."""
         progress = self.schedule.progress(step, self.clock.progress if self.clock else 0.0)
         return (self.config.data.bpe_dropout or 0.0) * (1.0 - progress)
 
     # --- the optimizer ---
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer for the weights, where they are now."""
-        # Muon needs only the direction of its updates, so bfloat16 is enough in runs of bf16, and in others wherever it
-        # is fast. In fp16 most of them would be zero.
-        precision, device = self.config.trainer.precision, torch.device(self.config.trainer.device)
+        """Return the optimizer for the weights on their present device."""
+        # bfloat16 is accurate enough for the directions of Muon. It is used if it is fast. In fp16 most would be zero.
+        precision = self.config.trainer.precision
+        device = torch.device(self.config.trainer.device)
         muon_dtype = torch.bfloat16 if "bf16" in (precision, choose_precision("auto", device)) else torch.float32
         weights = dict(self.model.named_parameters())
         return build_optimizer(weights, self.config.model.num_heads, self.config.optim, muon_dtype)
 
     def configure_optimizers(self):
-        """Return the optimizer and its learning-rate schedule, for a `Trainer`. Our loop sets the rate itself."""
+        """Return the optimizer and its learning-rate schedule for a `Trainer`."""
         if self.loss_scale is not None or self.schedule.seconds:
             raise UserError(
                 f"lightning.Trainer trains neither trainer.precision=fp16 nor horizon={self.config.horizon} of this "
@@ -125,32 +127,32 @@ class GPTModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clip as our loop does, for a `Trainer`, which calls this before each update."""
+        """Clip the gradient. A `Trainer` calls this before each update."""
         if not math.isfinite(self.measure_grad_norm()):
             step = self.global_step
             raise self.non_finite_gradient(step, step + 1, torch.tensor(math.nan), "no update was made")
         self.clip_gradients_to(self.config.optim.clip)
 
     def measure_grad_norm(self) -> Tensor:
-        """Return the norm of the whole gradient, a scalar, and keep it as `grad_norm`."""
+        """Return the norm of the whole gradient, a scalar, and store it in `grad_norm`."""
         self.grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self._weights if p.grad is not None])
         return self.grad_norm
 
     def clip_gradients_to(self, max_norm: float) -> None:
-        """Scale the measured gradient down to `max_norm`; 0 leaves it as it is."""
+        """Clip the gradient, whose norm is in `grad_norm`, to `max_norm`. With 0, do nothing."""
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self._weights, max_norm, self.grad_norm)
 
     # --- numbers that are not finite ---
 
     def non_finite_gradient(self, last_finite_step: int, step: int, loss: Tensor, consequence: str) -> NonFiniteError:
-        """Return the error for a gradient of `step` that is not finite.
+        """Return the error for a gradient that is not finite.
 
         Args:
             last_finite_step: The last step whose gradient is known to be finite.
-            step: The step that is being made.
-            loss: Its loss, a scalar.
-            consequence: What happened then, for the message.
+            step: The present step.
+            loss: The loss of the present step, a scalar.
+            consequence: The effect on the run, for the message.
         """
         steps = f"step {step}" if step == last_finite_step + 1 else f"steps {last_finite_step + 1} to {step}"
         return NonFiniteError(
@@ -167,12 +169,12 @@ class GPTModule(LightningModule):
         return ", ".join(f"{layer} {math.sqrt(square):.3g}" for layer, square in squares.items())
 
     def require_finite_weights(self, step: int) -> None:
-        """Raise `NonFiniteError` if the update of `step` broke weights, so that they never replace good ones."""
-        broken = [name for name, p in self.model.named_parameters() if not is_finite(p)]
-        if broken:
+        """Raise `NonFiniteError` if weights are not finite, so that they never replace good weights."""
+        names = [name for name, p in self.model.named_parameters() if not is_finite(p)]
+        if names:
             raise NonFiniteError(
-                f"step {step}: the update has left weights that are not finite ({', '.join(broken[:3])}), "
-                f"which are not saved; {NON_FINITE_HINT}"
+                f"step {step}: the update has left weights that are not finite ({', '.join(names[:3])}), "
+                f"so nothing was saved after it; {NON_FINITE_HINT}"
             )
 
     def state_dict(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The progress of a run on screen: two lines for each validation, and below them a bar on a terminal."""
+"""What a run prints: its first line, a progress bar, two lines for each validation, and why it stopped."""
 
 import contextlib
 import json
@@ -6,100 +6,148 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gpt.console import format_duration, import_tqdm, is_notebook, print_line
+from gpt.model.transformer import GPTConfig
 from gpt.sampling.scoring import Score
 from gpt.training import distributed
+from gpt.training.advice import suggest_shorter_horizon
 from gpt.training.metric_logger import MetricLogger
-from gpt.training.report import fit_on_line
-from gpt.training.schedule import Schedule
-from gpt.training.state import RunSpec, TrainState
+from gpt.training.report import fit_on_line, resume_command
+from gpt.training.run_directory import RunDirectory
+from gpt.training.state import Result, RunSpec, TrainState
 
-BAR_FORMAT = (
-    "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"  # a narrow terminal cuts the bar first
-)
-MEASURED = 5.0  # seconds of training, after which a run says how long it will take
+# The bar comes last, because a narrow terminal cuts the end of the line.
+BAR_FORMAT = "{n}/{total_fmt} {percentage:2.0f}%  {remaining} left{postfix}  {bar}"
+MIN_TIMED_SECONDS = 5.0  # of training, before the remaining time is estimated
 
 
 class ProgressDisplay:
-    """Shows step, training and validation loss (nats per token), bits per byte and speed, and a sample of the model.
+    """Shows step, losses in nats per token, bits per byte and speed, and a sample of the model.
 
-    `steps` is always how many are expected of the whole run.
+    `num_steps` is the expected length of the run. It changes if the horizon is a time.
     """
 
-    def __init__(self, spec: RunSpec, state: TrainState, curves: MetricLogger):
-        self._spec, self._state, self._curves = spec, state, curves
-        self._validation: tuple[float, float] | None = None  # the last: nats per token, and bits per byte
-        self._line: Any = None  # the bar
-        self._told = False  # how long the run will take, where no line shows it all the time
+    def __init__(self, spec: RunSpec, state: TrainState, logger: MetricLogger):
+        self._spec = spec
+        self._state = state
+        self._logger = logger
+        self._validation: tuple[float, float] | None = None  # the last result: nats per token, bits per byte
+        self._bar: Any = None
+        self._has_printed_time = False
 
-    def open(self, run_dir: Path, step: int, steps: int) -> None:
-        """Show the bar, on a terminal or in a notebook."""
-        self._begin = step, self._state.seconds
-        self._validation = _validated(run_dir, step)
-        if distributed.is_main_process() and (_has_width() or is_notebook()):
-            # The time left follows the speed of about the last hundred updates, so it is calm; and the line appears
-            # only after the first update, when there is one to tell.
-            calm = {"dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.01, "delay": 1e-9}
-            facts = "  ".join(self._facts())
-            self._line = import_tqdm()(
-                total=steps, initial=step, **calm, bar_format=BAR_FORMAT, postfix=facts, leave=False
+    def open(self, run_dir: Path, step: int, num_steps: int) -> None:
+        """Show the bar, if this is a terminal or a notebook."""
+        self.num_steps = num_steps
+        self._first_step = step
+        self._first_seconds = self._state.seconds
+        self._validation = _last_validation(run_dir, step)
+        if distributed.is_main_process() and (_is_terminal() or is_notebook()):
+            self._bar = import_tqdm()(
+                total=num_steps,
+                initial=step,
+                bar_format=BAR_FORMAT,
+                postfix=self._format_figures(),
+                leave=False,
+                dynamic_ncols=True,
+                mininterval=0.5,
+                smoothing=0.01,  # the remaining time follows the speed of about the last hundred steps
+                delay=1e-9,  # appears after the first step, when there is a speed
             )
 
-    def end_step(self, step: int, steps: int, schedule: Schedule) -> None:
-        """Move the bar; without one, say once how long the run will take."""
-        if self._line is not None:
-            if schedule.is_due(step, self._spec.config.trainer.log_every):
-                self._line.set_postfix_str("  ".join(self._facts()), refresh=False)
-            self._line.total = steps
-            self._line.update()
-        elif not self._told and (measured := self._state.seconds - self._begin[1]) > MEASURED:
-            self._told = True
-            left = (steps - step) * measured / (step - self._begin[0])
-            if distributed.is_main_process() and left > MEASURED:
-                print_line(f"about {format_duration(left)} to go at this machine's speed, besides validations")
+    def end_step(self, step: int, is_log_point: bool) -> None:
+        """Advance the bar. Without a bar, print the remaining time once."""
+        if self._bar is not None:
+            if is_log_point:
+                self._bar.set_postfix_str(self._format_figures(), refresh=False)
+            self._bar.total = self.num_steps
+            self._bar.update()
+            return
+        seconds = self._state.seconds - self._first_seconds
+        if seconds > MIN_TIMED_SECONDS and not self._has_printed_time:
+            self._has_printed_time = True
+            seconds_left = (self.num_steps - step) * seconds / (step - self._first_step)
+            if distributed.is_main_process() and seconds_left > MIN_TIMED_SECONDS:
+                print_line(f"about {format_duration(seconds_left)} to go at this machine's speed, besides validations")
 
-    def report(self, step: int, steps: int, score: Score, samples: Sequence[str]) -> None:
-        """Print the lines of a validation, with the last of the samples."""
+    def print_validation(self, step: int, score: Score, samples: Sequence[str]) -> None:
+        """Print the figures of a validation, and the last of the samples."""
         self._validation = score.nats_per_token, score.bits_per_byte
         if distributed.is_main_process():
-            facts = f"step {step}/{steps}  {'  '.join(self._facts())}"
             width = shutil.get_terminal_size().columns - 4
-            print_line(facts + "".join(f"\n    {fit_on_line(text, width)}" for text in samples[-1:]), sys.stdout)
+            sample = "".join(f"\n    {fit_on_line(text, width)}" for text in samples[-1:])
+            print_line(f"step {step}/{self.num_steps}  {self._format_figures()}{sample}", sys.stdout)
 
-    def _facts(self) -> list[str]:
-        trained, speed = self._state.train_loss, self._curves.tokens_per_second
+    def _format_figures(self) -> str:
         loss, bits_per_byte = self._validation or (None, None)
-        losses = f"train {_short(trained):>5} val {_short(loss):>5}"
-        bits = f"{_short(bits_per_byte):>5} bits/byte"
-        return [losses, bits, f"{import_tqdm().format_sizeof(speed) if speed else '-':>5} tok/s"]
+        speed = self._logger.tokens_per_second
+        return (
+            f"train {_format(self._state.train_loss):>5} val {_format(loss):>5}  "
+            f"{_format(bits_per_byte):>5} bits/byte  "
+            f"{import_tqdm().format_sizeof(speed) if speed else '-':>5} tok/s"
+        )
 
     def close(self) -> None:
         """Clear the bar."""
-        if self._line is not None:
-            self._line.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
-def _has_width() -> bool:
-    """Whether stderr is a terminal, and not one of no columns, as under some programs."""
+def _is_terminal() -> bool:
+    """Return True if stderr is a terminal with columns. Some programs provide a terminal of width 0."""
     with contextlib.suppress(OSError):
         if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
             return False
     return sys.stderr.isatty()
 
 
-def _validated(run: Path, step: int) -> tuple[float, float] | None:
-    """The result of the last validation up to `step`, from metrics.json; None if that does not have it."""
+def _last_validation(run_dir: Path, step: int) -> tuple[float, float] | None:
+    """Return nats per token and bits per byte from metrics.json, unless they are missing or of a later step."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        figures = json.loads((run / "metrics.json").read_bytes())
-        if figures["steps"] <= step:  # or a kill came before the checkpoint
-            return float(figures["val_loss"]), float(figures["val_bits_per_byte"])
+        metrics = json.loads((run_dir / "metrics.json").read_bytes())
+        if metrics["steps"] <= step:  # a kill may have come between metrics.json and the checkpoint
+            return float(metrics["val_loss"]), float(metrics["val_bits_per_byte"])
     return None
 
 
-def _short(value: float | None) -> str:
+def _format(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if value < 9.9995 else f"{value:.4g}"
+
+
+# --- the first line and the last ---
+
+
+def print_start(spec: RunSpec, run: RunDirectory) -> None:
+    """Print what is trained, and where the run is written."""
+    if not distributed.is_main_process():
+        return
+    config = spec.config
+    model = GPTConfig(vocab_size=spec.dataset.tokenizer.vocab_size, **asdict(config.model))
+    horizon = f"{config.horizon} in steps" if spec.schedule.seconds else f"{spec.schedule.total_steps} steps"
+    print_line(
+        f"{model.num_parameters:,} parameters on {config.trainer.device} in {config.trainer.precision}, {horizon} "
+        f"of {config.trainer.tokens_per_step:,} tokens; writing to {run.path}"
+    )
+
+
+def print_stop_reason(spec: RunSpec, run: RunDirectory, result: Result) -> None:
+    """If a run ended before its horizon, print why, and how to continue."""
+    if not distributed.is_main_process():
+        return
+    command = resume_command(run.path, spec.in_python)
+    if result.stop_reason == "signal":
+        print_line(f"stopped at step {result.step}; continue with: {command}")
+    elif result.stop_reason == "patience":
+        best_step = result.metrics["best_step"]
+        print_line(
+            f"stopped early at step {result.step}: no improvement in the last {spec.config.patience} validations "
+            f"(best at step {best_step}). The learning rate was still falling: a shorter run, such as "
+            f"horizon={suggest_shorter_horizon(spec.config, spec.dataset, best_step)}steps, will probably do better"
+        )
+    elif result.stop_reason == "callback":
+        print_line(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")

@@ -1,4 +1,4 @@
-"""Stopping on request: the first signal stops after the current step, the second at once."""
+"""Stopping on request: the first signal stops a run after its step, the second at once."""
 
 import os
 import signal
@@ -8,55 +8,65 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# One request to stop may arrive twice; within this many seconds, a second signal is the first once more.
-REPEATED_SIGNAL_SECONDS = 0.1  # `timeout` signals its child, and then the group that its child is in
-TORCHRUN_REPEATED_SIGNAL_SECONDS = 1.0  # Ctrl-C reaches all processes, and torchrun passes its own on to them
+# One request may arrive twice. A second signal within this time is not a second request.
+REPEATED_SIGNAL_SECONDS = 0.1  # `timeout` sends a signal to its child, and then to the process group of the child
+TORCHRUN_REPEATED_SIGNAL_SECONDS = 1.0  # Ctrl-C reaches all processes, and torchrun sends it to them again
 
-# SIGHUP is what a lost connection sends, and the next three what queues send before they kill. Windows has SIGBREAK
-# instead, for Ctrl-Break and a console that is closed.
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
-STOP_SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+# SIGHUP follows a lost connection. Job queues send the next three before they kill. On Windows, Ctrl-Break and closing
+# the console send SIGBREAK.
+SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGBREAK")
+STOP_SIGNALS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
+
+
+def is_handled(number: int) -> bool:
+    """Return True unless the signal is ignored and should stay ignored, as SIGHUP is after `nohup`.
+
+    An ignored SIGINT is handled nevertheless: shells ignore it for background jobs, but `kill -INT` should stop a run.
+    """
+    return signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT
 
 
 class StopSignals:
-    """Takes over the signals between `install` and `restore`; `received_signal` is the first that arrived, or 0.
+    """Handles the signals between `install` and `restore`. `received_signal` is the first that arrived, or 0.
 
-    One that was ignored, as SIGHUP is after `nohup`, stays so, but not SIGINT: a shell ignores it for what a script
-    starts with `&`, and who sends it there means it. Outside of the main thread there are no signals to take.
+    Python handles signals only in the main thread. In other threads this class does nothing.
     """
 
     def __init__(self) -> None:
-        self.received_signal, self._at = 0, 0.0
-        self._handlers: dict[int, Any] = {}  # from before
+        self.received_signal = 0
+        self._receipt_time = 0.0
+        self._old_handlers: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take the signals over, from whoever has them now; what `restore` brings back is what the first call found."""
+        """Install the handlers. It may be called again: `restore` then restores what the first call replaced."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
-            before = self._handlers.setdefault(number, signal.getsignal(number))
-            if before is not None:  # None is a handler of a library's in C, which nobody could bring back
-                stays = before is signal.SIG_IGN and number != signal.SIGINT
-                signal.signal(number, signal.SIG_IGN if stays else self._on_signal)
+            old_handler = self._old_handlers.setdefault(number, signal.getsignal(number))
+            if old_handler is not None and is_handled(number):  # None means a handler in C
+                signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
-        """Leave the signals as they were before."""
-        for number, handler in self._handlers.items():
+        """Restore the handlers that `install` replaced."""
+        for number, handler in self._old_handlers.items():
             if handler is not None:
                 signal.signal(number, handler)
-        self._handlers.clear()
+        self._old_handlers.clear()
 
     def _on_signal(self, number: int, frame) -> None:
-        now, again = time.monotonic(), self.received_signal != 0
-        if not again:
-            self.received_signal, self._at = number, now
-        if os.environ.get("RANK", "0") != "0":  # rank 0 says so, and decides whether all stop at once
+        now = time.monotonic()
+        is_first = self.received_signal == 0
+        if is_first:
+            self.received_signal = number
+            self._receipt_time = now
+        if os.environ.get("RANK", "0") != "0":  # rank 0 prints the line, and ends all ranks after a second signal
             return
-        if again and now - self._at < (
-            TORCHRUN_REPEATED_SIGNAL_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED_SIGNAL_SECONDS
-        ):
+        if not is_first:
+            window = (
+                TORCHRUN_REPEATED_SIGNAL_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else REPEATED_SIGNAL_SECONDS
+            )
+            if now - self._receipt_time >= window:
+                sys.exit(128 + number)
             return
-        if again:
-            sys.exit(128 + number)
-        with suppress(OSError):  # print is not safe here: the signal may have interrupted a print
+        with suppress(OSError):  # print is unsafe here, because the signal may have interrupted a print
             os.write(2, b"\nstopping after this step (once more to stop at once)\n")

@@ -72,7 +72,7 @@ def run_throwaway_steps(config: Config, schedule: Schedule, text: TokenDataset) 
     """
     from gpt.training.loop import build_fabric, train_step
 
-    fabric = build_fabric(config.trainer, is_alone=True)
+    fabric = build_fabric(replace(config.trainer, devices=1, num_nodes=1, strategy="auto"))
     module = build_throwaway_module(config, schedule, text)
     model = fabric.setup_module(module)
     optimizer = fabric.setup_optimizers(module.build_optimizer())

@@ -1,4 +1,4 @@
-"""The clock of a training: the seconds spent on its steps, which end a run whose horizon is a time."""
+"""The training clock: it counts the seconds spent on steps, and ends a run whose horizon is a time."""
 
 import time
 from collections.abc import Iterator
@@ -9,34 +9,35 @@ import torch
 from gpt.training.state import TrainState
 
 # A gap longer than this many typical steps, plus one second, means that the process was suspended.
-SUSPENDED_STEPS = 10
-QUARTERS = 4  # of a time horizon; a run validates and saves after each
+MAX_STEP_RATIO = 10
+NUM_QUARTERS = 4  # a time horizon is divided into quarters; a run validates and saves after each
 
 
 class TrainingClock:
-    """Counts the seconds of training from `start` on, except inside `paused` and while the process is suspended.
+    """Counts seconds of training from `start` on, except inside `paused` and while the process is suspended.
 
     Args:
-        state: Holds the seconds so far; every step adds to it.
-        horizon_seconds: The horizon if it is a time, else 0. Then rank 0's clock counts for all ranks.
+        state: Its `seconds` grow with every step.
+        horizon_seconds: The horizon if it is a time, else 0. All ranks then use the clock of rank 0.
     """
 
     def __init__(self, state: TrainState, horizon_seconds: float):
         self.state = state
         self._horizon_seconds = horizon_seconds
-        self.progress = 0.0  # the fraction of a time horizon that has passed
-        self.at_quarter_mark = False  # the last step completed a quarter of it
-        self._wall_time = self._cpu_time = 0.0  # at the last reading
-        self._typical_step = 0.0  # seconds, as a moving average
+        self.progress = 0.0  # fraction of a time horizon that has passed
+        self.at_quarter_mark = False  # True if the last step completed a quarter of the time horizon
+        self._wall_time = 0.0  # at the last reading
+        self._cpu_time = 0.0
+        self._typical_step = 0.0  # moving average in seconds
 
     def start(self) -> None:
-        """Count from now on."""
+        """Start to count."""
         self._read()
         if self._horizon_seconds:
             self.progress = min(1.0, self.state.seconds / self._horizon_seconds)
 
     def end_step(self, world_size: int) -> None:
-        """Count a step. Every rank must call this."""
+        """Count the time of a step. Every rank must call this."""
         lap = self._end_lap()
         self._typical_step = 0.9 * self._typical_step + 0.1 * lap if self._typical_step else lap
         if not self._horizon_seconds:
@@ -46,11 +47,11 @@ class TrainingClock:
             torch.distributed.broadcast(seconds, 0)
         last_progress = self.progress
         self.progress = min(1.0, float(seconds) / self._horizon_seconds)
-        self.at_quarter_mark = int(QUARTERS * self.progress) > int(QUARTERS * last_progress)
+        self.at_quarter_mark = int(NUM_QUARTERS * self.progress) > int(NUM_QUARTERS * last_progress)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time that the block takes."""
+        """Do not count the time of the block."""
         self._end_lap()
         try:
             yield
@@ -58,19 +59,19 @@ class TrainingClock:
             self._read()
 
     def _end_lap(self) -> float:
-        """Add the time since the last reading, and return it.
+        """Count the seconds since the last reading, and return them.
 
-        If the process was suspended meanwhile, count a typical step instead, or the CPU time before there is one.
+        If the process was suspended in between, count a typical step. In the first step, count the CPU time instead.
         """
         lap, cpu_lap = self._read()
-        if lap > 1.0 + (SUSPENDED_STEPS * self._typical_step or 2 * cpu_lap):
+        if lap > 1.0 + (MAX_STEP_RATIO * self._typical_step or 2 * cpu_lap):
             lap = self._typical_step or cpu_lap
         self.state.seconds += lap
         return lap
 
     def _read(self) -> tuple[float, float]:
-        """Return the seconds since the last reading, and the CPU seconds."""
-        wall_time, cpu_time = time.perf_counter(), time.process_time()
-        lap, cpu_lap = wall_time - self._wall_time, cpu_time - self._cpu_time
-        self._wall_time, self._cpu_time = wall_time, cpu_time
-        return lap, cpu_lap
+        """Read the clocks; return the seconds and the CPU seconds since the last reading."""
+        last_wall_time, last_cpu_time = self._wall_time, self._cpu_time
+        self._wall_time = time.perf_counter()
+        self._cpu_time = time.process_time()
+        return self._wall_time - last_wall_time, self._cpu_time - last_cpu_time

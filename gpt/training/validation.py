@@ -1,8 +1,9 @@
-"""Validation: the score of the whole validation text, and all that is recorded with it."""
+"""Validation: score the whole validation text, and write metrics and samples."""
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,98 +23,97 @@ from gpt.training.metric_logger import MetricLogger
 from gpt.training.module import NON_FINITE_HINT, GPTModule
 from gpt.training.progress import ProgressDisplay
 from gpt.training.run_directory import RunDirectory
-from gpt.training.samples import SampleWriter
+from gpt.training.samples import write_samples
 from gpt.training.state import RunSpec, TrainState
 from gpt.training.training_clock import TrainingClock
-from gpt.training.versions import current_commit
+from gpt.training.versions import current_code_version
 
 
+@dataclass
 class Validator:
-    """Validates a run. The clock of the training stands still meanwhile. Every rank must call its methods."""
+    """Validates a run, while its clock is paused. Every rank must call the methods."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        run: RunDirectory,
-        state: TrainState,
-        clock: TrainingClock,
-        fabric: Fabric,
-        module: GPTModule,
-        callbacks: Callbacks,
-        curves: MetricLogger,
-        progress: ProgressDisplay,
-    ):
-        self._spec, self._run, self._state, self._clock = spec, run, state, clock
-        self._fabric, self._module, self._callbacks = fabric, module, callbacks
-        self._curves, self._progress = curves, progress
-        self._baselines: dict[str, float] = {}  # bits per byte, on rank 0 from this process's first validation on
-        self._samples_file = SampleWriter(spec, run, curves)
-        self.last_validated_step = -1
-        self.metrics: dict = {}  # as in metrics.json
-        self.samples: list[str] = []
-        self.longest_copy = 0  # characters of the longest passage in the samples that occurs in the training text
+    spec: RunSpec
+    run: RunDirectory
+    state: TrainState
+    clock: TrainingClock
+    fabric: Fabric
+    module: GPTModule
+    callbacks: Callbacks
+    logger: MetricLogger
+    progress: ProgressDisplay
+    last_validated_step: int = -1
+    metrics: dict[str, Any] = field(default_factory=dict)  # the content of metrics.json
+    samples: list[str] = field(default_factory=list)
+    longest_copy: int = 0  # length in characters of the longest passage that the samples copy
+    baselines: dict[str, float] = field(default_factory=dict)  # bits per byte; on rank 0, from the first validation on
 
-    def validate(self, step: int, expected_steps: int) -> None:
-        """Score the validation text after `step`; update the best step, curves, samples, metrics.json and the screen.
+    def validate(self, step: int) -> None:
+        """Score the validation text after `step`, then update the best step, curves, samples and metrics.json.
 
         Raises:
-            NonFiniteError: The weights or the loss are not finite. The best step then stays what it was.
+            NonFiniteError: The weights or the loss are not finite. The best step is unchanged.
         """
-        state = self._state
-        self._module.require_finite_weights(step)
-        with self._clock.paused():
-            scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
+        state = self.state
+        self.module.require_finite_weights(step)
+        with self.clock.paused():
+            scores = self._score_sources()
             total = sum_scores(scores)
             if not math.isfinite(total.nats_per_token):
                 raise NonFiniteError(f"step {step}: the validation loss is {total.nats_per_token}; {NON_FINITE_HINT}")
-            # Losses on short sequences are never compared with losses on full ones.
+            # Losses on short sequences are not compared with losses at full length.
             is_first_full_length = state.best_step <= state.full_length_from_step < step
             if total.nats_per_token < state.best_loss or is_first_full_length:
-                state.best_loss, state.best_step = total.nats_per_token, step
+                state.best_loss = total.nats_per_token
+                state.best_step = step
             self.last_validated_step = step
             metrics = self._score_metrics(step, total, scores)
-            self._curves.record(metrics, step)
-            warn_if_overfitting(self._spec, state, step, total)
+            self.logger.write_metrics(metrics, step)
+            warn_if_overfitting(self.spec, state, step, total)
             self._sample(step)
             self.metrics = metrics | self._training_metrics(step)
-            if self._fabric.is_global_zero:
-                write_text(self._run.path / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
-            self._progress.report(step, expected_steps, total, self.samples)
-            self._callbacks.call("on_validation_end", step, score=total)
+            if self.fabric.is_global_zero:
+                write_text(self.run.path / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
+            self.progress.print_validation(step, total, self.samples)
+            self.callbacks.call("on_validation_end", step, score=total)
 
-    def evaluate_initial_weights(self, expected_steps: int) -> None:
-        """Score and sample trained weights before the first step. This is no validation of the run."""
-        with self._clock.paused():
-            scores = [score_dataset(self._fabric, self._module, source) for source in self._spec.dataset.sources]
-            total = sum_scores(scores)
-            self._curves.record({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
+    def evaluate_initial_weights(self) -> None:
+        """Score and sample trained weights before the first step. It cannot be the best step."""
+        with self.clock.paused():
+            total = sum_scores(self._score_sources())
+            self.logger.write_metrics({"val_loss": total.nats_per_token, "val_bits_per_byte": total.bits_per_byte}, 0)
             self._sample(0)
-            self._progress.report(0, expected_steps, total, self.samples)
+            self.progress.print_validation(0, total, self.samples)
 
-    def _score_metrics(self, step: int, total: Score, by_corpus: Sequence[Score]) -> dict[str, Any]:
-        """Return the metrics that depend on the scores. Baselines are compared on rank 0 only."""
+    def _score_sources(self) -> list[Score]:
+        return [score_source(self.fabric, self.module, source) for source in self.spec.dataset.sources]
+
+    def _score_metrics(self, step: int, total: Score, scores: Sequence[Score]) -> dict[str, Any]:
+        """Return the metrics that get a point of a curve at each validation. Only rank 0 has baselines."""
         metrics: dict[str, Any] = {
             "val_loss": total.nats_per_token,
             "val_nats_per_byte": total.nats_per_byte,
             "val_bits_per_byte": total.bits_per_byte,
         }
-        config, dataset = self._spec.config, self._spec.dataset
-        if len(by_corpus) > 1:
-            sequences = count_sequences(step * config.sequences_per_step, dataset.weights, config.order_seed)
-            tokens = [count * config.model.context_length for count in sequences]
-            epochs = [seen / len(source.train) for seen, source in zip(tokens, dataset.sources, strict=True)]
-            bits = [corpus.bits_per_byte for corpus in by_corpus]
+        config = self.spec.config
+        dataset = self.spec.dataset
+        if len(scores) > 1:
+            counts = count_sequences(step * config.sequences_per_step, dataset.weights, config.order_seed)
+            T = config.model.context_length
+            epochs = [count * T / len(source.train) for count, source in zip(counts, dataset.sources, strict=True)]
+            bits = [score.bits_per_byte for score in scores]
             metrics["corpus_bits_per_byte"] = dict(zip(dataset.names, bits, strict=True))
             metrics["corpus_epochs"] = dict(zip(dataset.names, epochs, strict=True))
-        if self._fabric.is_global_zero:
-            self._baselines = self._baselines or measure_baselines(dataset.sources)
-            metrics["baselines"] = self._baselines
-            metrics["beaten_at_step"] = record_beaten_baselines(self._state, self._baselines, total.bits_per_byte, step)
+        if self.fabric.is_global_zero:
+            self.baselines = self.baselines or measure_baselines(dataset.sources)
+            metrics["baselines"] = self.baselines
+            metrics["beaten_at_step"] = record_beaten_baselines(self.state, self.baselines, total.bits_per_byte, step)
         return metrics
 
     def _training_metrics(self, step: int) -> dict[str, Any]:
-        """Return the metrics of the training so far. They have curves of their own, or none."""
-        spec, state = self._spec, self._state
+        """Return the other metrics in metrics.json. If they have a curve, metric_logger.py writes its points."""
+        spec = self.spec
+        state = self.state
         tokens = step * spec.config.trainer.tokens_per_step
         metrics: dict[str, Any] = {
             "best_val_loss": state.best_loss,
@@ -123,9 +123,9 @@ class Validator:
             "epochs": tokens / spec.dataset.train_tokens,
             "train_seconds": state.seconds,
             "tokens_per_second": tokens / state.seconds,
-            "parameters": self._module.model.config.num_parameters,
-            "peak_memory_bytes": peak_memory_bytes(self._module.device),
-            "git_commit": current_commit(state.commits),
+            "parameters": self.module.model.config.num_parameters,
+            "peak_memory_bytes": peak_memory_bytes(self.module.device),
+            "git_commit": current_code_version(state.commits),
             "commits": state.commits,
         }
         if state.train_loss is not None:
@@ -135,30 +135,30 @@ class Validator:
         return metrics
 
     def _sample(self, step: int) -> None:
-        if self._fabric.is_global_zero:
-            self.samples, self.longest_copy = self._samples_file.write(self._module, step)
+        if self.fabric.is_global_zero:
+            self.samples, self.longest_copy = write_samples(self.spec, self.run, self.module, self.logger, step)
 
 
 def record_beaten_baselines(
     state: TrainState, baselines: dict[str, float], bits_per_byte: float, step: int
 ) -> dict[str, int | None]:
-    """Return the first validation that beat each baseline, or None, after this validation at `step`."""
+    """Compare a validation with the baselines. Return the step of the first that beat each of them, or None."""
     for name, baseline in baselines.items():
         if bits_per_byte < baseline:
             state.beaten_at_step.setdefault(name, step)
     return {name: state.beaten_at_step.get(name) for name in baselines}
 
 
-def score_dataset(fabric: Fabric, module: GPTModule, source: TokenSource) -> Score:
-    """Return the score of the whole validation text of one corpus, which the ranks share.
+def score_source(fabric: Fabric, module: GPTModule, source: TokenSource) -> Score:
+    """Return the score of the whole validation text of one corpus. Every rank scores a part of it.
 
     Sequences have the length of the last training step. Every rank must call this.
     """
     T = module.sequence_length
     batch_size = max(1, eval_batch_tokens(module.model, fabric.world_size) // T)
     batches = validation_batches(source.validation, batch_size, T, IGNORE_INDEX)
-    own_batches = (batch for i, batch in enumerate(batches) if i % fabric.world_size == fabric.global_rank)
-    part = score(module.model, own_batches, source.metadata["splits"]["validation"]["bytes"])
+    rank_batches = (batch for i, batch in enumerate(batches) if i % fabric.world_size == fabric.global_rank)
+    part = score(module.model, rank_batches, source.metadata["splits"]["validation"]["bytes"])
     if fabric.world_size == 1:
         return part
     totals = torch.tensor([part.nats, part.tokens], dtype=torch.float64, device=module.device)

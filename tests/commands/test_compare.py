@@ -1,4 +1,4 @@
-"""`python -m gpt.compare`: the best runs first, what differs, and whether it exceeds the noise of seeds."""
+"""`python -m gpt.compare` prints the best runs first, with what differs, and whether that exceeds the seeds' noise."""
 
 import json
 from pathlib import Path
@@ -17,17 +17,17 @@ RUNS = {
 }
 
 
-def write_run(folder: Path, points: list, config: dict, **metrics) -> Path:
-    """Write a run directory with what is compared: 2 nats per token are 1 bit per byte, and a step takes 2 seconds."""
+def write_run(folder: Path, points: list[tuple[int, float]], config: dict) -> Path:
+    """Write a run directory. 2 nats per token are 1 bit per byte, and a step takes 2 seconds."""
     folder.mkdir(parents=True)
     config = {"run_dir": str(folder), "decided": None, "overrides": {"run_dir": str(folder)}} | config
     config["data"] = {"name": "docs"} | config.get("data", {})
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     if points:
         step, bits = points[-1]
-        stored = {"val_loss": 2 * bits, "val_bits_per_byte": bits, "best_val_loss": 2 * min(b for _, b in points)}
-        stored |= {"steps": step, "train_seconds": 2 * step, "git_commit": "a" * 40}
-        (folder / "metrics.json").write_text(json.dumps(stored | metrics), encoding="utf-8")
+        metrics = {"val_loss": 2 * bits, "val_bits_per_byte": bits, "best_val_loss": 2 * min(b for _, b in points)}
+        metrics |= {"steps": step, "train_seconds": 2 * step, "git_commit": "a" * 40}
+        (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
     return folder
 
 
@@ -40,37 +40,37 @@ def runs(tmp_path, monkeypatch) -> Path:
     return Path("runs")
 
 
-def compare_runs(capsys, *arguments: str | Path) -> list[dict]:
+def read_rows(capsys, *arguments: str | Path) -> list[dict]:
     """Return the rows of the first table that the command prints with --json."""
     compare.main([*map(str, arguments), "--json"])
     return json.loads(capsys.readouterr().out)[0]["runs"]
 
 
-def print_runs(capsys, *arguments: str) -> list[str]:
+def read_lines(capsys, *arguments: str) -> list[str]:
     """Return the lines that the command prints."""
     compare.main([*arguments])
     return capsys.readouterr().out.splitlines()
 
 
-def test_best_first(runs, capsys):
-    """By the best validation, not the last one. A run without a validation comes last."""
-    rows = compare_runs(capsys, "fast", runs / "slow", "new")
+def test_runs_are_sorted_by_their_best_validation(runs, capsys):
+    """A run without a validation comes last."""
+    rows = read_rows(capsys, "fast", runs / "slow", "new")
     assert [row["run"] for row in rows] == ["slow", "fast", "new"]
     assert [row["best"] for row in rows] == [1.5, 3.5, None]
     assert [row["steps"] for row in rows] == [6, 4, None]
     assert [row["train_seconds"] for row in rows] == [12, 8, None]
     assert [row["settings"]["optim.lr"] for row in rows] == [0.003, 0.006, 0.006]
-    assert compare_runs(capsys) == rows
-    assert compare_runs(capsys, *sorted(runs.iterdir())) == rows  # as the shell expands runs/*
+    assert read_rows(capsys) == rows
+    assert read_rows(capsys, *sorted(runs.iterdir())) == rows  # as the shell expands runs/*
 
 
-def test_tables(runs, capsys):
-    """Each dataset has a table, on 80 columns. The settings that differ within it stand below each run."""
-    long = "text/" + "x" * 60 + ".txt"
-    write_run(runs / "other", [(2, 3.75)], {"data": {"name": "text", "path": long}})
+def test_each_dataset_has_a_table(runs, capsys):
+    """A table has 80 columns. The settings that differ within it are below each run."""
+    long_path = "text/" + "x" * 60 + ".txt"
+    write_run(runs / "other", [(2, 3.75)], {"data": {"name": "text", "path": long_path}})
     write_run(runs / "book", [(2, 3.6)], {"data": {"name": "text", "path": "\x1b[31m"}})
     (runs / "new/metrics.json").write_text((runs / "fast/metrics.json").read_text().replace("a" * 40, "b-dirty"))
-    assert print_runs(capsys) == [
+    assert read_lines(capsys) == [
         "validation in bits per byte, best first",
         "",
         "data.name=text  data.path=\\u001b[31m",
@@ -92,40 +92,38 @@ def test_tables(runs, capsys):
     ]
 
 
-def test_seeds(runs, capsys):
-    """Runs that differ only in seeds form a group with mean and standard deviation, and differences are judged by them.
-
-    Checked by hand: deviations 0.1 and 0.1 with 4 degrees of freedom, so t sqrt(0.01 (1/3 + 1/3)) = 2.78 x 0.0816.
-    """
+def test_differences_are_compared_with_the_noise_of_seeds(runs, capsys):
+    """By hand: deviations 0.1 and 0.1 with 4 degrees of freedom give t sqrt(0.01 (1/3 + 1/3)) = 2.78 x 0.0816."""
     for seed, bits in enumerate((1.9, 2.0, 2.1)):
         write_run(runs / f"near-{seed}", [(6, bits + 0.2)], {"seed": seed, "optim": {"lr": 0.1}})
         write_run(runs / f"far-{seed}", [(6, bits + 0.3)], {"seed": seed, "optim": {"lr": 0.2}})
         write_run(runs / f"best-{seed}", [(6, bits)], {"data": {"seed": seed}, "optim": {"lr": 0.3}})
     near, far, best = ([f"{name}-{i}" for i in range(3)] for name in ("near", "far", "best"))
-    rows = compare_runs(capsys, *near, *far, *best)
+    rows = read_rows(capsys, *near, *far, *best)
     assert [(row["run"], row["runs"]) for row in rows] == [("best-0", 3), ("near-0", 3), ("far-0", 3)]
     assert [row["best"] for row in rows] == pytest.approx([2.0, 2.2, 2.3])
     assert [row["std"] for row in rows] == pytest.approx([0.1] * 3)
-    assert print_runs(capsys, *best, *near)[3:] == [
+    assert read_lines(capsys, *best, *near)[3:] == [
         "  2.0000  0.1000       3       6    12.0  best-0",
         "          optim.lr=0.3",
         "  2.2000  0.1000       3       6    12.0  near-0",
         "          optim.lr=0.1",
         "          worse by 0.2000, within the seeds' noise of 0.2270",
     ]
-    assert print_runs(capsys, *best, *far)[-1].endswith("worse by 0.3000, more than the seeds' noise of 0.2270")
+    assert read_lines(capsys, *best, *far)[-1].endswith("worse by 0.3000, more than the seeds' noise of 0.2270")
     write_run(runs / "again", [(6, 1.9)], {"data": {"seed": 0}, "optim": {"lr": 0.3}})
-    assert sorted(row["runs"] for row in compare_runs(capsys, *best, "again")) == [1, 3]
-    for seed, steps in enumerate((4, 6)):  # one stopped early, so the two form no group
-        write_run(runs / f"short-{seed}", [(steps, 3.0)], {"seed": seed, "horizon": "6steps"})
-    assert [row["runs"] for row in compare_runs(capsys, "short-0", "short-1")] == [1, 1]
-    for seed, steps in enumerate((4, 6)):  # with a time as horizon, the steps vary by chance
-        write_run(runs / f"timed-{seed}", [(steps, 3.0)], {"seed": seed, "horizon": "6min"})
-    assert [row["runs"] for row in compare_runs(capsys, "timed-0", "timed-1")] == [2]
+    assert sorted(row["runs"] for row in read_rows(capsys, *best, "again")) == [1, 3]
 
 
-def test_a_real_run(tmp_path):
-    """What a run stores is what is compared."""
+@pytest.mark.parametrize(("horizon", "sizes"), [("6steps", [1, 1]), ("6min", [2])])
+def test_runs_of_one_group_have_as_many_steps(runs, capsys, horizon, sizes):
+    """A run that stopped early is in no group. With a time as horizon, the number of steps varies by chance."""
+    for seed, steps in enumerate((4, 6)):
+        write_run(runs / f"run-{seed}", [(steps, 3.0)], {"seed": seed, "horizon": horizon})
+    assert [row["runs"] for row in read_rows(capsys, "run-0", "run-1")] == sizes
+
+
+def test_a_trained_run_is_read(tmp_path):
     write_corpus(tmp_path)
     training = begin_run(tiny_config(tmp_path, "horizon=20steps", f"run_dir={tmp_path / 'run'}"))
     fit(training)
@@ -135,8 +133,7 @@ def test_a_real_run(tmp_path):
     assert run.best == pytest.approx(training.metrics["best_val_loss"] * bits_per_nat)
 
 
-def test_not_a_run(tmp_path, runs, monkeypatch):
-    """A folder that is none, and a name that is nowhere; without any run, the command that makes one is named."""
+def test_folders_that_are_no_run_are_refused(tmp_path, runs, monkeypatch):
     for name in ("nowhere", "runs"):
         assert "not a run directory (it has no config.yaml)" in refusal(compare.main, ["fast", name])
     (tmp_path / "empty").mkdir()
@@ -144,15 +141,14 @@ def test_not_a_run(tmp_path, runs, monkeypatch):
     assert refusal(compare.main, []) == "there are no runs in runs/: train one first with python train.py"
 
 
-@pytest.mark.parametrize("content", ["", "{}", "{", '{"val_loss": 1'])
-def test_no_run_can_be_read(tmp_path, runs, capsys, content):
-    """Each damaged one is named in a line, and the last line says that there is no other."""
-    names = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
-    for name in names:
-        (tmp_path / "runs" / name / "metrics.json").write_text(content)
+def test_if_no_run_can_be_read_every_damaged_one_is_named(runs, capsys):
+    for name in RUNS:
+        (runs / name / "metrics.json").write_text("{")
     assert refusal(compare.main, []) == "no run in runs/ can be read: train one with python train.py"
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": damaged (")[0] for line in lines] == [f"gpt.compare: runs/{n}/metrics.json" for n in names]
+    assert [line.split(": damaged (")[0] for line in lines] == [
+        f"gpt.compare: runs/{n}/metrics.json" for n in sorted(RUNS)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +156,7 @@ def test_no_run_can_be_read(tmp_path, runs, capsys, content):
     [
         ("config.yaml", "trainer: [", "cannot be read (while parsing"),
         ("config.yaml", "- 1", "damaged ('list' object has no attribute"),
-        ("metrics.json", "{", "damaged (Expecting"),
+        ("metrics.json", "", "damaged (Expecting"),
         ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
         ("metrics.json", "[]", "damaged (list indices"),
         ("metrics.json", '{"val_loss": "low"}', "damaged (could not convert"),
@@ -168,13 +164,12 @@ def test_no_run_can_be_read(tmp_path, runs, capsys, content):
         ("metrics.json", "[" * 10**5, "damaged (it is nested too deeply"),
     ],
 )
-def test_damaged_run(runs, capsys, file, content, reason):
-    """The file is named in one line; the table of all runs leaves that run out."""
+def test_a_damaged_run_is_named_and_left_out(runs, capsys, file, content, reason):
+    """If the command line names the run, it is refused."""
     (runs / "fast" / file).write_text(content, encoding="utf-8")
     line = refusal(compare.main, ["slow", "fast"])
     assert line.startswith(f"runs/fast/{file}: {reason}")
     compare.main([])
-    shown = capsys.readouterr()
-    assert shown.err == f"gpt.compare: {line}\n"
-    assert "  fast" not in shown.out
-    assert "  slow" in shown.out
+    captured = capsys.readouterr()
+    assert captured.err == f"gpt.compare: {line}\n"
+    assert "  slow" in captured.out and "  fast" not in captured.out

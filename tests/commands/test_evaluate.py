@@ -1,17 +1,17 @@
-"""python -m gpt.evaluate: the same figures as validation, `transformers` and slow sums, and one line for mistakes."""
+"""python -m gpt.evaluate gives the figures of validation, of `transformers` and of slow sums."""
 
 import json
 import math
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import harness
-from gpt import checkpoint, evaluate
+from gpt import evaluate
+from gpt.checkpoint import save_checkpoint
 from gpt.data.batches import validation_batches
 from gpt.data.corpus import DataConfig
 from gpt.data.prepare import prepare
@@ -26,115 +26,114 @@ from model_files import SHAPE, make_checkpoint, small_model
 
 T = SHAPE.context_length
 EOT = byte_tokenizer().end_of_text
+FIGURES = ("nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with a corpus, a cache in which it is prepared, and a checkpoint of a model with large weights."""
+    """A folder with a corpus, a cache with its dataset, and a checkpoint of a model with large weights."""
     home = tmp_path_factory.mktemp("evaluate")
     write_corpus(home)
     (home / "other.txt").write_text("omega psi chi phi ypsilon tau sigma rho pi omikron xi ny my lambda kappa " * 7)
-    save(home / "run/checkpoints/best.ckpt", prepare_text(home, "text", str(home / "corpus.txt")).key)
+    save(home / "run/checkpoints/best.ckpt", prepare_corpus(home, "text", str(home / "corpus.txt")).key)
     return home
 
 
 @pytest.fixture(autouse=True)
-def our_cache(home, monkeypatch):
-    """The cache of this test instead of the project's."""
+def cache(home, monkeypatch):
+    """The cache of this module instead of the project's."""
     monkeypatch.setattr(evaluate, "DEFAULT_CACHE", home / "cache")
 
 
-def prepare_text(home: Path, name: str, path, **changes):
+def prepare_corpus(home: Path, name: str, path, **changes):
     data = DataConfig(name=name, path=path, **changes)
-    return prepare(data, TokenizerConfig("byte"), T, home / "cache", print_line=lambda line: None)
+    return prepare(data, TokenizerConfig("byte"), T, home / "cache", lambda line: None)
 
 
 def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, scale: float = 0.3) -> Path:
-    """Save a checkpoint that says it was trained on a corpus."""
+    """Save a checkpoint of a model that was trained on a corpus, and return the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save_checkpoint(
-        make_checkpoint(small_model(tokenizer=tokenizer, scale=scale), tokenizer, corpus=corpus), file
-    )
+    model = small_model(tokenizer=tokenizer, scale=scale)
+    save_checkpoint(make_checkpoint(model, tokenizer, corpus=corpus), file)
     return file
 
 
-def printed(capsys, *arguments: object) -> tuple[str, str]:
-    """What the command prints on stdout and stderr."""
+def run(capsys, *arguments: object) -> tuple[str, str]:
+    """Return what the command prints on stdout and stderr."""
     evaluate.main([str(argument) for argument in arguments])
     return capsys.readouterr()
 
 
-def figures(capsys, *arguments: object) -> dict:
-    """What the command prints as JSON."""
-    out, err = printed(capsys, *arguments, "--json")
+def read_figures(capsys, *arguments: object) -> dict:
+    """Return what the command prints as JSON."""
+    out, err = run(capsys, *arguments, "--json")
     assert err == ""
     return json.loads(out)
 
 
 def refusal(*arguments: object) -> str:
-    """The one line with which the command refuses."""
     return harness.refusal(evaluate.main, [str(argument) for argument in arguments])
 
 
 # --- texts ---
 
 
-def test_validation_text(home, capsys):
-    """Without a text, the score is that of validation during training, to the bit; as a table, in a few lines."""
-    prepared = prepare_text(home, "text", str(home / "corpus.txt")).sources[0]
+def test_without_a_text_the_score_is_that_of_validation(home, capsys):
+    """It is equal to the bit. The same text in a file gives the same figures."""
+    source = prepare_corpus(home, "text", str(home / "corpus.txt")).sources[0]
     model, _ = open_model(home / "run")
-    [size] = {sum(map(len, prepared.validation_text()))}
-    expected = score(model, validation_batches(prepared.validation, 4096 // T, T, IGNORE_INDEX), size)
-    found = figures(capsys, "--checkpoint", home / "run")
-    assert (found["documents"], found["bytes"], found["tokens"]) == (1, size, len(prepared.validation) - 1)
-    names = ("nats_per_token", "perplexity", "nats_per_byte", "bits_per_byte")
-    assert [found[name] for name in names] == [getattr(expected, name) for name in names]
-    assert printed(capsys, "--checkpoint", home / "run")[0] == (
+    num_bytes = sum(map(len, source.validation_text()))
+    expected = score(model, validation_batches(source.validation, 4096 // T, T, IGNORE_INDEX), num_bytes)
+    figures = read_figures(capsys, "--checkpoint", home / "run")
+    assert (figures["documents"], figures["bytes"], figures["tokens"]) == (1, num_bytes, len(source.validation) - 1)
+    assert [figures[name] for name in FIGURES] == [getattr(expected, name) for name in FIGURES]
+    assert run(capsys, "--checkpoint", home / "run")[0] == (
         f"checkpoint      {home}/run/checkpoints/best.ckpt\n"
         "precision       fp32\n"
         "text            the run's validation text\n"
         "context         13\n"
         "stride          13\n"
         "documents       1\n"
-        f"bytes           {size}\n"
-        f"tokens          {size}\n"
+        f"bytes           {num_bytes}\n"
+        f"tokens          {num_bytes}\n"
         f"nats per token  {expected.nats_per_token:.4f}\n"
         f"perplexity      {expected.perplexity:,.4f}\n"
         f"nats per byte   {expected.nats_per_byte:.4f}\n"
         f"bits per byte   {expected.bits_per_byte:.4f}\n"
     )
     text = home / "validation.txt"
-    text.write_bytes(b"".join(prepared.validation_text()))
-    again = figures(capsys, "--checkpoint", home / "run", "--text", text)
-    assert {name for name in found if found[name] != again[name]} == {"text"}
+    text.write_bytes(b"".join(source.validation_text()))
+    assert read_figures(capsys, "--checkpoint", home / "run", "--text", text) == figures | {"text": str(text)}
 
 
-def test_how_a_text_is_read(home, capsys):
-    """The options of the readers are those of training."""
+def test_reader_options_are_those_of_training(home, capsys):
     text = home / "latin.txt"
     text.write_bytes("un café|un río".encode("latin-1"))
-    found = figures(capsys, "--checkpoint", home / "run", "--text", text, "--encoding", "latin-1", "--separator", "|")
-    assert (found["documents"], found["bytes"]) == (2, len("un caféun río".encode()))
+    options = ["--encoding", "latin-1", "--separator", "|"]
+    figures = read_figures(capsys, "--checkpoint", home / "run", "--text", text, *options)
+    assert (figures["documents"], figures["bytes"]) == (2, len("un caféun río".encode()))
 
 
-def test_mixture(home, capsys):
-    """The validation texts of a mixture count together, as in training."""
+def test_the_validation_texts_of_a_mixture_count_together(home, capsys):
     paths = [str(home / "corpus.txt"), str(home / "other.txt")]
-    corpora = prepare_text(home, "mix", paths, weights=[1.0, 2.0])
-    file = save(home / "mixture.ckpt", corpora.key)
+    dataset = prepare_corpus(home, "mix", paths, weights=[1.0, 2.0])
+    file = save(home / "mixture.ckpt", dataset.key)
     model, _ = open_model(file)
-    splits = [source.metadata["splits"]["validation"] for source in corpora.sources]
     expected = sum_scores(
-        score(model, validation_batches(source.validation, 4096 // T, T, IGNORE_INDEX), split["bytes"])
-        for source, split in zip(corpora.sources, splits, strict=True)
+        score(
+            model,
+            validation_batches(source.validation, 4096 // T, T, IGNORE_INDEX),
+            source.metadata["splits"]["validation"]["bytes"],
+        )
+        for source in dataset.sources
     )
-    found = figures(capsys, "--checkpoint", file)
-    assert (found["documents"], found["tokens"], found["bytes"]) == (2, expected.tokens, expected.bytes)
-    assert found["nats_per_token"] == expected.nats_per_token
+    figures = read_figures(capsys, "--checkpoint", file)
+    assert (figures["documents"], figures["tokens"], figures["bytes"]) == (2, expected.tokens, expected.bytes)
+    assert figures["nats_per_token"] == expected.nats_per_token
 
 
-def test_documents(home, capsys, tmp_path):
-    """Several files are scored as one text: each document follows an end-of-text, which counts between documents."""
+def test_files_are_scored_as_one_text(home, capsys, tmp_path):
+    """Each document follows an end-of-text, which is a predicted token between documents."""
     texts = ["the first", "second, with naïve é", "3"]
     (tmp_path / "a.txt").write_text(texts[0])
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in ("", *texts[1:])))
@@ -144,28 +143,31 @@ def test_documents(home, capsys, tmp_path):
     for i in range(1, len(ids)):
         with torch.no_grad():
             nats += F.cross_entropy(model(ids[None, (i - 1) // T * T : i])[0, -1], ids[i]).item()
-    for given in ([tmp_path], [tmp_path / "*"], [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "a.txt"]):
-        found = figures(capsys, "--checkpoint", home / "run", "--text-field", "body", "--text", *given)
-        size = sum(len(text.encode()) for text in texts)
-        assert (found["documents"], found["bytes"], found["tokens"]) == (3, size, size + 2)
-        assert found["nats_per_token"] == pytest.approx(nats / (size + 2), rel=1e-5)
-        assert found["nats_per_byte"] == pytest.approx(nats / size, rel=1e-5)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    for paths in ([tmp_path], [tmp_path / "*"], [tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "a.txt"]):
+        figures = read_figures(capsys, "--checkpoint", home / "run", "--text-field", "body", "--text", *paths)
+        assert (figures["documents"], figures["bytes"], figures["tokens"]) == (3, num_bytes, num_bytes + 2)
+        assert figures["nats_per_token"] == pytest.approx(nats / (num_bytes + 2), rel=1e-5)
+        assert figures["nats_per_byte"] == pytest.approx(nats / num_bytes, rel=1e-5)
 
 
 @pytest.mark.parametrize("vocab_size", [257, 65537])
-def test_ids_of_any_width(vocab_size):
-    """Ids are stored in as many bytes as the vocabulary needs, and a text of one byte is long enough."""
+def test_ids_take_as_many_bytes_as_the_vocabulary_needs(vocab_size):
+    """A text of one byte is long enough."""
     tokenizer = byte_tokenizer()
     tokenizer.vocab_size, tokenizer.end_of_text = vocab_size, vocab_size - 1
     corpus = evaluate.Corpus("text", (Path("a"),), lambda file, start: map(Document, [["x"], [], ["", "yz"]]))
-    text = evaluate.encode(corpus, tokenizer)
+    text = evaluate.encode_corpus(corpus, tokenizer)
     assert text.tokens.tolist() == [vocab_size - 1, ord("x"), vocab_size - 1, ord("y"), ord("z")]
     assert (text.tokens.dtype, text.documents, text.bytes) == ("uint16" if vocab_size == 257 else "uint32", 2, 3)
 
 
+# --- figures ---
+
+
 @pytest.fixture(scope="module")
-def theirs(home) -> Path:
-    """A GPT-2 with GPT-2's vocabulary, large random weights and a small shape, as `transformers` saves it."""
+def gpt2(home) -> Path:
+    """A folder with a small GPT-2 with GPT-2's vocabulary and large random weights, as `transformers` saves it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(5)
@@ -173,26 +175,26 @@ def theirs(home) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.save_pretrained(home / "theirs")
-    return home / "theirs"
+    model.save_pretrained(home / "gpt2")
+    return home / "gpt2"
 
 
-def usual_loss(folder: Path, ids: torch.Tensor, stride: int) -> float:
-    """The strided loss as the documentation of `transformers` computes it.
+def strided_loss(folder: Path, ids: torch.Tensor, stride: int) -> float:
+    """Return the strided loss as the documentation of `transformers` computes it.
 
-    Only the weights are exact: its loop counts one token too few of every window but the first.
+    Only the weights are exact: its loop counts one token too few in every window but the first.
     """
     from transformers import GPT2LMHeadModel
 
     model = GPT2LMHeadModel.from_pretrained(folder).eval()
-    length, end_before, nats = model.config.n_positions, 0, 0.0
+    length, previous_end, nats = model.config.n_positions, 0, 0.0
     for begin in range(0, len(ids), stride):
         end = min(begin + length, len(ids))
         labels = ids[None, begin:end].clone()
-        labels[:, : -(end - end_before)] = -100
+        labels[:, : -(end - previous_end)] = -100
         with torch.no_grad():
             nats += model(ids[None, begin:end], labels=labels).loss.item() * int((labels[:, 1:] != -100).sum())
-        end_before = end
+        previous_end = end
         if end == len(ids):
             break
     return nats / (len(ids) - 1)
@@ -201,111 +203,93 @@ def usual_loss(folder: Path, ids: torch.Tensor, stride: int) -> float:
 @pytest.mark.parametrize(
     ("stride", "size"), [(28, 997), *(pytest.param(stride, 4022, marks=pytest.mark.slow) for stride in (28, 13, 7))]
 )
-def test_equals_transformers(theirs, home, capsys, tmp_path, stride, size):
-    """The usual strided perplexity of `transformers` on the ids of a text after an end-of-text."""
+def test_strided_perplexity_equals_that_of_transformers(gpt2, home, capsys, tmp_path, stride, size):
     text = (home / "corpus.txt").read_text()[:size]
     (tmp_path / "text.txt").write_text(text)
-    found = figures(capsys, "--checkpoint", theirs, "--text", tmp_path / "text.txt", "--stride", stride)
-    tokenizer = open_model(theirs)[1]
+    figures = read_figures(capsys, "--checkpoint", gpt2, "--text", tmp_path / "text.txt", "--stride", stride)
+    tokenizer = open_model(gpt2)[1]
     ids = torch.tensor([tokenizer.end_of_text, *tokenizer.encode(text)])
-    expected = usual_loss(theirs, ids, stride)
-    assert (len(text), found["bytes"], found["tokens"]) == (size, size, len(ids) - 1)
-    assert found["nats_per_token"] == pytest.approx(expected, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+    expected = strided_loss(gpt2, ids, stride)
+    assert (len(text), figures["bytes"], figures["tokens"]) == (size, size, len(ids) - 1)
+    assert figures["nats_per_token"] == pytest.approx(expected, rel=1e-6)
+    assert figures["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_reproduces_a_run(tmp_path, monkeypatch, capsys, precision):
-    """A finished run's last checkpoint has the validation loss of its metrics.json, in the precision of training."""
+@pytest.mark.parametrize(("precision", "other"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")])
+def test_a_runs_validation_is_reproduced_in_its_precision(tmp_path, monkeypatch, capsys, precision, other):
     write_corpus(tmp_path)
-    given = [f"data.path={tmp_path}/corpus.txt", f"data.cache={tmp_path}/cache", f"run_dir={tmp_path}/run"]
-    settings = ["horizon=20steps", "trainer.device=cpu", f"trainer.precision={precision}"]
-    train(*TINY_RUN, *given, *settings)
+    data = [f"data.path={tmp_path}/corpus.txt", f"data.cache={tmp_path}/cache", f"run_dir={tmp_path}/run"]
+    train(*TINY_RUN, *data, "horizon=20steps", "trainer.device=cpu", f"trainer.precision={precision}")
     monkeypatch.setattr(evaluate, "DEFAULT_CACHE", tmp_path / "cache")
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
-    found = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", precision)
-    assert found["nats_per_token"] == pytest.approx(metrics["val_loss"], rel=1e-6)
-    assert found["nats_per_byte"] == pytest.approx(metrics["val_nats_per_byte"], rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(metrics["val_bits_per_byte"], rel=1e-6)
-    other = {"fp32": "bf16", "bf16": "fp32", "fp16": "fp32"}[precision]
-    elsewhere = figures(capsys, "--checkpoint", tmp_path / "run/checkpoints/last.ckpt", "--precision", other)
-    assert 1e-7 < abs(elsewhere["nats_per_token"] / metrics["val_loss"] - 1) < 1e-2
-
-
-def test_out_of_memory(home, capsys, monkeypatch):
-    """If memory runs out, that is said in one line."""
-    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"
-    monkeypatch.setattr(scoring, "strided_score", mock.Mock(side_effect=RuntimeError(message)))
-    told = harness.command_refusal(capsys, "gpt.evaluate", "--checkpoint", home / "run", "--text", home / "corpus.txt")
-    assert told.startswith("gpt.evaluate: memory has run out: choose a smaller model")
+    last = tmp_path / "run/checkpoints/last.ckpt"
+    figures = read_figures(capsys, "--checkpoint", last, "--precision", precision)
+    assert figures["nats_per_token"] == pytest.approx(metrics["val_loss"], rel=1e-6)
+    assert figures["nats_per_byte"] == pytest.approx(metrics["val_nats_per_byte"], rel=1e-6)
+    assert figures["bits_per_byte"] == pytest.approx(metrics["val_bits_per_byte"], rel=1e-6)
+    in_other_precision = read_figures(capsys, "--checkpoint", last, "--precision", other)
+    assert 1e-7 < abs(in_other_precision["nats_per_token"] / metrics["val_loss"] - 1) < 1e-2
 
 
 # --- mistakes ---
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "line"),
     [
         (["--stride", "0"], "--stride=0 is out of range: it must be at least 1 and at most 13 (the model's context)"),
         (["--stride", "14"], "--stride=14 is out of range: it must be at least 1 and at most 13 (the model's context)"),
-        (["--text", "nowhere"], "--text='nowhere' names no text file: "
-         "give the path of a file, a folder or a quoted glob"),
-        (["--text", "{home}/empty.txt"], "{home}/empty.txt: the file is empty; give a file with text in it"),
-        (["--text", "{home}/latin.txt"], "{home}/latin.txt: not UTF-8 (byte 0xe9 at offset 1); "
-         "convert it first, for example with iconv -f windows-1252 -t utf-8, or set --encoding=windows-1252 or "
-         "--errors=replace"),
         (["--text", "{home}/rows.jsonl"], "{home}/rows.jsonl: line 1 has no text under 'text'; "
          "name the key with --text-field= (a)"),
         (["--text", "{home}/rows.jsonl", "--text-field", "a"], "{home}/rows.jsonl: every document is empty; "
          "give a text, or its key with --text-field="),
     ],
 )  # fmt: skip
-def test_mistakes(home, capsys, arguments, complaint):
-    """Each in one line that names an option of this command."""
-    (home / "empty.txt").touch()
-    (home / "latin.txt").write_bytes(b"b\xe9")
+def test_mistakes_are_reported_with_an_option_of_this_command(home, capsys, arguments, line):
     (home / "rows.jsonl").write_text('{"a": ""}')
-    given = [argument.format(home=home) for argument in arguments]
-    told = harness.command_refusal(capsys, "gpt.evaluate", "--checkpoint", home / "run", *given)
-    assert told == f"gpt.evaluate: {complaint.format(home=home)}"
+    arguments = [argument.format(home=home) for argument in arguments]
+    refused = harness.command_refusal(capsys, "gpt.evaluate", "--checkpoint", home / "run", *arguments)
+    assert refused == f"gpt.evaluate: {line.format(home=home)}"
 
 
-def test_no_validation_text(home, theirs, tmp_path):
-    """The text of another run, of none, of one with another tokenizer, or damaged, is not taken for this run's."""
-    key = prepare_text(home, "text", str(home / "corpus.txt")).key
-    gone = f"the validation text of its run, if any, is not in {home}/cache: give a text with --text"
-    mixed = {"mix": [key, key | {"corpus": "0" * 64}]}
-    strange: list = [None, "text", {"mix": 3}, {"mix": []}, torch.ones(2), {"corpus": torch.ones(2)}]
-    for corpus in (key | {"corpus": "0" * 64}, mixed, *strange):
+def test_a_lack_of_memory_is_one_line(home, capsys, monkeypatch):
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
+
+    monkeypatch.setattr(scoring, "strided_score", fail)
+    arguments = ["--checkpoint", home / "run", "--text", home / "corpus.txt"]
+    line = harness.command_refusal(capsys, "gpt.evaluate", *arguments)
+    assert line.startswith("gpt.evaluate: memory has run out: choose a smaller model")
+
+
+def test_only_the_text_of_the_run_is_its_validation_text(home, gpt2, tmp_path, capsys):
+    """The cache has text of another run, or with another tokenizer; the key is damaged, or there is no run."""
+    key = prepare_corpus(home, "text", str(home / "corpus.txt")).key
+    reason = f"the validation text of its run, if any, is not in {home}/cache: give a text with --text"
+    another = key | {"corpus": "0" * 64}
+    damaged: list = [None, "text", {"mix": 3}, {"mix": []}, torch.ones(2), {"corpus": torch.ones(2)}]
+    for corpus in (another, {"mix": [key, another]}, *damaged):
         file = save(tmp_path / "other.ckpt", corpus)
-        assert refusal("--checkpoint", file) == f"{file}: {gone}"
-    bpe = train_bpe(["ab " * 5], 257)  # merges nothing, but is no byte tokenizer
+        assert refusal("--checkpoint", file) == f"{file}: {reason}"
+    bpe = train_bpe(["ab " * 5], 257)  # merges nothing, but is not the byte tokenizer
     file = save(tmp_path / "other.ckpt", key, bpe)
-    assert refusal("--checkpoint", file) == f"{file}: {gone}"
-    assert refusal("--checkpoint", theirs) == f"{theirs}: {gone}"
+    assert refusal("--checkpoint", file) == f"{file}: {reason}"
+    assert refusal("--checkpoint", gpt2) == f"{gpt2}: {reason}"
+    (home / "cache/damaged").mkdir()
+    (home / "cache/damaged/dataset.json").write_text("{")
+    assert read_figures(capsys, "--checkpoint", home / "run")["documents"] == 1  # the damaged dataset is skipped
 
 
-def test_damaged_manifest(home, capsys):
-    """A prepared text whose dataset.json is damaged is passed over."""
-    (home / "cache/another").mkdir()
-    (home / "cache/another/dataset.json").write_text("{")
-    (home / "cache/another/train.bin").touch()
-    assert figures(capsys, "--checkpoint", home / "run")["documents"] == 1
-
-
-def test_damaged_model(home):
-    """A model that predicts nothing finite, or next to nothing, is no figure."""
+def test_a_model_that_predicts_nothing_finite_is_refused(home):
     line = refusal("--checkpoint", save(home / "wild.ckpt", None, scale=1e19), "--text", home / "corpus.txt")
-    assert re.fullmatch(
-        r"the model needs \S+ nats per token, so its weights are probably damaged: use another checkpoint", line
-    )
+    reason = "so its weights are probably damaged: use another checkpoint"
+    assert re.fullmatch(rf"the model needs \S+ nats per token, {reason}", line)
 
 
-def test_skipped_files_are_named(home, capsys, tmp_path):
-    """What the readers skip is said on stderr, so that the figures stay alone on stdout."""
+def test_skipped_files_are_named_on_stderr(home, capsys, tmp_path):
     (tmp_path / "a.txt").write_text("alpha")
     (tmp_path / "b.png").write_bytes(b"\0\0")
-    out, err = printed(capsys, "--checkpoint", home / "run", "--text", tmp_path, "--json")
+    out, err = run(capsys, "--checkpoint", home / "run", "--text", tmp_path, "--json")
     assert (json.loads(out)["tokens"], err.count("\n")) == (5, 1)
     assert err.startswith("skipping 1 of 2 files")

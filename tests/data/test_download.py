@@ -180,6 +180,7 @@ def test_part_of_an_earlier_attempt(tmp_path, server, downloads, monkeypatch, wa
     assert server.starts() == asked
 
 
+@pytest.mark.promise("security.md#Downloads")
 def test_wrong_hash(tmp_path, server, downloads):
     """A wrong hash is refused, and nothing is left, so the next attempt starts from the beginning."""
     wrong = hashlib.sha256(b"another").hexdigest()
@@ -241,6 +242,7 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
     assert (downloads / f"{NAME}.part").read_bytes() == CONTENT[:101]
 
 
+@pytest.mark.promise("runs.md#does not answer for two minutes")
 def test_away_for_a_while(tmp_path, server, monkeypatch):
     """One line reports the wait. The pauses grow up to a bound, and then one line ends the command."""
     pauses, printed = [], []

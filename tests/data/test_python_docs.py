@@ -22,7 +22,7 @@ def documents_of(corpus: Corpus) -> list[str]:
     """The documents that are not empty, which are those that have pieces."""
     documents: list[str] = []
     for _, _, piece in corpus.chunks():
-        documents += [piece.text] if piece.begins else [documents.pop() + piece.text]
+        documents += [piece.text] if piece.starts_document else [documents.pop() + piece.text]
     return documents
 
 

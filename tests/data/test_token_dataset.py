@@ -135,6 +135,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.promise("security.md#verified by its SHA-256")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path, damage):
     """One line says what is wrong and what to delete."""
@@ -151,6 +152,7 @@ def test_damage_is_named(tmp_path, damage):
     assert re.fullmatch(rf"{folder}[^:]*: {reason}{hint}", said), said
 
 
+@pytest.mark.promise("security.md#verified by its SHA-256")
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_small_text_is_hashed_whenever_it_is_opened(tmp_path, monkeypatch, split):
     """A flipped bit is named; above the limit a file is hashed once, and when its size or its time has changed."""
@@ -196,6 +198,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
 }
 
 
+@pytest.mark.promise("security.md#dataset.json")
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_shape_of_the_metadata(tmp_path, change):
     """Whoever writes dataset.json can seal it: a line says what it lacks."""
@@ -216,6 +219,7 @@ def test_other_files_than_metadata(tmp_path, name, written):
     assert "is damaged (" in refusal(open_cached, folder)
 
 
+@pytest.mark.promise("security.md#dataset.json")
 def test_ids_are_in_the_vocabulary(tmp_path):
     """A file with its hash may hold other ids than the tokenizer has."""
     folder = write_prepared_corpus(tmp_path / "folder", None, [257] * 50)

@@ -149,6 +149,7 @@ def test_without_end_of_text(tmp_path):
     assert printed[-1].startswith("no end-of-text (id 50,256) in the first ")
 
 
+@pytest.mark.promise("security.md#Token files of other programs")
 def test_what_identifies_a_dataset(tmp_path, cache):
     """Names, sizes and content, so that no run goes on with files that have changed; not the folder or the times."""
     write_llm_c(tmp_path / "one/a.bin", IDS)
@@ -220,6 +221,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.promise("security.md#Token files of other programs")
 @pytest.mark.parametrize("mistake", WRONG)
 def test_what_is_wrong_is_one_line(tmp_path, mistake):
     """It names the file, what is wrong, and what to do about it."""

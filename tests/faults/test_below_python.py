@@ -107,6 +107,7 @@ def after_power_cut(shadow: Path, folder: Path, inode: int) -> None:
             (folder / name).touch()
 
 
+@pytest.mark.promise("runs.md#power cut")
 @pytest.mark.parametrize("moment", ["preparing", "first checkpoint", "later"])
 def test_power_cut_leaves_what_was_synced(faults, corpus_folder, reference, tmp_path, moment):
     """The run continues from that, or starts again, and ends with the same bits."""

@@ -41,12 +41,12 @@ def damage(file: Path, chance: random.Random) -> str:
 
 
 @pytest.mark.slow
-def test_random_damage_never_leads_to_other_weights(reference, stopped, tmp_path):
+def test_random_damage_never_leads_to_other_weights(reference, stopped_run, tmp_path):
     """The code is 0 with the weights of the reference, or 2 with one line. There is no traceback and no hang."""
     chance, codes = random.Random(17), {0: 0, 2: 0}
     expected = load_checkpoint(reference / "checkpoints/last.ckpt")["state_dict"]
     for number in range(MUTATIONS):
-        run = Path(shutil.copytree(stopped, tmp_path / str(number)))
+        run = Path(shutil.copytree(stopped_run, tmp_path / str(number)))
         files = sorted(file for file in run.rglob("*") if file.is_file() and file.name != ".lock")
         file = files[number % len(files)]
         what = f"{file.relative_to(run)}: {damage(file, chance)}"

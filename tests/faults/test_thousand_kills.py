@@ -1,18 +1,15 @@
 """A thousand kills: pytest -m faults. The environment variable GPT_KILLS is their number."""
 
-import multiprocessing
 import os
 import random
-import runpy
 import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from harness import ROOT, differences, tiny_arguments, train
+from harness import Process, differences, tiny_arguments, train
 
 KILLS = int(os.environ.get("GPT_KILLS", "1000"))
 TWO = ["trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=3"]
@@ -22,69 +19,53 @@ VARIANTS = {  # one in four runs on two processes
     "Muon, fp32, epochs": ["trainer.precision=fp32", "horizon=5epochs", "trainer.micro_batch_size=2"],
     "Muon, bf16, two processes": TWO,
 }
-# Processes that have imported everything already, so that a kill does not cost the seconds that imports take.
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["gpt.training.loop", "train"])
 
 
-def run_train(arguments: list[str], log: Path) -> None:
-    """Run train.py in this process, with its output in a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.argv = ["train.py", *arguments]
-    os.chdir(ROOT)
-    runpy.run_path("train.py", run_name="__main__")
+def all_processes(training: Process) -> list[psutil.Process]:
+    """Return the process that was started, and the ranks if it has started any."""
+    try:
+        starter = psutil.Process(training.pid)
+        return [
+            starter,
+            *(child for child in starter.children() if "resource_tracker" not in " ".join(child.cmdline())),
+        ]
+    except psutil.NoSuchProcess:
+        return []
 
 
-class Training:
-    """A training in a process of its own, which a test kills."""
+def kill_at_random(training: Process, run_dir: Path, chance: random.Random, seconds: float) -> str:
+    """Kill one process or all of them, one time in three during a save.
 
-    def __init__(self, arguments: list[str], log: Path):
-        self.log, self.begin = log, log.stat().st_size if log.exists() else 0
-        self.process = START.Process(target=run_train, args=(arguments, log))
-        self.process.start()
+    Args:
+        training: the process that was started.
+        run_dir: its run directory.
+        chance: the source of randomness.
+        seconds: how long to wait at most before the kill.
 
-    def output(self) -> str:
-        return self.log.read_text()[self.begin :] if self.log.exists() else ""
-
-    def wait_for(self, text: str) -> None:
-        """Wait until the output has `text`, or the process has ended."""
-        while text not in self.output() and self.process.is_alive():
-            time.sleep(0.005)
-
-    def all_processes(self) -> list[psutil.Process]:
-        """Return the process that was started, and the ranks if it has started any."""
-        try:
-            starter = psutil.Process(self.process.pid)
-            return [starter, *(p for p in starter.children() if "resource_tracker" not in " ".join(p.cmdline()))]
-        except psutil.NoSuchProcess:
-            return []
-
-
-def kill_at_random(training: Training, run_dir: Path, chance: random.Random, seconds: float) -> str:
-    """Kill one process or all within some seconds, one time in three in a save. Return what was killed, if anything."""
+    Returns:
+        What was killed, or nothing if the training had ended.
+    """
     training.wait_for("writing to")
     deadline = time.monotonic() + chance.uniform(0.0, seconds)
     saving = chance.random() < 1 / 3
-    while time.monotonic() < deadline + 5 * saving and training.process.is_alive():
+    while time.monotonic() < deadline + 5 * saving and training.poll() is None:
         if saving and any(run_dir.glob("checkpoints/.*.ckpt.*")):
             break
         time.sleep(0.0005)
-    processes = training.all_processes()
+    processes = all_processes(training)
     for victim in chance.choice([processes, *([one] for one in processes)]):
         victim.kill()
     _, orphans = psutil.wait_procs(processes, timeout=30)
     assert not orphans, f"still running 30 s after a kill: {orphans}"
-    training.process.join()
-    code = training.process.exitcode
+    code = training.end()
     if code == 0:
         return ""
-    assert code in (-signal.SIGKILL, 1), training.output()
-    assert code < 0 or "died; all others were ended" in training.output()
+    assert code in (-signal.SIGKILL, 1), training.output
+    assert code < 0 or "died; all others were ended" in training.output
     return "the starter" if code < 0 else "a rank"
 
 
+@pytest.mark.promise("runs.md#continues bit for bit")
 @pytest.mark.faults
 def test_run_killed_at_random_ends_as_its_reference(corpus_folder, tmp_path, capsys):
     """Each run is equal to its reference in every bit and in every point of its curves."""
@@ -101,15 +82,15 @@ def test_run_killed_at_random_ends_as_its_reference(corpus_folder, tmp_path, cap
         name = min(killed, key=lambda variant: killed[variant])
         run_dir = tmp_path / f"run{runs}"
         runs += 1
-        training = Training([*settings[name], f"run_dir={run_dir}"], tmp_path / f"log{runs}")
+        training = Process([*settings[name], f"run_dir={run_dir}"])
         seconds = 3.0 if name.endswith("processes") else 0.8
         while what := kill_at_random(training, run_dir, chance, seconds):
             seconds *= 1.05  # so that a run ends, however slow the machine is
             counts[what] += 1
             killed[name] += 1
             in_saves += any(run_dir.glob("checkpoints/.*.ckpt.*"))
-            training = Training([f"resume={run_dir}"], tmp_path / f"log{runs}")
-        assert training.process.exitcode == 0, training.output()
+            training = Process([f"resume={run_dir}"])
+        assert training.end() == 0, training.output
         assert differences(run_dir, references[name]) == []
         with capsys.disabled():
             total = sum(killed.values())

@@ -113,6 +113,7 @@ class Broken(io.StringIO):
         raise OSError(self.number, "broken")
 
 
+@pytest.mark.promise("runs.md#closed terminal")
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_output_ends_no_training(monkeypatch, number):
     """A closed terminal or a full disk of the log: a training ends well; other commands have lost their result."""
@@ -129,6 +130,7 @@ def test_output_ends_no_training(monkeypatch, number):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
+@pytest.mark.promise("security.md#escape sequences")
 def test_no_escape_codes_on_a_terminal():
     """Whatever made a text, a terminal gets no code that it would obey; a pipe gets none that begins others."""
     code = "from gpt.console import *\nwith clean_exit('p'):"

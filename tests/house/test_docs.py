@@ -1,4 +1,4 @@
-"""attention.md and model.md: their code runs and prints what the pages say, and their pictures show their tensors."""
+"""The code in attention.md and model.md prints what the pages show, and draws their pictures."""
 
 import importlib.util
 import re
@@ -15,17 +15,17 @@ SPEC.loader.exec_module(DRAW)
 
 @pytest.mark.parametrize("page", DRAW.PAGES, ids=lambda page: page.stem)
 def test_pictures(page):
-    """Each picture in a page's folder is drawn by it, and is what it draws but for what another processor rounds."""
-    drawn = DRAW.pictures(page)
-    assert sorted(drawn) == sorted((DOCS / page.stem).iterdir())
-    for file, text in drawn.items():
-        there, now = (re.split(r"(-?\d\.\d\d)\b", one) for one in (file.read_text(encoding="utf-8"), text))
-        assert there[::2] == now[::2], f"{file.name} is old: run python docs/draw.py"
-        assert [float(one) for one in now[1::2]] == pytest.approx([float(one) for one in there[1::2]], abs=0.05)
+    """The page draws every picture in its folder. Only the last digits may differ, by the rounding of a processor."""
+    pictures = DRAW.pictures(page)
+    assert sorted(pictures) == sorted((DOCS / page.stem).iterdir())
+    for file, text in pictures.items():
+        stored, new = (re.split(r"(-?\d\.\d\d)\b", source) for source in (file.read_text(encoding="utf-8"), text))
+        assert stored[::2] == new[::2], f"{file.name} is old: run python docs/draw.py"
+        assert list(map(float, new[1::2])) == pytest.approx(list(map(float, stored[1::2])), abs=0.05)
 
 
 def test_other_output_is_found(tmp_path):
-    """A page that says something else than its code prints is refused."""
+    """A page is refused if its code prints something else."""
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(2 + 3)\n```\n```\n7\n```\n")
     with pytest.raises(ValueError, match=r"says '7\\n' where its code prints '5\\n'"):

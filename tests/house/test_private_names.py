@@ -1,6 +1,6 @@
-"""The private names of other projects that this one uses: each is listed here, and is still there.
+"""The private names of other projects that gpt/ uses. The table lists each of them, and each still exists.
 
-They are why Hydra has an upper bound in pyproject.toml, and why a newer PyTorch warns.
+Because of them, Hydra has an upper bound in pyproject.toml, and a newer PyTorch gives a warning.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import distributed
 
 from harness import ROOT
 
-# Each name as our code takes it; what for; and how it is looked up.
+# Each name as in our code, its purpose, and a function that looks it up.
 PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
     "torch._C": ("the library of OpenMP that PyTorch has loaded", lambda: torch._C.__file__),
     "torch._foreach_lerp": ("Muon's momentum, all matrices at once", lambda: torch._foreach_lerp),
@@ -47,47 +47,47 @@ PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def foreign_names() -> dict[str, str]:
-    """The private names that gpt/ takes of what it has not defined itself, each with a place where it does."""
+    """Return the private names in gpt/ that it does not define, each with a place of its use."""
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "gpt").rglob("*.py"))}
-    own, used = set(), {}
+    defined, used = set(), {}
     for file, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                own.add(node.name)
+                defined.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                own.add(node.target.id)
+                defined.add(node.target.id)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
+                defined.add(node.id)
             elif isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
                 if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    own.add(node.attr)
+                    defined.add(node.attr)
                 else:
                     used[node.attr] = f"{file.relative_to(ROOT)}:{node.lineno}"
             elif isinstance(node, ast.ImportFrom) and re.search(r"\._", str(node.module)):
                 used[str(node.module).rpartition(".")[2]] = f"{file.relative_to(ROOT)}:{node.lineno}"
-    return {name: place for name, place in used.items() if name not in own}
+    return {name: place for name, place in used.items() if name not in defined}
 
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_it_is_there(name):
-    """What fails here has changed in the version that is installed, and the code that uses it needs another way."""
+    """If it fails, the installed version has changed, and our code needs another way."""
     purpose, look_up = PRIVATE[name]
     try:
         look_up()
     except AttributeError as error:
-        pytest.fail(f"{name}, which gives us {purpose}, is gone from the version that is installed ({error})")
+        pytest.fail(f"{name}, for {purpose}, is not in the installed version ({error})")
 
 
 def test_all_are_listed():
-    """A private name that comes into gpt/ is named here."""
+    """A new private name in gpt/ needs a row in the table."""
     listed = {name.rpartition(".")[2] for name in PRIVATE}
     assert {name: place for name, place in foreign_names().items() if name not in listed} == {}
 
 
 def test_bounds():
-    """Lightning is held below its next major version, and Hydra, whose private names are used, below its next minor.
+    """Lightning stays below its next major version, and Hydra, for its private names, below its next minor.
 
-    No other dependency has an upper bound: PyTorch warns of a new version instead.
+    No other dependency has an upper bound. A new version of PyTorch gives a warning.
     """
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     bounds = dict(re.findall(r"^([\w-]+)[^;<\n]*<([\d.]+)", "\n".join(dependencies), re.M))

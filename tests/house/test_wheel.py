@@ -1,4 +1,4 @@
-"""What pip installs: a wheel with all that gpt/ reads, which works from any folder and writes nothing beside itself."""
+"""The wheel that pip installs has all files that gpt/ reads. It works in any folder and leaves its own unchanged."""
 
 import json
 import os
@@ -40,19 +40,19 @@ def test_every_room_is_installed():
 def site(tmp_path_factory) -> Path:
     """A folder into which pip has installed the wheel."""
     import_or_skip("build")
-    made, site = (tmp_path_factory.mktemp(name) for name in ("wheel", "site"))
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), str(ROOT)]
+    wheel_folder, site = (tmp_path_factory.mktemp(name) for name in ("wheel", "site"))
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheel_folder), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "absent from the `packages`" not in done.stdout + done.stderr
-    (wheel,) = made.iterdir()
+    (wheel,) = wheel_folder.iterdir()
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run(pip, check=True)
     return site
 
 
 def run(site: Path, folder: Path, *words: str) -> str:
-    """What a command prints that finds only the installed package, in an empty home."""
+    """Run a command that finds only the installed package, with an empty home, and return what it prints."""
     environment = os.environ | {"PYTHONPATH": str(site), "HOME": str(folder / "home")}
     environment.pop("XDG_CACHE_HOME", None)
     command = [sys.executable, *words]
@@ -63,17 +63,17 @@ def run(site: Path, folder: Path, *words: str) -> str:
 
 @pytest.mark.slow
 def test_files(site):
-    """The wheel has all files of gpt/ and configs/ that git knows, and no script."""
+    """The wheel has all files that git tracks in gpt/ and configs/, and no script."""
     listed = subprocess.check_output(["git", "ls-files", "gpt", "configs"], cwd=ROOT, text=True).splitlines()
-    wanted = {re.sub("^configs/", "gpt/configs/", name) for name in listed}
+    expected = {re.sub("^configs/", "gpt/configs/", name) for name in listed}
     installed = {file.relative_to(site).as_posix() for file in site.rglob("*") if file.is_file()}
-    assert {name for name in installed if "__pycache__" not in name and "dist-info" not in name} == wanted
+    assert {name for name in installed if "__pycache__" not in name and "dist-info" not in name} == expected
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the cache of other systems lies elsewhere")
 def test_installed(site, tmp_path):
-    """A training names groups of configs/, keeps its cache at home, says which code it was, and suggests calls."""
+    """A training reads groups of configs/, has its cache at home, records its code version, and suggests calls."""
     write_corpus(tmp_path)
     before = {file for file in site.rglob("*") if "__pycache__" not in file.parts}
     shown = run(site, tmp_path, "-c", CODE)

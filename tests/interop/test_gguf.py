@@ -1,9 +1,8 @@
-"""GGUF files: what they hold, read by the library that defines them; llama.cpp reads them in test_three_ways.py."""
+"""The content of GGUF files, read by the library that defines them; llama.cpp reads them in test_three_ways.py."""
 
 import errno
 import itertools
 import sys
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -21,167 +20,139 @@ from gpt.model.transformer import GPT, GPTConfig
 from model_files import limit_file_size
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
+BPE = train_bpe([TEXT * 3], 307)
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}  # llama.cpp's enum llama_ftype
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def shape(tokenizer: Tokenizer, d_model: int = 60, **changes) -> GPTConfig:
-    """The shape of a model with sizes that no other number can stand for."""
-    settings = {"context_length": 97, "num_layers": 3, "num_heads": 5} | changes
-    return GPTConfig(d_model=d_model, vocab_size=tokenizer.vocab_size, **settings)
+def make_config(d_model: int = 60, tokenizer: Tokenizer = BPE, **changes) -> GPTConfig:
+    """Return a shape in which no two numbers are equal."""
+    shape = {"context_length": 97, "num_layers": 3, "num_heads": 5, "vocab_size": tokenizer.vocab_size}
+    return GPTConfig(d_model=d_model, **(shape | changes))
 
 
 def make_both(config: GPTConfig) -> tuple[GPT, GPT2LMHeadModel]:
-    """A model with random weights everywhere, biases and gains included, as ours and as Hugging Face's."""
-    sizes = {"n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers}
-    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=config.vocab_size, n_head=config.num_heads, **sizes)).eval()
+    """Return a model with random weights, biases and gains as ours and as Hugging Face's."""
+    shape = {"n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers}
+    shape |= {"n_head": config.num_heads, "vocab_size": config.vocab_size, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**shape)).eval()
     generator = torch.Generator().manual_seed(23)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in gpt2.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return GPT.from_state_dict(config, from_huggingface_weights(theirs.state_dict(), config.num_layers)), theirs
+    return GPT.from_state_dict(config, from_huggingface_weights(gpt2.state_dict(), config.num_layers)), gpt2
 
 
-def refusal(tmp_path: Path, *arguments) -> str:
-    """The one line with which writing is refused; nothing is left of it."""
-    before = sorted(tmp_path.rglob("*"))
-    line = harness.refusal(write_gguf, *arguments)
-    assert sorted(tmp_path.rglob("*")) == before
-    return line
-
-
-@pytest.fixture(scope="module")
-def bpe() -> Tokenizer:
-    return train_bpe([TEXT * 3], 307)
-
-
-@pytest.mark.parametrize("kind", GGUF_TYPES)
-def test_weights(tmp_path, bpe, kind):
-    """Every tensor has the name that the library gives to Hugging Face's, and its values as the type rounds them."""
-    config = shape(bpe, 160 if kind == "q8_0" else 60)
-    model, theirs = make_both(config)
-    write_gguf(model, bpe, tmp_path / "model.gguf", kind)
+@pytest.mark.parametrize("gguf_type", GGUF_TYPES)
+def test_weights_have_llama_cpp_names_and_rounded_values(tmp_path, gguf_type):
+    """The library translates Hugging Face's names."""
+    config = make_config(160 if gguf_type == "q8_0" else 60)
+    model, gpt2 = make_both(config)
+    write_gguf(model, BPE, tmp_path / "model.gguf", gguf_type)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
     expected = {}
-    for name, weight in theirs.state_dict().items():
+    for name, weight in gpt2.state_dict().items():
         if name == "lm_head.weight":  # tied: llama.cpp takes token_embd
             continue
-        in_by_out = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-        expected[names.get_name(name, (".weight", ".bias"))] = weight.T if in_by_out else weight
-    found = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
-    assert found.keys() == expected.keys()
+        is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        expected[names.get_name(name, (".weight", ".bias"))] = weight.T if is_transposed else weight
+    tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    assert tensors.keys() == expected.keys()
     for name, weight in expected.items():
-        exact = weight.ndim == 1 or name == "position_embd.weight"
-        stored = GGMLQuantizationType["F32" if exact else kind.upper()]
-        assert found[name].tensor_type == stored, name
-        assert found[name].shape.tolist() == [*reversed(weight.shape)], name
-        values = torch.from_numpy(gguf.dequantize(found[name].data, stored).copy())
-        if stored == GGMLQuantizationType.Q8_0:
+        is_exact = weight.ndim == 1 or name == "position_embd.weight"
+        tensor_type = GGMLQuantizationType["F32" if is_exact else gguf_type.upper()]
+        assert tensors[name].tensor_type == tensor_type, name
+        assert tensors[name].shape.tolist() == [*reversed(weight.shape)], name
+        values = torch.from_numpy(gguf.dequantize(tensors[name].data, tensor_type).copy())
+        if tensor_type == GGMLQuantizationType.Q8_0:
             largest = weight.reshape(*weight.shape[:-1], -1, 32).abs().amax(-1, keepdim=True)
-            apart = (values - weight).reshape(*largest.shape[:-1], 32).abs()
-            assert (apart <= largest * (0.5 / 127 + 2**-11)).all(), name  # half a step, and a scale rounded to f16
+            errors = (values - weight).reshape(*largest.shape[:-1], 32).abs()
+            assert (errors <= largest * (0.5 / 127 + 2**-11)).all(), name  # half a step, and a scale rounded to f16
             assert not torch.equal(values, weight), name
         else:
-            dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-            assert torch.equal(values, weight.to(dtypes[stored.name]).float()), name
+            assert torch.equal(values, weight.to(DTYPES[tensor_type.name]).float()), name
 
 
-def test_keys(tmp_path, bpe):
-    """The file says what llama.cpp needs to know, and nothing that we do not know."""
-    config = shape(bpe, 96, num_heads=3)
-    for kind in GGUF_TYPES:
-        write_gguf(GPT(config), bpe, tmp_path / f"{kind}.gguf", kind)
-        fields = GGUFReader(tmp_path / f"{kind}.gguf").fields
-        found = {key: field.contents() for key, field in fields.items() if not key.startswith("GGUF.")}
-        lists = {key: found.pop(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges")}
-        assert found.pop("gpt2.attention.layer_norm_epsilon") == np.float32(1e-5)
-        assert found == {
-            "general.architecture": "gpt2",
-            "general.name": kind,
-            "general.file_type": FILE_TYPES[kind],
-            "general.quantization_version": 2,
-            "gpt2.context_length": 97,
-            "gpt2.embedding_length": 96,
-            "gpt2.feed_forward_length": 384,
-            "gpt2.block_count": 3,
-            "gpt2.attention.head_count": 3,
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.bos_token_id": 306,
-            "tokenizer.ggml.eos_token_id": 306,
-            "tokenizer.ggml.add_bos_token": False,
-            "tokenizer.chat_template": PASSTHROUGH_TEMPLATE,
-        }
-        assert len(lists["tokens"]) == 307
-        assert lists["tokens"][306] == END_OF_TEXT
-        assert lists["token_type"] == [gguf.TokenType.NORMAL] * 306 + [gguf.TokenType.CONTROL]
+@pytest.mark.parametrize("gguf_type", GGUF_TYPES)
+def test_keys_describe_the_model(tmp_path, gguf_type):
+    """A file name that is not UTF-8 becomes a name that is. Without `qkv_bias` the biases are zero."""
+    file = tmp_path / "caf\udce9.gguf"
+    write_gguf(GPT(make_config(96, num_heads=3, qkv_bias=False)), BPE, file, gguf_type)
+    reader = GGUFReader(file)
+    keys = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    tokens, token_types, _ = (keys.pop(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
+    assert keys.pop("gpt2.attention.layer_norm_epsilon") == np.float32(1e-5)
+    assert keys == {
+        "general.architecture": "gpt2",
+        "general.name": "caf\ufffd",
+        "general.file_type": FILE_TYPES[gguf_type],
+        "general.quantization_version": 2,
+        "gpt2.context_length": 97,
+        "gpt2.embedding_length": 96,
+        "gpt2.feed_forward_length": 384,
+        "gpt2.block_count": 3,
+        "gpt2.attention.head_count": 3,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 306,
+        "tokenizer.ggml.eos_token_id": 306,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": PASSTHROUGH_TEMPLATE,
+    }
+    assert (len(tokens), tokens[306]) == (307, END_OF_TEXT)
+    assert token_types == [gguf.TokenType.NORMAL] * 306 + [gguf.TokenType.CONTROL]
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert all(np.array_equal(tensors[f"blk.{i}.attn_qkv.bias"], np.zeros(288, np.float32)) for i in range(3))
 
 
 @pytest.mark.parametrize("name", ["bpe", "byte", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_tokens(tmp_path, bpe, name):
-    """A byte-pair encoding made of nothing but the file's tokens and merges gives our ids."""
-    tokenizer = {"bpe": bpe, "gpt2": gpt2_tokenizer(), "byte": byte_tokenizer()}[name]
-    write_gguf(GPT(shape(tokenizer, 5)), tokenizer, tmp_path / "model.gguf", "f32")
+def test_tokens_and_merges_give_our_ids(tmp_path, name):
+    """A byte-pair encoding is built from nothing but the file's tokens and merges."""
+    tokenizer = {"bpe": BPE, "gpt2": gpt2_tokenizer(), "byte": byte_tokenizer()}[name]
+    write_gguf(GPT(make_config(5, tokenizer)), tokenizer, tmp_path / "model.gguf", "f32")
     fields = GGUFReader(tmp_path / "model.gguf").fields
     tokens, merges = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges"))
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    assert len(vocabulary) == tokenizer.vocab_size
-    assert merges
+    vocab = {token: i for i, token in enumerate(tokens)}
+    assert len(vocab) == tokenizer.vocab_size
     if name == "byte":
         assert merges == [f"{END_OF_TEXT} {END_OF_TEXT}"]
         merges = []
-    rebuilt = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab=vocabulary, merges=[tuple(pair.split(" ")) for pair in merges])
-    )
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    rebuilt = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
     rebuilt.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert rebuilt.encode(TEXT).ids == tokenizer.encode(TEXT)
 
 
-def test_no_bias(tmp_path, bpe):
-    """llama.cpp requires the bias that a model with qkv_bias=false lacks, so the file holds zeros."""
-    write_gguf(GPT(shape(bpe, qkv_bias=False)), bpe, tmp_path / "model.gguf", "f16")
-    found = {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
-    assert all(np.array_equal(found[f"blk.{i}.attn_qkv.bias"], np.zeros(180, np.float32)) for i in range(3))
-
-
-def test_odd_file_name(tmp_path, bpe):
-    """A file name that is no UTF-8 is no reason to fail."""
-    file = tmp_path / "caf\udce9.gguf"
-    write_gguf(GPT(shape(bpe)), bpe, file, "f32")
-    assert GGUFReader(file).fields["general.name"].contents() == "caf\ufffd"
-
-
-def test_impossible_kinds(tmp_path, bpe):
-    """Rows that q8_0 cannot divide; numbers that f16 cannot hold."""
-    model, file = GPT(shape(bpe)), tmp_path / "model.gguf"
-    why = "holds numbers too large, or for q8_0 rows not divisible by 32,"
-    assert refusal(tmp_path, model, bpe, file, "q8_0") == f"token_embd.weight {why} for type=q8_0: use f32 or bf16"
+def test_types_that_cannot_hold_the_weights_are_refused(tmp_path, monkeypatch):
+    """q8_0 needs rows divisible by 32, and f16 small numbers. Nothing is left of the file."""
+    model, file = GPT(make_config()), tmp_path / "model.gguf"
+    large_model = GPT(make_config(96, num_heads=3))
     with torch.no_grad():
-        model.blocks[1].feed_forward.expand.weight[7, 11] = 65520.0  # the least that f16 rounds to infinity
-    assert refusal(tmp_path, model, bpe, file, "f16") == f"blk.1.ffn_up.weight {why} for type=f16: use f32 or bf16"
-    write_gguf(model, bpe, file, "bf16")
-    large = GPT(shape(bpe, 96, num_heads=3))
-    with torch.no_grad():
-        large.token_embedding.weight[7, 11] = 127 * 65520.0
-    line = refusal(tmp_path, large, bpe, tmp_path / "large.gguf", "q8_0")
-    assert line == f"token_embd.weight {why} for type=q8_0: use f32 or bf16"
-
-
-def test_without_the_library(tmp_path, bpe, monkeypatch):
-    """One line says what to install."""
+        model.blocks[1].feed_forward.expand.weight[7, 11] = 65520.0  # the smallest number that f16 rounds to infinity
+        large_model.token_embedding.weight[7, 11] = 127 * 65520.0
+    for refused_model, gguf_type, name in (
+        (model, "q8_0", "token_embd.weight"),
+        (model, "f16", "blk.1.ffn_up.weight"),
+        (large_model, "q8_0", "token_embd.weight"),
+    ):
+        problem = "holds numbers too large, or for q8_0 rows not divisible by 32,"
+        line = harness.refusal(write_gguf, refused_model, BPE, file, gguf_type)
+        assert line == f"{name} {problem} for type={gguf_type}: use f32 or bf16"
+    write_gguf(model, BPE, tmp_path / "bf16.gguf", "bf16")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    message = refusal(tmp_path, GPT(shape(bpe)), bpe, tmp_path / "model.gguf", "f32")
-    assert message == "GGUF files need the library gguf: pip install gguf"
+    line = harness.refusal(write_gguf, model, BPE, file, "f32")
+    assert line == "GGUF files need the library gguf: pip install gguf"
+    assert [path.name for path in tmp_path.iterdir()] == ["bf16.gguf"]
 
 
-def test_full_disk(tmp_path, bpe):
-    """Wherever the disk is full, the error says so, which numpy's does not, and nothing is left of the file."""
-    model = GPT(shape(bpe))
-    write_gguf(model, bpe, tmp_path / "model.gguf", "f32")
-    size = (tmp_path / "model.gguf").stat().st_size
-    (tmp_path / "model.gguf").unlink()
+def test_a_full_disk_leaves_no_file(tmp_path):
+    """Writing stops at any size with the system's own error."""
+    model, file = GPT(make_config()), tmp_path / "model.gguf"
+    write_gguf(model, BPE, file, "f32")
+    size = file.stat().st_size
+    file.unlink()
     for limit in itertools.chain(range(0, size, size // 13), [size - 1]):
         with limit_file_size(limit), pytest.raises(OSError) as caught:
-            write_gguf(model, bpe, tmp_path / "model.gguf", "f32")
+            write_gguf(model, BPE, file, "f32")
         assert caught.value.errno == errno.EFBIG, limit
         assert not list(tmp_path.iterdir()), limit

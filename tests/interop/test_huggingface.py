@@ -1,4 +1,4 @@
-"""GPT-2 directories as `transformers` saves them: the same logits, and one line about each that cannot be loaded."""
+"""GPT-2 folders that `transformers` saves give the same logits. Other folders are refused in one line."""
 
 import json
 import os
@@ -15,14 +15,17 @@ from gpt.interop.huggingface import load_huggingface_weights
 from gpt.model.transformer import GPTConfig
 from model_files import Bomb
 
-VOCAB, CONTEXT, HEADS, LAYERS = 101, 13, 3, 2
-D_MODEL = HEADS * 7
+VOCAB_SIZE, CONTEXT_LENGTH, NUM_HEADS, NUM_LAYERS = 101, 13, 3, 2
+D_MODEL = NUM_HEADS * 7
+UNREADABLE = ": cannot be read as a Hugging Face model ("
+NOT_A_GPT2 = ": not a GPT-2 that can be loaded"
 
 
-def make_theirs(kind: type = GPT2LMHeadModel, **changes):
-    """A small model of theirs in which every parameter, biases and gains included, is random and large."""
-    shape = {"vocab_size": VOCAB, "n_positions": CONTEXT, "n_embd": D_MODEL, "n_layer": LAYERS, "n_head": HEADS}
-    model = kind(GPT2Config(**(shape | {"bos_token_id": 0, "eos_token_id": 0} | changes))).eval()
+def make_gpt2(model_class: type = GPT2LMHeadModel):
+    """Return a small model of `transformers` whose parameters, biases and gains included, are random and large."""
+    shape = {"vocab_size": VOCAB_SIZE, "n_positions": CONTEXT_LENGTH, "n_embd": D_MODEL}
+    shape |= {"n_layer": NUM_LAYERS, "n_head": NUM_HEADS, "bos_token_id": 0, "eos_token_id": 0}
+    model = model_class(GPT2Config(**shape)).eval()
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -33,158 +36,154 @@ def make_theirs(kind: type = GPT2LMHeadModel, **changes):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A directory with a small GPT2LMHeadModel."""
+    """A folder with a small GPT2LMHeadModel."""
     folder = tmp_path_factory.mktemp("huggingface")
-    make_theirs().save_pretrained(folder)
+    make_gpt2().save_pretrained(folder)
     return folder
-
-
-READ, ODD = ": cannot be read as a Hugging Face model (", ": not a GPT-2 that can be loaded"
 
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """A copy of it to break."""
+    """A copy of that folder to change."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
 def change_config(folder: Path, **changes) -> None:
-    """Set keys of config.json; None removes one."""
+    """Set keys of config.json."""
     file = folder / "config.json"
-    stored = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in stored.items() if value is not None}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder: Path, **changes) -> None:
+    """Replace or add tensors of model.safetensors, with `__` for each dot."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name.replace("__", "."): weight for name, weight in changes.items()}, file)
 
 
 def refusal(folder: Path) -> str:
-    """The one line with which a directory is refused."""
+    """Return the line with which a folder is refused, without the folder at its beginning."""
     line = harness.refusal(load_huggingface_weights, folder)
     assert line.startswith(f"{folder}")
     return line.removeprefix(f"{folder}")
 
 
-def test_pickles_are_not_read(folder, tmp_path):
-    """Older weights are not even opened, and the line says how to write them anew."""
-    (folder / "model.safetensors").unlink()
-    torch.save({"transformer.wte.weight": Bomb(tmp_path / "ran")}, folder / "pytorch_model.bin")
-    assert "transformers' save_pretrained writes it anew from older weights" in refusal(folder)
-    assert not (tmp_path / "ran").exists()
+def have_equal_weights(folder: Path, other: Path) -> bool:
+    """Return True if two folders hold the same weights, bit for bit."""
+    state, expected = (load_huggingface_weights(path).state_dict() for path in (folder, other))
+    return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @torch.no_grad()
-def test_same_logits(saved):
-    """The directory gives the shape, and weights with which our model says what theirs says."""
+def test_logits_are_equal(saved):
     model = load_huggingface_weights(saved).eval()
-    assert model.config == GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
-    idx = torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(3))
-    expected = make_theirs()(idx).logits
+    assert model.config == GPTConfig(CONTEXT_LENGTH, D_MODEL, NUM_LAYERS, NUM_HEADS, vocab_size=VOCAB_SIZE)
+    idx = torch.randint(VOCAB_SIZE, (2, CONTEXT_LENGTH), generator=torch.Generator().manual_seed(3))
+    expected = make_gpt2()(idx).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=0.0)
 
 
-@torch.no_grad()
-def test_without_a_head(tmp_path):
-    """A GPT2Model, which has no head and no prefix before its names, loads as well."""
-    theirs = make_theirs(GPT2Model)
-    theirs.save_pretrained(tmp_path)
-    model = load_huggingface_weights(tmp_path).eval()
-    idx = torch.arange(CONTEXT)[None]
-    torch.testing.assert_close(model.hidden(idx), theirs(idx).last_hidden_state, atol=1e-4, rtol=0.0)
+def test_a_model_without_a_head_is_loaded(saved, tmp_path):
+    """A GPT2Model has no prefix before its names either."""
+    make_gpt2(GPT2Model).save_pretrained(tmp_path)
+    assert have_equal_weights(tmp_path, saved)
 
 
-def test_half_precision_becomes_single(saved, folder):
-    """Weights stored in 16 bits are loaded as fp32, with the values they have."""
-    stored = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(stored, folder / "model.safetensors")
-    state, full = load_huggingface_weights(folder).state_dict(), load_huggingface_weights(saved).state_dict()
-    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-    assert all(torch.equal(state[name], full[name].half().float()) for name in full)
-
-
-def is_same(folder: Path, saved: Path) -> bool:
-    """Whether two directories hold the same weights, bit for bit."""
+def test_half_precision_becomes_fp32(saved, folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight.half() for name, weight in weights.items()}, folder / "model.safetensors")
     state, expected = load_huggingface_weights(folder).state_dict(), load_huggingface_weights(saved).state_dict()
-    return state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    assert {weight.dtype for weight in state.values()} == {torch.float32}
+    assert all(torch.equal(state[name], expected[name].half().float()) for name in expected)
 
 
-def test_shards(saved, tmp_path):
-    """The shards of `transformers`; then one is missing."""
-    make_theirs().save_pretrained(tmp_path, max_shard_size="5KB")
+def test_shards_are_one_model(saved, tmp_path):
+    """A missing shard is refused."""
+    make_gpt2().save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
-    assert is_same(tmp_path, saved)
+    assert have_equal_weights(tmp_path, saved)
     next(tmp_path.glob("model-*.safetensors")).unlink()
     assert " lack '" in refusal(tmp_path)
 
 
-def test_stored_head(saved, folder):
-    """A head in the file must be the embedding; `tie_word_embeddings: false` is then no matter."""
-    weights = load_file(folder / "model.safetensors")
-    embedding = weights["transformer.wte.weight"]
+def test_a_stored_head_must_be_the_embedding(saved, folder):
+    """If it is, `tie_word_embeddings: false` does not matter."""
+    embedding = load_file(folder / "model.safetensors")["transformer.wte.weight"]
     change_config(folder, tie_word_embeddings=False)
-    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
-    assert is_same(folder, saved)
+    change_weights(folder, lm_head__weight=embedding.clone())
+    assert have_equal_weights(folder, saved)
     changed = embedding.clone()
-    changed[VOCAB - 1, 0] += 1
+    changed[VOCAB_SIZE - 1, 0] += 1
     for head in (changed, embedding[:-1].clone(), embedding.double()):
-        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+        change_weights(folder, lm_head__weight=head)
         assert "have an lm_head.weight other than wte.weight" in refusal(folder)
 
 
-def test_without_biases(folder):
-    """`qkv_bias: false` is ours, and true only of a model whose biases are zero."""
+def test_qkv_bias_may_be_left_out_if_it_is_zero(folder):
+    """`qkv_bias: false` is a key of ours in config.json."""
     change_config(folder, qkv_bias=False)
     assert "its qkv_bias is false, and it has such biases" in refusal(folder)
-    weights = load_file(folder / "model.safetensors")
-    zero = {name: torch.zeros_like(w) for name, w in weights.items() if name.endswith("c_attn.bias")}
-    save_file(weights | zero, folder / "model.safetensors")
+    zeros = torch.zeros(3 * D_MODEL)
+    names = [f"transformer__h__{i}__attn__c_attn__bias" for i in range(NUM_LAYERS)]
+    change_weights(folder, **{name: zeros.clone() for name in names})
     model = load_huggingface_weights(folder)
     assert not model.config.qkv_bias
     assert "blocks.0.attention.W_qkv.bias" not in model.state_dict()
 
 
-def test_file_may_be_replaced(folder):
-    """What is loaded stays as it is, whatever is written over the file afterwards; matrices lie as ours do."""
+def test_a_loaded_model_does_not_depend_on_the_file(folder):
+    """Writing over the file changes nothing, and matrices are contiguous."""
     state = load_huggingface_weights(folder).state_dict()
-    before = {name: tensor.clone() for name, tensor in state.items()}
+    copy = {name: weight.clone() for name, weight in state.items()}
     file = folder / "model.safetensors"
-    size = file.stat().st_size
     with file.open("r+b") as stream:
-        stream.write(bytes(size))
-    assert all(tensor.is_contiguous() and torch.equal(tensor, before[name]) for name, tensor in state.items())
+        stream.write(bytes(file.stat().st_size))
+    assert all(weight.is_contiguous() and torch.equal(weight, copy[name]) for name, weight in state.items())
+
+
+@pytest.mark.promise("security.md#safetensors")
+def test_pickles_are_not_read(folder, tmp_path):
+    """The line names the program that rewrites older weights."""
+    (folder / "model.safetensors").unlink()
+    torch.save({"transformer.wte.weight": Bomb(tmp_path / "trace")}, folder / "pytorch_model.bin")
+    assert "transformers' save_pretrained rewrites older weights" in refusal(folder)
+    assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [
-        ("config.json", None, READ),
-        ("config.json", b"\xff", READ),
+        ("config.json", None, UNREADABLE),
+        ("config.json", b"\xff", UNREADABLE),
         ("config.json", b"[2, 3]", ": its model_type is None, and only 'gpt2' is supported"),
-        ("config.json", b"[" * 100_000, READ + "it is nested too deeply"),
-        ("config.json", b'{"n_layer": ' + b"7" * 10_000 + b"}", READ + "Exceeds the limit"),
+        ("config.json", b"[" * 100_000, UNREADABLE + "it is nested too deeply"),
+        ("config.json", b'{"n_layer": ' + b"7" * 10_000 + b"}", UNREADABLE + "Exceeds the limit"),
         ("config.json", b'{"model_type": "llama"}', ": its model_type is 'llama', and only 'gpt2' is supported"),
-        ("config.json", b'{"model_type": "gpt2"}', f"{ODD}: config.json has no 'n_embd'"),
-        ("model.safetensors", None, "/model.safetensors: missing; give a GPT-2 directory; transformers' save_"),
-        ("model.safetensors", b"2 3 5 7 11 13 17 19", ODD),
-        ("model.safetensors", (2**63).to_bytes(8, "little") + b"{", ODD),
+        ("config.json", b'{"model_type": "gpt2"}', f"{NOT_A_GPT2}: config.json has no 'n_embd'"),
+        ("model.safetensors", b"2 3 5 7 11 13 17 19", NOT_A_GPT2),
+        ("model.safetensors", (2**63).to_bytes(8, "little") + b"{", NOT_A_GPT2),
     ],
     ids=lambda value: f"{value!r:.30}",
 )
-def test_broken_files(folder, file, content, reason):
-    """Each file that is missing, damaged or of another model is refused, and the line says which."""
-    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+def test_damaged_files_are_refused(folder, file, content, reason):
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
     assert refusal(folder).startswith(reason)
 
 
-def test_other_places(folder, tmp_path):
-    """A folder that is not there or is a file, weights that are cut short, a pipe or a device."""
-    assert refusal(tmp_path / "nowhere").startswith(READ)
+def test_missing_and_special_files_are_refused(folder, tmp_path):
+    """The folder does not exist or is a file. The weights are cut short, a pipe or a device."""
     (tmp_path / "file").touch()
-    assert refusal(tmp_path / "file").startswith(": cannot be read")
+    for name in ("nowhere", "file"):
+        assert refusal(tmp_path / name).startswith(UNREADABLE)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    assert refusal(folder).startswith(ODD)
-    for make in (lambda: os.mkfifo(weights), lambda: weights.symlink_to("/dev/zero")):
+    assert refusal(folder).startswith(NOT_A_GPT2)
+    for create in (lambda: os.mkfifo(weights), lambda: weights.symlink_to("/dev/zero")):
         weights.unlink()
-        make()
+        create()
         assert refusal(folder).startswith("/model.safetensors: missing; give a GPT-2 directory")
 
 
@@ -196,7 +195,7 @@ def test_other_places(folder, tmp_path):
         ({"scale_attn_weights": False}, "its scale_attn_weights is False"),
         ({"scale_attn_by_inverse_layer_idx": True}, "its scale_attn_by_inverse_layer_idx is True"),
         ({"n_inner": 5 * D_MODEL}, f"its n_inner is {5 * D_MODEL}"),
-        ({"n_layer": LAYERS - 1}, f"have more than the {LAYERS - 1} layers"),
+        ({"n_layer": NUM_LAYERS - 1}, f"have more than the {NUM_LAYERS - 1} layers"),
         ({"n_embd": 2 * D_MODEL}, "its configuration describes"),
         ({"n_layer": 10**9}, "lack 'h.2.ln_1.weight'"),
         ({"n_layer": 2.0}, "its num_layers is 2.0, of type float"),
@@ -205,7 +204,7 @@ def test_other_places(folder, tmp_path):
     ],
     ids=str,
 )
-def test_other_configurations(folder, changes, reason):
-    """What our model computes otherwise is refused; so are other shapes, before memory or time is spent on them."""
+def test_configurations_that_our_model_does_not_compute_are_refused(folder, changes, reason):
+    """A shape that the weights do not have is refused before memory or time is spent on it."""
     change_config(folder, **changes)
     assert reason in refusal(folder)

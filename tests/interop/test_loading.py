@@ -1,4 +1,4 @@
-"""One way to open a model or a tokenizer: which file a path stands for, and what is refused in one line."""
+"""Find and open models and tokenizers: which file a path means, and which paths are refused in one line."""
 
 import hashlib
 import json
@@ -27,141 +27,130 @@ STORY = "It was the best of times, it was the worst of times; 2²³ ≠ 10 €, 
 GPT2, BPE = gpt2_tokenizer(), train_bpe([STORY * 3], 277)
 
 
-def write_checkpoint(file: Path, tokenizer: Tokenizer = BPE, seed: int = 3, **changes) -> GPT:
-    """Save a small model, which is returned; `changes` are to what the checkpoint says."""
+def write_checkpoint(file: Path, tokenizer: Tokenizer = BPE, seed: int = 3) -> GPT:
+    """Save a small model with a tokenizer, and return the model."""
     model = small_model(tokenizer=BPE, seed=seed)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(make_checkpoint(model, tokenizer, **changes), file)
+    save_checkpoint(make_checkpoint(model, tokenizer), file)
     return model
 
 
-def write_huggingface(folder: Path, **changes: object) -> Path:
+def write_huggingface_config(folder: Path, **changes: object) -> Path:
     """Write the configuration of a Hugging Face GPT-2, and no weights."""
     folder.mkdir(exist_ok=True)
-    stored = {"model_type": "gpt2", "vocab_size": 50257} | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in stored.items() if value is not None}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 50257} | changes))
     return folder
 
 
-# --- which file a path stands for ---
+# --- which file a path means ---
 
 
-def make_run(runs: Path, name: str, *files: str, age: int = 0) -> Path:
-    """A run directory with empty checkpoints that are `age` seconds old."""
-    folder = runs / name / "checkpoints"
-    folder.mkdir(parents=True)
-    for file in files:
-        path = folder / f"{file}.ckpt"
-        path.touch()
-        os.utime(path, (1_000_000_000 - age,) * 2)
-    return runs / name
+def make_run(runs: Path, name: str, *checkpoints: str, age: int = 0) -> Path:
+    """Make a run directory whose checkpoints are empty files, `age` seconds old."""
+    run = runs / name
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    for checkpoint in checkpoints:
+        file = run / f"checkpoints/{checkpoint}.ckpt"
+        file.touch()
+        os.utime(file, (1_000_000_000 - age,) * 2)
+    return run
 
 
-def test_find_order(tmp_path):
-    """A file is itself; a run or its checkpoints folder is the best, else the last, else the one before."""
+def test_a_run_means_its_best_checkpoint_or_else_its_newest(tmp_path):
+    """A file means itself."""
     run = make_run(tmp_path, "run", "best", "last", "previous")
     for name in ("best", "last", "previous"):
         file = run / f"checkpoints/{name}.ckpt"
         assert find_checkpoint(run) == find_checkpoint(file.parent) == find_checkpoint(str(file)) == file
-        (run / f"checkpoints/{name}.ckpt").unlink()
+        file.unlink()
 
 
-def test_find_the_newest_run(tmp_path):
-    """Without a path: the run whose best or last is the newest, whatever its name, and of it the preferred one."""
-    make_run(tmp_path, "c", "best", "last", age=13)
-    newest = make_run(tmp_path, "a", "best", age=11)
-    make_run(tmp_path, "b", "best", age=5)
-    make_run(tmp_path, "d")
+def test_without_a_path_the_newest_run_is_found(tmp_path, monkeypatch):
+    """The newest run is also called `last`, unless a run has that name."""
+    monkeypatch.chdir(tmp_path)
+    assert refusal(find_run, "last") == "last: not a run directory (it does not exist); give one of those below runs/"
+    runs = Path("runs")
+    make_run(runs, "c", "best", "last", age=13)
+    newest = make_run(runs, "a", "best", age=11)
+    make_run(runs, "b", "best", age=5)
+    make_run(runs, "d")
     last = newest / "checkpoints/last.ckpt"
     last.touch()
     os.utime(last, (1_000_000_000 - 3,) * 2)
-    assert find_checkpoint(runs=tmp_path) == newest / "checkpoints/best.ckpt"
-
-
-def test_the_word_last(tmp_path, monkeypatch):
-    """Of generate.py as of `resume`: the run that was saved last, unless something is called so."""
-    monkeypatch.chdir(tmp_path)
-    assert refusal(find_run, "last") == "last: not a run directory (it does not exist); give one of those below runs/"
-    make_run(Path("runs"), "a", "best", age=13)
-    newest = make_run(Path("runs"), "b", "last", age=5)
-    (newest / "config.yaml").touch()
-    assert find_checkpoint("last") == newest / "checkpoints/last.ckpt"
+    assert find_checkpoint() == find_checkpoint("last") == newest / "checkpoints/best.ckpt"
     assert find_run("last") == newest
     line = "lst: not a run directory (it does not exist); give one of those below runs/; "
     assert refusal(find_run, "lst") == f"{line}the newest, {newest}, is also called last"
-    own = make_run(Path("runs"), "last", "best", age=99)
-    assert find_checkpoint("last") == own / "checkpoints/best.ckpt"
+    named_last = make_run(runs, "last", "best", age=99)
+    assert find_checkpoint("last") == named_last / "checkpoints/best.ckpt"
 
 
-def test_find_nothing(tmp_path):
-    """A path that names nothing, folders without checkpoints, and no run at all are named in one line."""
-    empty = make_run(tmp_path / "runs", "run")
-    assert refusal(find_checkpoint, tmp_path / "nowhere").startswith(f"{tmp_path / 'nowhere'}: there is no such check")
-    for path in (empty, tmp_path, empty / "checkpoints"):
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    run = make_run(tmp_path / "runs", "run")
+    for path in (run, tmp_path, run / "checkpoints"):
         assert refusal(find_checkpoint, path).startswith(f"{path}: a folder without checkpoints/best.ckpt or")
     for runs in (tmp_path / "runs", tmp_path / "nowhere"):
         line = f"no run below {runs}/ has a checkpoint: train one first with python train.py"
         assert refusal(find_checkpoint, runs=runs) == line
 
 
-def test_find_by_name(tmp_path, monkeypatch):
-    """A name is that of a run, unless there is a path of that name; other words are not looked up on the hub."""
+def test_a_name_means_a_path_or_else_a_run(tmp_path, monkeypatch):
+    """Names that cannot be a model's are not looked up on the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface, "download_from_hub", lambda name: pytest.fail("looked up"))
     run = make_run(Path("runs"), "gpt2", "best")
     assert find_checkpoint("gpt2") == run / "checkpoints/best.ckpt"
-    write_huggingface(Path("gpt2"))
-    assert find_checkpoint("gpt2") == find_checkpoint(Path("gpt2")) == Path("gpt2")  # which stands for itself
+    write_huggingface_config(Path("gpt2"))
+    assert find_checkpoint("gpt2") == find_checkpoint(Path("gpt2")) == Path("gpt2")
     Path("models").mkdir()
     hint = "give a path, a name below runs/, or OWNER/NAME on the Hugging Face hub"
-    words = ("typo", "gpt-2-medium", "runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b")
-    for name in (*words, "typo" * 1009 + "/"):
+    names = ["typo", "gpt-2-medium", "runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b"]
+    for name in (*names, "typo" * 1009 + "/"):
         assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory: {hint}"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "me/my-model"])
-def test_names_of_the_hub(tmp_path, monkeypatch, name):
-    """GPT-2's own, and whatever has an owner."""
+def test_names_of_the_hub_are_downloaded(tmp_path, monkeypatch):
+    """GPT-2's own names, and every name with an owner."""
     monkeypatch.chdir(tmp_path)
-    asked: list[str] = []
-    monkeypatch.setattr(
-        huggingface, "download_from_hub", lambda name: asked.append(name) or write_huggingface(tmp_path / "hub")
-    )
-    assert find_checkpoint(name) == tmp_path / "hub"
-    assert asked == [name]
+    folder = write_huggingface_config(tmp_path / "hub")
+    monkeypatch.setattr(huggingface, "download_from_hub", lambda name: folder / name)
+    for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "me/my-model"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_huggingface_config(folder / name)
+        assert find_checkpoint(name) == folder / name
 
 
 # --- the hub ---
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A Hugging Face hub with the models in a folder, at two names each: what `snapshot_download` asks of one."""
+    """A Hugging Face hub with the models of a folder. It answers the requests of `snapshot_download`."""
 
     folder: Path
-    asked: ClassVar[list[str]] = []
+    requests: ClassVar[list[str]] = []
     commit = "23" * 20
 
     def do_HEAD(self):
         self.do_GET()
 
     def do_GET(self):
-        place = urlsplit(self.path).path
-        self.asked.append(place)
-        name, _, rest = (
-            place.removeprefix("/api/models").lstrip("/").replace("/resolve/", "/revision/").partition("/revision/")
-        )
+        path = urlsplit(self.path).path
+        self.requests.append(path)
+        model_path = path.removeprefix("/api/models").lstrip("/").replace("/resolve/", "/revision/")
+        name, _, file = model_path.partition("/revision/")
         name = name.split("/tree/")[0]
         files = {file.name: file.read_bytes() for file in (self.folder / name).glob("*")}
         content, headers = b"", {"X-Repo-Commit": self.commit}
         if not files:
             headers["X-Error-Code"] = "RepoNotFound"
-        elif "/tree/" in place:
+        elif "/tree/" in path:
             entries = [{"type": "file", "path": k, "size": len(v), "oid": k} for k, v in files.items()]
             content = json.dumps(entries).encode()
-        elif place.startswith("/api"):
+        elif path.startswith("/api"):
             content = json.dumps({"id": name, "sha": self.commit, "siblings": []}).encode()
         else:
-            content = files[rest.split("/")[-1]]
+            content = files[file.split("/")[-1]]
             headers["ETag"] = '"' + hashlib.sha256(content).hexdigest() + '"'
         self.send_response(200 if files else 404)
         for key, value in (headers | {"Content-Length": str(len(content))}).items():
@@ -176,9 +165,9 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """The environment of a process that knows a hub of ours, and no other."""
+    """The environment of a process that uses this hub instead of Hugging Face's."""
     Hub.folder = tmp_path / "hub"
-    Hub.asked.clear()
+    Hub.requests.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         cache = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
@@ -186,8 +175,8 @@ def hub(tmp_path):
         server.shutdown()
 
 
-def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
-    """Open a model in a process of its own, since the hub's address is read once."""
+def open_in_subprocess(name: str, env: dict) -> subprocess.CompletedProcess:
+    """Open a model in a process of its own, because the hub's address is read once."""
     code = (
         "import sys; from gpt.console import clean_exit; from gpt.loading import open_model\n"
         "with clean_exit('opening'): print(open_model(sys.argv[1])[0].config.num_parameters)"
@@ -195,41 +184,41 @@ def open_apart(name: str, env: dict) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.promise("security.md#Downloads")
 @pytest.mark.slow
 def test_hub(tmp_path, hub):
-    """A name is downloaded, once, and no more than is needed."""
+    """A model is downloaded once, without its code and other files that are not needed."""
     torch.manual_seed(31)
-    theirs = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16))
-    theirs.save_pretrained(tmp_path / "hub/tiny/model")
-    torch.save(theirs.state_dict(), tmp_path / "hub/tiny/model/pytorch_model.bin")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16))
+    gpt2.save_pretrained(tmp_path / "hub/tiny/model")
+    torch.save(gpt2.state_dict(), tmp_path / "hub/tiny/model/pytorch_model.bin")
     (tmp_path / "hub/tiny/model/modeling.py").write_text("raise SystemExit('run')")
-    done = open_apart("tiny/model", hub)
-    assert (done.returncode, done.stdout) == (0, f"{theirs.num_parameters()}\n"), done.stderr
-    fetched = {place.split("/")[-1] for place in Hub.asked if "/resolve/" in place}
-    assert fetched == {"config.json", "model.safetensors"}
-    done = open_apart("tiny/model", hub | {"HF_HUB_OFFLINE": "1"})
-    assert (done.returncode, done.stdout) == (0, f"{theirs.num_parameters()}\n"), done.stderr
+    for env in (hub, hub | {"HF_HUB_OFFLINE": "1"}):
+        done = open_in_subprocess("tiny/model", env)
+        assert (done.returncode, done.stdout) == (0, f"{gpt2.num_parameters()}\n"), done.stderr
+    downloaded = {path.split("/")[-1] for path in Hub.requests if "/resolve/" in path}
+    assert downloaded == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.slow
-def test_hub_refusals(tmp_path, hub):
-    """Another architecture, a name that the hub does not know, no name at all, no network: one line each."""
+def test_models_that_the_hub_does_not_have_are_refused(tmp_path, hub):
+    """Another architecture, an unknown name, an impossible name, or no network."""
     (tmp_path / "hub/other").mkdir(parents=True)
-    write_huggingface(tmp_path / "hub/other/model", model_type="llama")
-    (tmp_path / "hub/other/model/model.safetensors").write_text("2 3 5 7")
-    done = open_apart("other/model", hub)
+    folder = write_huggingface_config(tmp_path / "hub/other/model", model_type="llama")
+    (folder / "model.safetensors").write_text("2 3 5 7")
+    done = open_in_subprocess("other/model", hub)
     assert done.stderr.endswith(": its model_type is 'llama', and only 'gpt2' is supported\n")
-    assert not any(place.endswith("model.safetensors") for place in Hub.asked)
+    assert not any(path.endswith("model.safetensors") for path in Hub.requests)
     start = "there is no such path or run, and the Hugging Face hub does not give such a model ("
-    nowhere = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    for name, env in (("no/model", hub), ("a..b/c", hub), ("tiny/model", nowhere)):
-        done = open_apart(name, env)
+    no_network = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    for name, env in (("no/model", hub), ("a..b/c", hub), ("tiny/model", no_network)):
+        done = open_in_subprocess(name, env)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert done.stderr.startswith(f"opening: {name}: {start}")
 
 
-def test_hub_without_its_library(monkeypatch):
-    """Without the library, the line says what to install."""
+def test_without_its_library_the_hub_is_refused(monkeypatch):
+    """The line names the package to install."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     line = "no/model: neither a path nor a run; for the hub's models: pip install huggingface_hub"
     assert refusal(huggingface.download_from_hub, "no/model") == line
@@ -239,8 +228,7 @@ def test_hub_without_its_library(monkeypatch):
 
 
 @torch.no_grad()
-def test_open_model(tmp_path):
-    """A run, its folder of checkpoints and the file itself are the very same model."""
+def test_every_path_of_a_run_opens_the_same_model(tmp_path):
     run = tmp_path / "run"
     model = write_checkpoint(run / "checkpoints/best.ckpt")
     write_checkpoint(run / "checkpoints/last.ckpt", seed=5)
@@ -252,8 +240,7 @@ def test_open_model(tmp_path):
     assert not torch.equal(open_model(run / "checkpoints/last.ckpt")[0](idx), model(idx))
 
 
-def test_open_model_refusals(tmp_path):
-    """The line begins with the path: of what is foreign, and of what does not fit together."""
+def test_files_that_are_no_model_are_refused(tmp_path):
     (tmp_path / "text").write_text("2 3 5 7")
     assert refusal(open_model, tmp_path / "text").startswith(f"{tmp_path / 'text'}: not a checkpoint of this project")
     file = tmp_path / "odd.ckpt"
@@ -264,53 +251,53 @@ def test_open_model_refusals(tmp_path):
 # --- tokenizers ---
 
 
-def test_open_tokenizer(tmp_path):
-    """Two names, a run, one checkpoint, a prepared corpus, a Hugging Face GPT-2."""
+def test_a_tokenizer_comes_from_a_name_or_any_model_or_corpus(tmp_path):
     best = tmp_path / "run/checkpoints/best.ckpt"
     write_checkpoint(best)
-    theirs, prepared = write_huggingface(tmp_path / "theirs"), write_prepared_corpus(tmp_path / "prepared", BPE)
-    for where in (tmp_path / "run", best, prepared, "byte", "gpt2", theirs):
-        expected = byte_tokenizer() if where == "byte" else GPT2 if where in ("gpt2", theirs) else BPE
-        for name in (where, str(where)):
-            tokenizer = open_tokenizer(name)
-            assert (tokenizer.sha256, tokenizer.encode(STORY)) == (expected.sha256, expected.encode(STORY)), name
+    corpus = write_prepared_corpus(tmp_path / "corpus", BPE)
+    gpt2 = write_huggingface_config(tmp_path / "gpt2")
+    expected = {"byte": byte_tokenizer(), "gpt2": GPT2, gpt2: GPT2, tmp_path / "run": BPE, best: BPE, corpus: BPE}
+    for name, tokenizer in expected.items():
+        for path in (name, str(name)):
+            opened = open_tokenizer(path)
+            assert (opened.sha256, opened.encode(STORY)) == (tokenizer.sha256, tokenizer.encode(STORY)), path
 
 
 @pytest.mark.parametrize("name", ["gpt3", "GPT2", "", "no/where", "a long text\n" * 1009, "a\0b"])
-def test_open_tokenizer_of_nothing(tmp_path, monkeypatch, name):
-    """A name that means nothing, and is no path either."""
+def test_other_names_are_no_tokenizer(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     choices = "choose gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
     assert refusal(open_tokenizer, name) == f"{name!r} is not a tokenizer: {choices}"
 
 
-@pytest.mark.parametrize("act", [open_tokenizer, open_model])
-def test_other_huggingface_models(tmp_path, act):
-    """A Hugging Face directory of another model, or with another vocabulary, before its weights are looked at."""
-    for changes, found in (
+@pytest.mark.parametrize("open_function", [open_tokenizer, open_model])
+def test_other_huggingface_models_are_refused(tmp_path, open_function):
+    """The weights are not needed to refuse them."""
+    for changes, reason in (
         ({"model_type": "llama"}, "model_type is 'llama', and only 'gpt2' is supported"),
         ({"vocab_size": 50265}, "vocab_size is 50265, and GPT-2's own tokenizer has 50257 tokens"),
         ({"vocab_size": None}, "vocab_size is None, and GPT-2's own tokenizer has 50257 tokens"),
     ):
-        folder = write_huggingface(tmp_path / "theirs", **changes)
-        assert refusal(act, folder) == f"{folder}: its {found}"
+        folder = write_huggingface_config(tmp_path / "other", **changes)
+        assert refusal(open_function, folder) == f"{folder}: its {reason}"
 
 
-def test_damaged_tokenizer(tmp_path):
-    """A checkpoint's or corpus's tokenizer that is something else, or was changed since it was written."""
-    file, changed = tmp_path / "odd.ckpt", BPE.to_dict() | {"sha256": "0" * 64}
-    for stored in ({}, {"name": "bpe"}, BPE.to_dict() | {"ranks": None}, changed):
-        save_checkpoint(make_checkpoint(small_model(tokenizer=BPE)) | {"tokenizer": stored}, file)
+def test_a_damaged_tokenizer_is_refused(tmp_path):
+    """The tokenizer of a checkpoint or a corpus is another object, or was changed after it was written."""
+    file = tmp_path / "odd.ckpt"
+    changed = BPE.to_dict() | {"sha256": "0" * 64}
+    for tokenizer in ({}, {"name": "bpe"}, BPE.to_dict() | {"ranks": None}, changed):
+        save_checkpoint(make_checkpoint(small_model(tokenizer=BPE)) | {"tokenizer": tokenizer}, file)
         assert refusal(open_tokenizer, file).startswith(f"{file}: the checkpoint's tokenizer, configuration and")
     assert "do not match their hash" in refusal(open_tokenizer, file)
-    folder = write_prepared_corpus(tmp_path / "prepared", BPE)
+    folder = write_prepared_corpus(tmp_path / "corpus", BPE)
     (folder / "tokenizer.json").write_text(json.dumps(changed))
     assert "do not match their hash" in refusal(open_tokenizer, folder)
 
 
-def test_tokenizers_without_torch(tmp_path):
+def test_tokenizers_are_opened_without_torch(tmp_path):
     """torch takes seconds to import, and only a checkpoint needs it."""
-    paths = [write_prepared_corpus(tmp_path / "prepared", BPE), write_huggingface(tmp_path / "theirs")]
+    paths = [write_prepared_corpus(tmp_path / "corpus", BPE), write_huggingface_config(tmp_path / "gpt2")]
     code = (
         "import sys; from gpt.loading import find_checkpoint, open_tokenizer\n"
         f"for name in {['gpt2', 'byte', *map(str, paths)]}: print(open_tokenizer(name).vocab_size)\n"

@@ -1,4 +1,4 @@
-"""One model, three programs: our own sampling, `transformers` on the exported folder, llama.cpp on the GGUF file."""
+"""One model gives the same in three programs: here, in `transformers` after export, and in llama.cpp as a GGUF file."""
 
 import functools
 import random
@@ -13,32 +13,33 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gpt.data.tokenizer import GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
-from gpt.interop import gguf, huggingface
+from gpt.interop.gguf import write_gguf
+from gpt.interop.huggingface import write_huggingface
 from gpt.loading import open_model
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import SamplingParams, generate
 from harness import ROOT, train
 
 pytestmark = pytest.mark.slow
-NEW = 100  # tokens
+MAX_NEW_TOKENS = 100
 PROMPT = "Permission is hereby"
-WITHOUT = "llama.cpp WAS NOT COMPARED: pip install llama-cpp-python, which needs a C++ compiler and some minutes"
+SKIPPED = "llama.cpp WAS NOT COMPARED: pip install llama-cpp-python, which needs a C++ compiler and some minutes"
 
 
-def llama(file: Path, context_length: int, **options):
+def open_llama(file: Path, context_length: int, **options):
     """Open a GGUF file in llama.cpp, with the keys and values of its cache in fp32, as ours are.
 
     It takes one token at a time, because its code for several (AMX) crashes with q8_0 on some virtual machines.
     """
-    library = pytest.importorskip("llama_cpp", reason=WITHOUT)
-    shape = {"n_ctx": context_length, "n_batch": 1, "n_threads": 2, "n_threads_batch": 2}
-    return library.Llama(str(file), **shape, type_k=0, type_v=0, verbose=False, **options)
+    llama_cpp = pytest.importorskip("llama_cpp", reason=SKIPPED)
+    sizes = {"n_ctx": context_length, "n_batch": 1, "n_threads": 2, "n_threads_batch": 2}
+    return llama_cpp.Llama(str(file), **sizes, type_k=0, type_v=0, verbose=False, **options)
 
 
-def random_model(config: GPTConfig, seed: int) -> GPT:
-    """A model with large random weights, biases and gains; GPT-2's own initial weights repeat one token for ever.
+def make_random_model(config: GPTConfig, seed: int) -> GPT:
+    """Return a model with large random weights, biases and gains; GPT-2's initial weights repeat one token for ever.
 
-    Attention stays mild: a sharp one would multiply what the programs' roundings differ in.
+    Attention weights are small, because sharp attention would multiply the differences between the programs' roundings.
     """
     generator = torch.Generator().manual_seed(seed)
     model = GPT(config)
@@ -50,91 +51,90 @@ def random_model(config: GPTConfig, seed: int) -> GPT:
     return model.eval()
 
 
-def trained(folder: Path) -> tuple[GPT, Tokenizer]:
-    """The mini model after some steps on a text that it can learn by heart."""
+def make_model(name: str, folder: Path) -> tuple[GPT, Tokenizer]:
+    """Return a random model, or the mini model after some steps on a text that it memorizes."""
+    if name == "odd":
+        config = GPTConfig(97, 60, 3, 5, qkv_bias=False, vocab_size=257)
+        return make_random_model(config, seed=13), byte_tokenizer()
+    if name == "gpt2":
+        return make_random_model(GPTConfig(1024, 768, 12, 12), seed=21), gpt2_tokenizer()
     run = folder / "run"
-    settings = ["data=text", f"data.path={ROOT / 'LICENSE'}", f"data.cache={folder / 'cache'}", f"run_dir={run}"]
-    train(*settings, "tokenizer.vocab_size=307", "horizon=150steps", "trainer.device=cpu")
+    data = ["data=text", f"data.path={ROOT / 'LICENSE'}", f"data.cache={folder / 'cache'}", f"run_dir={run}"]
+    train(*data, "tokenizer.vocab_size=307", "horizon=150steps", "trainer.device=cpu")
     return open_model(run / "checkpoints/last.ckpt")  # the best on validation has learnt less
 
 
 @pytest.mark.parametrize("name", ["mini", "odd", "gpt2"])
-def test_greedy(tmp_path, name):
-    """The same hundred tokens, or as many as the context holds.
+def test_greedy_tokens_are_equal(tmp_path, name):
+    """A hundred tokens, or as many as the context holds.
 
-    llama.cpp looks GELU up in a table of f16, so its logits differ in the fourth digit. The two likeliest tokens of a
-    random model are nearly equal now and then; these seeds keep them more than twice that apart, as training does.
+    llama.cpp looks GELU up in a table of f16, so its logits differ in the fourth digit. The two most probable tokens of
+    a random model are sometimes nearly equal. With these seeds, their logits differ by more than twice that error, as
+    they do after training.
     """
-    if name == "mini":
-        model, tokenizer = trained(tmp_path)
-    elif name == "odd":
-        tokenizer = byte_tokenizer()
-        model = random_model(GPTConfig(97, 60, 3, 5, qkv_bias=False, vocab_size=257), seed=13)
-    else:
-        tokenizer = gpt2_tokenizer()
-        model = random_model(GPTConfig(1024, 768, 12, 12), seed=21)
+    model, tokenizer = make_model(name, tmp_path)
     prompt = tokenizer.encode(PROMPT)
-    new = min(NEW, model.config.context_length - len(prompt))
-    ours = [int(token) for token in generate(model, torch.tensor([prompt]), new, SamplingParams(temperature=0.0))]
-    assert len(set(ours)) > 10
-    text, last = [*prompt, *ours], len(prompt) - 1
+    num_new = min(MAX_NEW_TOKENS, model.config.context_length - len(prompt))
+    greedy = SamplingParams(temperature=0.0)
+    new_ids = [int(token) for token in generate(model, torch.tensor([prompt]), num_new, greedy)]
+    assert len(set(new_ids)) > 10
+    ids = [*prompt, *new_ids]
+    first = len(prompt) - 1  # the position that predicts the first new token
     with torch.inference_mode():
-        logits = model(torch.tensor([text[:-1]]))[0, last:].numpy()  # (new, V)
+        logits = model(torch.tensor([ids[:-1]]))[0, first:].numpy()  # (num_new, V)
 
     folder, file = tmp_path / "folder", tmp_path / "model.gguf"
     folder.mkdir()
-    huggingface.write_huggingface(model, tokenizer, folder)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    theirs.generation_config.eos_token_id = None  # all of them are to be compared
+    write_huggingface(model, tokenizer, folder)
+    gpt2 = AutoModelForCausalLM.from_pretrained(folder)
+    gpt2.generation_config.eos_token_id = None  # to generate all tokens
     idx = torch.tensor([prompt])
-    greedy = {"attention_mask": torch.ones_like(idx), "do_sample": False, "max_length": len(text), "pad_token_id": 0}
-    assert theirs.generate(idx, **greedy)[0].tolist() == text
+    options = {"attention_mask": torch.ones_like(idx), "do_sample": False, "max_length": len(ids), "pad_token_id": 0}
+    assert gpt2.generate(idx, **options)[0].tolist() == ids
 
-    gguf.write_gguf(model, tokenizer, file, "f32")
-    third = llama(file, model.config.context_length, logits_all=True)
-    assert list(islice(third.generate(prompt, temp=0.0), new)) == ours
-    third.reset()
-    third.eval(text[:-1])
-    apart = np.abs(third.scores[last : len(text) - 1] - logits).max()
-    second, first = np.partition(logits, -2)[:, -2:].T
-    gap = (first - second).min()
-    assert 2 * apart < min(gap, 0.01 * logits.std())
+    write_gguf(model, tokenizer, file, "f32")
+    llama = open_llama(file, model.config.context_length, logits_all=True)
+    assert list(islice(llama.generate(prompt, temp=0.0), num_new)) == new_ids
+    llama.reset()
+    llama.eval(ids[:-1])
+    error = np.abs(llama.scores[first : len(ids) - 1] - logits).max()
+    second_best, best = np.partition(logits, -2)[:, -2:].T
+    assert 2 * error < min((best - second_best).min(), 0.01 * logits.std())
     shutil.rmtree(folder)  # a gigabyte, with the file, which pytest would keep
     file.unlink()
 
 
-def test_types(tmp_path):
-    """llama.cpp reads every type, with logits as far from ours as the type rounds; a chat is continued as it is."""
-    model, tokenizer = random_model(GPTConfig(97, 96, 2, 3, vocab_size=257), seed=5), byte_tokenizer()
-    text = tokenizer.encode("The model reads\n bytes.")
+def test_llama_cpp_reads_every_type(tmp_path):
+    """The errors of its logits are as large as the rounding of the type. A chat is continued without markup."""
+    model, tokenizer = make_random_model(GPTConfig(97, 96, 2, 3, vocab_size=257), seed=5), byte_tokenizer()
+    ids = tokenizer.encode("The model reads\n bytes.")
     with torch.inference_mode():
-        logits = model(torch.tensor([text]))[0].numpy()
-    for kind, bound in (("f32", 0.002), ("f16", 0.004), ("bf16", 0.02), ("q8_0", 0.05)):
-        file = tmp_path / f"{kind}.gguf"
-        gguf.write_gguf(model, tokenizer, file, kind)
-        machine = llama(file, 97, logits_all=True)
-        machine.eval(text)
-        apart = np.abs(machine.scores[: len(text)] - logits).std() / logits.std()
-        assert bound / 100 < apart < bound, kind
+        logits = model(torch.tensor([ids]))[0].numpy()
+    for gguf_type, bound in (("f32", 0.002), ("f16", 0.004), ("bf16", 0.02), ("q8_0", 0.05)):
+        file = tmp_path / f"{gguf_type}.gguf"
+        write_gguf(model, tokenizer, file, gguf_type)
+        llama = open_llama(file, 97, logits_all=True)
+        llama.eval(ids)
+        error = np.abs(llama.scores[: len(ids)] - logits).std() / logits.std()
+        assert bound / 100 < error < bound, gguf_type
     turns = [("user", "The model "), ("assistant", "reads"), ("user", "\n bytes.")]
-    chat = machine.create_chat_completion(
-        [{"role": role, "content": part} for role, part in turns], temperature=0.0, max_tokens=7
-    )
-    plain = machine.create_completion("The model reads\n bytes.", temperature=0.0, max_tokens=7)
-    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
-    assert chat["usage"] == plain["usage"]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    chat = llama.create_chat_completion(messages, temperature=0.0, max_tokens=7)
+    completion = llama.create_completion("The model reads\n bytes.", temperature=0.0, max_tokens=7)
+    assert chat["choices"][0]["message"]["content"] == completion["choices"][0]["text"]
+    assert chat["usage"] == completion["usage"]
 
 
-def byte_pairs() -> Tokenizer:
-    """A tokenizer whose tokens are all pairs of bytes, so that every other place of a cut gives other ids."""
-    parts = [bytes([byte]) for byte in range(256)]
-    tokens = parts + [left + right for left in parts for right in parts]
+def make_byte_pairs() -> Tokenizer:
+    """Return a tokenizer whose tokens are all pairs of bytes, so that every other split of a text gives other ids."""
+    single_bytes = [bytes([byte]) for byte in range(256)]
+    tokens = single_bytes + [left + right for left in single_bytes for right in single_bytes]
     return Tokenizer("bpe", {token: rank for rank, token in enumerate(tokens)}, GPT2_PATTERN)
 
 
 @functools.cache
-def mixed_text(length: int) -> str:
-    """Text of all of Unicode: words and contractions, runs of spaces, scripts, marks, emoji and control characters.
+def make_mixed_text(length: int) -> str:
+    """Return text of all of Unicode: contractions, runs of spaces, scripts, marks, emoji and control characters.
 
     Characters that this Python does not know are left out: llama.cpp's tables are of Unicode 15, tiktoken's are newer.
     """
@@ -150,29 +150,29 @@ def mixed_text(length: int) -> str:
         ["\U0001f642", "\U0001f44d\U0001f3fd", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u2764\ufe0f"],
         [chr(code) for code in range(0x110000)],
     ]
-    chooser = random.Random(7)
+    rng = random.Random(7)
     characters: list[str] = []
     while len(characters) < length:
-        drawn = "".join(chooser.choices(chooser.choice(pools), k=chooser.choice((1, 1, 2, 3, 5, 7))))
-        characters += [character for character in drawn if unicodedata.category(character) not in ("Cn", "Cs")]
+        text = "".join(rng.choices(rng.choice(pools), k=rng.choice((1, 1, 2, 3, 5, 7))))
+        characters += [character for character in text if unicodedata.category(character) not in ("Cn", "Cs")]
     return "".join(characters)
 
 
-@pytest.mark.parametrize("make", [gpt2_tokenizer, byte_tokenizer, byte_pairs])
-def test_token_ids(tmp_path, make):
-    """The same ids for a million characters, but for letters newer than llama.cpp's tables, which are of Unicode 15."""
-    tokenizer, file = make(), tmp_path / "model.gguf"
-    gguf.write_gguf(GPT(GPTConfig(8, 8, 1, 1, vocab_size=tokenizer.vocab_size)), tokenizer, file, "f32")
-    machine = llama(file, 8, vocab_only=True)
+@pytest.mark.parametrize("make_tokenizer", [gpt2_tokenizer, byte_tokenizer, make_byte_pairs])
+def test_token_ids_are_equal(tmp_path, make_tokenizer):
+    """A million characters give equal ids. The exception is letters newer than llama.cpp's tables."""
+    tokenizer, file = make_tokenizer(), tmp_path / "model.gguf"
+    write_gguf(GPT(GPTConfig(8, 8, 1, 1, vocab_size=tokenizer.vocab_size)), tokenizer, file, "f32")
+    llama = open_llama(file, 8, vocab_only=True)
 
-    def ids(text: str, special: bool = False) -> list[int]:
-        return machine.tokenize(text.encode(), add_bos=False, special=special)
+    def encode(text: str, special: bool = False) -> list[int]:
+        return llama.tokenize(text.encode(), add_bos=False, special=special)
 
-    text = mixed_text(1_000_000)
+    text = make_mixed_text(1_000_000)
     for start in range(0, len(text), 9973):
-        piece = text[start : start + 9973]
-        assert ids(piece) == tokenizer.encode(piece)
+        part = text[start : start + 9973]
+        assert encode(part) == tokenizer.encode(part)
     new_letters = "a\u1c89a 1\U0001ccf01"  # a Cyrillic letter and a digit of Unicode 16
-    assert (ids(new_letters) == tokenizer.encode(new_letters)) == (make is not byte_pairs)
-    assert ids("<|endoftext|>") == tokenizer.encode("<|endoftext|>")
-    assert ids("<|endoftext|>", special=True) == [tokenizer.end_of_text]  # as llama.cpp's programs read a prompt
+    assert (encode(new_letters) == tokenizer.encode(new_letters)) == (make_tokenizer is not make_byte_pairs)
+    assert encode("<|endoftext|>") == tokenizer.encode("<|endoftext|>")
+    assert encode("<|endoftext|>", special=True) == [tokenizer.end_of_text]  # llama.cpp's programs read prompts so

@@ -1,7 +1,8 @@
-"""Generation: the cache against a plain loop, filters against numbers by hand, and text in whole pieces."""
+"""Generation: the cache against a plain loop, and filters against numbers by hand."""
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import SamplingParams, filter_logits, generate, left_pad, next_token
+from harness import refusal
 from small_models import make_idx, make_model
 
 VOCAB, CONTEXT = 101, 13
@@ -21,13 +23,13 @@ PLAIN = SamplingParams(temperature=1.0, top_p=1.0)
 
 
 def collect(tokens: Iterator[Tensor]) -> Tensor:
-    """Everything that `generate` yields, as (B, new tokens)."""
+    """Return all tokens that `generate` yields, as (B, new tokens)."""
     return torch.stack(list(tokens), dim=1)
 
 
 @torch.no_grad()
 def naive_greedy(model: GPT, idx: Tensor, new: int, slide: int) -> Tensor:
-    """The slow, obvious loop: the whole window goes through the model for every token."""
+    """Return the tokens of a slow loop: the whole window goes through the model for every token."""
     start = 0
     for _ in range(new):
         while idx.shape[1] - start > CONTEXT:
@@ -39,8 +41,8 @@ def naive_greedy(model: GPT, idx: Tensor, new: int, slide: int) -> Tensor:
 
 @pytest.mark.parametrize("slide", [1, 3, CONTEXT])
 @pytest.mark.parametrize("T", [1, 7, CONTEXT, CONTEXT + 1, 29])
-def test_cached_equals_uncached(T, slide):
-    """Greedy tokens of three rows, within the context and far past it, equal those of the plain loop."""
+def test_cached_tokens_equal_uncached_ones(T, slide):
+    """Within the context and far past it."""
     model, idx, new = make_model(SHAPE), make_idx(VOCAB, 3, T), 31
     expected = naive_greedy(model, idx, new, slide)
     assert min(len(row.unique()) for row in expected) >= 5  # no row is stuck on a few tokens
@@ -48,30 +50,29 @@ def test_cached_equals_uncached(T, slide):
 
 
 @pytest.mark.parametrize("slide", [1, 3, CONTEXT])
-def test_prompts_of_different_lengths(slide):
-    """Each row continues as it does alone, even when only some rows have passed the context."""
+def test_each_row_continues_as_it_does_alone(slide):
+    """Prompts have different lengths, so that some rows have passed the context when others have not."""
     model = make_model(SHAPE)
     prompts = [make_idx(VOCAB, 1, T)[0].tolist() for T in (7, 1, CONTEXT, 2, 7)]
-    idx, padding = left_pad(prompts)
-    assert padding == [CONTEXT - 7, CONTEXT - 1, 0, CONTEXT - 2, CONTEXT - 7]
-    assert [row[fill:] for row, fill in zip(idx.tolist(), padding, strict=True)] == prompts
-    together = collect(generate(model, idx, 37, GREEDY, slide=slide, padding=padding))
+    idx, pad_lengths = left_pad(prompts)
+    assert pad_lengths == [CONTEXT - 7, CONTEXT - 1, 0, CONTEXT - 2, CONTEXT - 7]
+    assert [row[pad:] for row, pad in zip(idx.tolist(), pad_lengths, strict=True)] == prompts
+    together = collect(generate(model, idx, 37, GREEDY, slide=slide, pad_lengths=pad_lengths))
     for row, ids in enumerate(prompts):
         assert torch.equal(together[row : row + 1], naive_greedy(model, torch.tensor([ids]), 37, slide)), row
 
 
-def test_padding_is_not_seen():
-    """Padding does not count as text: the repetition penalty ignores it too."""
+def test_the_repetition_penalty_ignores_padding():
     model, sampling = make_model(SHAPE), SamplingParams(repetition_penalty=2.0, temperature=0.0)
     prompts = [make_idx(VOCAB, 1, 3)[0].tolist(), make_idx(VOCAB, 1, 11)[0].tolist()]
-    idx, padding = left_pad(prompts)
-    together = collect(generate(model, idx, 7, sampling, padding=padding))
+    idx, pad_lengths = left_pad(prompts)
+    together = collect(generate(model, idx, 7, sampling, pad_lengths=pad_lengths))
     for row, ids in enumerate(prompts):
         assert torch.equal(together[row : row + 1], collect(generate(model, torch.tensor([ids]), 7, sampling)))
 
 
-def test_passes():
-    """Only when its token is asked for, one token goes through the model; the prompt and each slide take several."""
+def test_a_new_token_takes_a_pass_over_one_token():
+    """The prompt and each slide take a pass over several. Nothing runs before a token is requested."""
     model, passes = make_model(SHAPE), []
     model.final_norm.register_forward_hook(lambda module, inputs, output: passes.append(output.shape[1]))
     tokens = generate(model, make_idx(VOCAB, 2, 7), 13, GREEDY, slide=3)
@@ -83,27 +84,24 @@ def test_passes():
 
 
 def test_generation_ignores_dropout():
-    """A model in training mode is sampled as in evaluation mode."""
     model = make_model(replace(SHAPE, dropout=0.5)).train()
     tokens = collect(generate(model, make_idx(VOCAB, 2, 5), 11, GREEDY))
     assert torch.equal(tokens, naive_greedy(make_model(SHAPE), make_idx(VOCAB, 2, 5), 11, slide=1))
 
 
-def test_nothing_to_start_from():
-    """Generation needs a token to start from, and the error suggests one."""
+def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match=r"at least one token .*end-of-text"):
         next(generate(make_model(SHAPE), make_idx(VOCAB, 1, 0), 2, GREEDY))
 
 
 @pytest.mark.parametrize("slide", [0, -1, CONTEXT + 1])
-def test_slide_range(slide):
-    """The error names the value and the limits."""
+def test_slide_is_at_most_the_context(slide):
     with pytest.raises(UserError, match=rf"slide={slide} .*at least 1 .*\b13\b"):
         next(generate(make_model(SHAPE), make_idx(VOCAB, 1, 2), 2, GREEDY, slide=slide))
 
 
 def filtered(weights: list[float], **changes) -> list[float]:
-    """Probabilities after the filters of a row whose tokens have these weights, each with the logit log(weight)."""
+    """Return the probabilities of a row whose logits are log(weight), after the filters."""
     sampling = SamplingParams(**({"temperature": 1.0, "top_p": 1.0} | changes))
     previous = torch.zeros(1, 0, dtype=torch.long)
     return filter_logits(torch.tensor([weights]).log(), previous, sampling).softmax(-1)[0].tolist()
@@ -114,7 +112,7 @@ def filtered(weights: list[float], **changes) -> list[float]:
     [
         ({}, [4, 8, 2, 1, 1]),
         ({"top_k": 2}, [4, 8, 0, 0, 0]),
-        ({"top_k": 4}, [4, 8, 2, 1, 1]),  # a tie for the fourth place: both stay
+        ({"top_k": 4}, [4, 8, 2, 1, 1]),  # two tokens tie for fourth: both stay
         ({"top_p": 1e-9}, [0, 8, 0, 0, 0]),
         ({"top_p": 0.51}, [4, 8, 0, 0, 0]),
         ({"min_p": 0.13}, [4, 8, 2, 0, 0]),
@@ -122,24 +120,25 @@ def filtered(weights: list[float], **changes) -> list[float]:
         ({"temperature": 0.5}, [16, 64, 4, 1, 1]),
         ({"temperature": 0.5, "top_p": 0.74}, [0, 64, 0, 0, 0]),  # 64 of 86 is 0.744
         ({"temperature": 0.5, "top_p": 0.75}, [16, 64, 0, 0, 0]),
-        ({"top_k": 2, "top_p": 0.7}, [4, 8, 0, 0, 0]),  # top-p counts what top-k has left: 8 of 12 is 0.67
+        ({"top_k": 2, "top_p": 0.7}, [4, 8, 0, 0, 0]),  # top-p applies after top-k: 8 of 12 is 0.67
         ({"top_k": 3, "temperature": 0.5, "min_p": 0.2}, [16, 64, 0, 0, 0]),
     ],
 )
 def test_filters_by_hand(changes, expected):
-    """Tokens of weights 4, 8, 2, 1 and 1 of 16; those that stay keep their proportions."""
+    """Tokens have the weights 4, 8, 2, 1 and 1. The remaining ones keep their proportions."""
     result = filtered([4.0, 8.0, 2.0, 1.0, 1.0], **changes)
     assert result == pytest.approx([value / sum(expected) for value in expected], abs=1e-6)
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
-def test_top_p_keeps_the_fewest(top_p, kept):
-    """Of four tokens with exactly a quarter each, it keeps just enough to reach the probability."""
-    assert sorted(filtered([1.0] * 4, top_p=top_p)) == pytest.approx([0.0] * (4 - kept) + [1 / kept] * kept)
+@pytest.mark.parametrize(("top_p", "num_tokens"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_top_p_keeps_the_fewest_tokens(top_p, num_tokens):
+    """Each of four tokens has exactly a quarter."""
+    expected = [0.0] * (4 - num_tokens) + [1 / num_tokens] * num_tokens
+    assert sorted(filtered([1.0] * 4, top_p=top_p)) == pytest.approx(expected)
 
 
 def slow_filter(logits: list[float], previous: list[int], sampling: SamplingParams) -> list[float]:
-    """Probabilities after all filters, one token at a time, in the order that `SamplingParams` documents."""
+    """Return probabilities after all filters, one token at a time, in the order of the fields of `SamplingParams`."""
     values = list(logits)
     for token in set(previous):
         penalty = sampling.repetition_penalty
@@ -147,19 +146,20 @@ def slow_filter(logits: list[float], previous: list[int], sampling: SamplingPara
     weights = {token: math.exp(value / sampling.temperature) for token, value in enumerate(values)}
     if sampling.top_k:
         weights = {t: w for t, w in weights.items() if sum(v > w for v in weights.values()) < sampling.top_k}
-    total, reached, kept = sum(weights.values()), 0.0, {}
+    total, cumulative = sum(weights.values()), 0.0
     for token in sorted(weights, key=lambda token: -weights[token]):
-        if sampling.top_p == 1.0 or reached < sampling.top_p * total:
-            kept[token] = weights[token]
-            reached += weights[token]
-    kept = {token: weight for token, weight in kept.items() if weight >= sampling.min_p * max(kept.values())}
-    return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(logits))]
+        weight = weights[token]
+        if sampling.top_p < 1.0 and cumulative >= sampling.top_p * total:
+            del weights[token]
+        cumulative += weight
+    weights = {token: weight for token, weight in weights.items() if weight >= sampling.min_p * max(weights.values())}
+    return [weights.get(token, 0.0) / sum(weights.values()) for token in range(len(logits))]
 
 
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.7, 0.6])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.9])
 def test_filters_equal_the_slow_reference(repetition_penalty, temperature):
-    """All filters together, on five rows of 31 random logits, which are left alone."""
+    """All filters together, on five rows of 31 random logits."""
     generator = torch.Generator().manual_seed(11)
     logits = 2 * torch.randn(5, 31, generator=generator)
     previous = torch.randint(31, (5, 13), generator=generator)
@@ -172,19 +172,17 @@ def test_filters_equal_the_slow_reference(repetition_penalty, temperature):
         torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_low_temperature_becomes_greedy():
-    """A temperature near zero draws what zero takes: the likeliest."""
+def test_a_temperature_near_zero_is_greedy():
     logits = torch.randn(211, 31, generator=torch.Generator().manual_seed(13))
-    nothing = torch.zeros(211, 0, dtype=torch.long)
-    greedy = next_token(logits, nothing, GREEDY, None)
+    previous = torch.zeros(211, 0, dtype=torch.long)
+    greedy = next_token(logits, previous, GREEDY, None)
     assert torch.equal(greedy, logits.argmax(-1))
     generator = torch.Generator().manual_seed(13)
-    assert torch.equal(next_token(logits, nothing, SamplingParams(temperature=1e-6, top_p=1.0), generator), greedy)
-    assert not torch.equal(next_token(logits, nothing, PLAIN, generator), greedy)
+    assert torch.equal(next_token(logits, previous, SamplingParams(temperature=1e-6, top_p=1.0), generator), greedy)
+    assert not torch.equal(next_token(logits, previous, PLAIN, generator), greedy)
 
 
-def test_greedy_heeds_the_penalty():
-    """Only the repetition penalty can change the greedy choice."""
+def test_only_the_repetition_penalty_changes_a_greedy_token():
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     previous = torch.tensor([[0, 0]])
     assert next_token(logits, previous, SamplingParams(temperature=0.0, top_k=2, min_p=0.5), None).tolist() == [0]
@@ -195,8 +193,8 @@ def test_greedy_heeds_the_penalty():
     ("sampling", "expected"),
     [(PLAIN, [8, 4, 2, 1, 1]), (SamplingParams(temperature=0.5, top_p=1.0, top_k=3), [64, 16, 4, 0, 0])],
 )
-def test_frequencies(sampling, expected):
-    """20,011 draws fall as the probabilities say: chi-squared, at the 0.1% level of up to four degrees of freedom."""
+def test_frequencies_follow_the_probabilities(sampling, expected):
+    """A chi-squared test of 20,011 draws, at the 0.1% level of up to four degrees of freedom."""
     n = 20_011
     logits = torch.tensor([[8.0, 4.0, 2.0, 1.0, 1.0]]).log().expand(n, -1)
     drawn = next_token(logits, torch.zeros(n, 0, dtype=torch.long), sampling, torch.Generator().manual_seed(7))
@@ -206,8 +204,8 @@ def test_frequencies(sampling, expected):
     assert sum((count - mean) ** 2 / mean for count, mean in zip(counts, means, strict=True) if mean) < 18.47
 
 
-def test_seed_decides():
-    """The same seed gives the same tokens, another seed others, and rows of one batch differ."""
+def test_the_seed_determines_the_tokens():
+    """Rows of one batch differ."""
     model, idx = make_model(SHAPE), make_idx(VOCAB, 1, 5).repeat(3, 1)
     runs = [collect(generate(model, idx, 23, PLAIN, torch.Generator().manual_seed(seed))) for seed in (3, 3, 5)]
     assert torch.equal(runs[0], runs[1])
@@ -226,14 +224,10 @@ def test_seed_decides():
         ({"min_p": -0.1}, "min-p=-0.1 .* at least 0"),
     ],
 )
-def test_sampling_ranges(changes, message):
-    """A value out of range is one line that names the setting, the value and the limit."""
-    with pytest.raises(UserError, match=message) as caught:
-        SamplingParams(**changes)
-    assert "\n" not in str(caught.value)
+def test_a_value_out_of_range_is_refused(changes, message):
+    assert re.match(message, refusal(SamplingParams, **changes))
 
 
-def test_sampling_limits_are_accepted():
-    """The ends of the ranges are within them."""
+def test_the_ends_of_the_ranges_are_accepted():
     for limits in [(100.0, -0.0, 0, 1.0, -0.0), (0.01, 100.0, 10**30, 1e-30, 1.0), (1.0, 1e-6, 0, 1.0, 1e-320)]:
         assert torch.isfinite(next_token(torch.randn(1, 7), torch.tensor([[3]]), SamplingParams(*limits), None)).all()

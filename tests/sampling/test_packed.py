@@ -1,4 +1,4 @@
-"""A model with packed weights says what it said before, as nearly as its precision allows."""
+"""A model with packed weights predicts as before, as nearly as its precision allows."""
 
 import copy
 
@@ -11,20 +11,13 @@ from gpt.model.fast.operations import SkipInit
 from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import packed
-from gpt.sampling.packed import (
-    BF16_FROM,
-    Int8Linear,
-    PackedLinear,
-    choose_sampling_precision,
-    choose_threads,
-    pack_weights,
-)
+from gpt.sampling.packed import Int8Linear, PackedLinear, choose_sampling_precision, choose_threads, pack_weights
 from small_models import make_idx, make_initial_model
 
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
 
-def make_linear(inputs: int, outputs: int, bias: bool) -> Linear:
+def make_linear(inputs: int, outputs: int, bias: bool = True) -> Linear:
     torch.manual_seed(7)
     return Linear(inputs, outputs, bias=bias)
 
@@ -32,8 +25,7 @@ def make_linear(inputs: int, outputs: int, bias: bool) -> Linear:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 1), (5, 11)])
 @pytest.mark.parametrize(("inputs", "outputs"), [(13, 17), (64, 96), (97, 7)])
-def test_packed(inputs, outputs, shape, bias):
-    """The packed product equals that of plain bfloat16 weights, for any number of rows."""
+def test_packed_products_equal_plain_bf16(inputs, outputs, shape, bias):
     linear = make_linear(inputs, outputs, bias)
     x = torch.randn(*shape, inputs)
     expected = F.linear(x.bfloat16(), linear.weight.bfloat16(), None if not bias else linear.bias.bfloat16())
@@ -45,18 +37,19 @@ def test_packed(inputs, outputs, shape, bias):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (5, 1)])
-def test_int8(shape, rows, bias):
-    """Every route multiplies the same integers, which are off by at most half a step of their row's scale."""
+def test_int8_rounds_to_the_nearest_integer(shape, rows, bias):
+    """Every way to multiply uses the same integers. They are off by at most half a step of their row's scale."""
     linear = make_linear(64, 32, bias)
     with torch.no_grad():
         linear.weight[3] = 0.0
         linear.weight[5] *= 1000.0
-    whole = Int8Linear(linear.weight, linear.bias)
-    restored = whole.weight.float() * whole.scale.float()[:, None]
-    assert whole.weight.dtype == torch.int8
-    assert whole.weight[5].abs().max() == 127
+    int8 = Int8Linear(linear.weight, linear.bias)
+    scale = int8.scale.float()[:, None]
+    restored = int8.weight.float() * scale
+    assert int8.weight.dtype == torch.int8
+    assert int8.weight[5].abs().max() == 127
     assert not restored[3].any()
-    assert ((restored - linear.weight).abs() <= 0.51 * whole.scale.float()[:, None]).all()
+    assert ((restored - linear.weight).abs() <= 0.51 * scale).all()
 
     x = torch.randn(*shape, 64)
     expected = F.linear(x.bfloat16().float(), restored, linear.bias)
@@ -65,21 +58,21 @@ def test_int8(shape, rows, bias):
     torch.testing.assert_close(result.float(), expected, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("inputs", [*range(1, 70), 96, 100, 768])
-def test_int8_of_any_width(inputs):
-    """PyTorch's single-row kernel reads past the end of rows of some widths, so it must not get those."""
-    linear = make_linear(inputs, 257, bias=True)
-    x = torch.randn(1, inputs)
-    expected = linear(x.bfloat16().float())
-    for _ in range(5):
-        result = Int8Linear(linear.weight, linear.bias)(x).float()
-        torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)
+def test_int8_reads_nothing_past_its_weights():
+    """PyTorch's kernel for a single row reads past the end of rows of some widths. Those take another way."""
+    for inputs in [*range(1, 70), 96, 100, 768]:
+        linear = make_linear(inputs, 257)
+        x = torch.randn(1, inputs)
+        expected = linear(x.bfloat16().float())
+        for _ in range(5):
+            result = Int8Linear(linear.weight, linear.bias)(x).float()
+            torch.testing.assert_close(result, expected, atol=0.05, rtol=0.02)
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.02)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_near_the_model(precision, bound, rows):
-    """Logits and loss are close to fp32, in one pass and token by token with the cache."""
+def test_a_packed_model_is_near_fp32(precision, bound, rows):
+    """Its logits are, in one pass and token by token with the cache. So is its loss."""
     exact = make_initial_model(SHAPE, scale=5.0)
     model = pack_weights(copy.deepcopy(exact), precision, rows)
     idx = make_idx(101, rows, 23)
@@ -95,49 +88,41 @@ def test_near_the_model(precision, bound, rows):
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_matrices_are_replaced():
-    """No linear map of a block stays in fp32, and the head gets one of its own."""
+def test_every_matrix_is_replaced():
+    """No linear map of a block stays in fp32. The head gets a matrix of its own."""
     model = pack_weights(make_initial_model(SHAPE, scale=5.0), "int8")
-    kinds = [type(module) for module in model.blocks.modules() if isinstance(module, nn.Linear | Int8Linear)]
-    assert kinds == [Int8Linear] * 8
+    linears = [type(module) for module in model.blocks.modules() if isinstance(module, nn.Linear | Int8Linear)]
+    assert linears == [Int8Linear] * 8
     assert isinstance(model.output, Int8Linear)
     assert (model.dtype, model.token_embedding.weight.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
-def test_choice():
-    """`auto` is fp32 for a small model on a CPU, and bf16 for a large one on any; other names are kept."""
-    small = make_initial_model(SHAPE, scale=5.0)
+def test_defaults_depend_on_the_size_of_the_model():
+    """On a CPU a small model is sampled in fp32, by one thread if it is a single text, and a large one in bf16."""
+    small = make_initial_model(SHAPE)
     with SkipInit():
         large = GPT(GPTConfig(64, 512, 4, 4))
-    assert large.config.num_parameters > BF16_FROM
-    assert choose_sampling_precision("auto", small) == "fp32"
-    assert choose_sampling_precision("auto", large) == "bf16"
+    assert [choose_sampling_precision("auto", model) for model in (small, large)] == ["fp32", "bf16"]
     assert choose_sampling_precision("int8", small) == "int8"
-
-
-def test_threads():
-    """One thread samples a single text of a small model."""
-    small, before = make_initial_model(SHAPE), torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert [choose_threads(small, rows, False) for rows in (1, 2)] == [1, 3]
-        assert choose_threads(small, 1, True) == 3
+        assert [choose_threads(small, rows=1, compiled=False), choose_threads(small, 2, False)] == [1, 3]
+        assert [choose_threads(small, rows=1, compiled=True), choose_threads(large, 1, False)] == [3, 3]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 31])
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_without_products_in_bf16(rows, precision, monkeypatch):
-    """A CPU that lacks them multiplies many rows in fp32, which is at least as exact."""
-    linear = make_linear(96, 53, bias=True)
-    x, exact = torch.randn(rows, 96), []
-    for products in (True, False) if packed._multiplies_bf16() else (False,):  # what is not there cannot be compared
-        monkeypatch.setattr(packed, "_multiplies_bf16", lambda products=products: products)
-        kind = (PackedLinear if precision == "bf16" else Int8Linear)(linear.weight, linear.bias)
-        assert (precision == "int8") or kind._packed == products
-        out = kind(x)
+@pytest.mark.parametrize("linear_class", [PackedLinear, Int8Linear])
+def test_a_cpu_without_bf16_products_is_as_exact(rows, linear_class, monkeypatch):
+    """It multiplies many rows in fp32."""
+    linear = make_linear(96, 53)
+    x, errors = torch.randn(rows, 96), []
+    for has_kernels in dict.fromkeys([packed.has_bf16_kernels(), False]):  # a CPU that lacks them cannot be compared
+        monkeypatch.setattr(packed, "has_bf16_kernels", lambda has_kernels=has_kernels: has_kernels)
+        out = linear_class(linear.weight, linear.bias)(x)
         assert out.dtype == torch.bfloat16
-        exact.append((out.float() - linear(x)).abs().mean().item())
-    assert exact[-1] < 0.01
-    assert exact[-1] <= exact[0] * 1.05
+        errors.append((out.float() - linear(x)).abs().mean().item())
+    assert max(errors) < 0.01
+    assert errors[-1] <= errors[0] * 1.05

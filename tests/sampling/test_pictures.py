@@ -1,4 +1,4 @@
-"""The picture of attention: where each weight stands, its colour, and its words."""
+"""The picture of attention: the position and colour of each weight, and the labels."""
 
 import numpy as np
 
@@ -12,8 +12,8 @@ MAPS[1, 1] = np.eye(T)
 MAPS[1, 2, 3] = [0.25, 0.25, 0.25, 0.25, 0.0]
 
 
-def test_picture():
-    """All of the attention is blue, none white, a quarter (half by its root) between; every token and head is named."""
+def test_shades_and_labels():
+    """A weight of one is blue, zero is white, and a quarter is half blue. Every token and head has a label."""
     picture = np.asarray(draw_attention(MAPS, TOKENS, "five tokens"))
     side = T * CELL_PX + GAP_PX
     margin = picture.shape[1] - 3 * side
@@ -35,7 +35,7 @@ def test_picture():
     def has_words(ys: slice, xs: slice) -> bool:
         return bool((picture[ys, xs] == INK).all(-1).any())
 
-    assert has_words(slice(0, LINE_PX), slice(None))  # which text it is
+    assert has_words(slice(0, LINE_PX), slice(None))  # the title
     for layer in range(2):
         y = top + layer * (side + LINE_PX)
         assert has_words(slice(y, y + T * CELL_PX), slice(0, margin - 2))

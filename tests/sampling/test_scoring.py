@@ -1,4 +1,4 @@
-"""Scoring: a text's loss against slow sums and numbers by hand."""
+"""Scoring: the loss of a text against slow sums and numbers by hand."""
 
 import io
 import math
@@ -24,7 +24,8 @@ SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
 
 def test_score_equals_a_slow_sum():
     """Every token but the first counts once, summed one by one over the windows of a text."""
-    model, tokens, nats = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0], 0.0
+    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0]
+    nats = 0.0
     for start in range(0, 58, CONTEXT):
         window = tokens[start : start + CONTEXT + 1]
         with torch.no_grad():
@@ -51,8 +52,8 @@ def test_uniform_model():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_leaves_the_mode(training):
-    """Dropout plays no part in a score, no gradient is kept, and the model stays in the mode it was in."""
+def test_a_score_does_not_change_the_model(training):
+    """Dropout has no effect on a score, and the model keeps its mode."""
     model, tokens = make_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
     scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats for _ in range(2)]
     assert (
@@ -67,8 +68,10 @@ def test_leaves_the_mode(training):
 @pytest.mark.parametrize("stride", [1, 2, 5, 11, 12])
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 59])
 def test_strided_score_equals_a_slow_sum(stride, length):
-    """Every token but the first counts once, after what its window holds before it: the context less the stride."""
-    model, tokens, nats, end = make_model(SHAPE), make_idx(VOCAB, 1, length)[0], 0.0, 1
+    """Every token but the first counts once, with at least the context length less the stride before it."""
+    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, length)[0]
+    nats = 0.0
+    end = 1
     for start in range(0, length, stride):
         for i in range(end, min(start + CONTEXT, length)):
             assert start == 0 or i - start >= CONTEXT - stride
@@ -80,16 +83,15 @@ def test_strided_score_equals_a_slow_sum(stride, length):
     assert result.nats == pytest.approx(nats, rel=1e-5)
 
 
-def test_stride_of_the_whole_context():
-    """Then the windows are those of validation, and the score is the same to the bit."""
+def test_stride_of_the_context_length_is_validation():
+    """The windows are the same, and the scores are equal bit for bit."""
     model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
     assert strided_score(model, tokens, 211, CONTEXT) == score(
         model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE_INDEX), 211
     )
 
 
-def test_progress(monkeypatch):
-    """A bar on terminals, which leaves nothing on the screen; elsewhere none."""
+def test_terminals_show_a_bar_and_then_erase_it(monkeypatch):
     model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 4099)[0].numpy()
     monkeypatch.setattr(
         scoring, "import_tqdm", lambda: lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0}))
@@ -99,5 +101,8 @@ def test_progress(monkeypatch):
         screen.isatty = lambda answer=is_terminal: answer  # type: ignore[method-assign]
         monkeypatch.setattr(sys, "stderr", screen)
         strided_score(model, tokens, 211, CONTEXT)
-        assert ("| 2/2 [" in screen.getvalue()) == is_terminal
-        assert not screen.getvalue().split("\r")[-2 * is_terminal :][0].strip()
+        if is_terminal:
+            *_, erased, _ = screen.getvalue().split("\r")
+            assert "| 2/2 [" in screen.getvalue() and not erased.strip()
+        else:
+            assert screen.getvalue() == ""

@@ -1,4 +1,4 @@
-"""What several tests of the training share."""
+"""Validation losses that overfit."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from gpt.sampling.scoring import Score
 
 @pytest.fixture
 def overfitting(monkeypatch) -> None:
-    """Validation losses that fall until the second and then rise, as functions of the weights, so that they repeat."""
+    """Replace validation losses. They fall until the second and then rise, and the same weights give the same loss."""
     steps: dict[bytes, int] = {}
 
     def score(model, batches, size: int) -> Score:

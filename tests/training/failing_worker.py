@@ -1,15 +1,16 @@
-"""Two processes that meet, and then some fail as a bug or a callback does: python failing_worker.py ERROR RANK ..."""
+"""Start two processes, and raise an error on some ranks: python failing_worker.py ERROR RANK ..."""
 
 import builtins
 import sys
 
 import torch
 
-from gpt.training.distributed import init_process_group, launch, rank
+from gpt.training.distributed import init_process_group, rank
+from gpt.training.launch import launch
 
 
 def fail(request: tuple[str, list[int]]) -> None:
-    """Raise the error on the given ranks; the others wait for them."""
+    """Raise the error on the failing ranks. The others wait for them."""
     error, failing_ranks = request
     init_process_group()
     if rank() in failing_ranks:

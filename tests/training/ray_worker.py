@@ -1,6 +1,6 @@
-"""Train with two workers of Ray Train, of which one is killed once: python ray_worker.py FOLDER KEY=VALUE ...
+"""Train with two workers of Ray Train, and kill one of them once: python ray_worker.py FOLDER KEY=VALUE ...
 
-Ray's own files go into FOLDER. Ray restarts the workers, and the run continues.
+Ray writes its own files to FOLDER. It restarts the workers, and the run continues.
 """
 
 import os
@@ -20,8 +20,9 @@ from harness import wait_for_file
 
 
 def work(settings: dict[str, Any]) -> None:
-    """Train on one worker, in a thread, as Ray calls it."""
-    text, killed = settings["data"].pop("path"), Path(settings.pop("killed"))
+    """Train on one worker. Ray calls this in a thread."""
+    text = settings["data"].pop("path")
+    killed = Path(settings.pop("killed"))
 
     def kill_once() -> None:
         wait_for_file(Path(settings["run_dir"]) / "checkpoints/best.ckpt", 300)

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run hold, and which of them a run resumes from."""
+"""The content of a run's checkpoints, and the one from which it resumes."""
 
 import shutil
 import subprocess
@@ -15,14 +15,14 @@ from harness import Training, begin_run, fit, tiny_config
 
 @pytest.fixture(scope="module")
 def trained(corpus_folder) -> Training:
-    """A run of 12 steps."""
+    """Return a run of 12 steps."""
     training = begin_run(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={corpus_folder / 'run'}"))
     fit(training)
     return training
 
 
 def test_best_and_last_checkpoints(trained):
-    """best.ckpt is of the best step and last.ckpt of the last. They are one file if these steps are equal."""
+    """best.ckpt has the best step and last.ckpt the last. If these are equal, both are one file."""
     folder, metrics = trained.path / "checkpoints", trained.metrics
     assert load_checkpoint(folder / "best.ckpt")["step"] == metrics["best_step"]
     assert load_checkpoint(folder / "last.ckpt")["step"] == 12
@@ -51,7 +51,7 @@ def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
 
 
 def test_checkpoints_record_their_origin(trained):
-    """Versions, commit, threads, schedule and configuration are in every checkpoint as plain types."""
+    """Each checkpoint has versions, commit, threads, schedule and configuration as plain types."""
     stored = load_checkpoint(trained.path / "checkpoints/best.ckpt")
     assert stored["versions"] == versions()
     assert stored["git_commit"] == code_version()

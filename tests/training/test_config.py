@@ -333,6 +333,7 @@ def test_interpolation_is_a_mistake_of_the_user():
     assert refusal(to_plain_values, composition).startswith("data.prompts[0]: ")
 
 
+@pytest.mark.promise("security.md#Configurations in checkpoints")
 @pytest.mark.parametrize(
     "text", ["${oc.env:HOME}", "\\${oc.env:HOME}", "a ${nowhere} b", "\\\\${x}", "${", "$", "\\", "???"]
 )

@@ -1,4 +1,4 @@
-"""Several processes: how they are numbered and meet, and that none outlives the others."""
+"""Several processes: their ranks, their process group, and that none outlives the others."""
 
 import dataclasses
 import os
@@ -53,14 +53,14 @@ def set_variables(monkeypatch):
     return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
 
 
-# --- how they are numbered ---
+# --- ranks ---
 
 
 @pytest.mark.parametrize(
     ("variables", "numbers"),
     [
         (TORCHRUN, (3, 6, 1, 2, 3)),
-        (SRUN | TORCHRUN, (3, 6, 1, 2, 3)),  # srun has started torchrun
+        (SRUN | TORCHRUN, (3, 6, 1, 2, 3)),  # torchrun under srun
         (KUBERNETES | OPEN_MPI | MPICH | TORCHRUN, (3, 6, 1, 2, 3)),
         (dict.fromkeys(TORCHRUN, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, (0, 1, 0, 1, 1)),
         ({}, (0, 1, 0, 1, 1)),
@@ -69,7 +69,7 @@ def set_variables(monkeypatch):
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0, 1, 1)),  # in an allocation, without srun
     ],
 )
-def test_numbers_of_a_process(set_variables, variables, numbers):
+def test_ranks_come_from_torchruns_variables(set_variables, variables, numbers):
     set_variables(variables)
     functions = ("rank", "world_size", "local_rank", "local_world_size", "num_nodes")
     assert tuple(getattr(distributed, name)() for name in functions) == numbers
@@ -87,7 +87,7 @@ def test_numbers_of_a_process(set_variables, variables, numbers):
         ({"RANK": "1"}, "RANK=1 WORLD_SIZE= LOCAL_RANK= LOCAL_WORLD_SIZE="),
     ],
 )
-def test_variables_that_do_not_fit(set_variables, variables, values):
+def test_contradictory_variables_are_refused(set_variables, variables, values):
     set_variables(variables)
     line = refusal(distributed.rank)
     assert values in line
@@ -100,11 +100,7 @@ def test_variables_that_do_not_fit(set_variables, variables, values):
         (SRUN, "SLURM_STEP_NUM_TASKS=6", "srun --ntasks-per-node=1 torchrun --nnodes=NODES"),
         (SRUN | MPICH, "SLURM_STEP_NUM_TASKS=6", "srun --ntasks-per-node=1 torchrun"),  # srun --mpi=pmi2
         (SRUN | {"WORLD_SIZE": "6"}, "SLURM_STEP_NUM_TASKS=6 WORLD_SIZE=6", "srun --ntasks-per-node=1 torchrun"),
-        (
-            SRUN | OPEN_MPI,
-            "OMPI_COMM_WORLD_SIZE=4",
-            "mpirun --map-by ppr:1:node --bind-to none torchrun",
-        ),  # its helpers are srun's
+        (SRUN | OPEN_MPI, "OMPI_COMM_WORLD_SIZE=4", "mpirun --map-by ppr:1:node --bind-to none torchrun"),
         (MPICH, "PMI_SIZE=8", "mpiexec -ppn 1 torchrun --nnodes=NODES"),
         (KUBERNETES, "WORLD_SIZE=3 RANK=1", "torchrun --nnodes=$WORLD_SIZE --nproc-per-node=GPUS --node-rank=$RANK"),
     ],
@@ -118,7 +114,7 @@ def test_other_launchers_must_start_torchrun(set_variables, variables, values, h
 
 
 def test_configured_and_started_processes(set_variables):
-    """The configuration must agree with torchrun; what it leaves out comes from torchrun."""
+    """The configuration must agree with torchrun. Missing values come from torchrun."""
     assert (resolve_devices(None, None), resolve_devices(5, None)) == ((1, 1), (5, 1))
     assert refusal(resolve_devices, None, 2).startswith("trainer.num_nodes=2: start train.py with torchrun")
     set_variables(TORCHRUN)
@@ -128,18 +124,18 @@ def test_configured_and_started_processes(set_variables):
 
 
 def test_several_devices_take_several_processes(corpus_folder, tmp_path):
-    """From Python, without a launcher: one line, and nothing is written."""
+    """From Python without a launcher, they are refused and nothing is written."""
     line = refusal(begin_run, tiny_config(corpus_folder, "trainer.devices=2", f"run_dir={tmp_path / 'run'}"))
     assert line.startswith("trainer.devices=2 takes 2 processes, and this is one: use python train.py, or start this")
     assert not (tmp_path / "run").exists()
 
 
-# --- a process group that exists already ---
+# --- an existing process group ---
 
 
 @pytest.fixture
 def make_group():
-    """Create a process group of one process, which the test owns."""
+    """Return a function that creates a process group of one process."""
 
     def make(backend: str) -> None:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -148,8 +144,8 @@ def make_group():
     torch.distributed.destroy_process_group()
 
 
-def test_a_process_group_is_joined_and_left(make_group):
-    """It is neither created again nor destroyed at the end."""
+def test_an_existing_process_group_is_used_and_left(make_group):
+    """The group is neither created again nor destroyed at the end."""
     make_group("gloo")
     group = torch.distributed.group.WORLD
     with distributed.distributed_errors():
@@ -158,21 +154,23 @@ def test_a_process_group_is_joined_and_left(make_group):
     assert torch.distributed.group.WORLD is group
 
 
-def test_a_process_group_that_does_not_fit(make_group, set_variables, monkeypatch):
-    """It has other numbers than the variables, or sends nothing from the CPU."""
+def test_a_process_group_that_does_not_fit_is_refused(make_group, set_variables, monkeypatch):
+    """The group has other ranks than the variables, or no backend for the CPU."""
     make_group("cuda:gloo")
     set_variables(TORCHRUN)
     assert refusal(init_process_group).startswith("this is process 0 of 1 in its process group, and process 3 of 6 by")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
-    assert refusal(init_process_group).startswith("the process group has cuda:gloo, and nothing for tensors on the CPU")
+    assert refusal(init_process_group).startswith(
+        "the process group has cuda:gloo, and no backend for tensors on the CPU"
+    )
 
 
 # --- other numbers of devices ---
 
 
 def test_sequences_stay_the_same(corpus_folder):
-    """Any number of devices that divides the sequences of a step has the same sequences in each step."""
+    """Any number of devices that divides the sequences of a step trains on the same sequences."""
     config = tiny_config(corpus_folder, "trainer.tokens_per_step=192", "trainer.micro_batch_size=4")  # 12 sequences
     for devices, num_nodes, size, accumulation_steps in ((2, 1, 3, 2), (3, 1, 4, 1), (3, 2, 2, 1), (4, 3, 1, 1)):
         changed = with_devices(config, devices, num_nodes)
@@ -184,7 +182,7 @@ def test_sequences_stay_the_same(corpus_folder):
 
 
 def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
-    """A job queue may give `resume=auto` other devices each time."""
+    """A job queue may repeat `resume=auto` with other devices."""
     training = begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={tmp_path / 'run'}"))
     config = with_values(training.config, {"resume": "auto", "run_dir": str(training.path)})
     for devices in (None, 2):
@@ -196,7 +194,7 @@ def test_repeating_a_command_on_other_devices(corpus_folder, tmp_path):
 
 
 def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
-    """A Ctrl-C reaches a process twice. Only a later one stops at once. Ranks above 0 print nothing."""
+    """Ctrl-C reaches a process twice. Only a later signal stops at once. Ranks above 0 print nothing."""
     stop = stop_signals.StopSignals()
     stop.install()
     try:
@@ -219,7 +217,7 @@ def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
 # --- real processes ---
 
 LONG = ["horizon=100000steps", "trainer.validate_every=100000"]
-EXACT = ["trainer.micro_batch_size=3", "horizon=300steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+EXACT = ["trainer.micro_batch_size=3", "horizon=151steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
 
 
 def free_port() -> str:
@@ -228,16 +226,19 @@ def free_port() -> str:
 
 
 def by_hand(rank: int, count: int, port: str) -> dict[str, str]:
-    """Return torchrun's variables, for processes that the test starts itself."""
+    """Return torchrun's variables for a process that the test starts."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = dict(zip(names, map(str, (rank, count, rank, count)), strict=True))
     return numbers | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
 
 
 class Training:
-    """Real processes of one training. `launcher` is devices (of train.py), torchrun, machines or hand.
+    """The processes of one training.
 
-    `machines` stands for one torchrun on each of several machines, as Kubernetes starts them.
+    Args:
+        launcher: `devices` (of train.py), `torchrun`, `hand`, or `machines`: one torchrun for each machine.
+        count: The number of processes.
+        arguments: The arguments of train.py.
     """
 
     def __init__(self, launcher: str, count: int, *arguments: str):
@@ -277,10 +278,10 @@ class Training:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "failing_ranks"),
-    [("ZeroDivisionError", "0"), ("ZeroDivisionError", "1"), ("FileNotFoundError", "1"), ("RuntimeError", "01")],
+    [("ZeroDivisionError", "0"), ("FileNotFoundError", "1"), ("RuntimeError", "01")],
 )
 def test_an_error_is_printed_once(error, failing_ranks):
-    """A bug or a callback that fails, on one rank or on all: its traceback and its rank, and exit code 1."""
+    """An error on one rank or on all prints one traceback and the rank, and ends with exit code 1."""
     words = [sys.executable, str(Path(__file__).with_name("failing_worker.py")), error, *failing_ranks]
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -296,13 +297,12 @@ def test_an_error_is_printed_once(error, failing_ranks):
     ("launcher", "victim", "line"),
     [
         ("devices", 1, "process 1 of 2 died; all others were ended"),
-        ("devices", 0, "process 0 of 2 died; all others were ended"),
         ("torchrun", 1, ""),  # torchrun prints a report
         ("hand", 0, "process 0 of this training has died or does not answer, and so all end"),
     ],
 )
 def test_no_rank_outlives_another(settings, tmp_path, launcher, victim, line):
-    """If one is killed, all end within 35 s, and one line names it."""
+    """If a process is killed, all end within 35 s, and one line names it."""
     run_dir = tmp_path / "run"
     training = Training(launcher, 2, *settings, *LONG, "trainer.micro_batch_size=1", f"run_dir={run_dir}")
     wait_for_file(run_dir / "checkpoints/last.ckpt", 300)
@@ -321,7 +321,7 @@ def test_no_rank_outlives_another(settings, tmp_path, launcher, victim, line):
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "victim"), [("devices", 1), ("hand", 0)])
 def test_a_rank_that_does_not_answer(settings, tmp_path, launcher, victim):
-    """A stopped process neither ends nor answers. It ends all when its time is up, and is named."""
+    """A suspended process neither ends nor answers. When its time is over, all end, and one line names it."""
     run_dir = tmp_path / "run"
     training = Training(launcher, 2, *settings, *LONG, "trainer.answer_minutes=0.1", f"run_dir={run_dir}")
     wait_for_file(run_dir / "checkpoints/last.ckpt", 300)
@@ -336,7 +336,7 @@ def test_a_rank_that_does_not_answer(settings, tmp_path, launcher, victim):
 
 @pytest.mark.slow
 def test_processes_without_their_parent_stop(settings, tmp_path):
-    """When the process that started them is killed, the ranks save and end."""
+    """If the process that started the ranks is killed, they save and end."""
     run_dir = tmp_path / "run"
     endless = ["horizon=100000steps", "trainer.checkpoint_every=100000", f"run_dir={run_dir}"]
     training = Training("devices", 2, *settings, *endless)
@@ -358,7 +358,7 @@ def test_processes_without_their_parent_stop(settings, tmp_path):
     ],
 )
 def test_processes_that_differ(settings, tmp_path, changes, line):
-    """Other arguments, and one that never comes: one line of rank 0, exit code 2, and nothing is created."""
+    """If a rank has other arguments, or never connects, rank 0 prints one line, and nothing is created."""
     code = "from gpt.training import distributed; distributed.RENDEZVOUS_TIMEOUT_SECONDS = 8; "
     code += "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
     port, run_dir = free_port(), tmp_path / "run"
@@ -377,24 +377,20 @@ def test_processes_that_differ(settings, tmp_path, changes, line):
 
 @pytest.fixture(scope="module")
 def undisturbed(settings, tmp_path_factory) -> Path:
-    """A run of two processes to which nothing happens."""
+    """Return an uninterrupted run of two processes."""
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
     train_in_subprocess(*settings, *EXACT, "trainer.devices=2", f"run_dir={run_dir}")
     return run_dir
 
 
+@pytest.mark.promise("runs.md#several devices")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [
-        ("devices", signal.SIGTERM),
-        ("devices", signal.SIGUSR1),
-        ("devices", signal.SIGINT),
-        ("torchrun", signal.SIGTERM),
-    ],
+    [("devices", signal.SIGUSR1), ("devices", signal.SIGINT), ("torchrun", signal.SIGTERM)],
 )
 def test_stops_and_continues(settings, tmp_path, undisturbed, launcher, number):
-    """On a signal all ranks stop after the same step, and the run continues to the same bits."""
+    """On a signal, all ranks stop after the same step. The resumed run equals an uninterrupted one bit for bit."""
     run_dir = tmp_path / "run"
     training = Training(launcher, 2, *settings, *EXACT, f"run_dir={run_dir}")
     wait_for_file(run_dir / "checkpoints/best.ckpt", 300)
@@ -405,14 +401,14 @@ def test_stops_and_continues(settings, tmp_path, undisturbed, launcher, number):
     output = training.outputs()[0]
     assert launcher == "torchrun" or training.processes[0].returncode == 128 + number
     assert output.count("stopped at step ") == output.count("stopping after this step") == 1
-    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] < 300
+    assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] < 151
     assert train_in_subprocess(f"resume={run_dir}").stderr == ""  # with two processes of its own
     assert read_curves(run_dir) == read_curves(undisturbed)
 
 
 @pytest.mark.slow
 def test_machines_are_started_again(settings, tmp_path, undisturbed):
-    """One torchrun on each of two machines. One rank dies, all end, and the same commands continue the run."""
+    """After a rank of one machine died, all end, and the same commands on two machines continue the run."""
     words = [*settings, *EXACT, f"run_dir={tmp_path / 'run'}", "resume=auto"]
     first = Training("machines", 2, *words)
     wait_for_file(tmp_path / "run/checkpoints/best.ckpt", 300)
@@ -429,7 +425,7 @@ def test_machines_are_started_again(settings, tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_ray_starts_a_killed_worker_again(settings, tmp_path, undisturbed):
-    """The run continues from its last checkpoint, in the process group that Ray has created, to the same bits."""
+    """In Ray's process group, the run continues from its last checkpoint and equals an uninterrupted one."""
     import_or_skip("ray")
     words = [word for word in [*settings, *EXACT] if word != "data=text"]
     words += [f"run_dir={tmp_path / 'run'}", "resume=auto"]
@@ -450,8 +446,8 @@ def test_ray_starts_a_killed_worker_again(settings, tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
-    """1, 2 and 3 processes, and a run begun on 2 and continued on 1 and 3, agree to 1e-5 over 50 steps in fp32."""
+def test_the_same_curve_on_any_number_of_devices(settings, tmp_path):
+    """In fp32, 1, 2 and 3 processes agree to 1e-5 over 50 steps, and so do runs of 2 that 1 and 3 continue."""
     same = ["optim=adamw", "trainer.precision=fp32", "model.dropout=0", "trainer.log_every=1", "horizon=50steps"]
     same += ["trainer.micro_batch_size=auto", "trainer.keep_every=20"]
     losses = {}
@@ -470,10 +466,6 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
         losses[run_dir.name] = dict(read_curves(run_dir)["train/loss"])
         stored = load_checkpoint(run_dir / "checkpoints/last.ckpt")
         assert stored["config"]["trainer"]["devices"] == load_config(run_dir / "config.yaml").trainer.devices == devices
-    with capsys.disabled():
-        print("\nstep " + "".join(f"{name:>12}" for name in losses))
-        for step in (1, 20, 21, 35, 50):
-            print(f"{step:4} " + "".join(f"{values.get(step, float('nan')):12.7f}" for values in losses.values()))
     for name, values in losses.items():
         assert set(values) == set(range(21 if "then" in name else 1, 51))
         assert max(abs(value - losses["1"][step]) for step, value in values.items()) < 1e-5
@@ -481,7 +473,7 @@ def test_the_same_curve_on_any_number_of_devices(settings, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_rank_0_decides_the_horizon(settings, tmp_path):
-    """Rank 0 times a few steps while the others wait, or stops when the time is up. All train the same steps."""
+    """With `horizon=auto` rank 0 times a few steps; with a time its clock ends the run. All train the same steps."""
     auto, timed = tmp_path / "auto", tmp_path / "timed"
     words = [*settings, "trainer.devices=2"]
     done = train_in_subprocess(*words, "horizon=auto", "trainer.tokens_per_step=1152", f"run_dir={auto}")
@@ -490,6 +482,6 @@ def test_rank_0_decides_the_horizon(settings, tmp_path):
     assert load_checkpoint(auto / "checkpoints/last.ckpt")["step"] == 31
     assert load_config(auto / "config.yaml").horizon == "31steps"
     assert train_in_subprocess(*words, "horizon=3s", f"run_dir={timed}").stderr == ""
-    payload = load_checkpoint(timed / "checkpoints/last.ckpt")
-    assert payload["state"]["total_steps"] == payload["step"]
-    assert 3 <= payload["state"]["seconds"] < 4
+    last = load_checkpoint(timed / "checkpoints/last.ckpt")
+    assert last["state"]["total_steps"] == last["step"]
+    assert last["state"]["seconds"] >= 3

@@ -41,6 +41,7 @@ def last_loss(number: int) -> float:
     return json.loads(Path(f"run-{number}/metrics.json").read_text())["val_loss"]
 
 
+@pytest.mark.promise("runs.md#Every later version")
 def test_every_format_has_a_run():
     """Whoever raises `CHECKPOINT_FORMAT` adds a run of the format before."""
     assert [file.name for file in sorted(FORMATS.glob("run-*"))] == [
@@ -50,6 +51,7 @@ def test_every_format_has_a_run():
         assert checkpoint.load_checkpoint(FORMATS / f"run-{number}/checkpoints/last.ckpt")["format"] == number
 
 
+@pytest.mark.promise("runs.md#Checkpoints of 0.x")
 @pytest.mark.parametrize("number", BEFORE_1)
 @pytest.mark.parametrize("name", ["best", "last"])
 def test_new_run_starts_from_its_weights(earlier, name, number):
@@ -63,6 +65,7 @@ def test_new_run_starts_from_its_weights(earlier, name, number):
     assert losses[1][0] == 1 and losses[1][1] != losses[0][1]
 
 
+@pytest.mark.promise("runs.md#Checkpoints of 0.x")
 @pytest.mark.parametrize("number", BEFORE_1)
 def test_its_model_generates_and_is_exported(earlier, capsys, number):
     """The exported folder has the same weights, and generates the same text."""
@@ -76,6 +79,7 @@ def test_its_model_generates_and_is_exported(earlier, capsys, number):
     assert text and text == gpt.load("exported", "cpu").generate("never", **options)
 
 
+@pytest.mark.promise("runs.md#training cannot be resumed")
 @pytest.mark.parametrize("number", BEFORE_1)
 @pytest.mark.parametrize("arguments", [[], ["horizon=6steps"]])
 def test_resuming_is_refused(earlier, number, arguments):
@@ -87,6 +91,7 @@ def test_resuming_is_refused(earlier, number, arguments):
     assert contents(f"run-{number}") == before
 
 
+@pytest.mark.promise("runs.md#Checkpoints of 0.x")
 @pytest.mark.parametrize("number", BEFORE_1)
 def test_its_configuration_is_read_and_its_model_evaluated(earlier, monkeypatch, capsys, number):
     """A key that came later has the value that stands for what the code did before.

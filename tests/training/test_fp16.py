@@ -16,13 +16,13 @@ from gpt.training.module import GPTModule
 from harness import TINY_RUN, StopAt, begin_run, differences, fit, flatten, read_table, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
-FIRST_SCALE = 2.0**22  # of which every gradient here overflows
-GROWTH = 3  # steps without an overflow, after which the scale doubles
+FIRST_SCALE = 2.0**22  # every gradient here overflows at this scale
+GROWTH = 3  # the scale doubles after this many steps without an overflow
 
 
 @pytest.fixture(scope="module")
 def folder(corpus_folder) -> Path:
-    """A folder with a corpus, and a run in fp16 of 17 steps (`reference`) whose gradients overflow again and again."""
+    """Return a folder with a corpus and `reference`, an fp16 run of 17 steps with many overflows."""
     with pytest.MonkeyPatch.context() as patch:
         overflow_often(patch)
         fit(begin_run(tiny_config(corpus_folder, FP16, "horizon=17steps", f"run_dir={corpus_folder / 'reference'}")))
@@ -40,18 +40,18 @@ def overflow_often(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_steps(run_dir: Path) -> list[dict]:
-    """The checkpoints of a run that kept one of every step."""
+    """Return the checkpoints of a run that kept all of them."""
     return [load_checkpoint(file) for file in sorted(run_dir.glob("checkpoints/step-*.ckpt"))]
 
 
 def tensors_of(step: dict) -> list[torch.Tensor]:
-    """Weights, and all that the optimizer keeps, counts of steps included."""
+    """Return the weights and the state of the optimizer, with its counts of steps."""
     leaves = flatten([step["state_dict"], step["optimizer"]])
     return [torch.as_tensor(leaf) for leaf in leaves.values() if isinstance(leaf, torch.Tensor | int)]
 
 
 def test_overflow_skips_the_step(folder, tmp_path, overflowing, monkeypatch):
-    """Weights, moments and counts stay, the scale halves; sequences, rates and steps are those of a run in fp32."""
+    """Weights and optimizer do not change, and the scale is halved. Sequences and learning rates are as in fp32."""
     sequences: list[torch.Tensor] = []
     loss = GPTModule.loss
 
@@ -84,16 +84,16 @@ def test_overflow_skips_the_step(folder, tmp_path, overflowing, monkeypatch):
     assert json.loads((tmp_path / "fp16/metrics.json").read_text())["steps"] == 13
     assert curves["train/skipped_steps"] == list(enumerate(totals, 1))
     assert curves["train/loss_scale"] == list(enumerate(scales, 1))
-    made = [step for step, is_skipped in enumerate(skipped, 1) if not is_skipped]
-    assert [step for step, _ in curves["weights/update_ratio/layer_1"]] == made
+    updates = [step for step, is_skipped in enumerate(skipped, 1) if not is_skipped]
+    assert [step for step, _ in curves["weights/update_ratio/layer_1"]] == updates
     assert [step for step, _ in in_fp32["weights/update_ratio/layer_1"]] == list(range(1, 14))
-    assert [step for step, _ in curves["train/loss"]] == made  # no loss of a step that was skipped
+    assert [step for step, _ in curves["train/loss"]] == updates  # no loss of a step that was skipped
     assert "train/loss_scale" not in in_fp32
 
 
 @pytest.mark.slow
 def test_learns_as_well(folder, tmp_path):
-    """Without overflows, the losses are those of fp32 to a thousandth, closer than bf16's."""
+    """Without overflows, the losses are within 0.1% of fp32, closer than bf16."""
     losses = {}
     for precision in ("fp32", "bf16", "fp16"):
         run_dir = tmp_path / precision
@@ -112,9 +112,9 @@ def test_learns_as_well(folder, tmp_path):
     assert worst["fp16"] < worst["bf16"]
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
-def test_resuming(folder, tmp_path, overflowing, step):
-    """A run that is stopped among skipped steps continues bit for bit: weights, scale, curves and samples."""
+@pytest.mark.parametrize("step", [3, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_run_that_stopped_among_skipped_steps_resumes_bit_for_bit(folder, tmp_path, overflowing, step):
+    """Weights, scale, curves and samples equal those of an uninterrupted run."""
     config = tiny_config(folder, FP16, "horizon=17steps", f"run_dir={tmp_path / 'run'}")
     fit(begin_run(config), [StopAt(step)])
     train(f"resume={tmp_path / 'run'}")
@@ -124,8 +124,9 @@ def test_resuming(folder, tmp_path, overflowing, step):
     assert state["skipped_steps"] > 5
 
 
+@pytest.mark.promise("runs.md#fp16")
 def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
-    """It ends the run once the scale has fallen to 1, and the checkpoint of the last good step is as it was."""
+    """When the scale has fallen to 1, the run ends. The last good checkpoint does not change."""
     training_step = GPTModule.training_step
 
     def broken(self, batch, batch_idx):
@@ -141,8 +142,8 @@ def test_gradient_that_stays_broken(folder, tmp_path, monkeypatch):
     assert (last["step"], last["state"]["loss_scale"]["scale"]) == (22, 2.0**6)
 
 
-def test_extending(folder, tmp_path, overflowing):
-    """A longer horizon goes on with the scale as it was."""
+def test_an_extended_run_keeps_its_loss_scale(folder, tmp_path, overflowing):
+    """The scale and the number of skipped steps continue."""
     run_dir = shutil.copytree(folder / "reference", tmp_path / "run")
     before = load_checkpoint(run_dir / "checkpoints/last.ckpt")["state"]
     train(f"resume={run_dir}", "horizon=18steps")
@@ -153,7 +154,7 @@ def test_extending(folder, tmp_path, overflowing):
 
 @pytest.mark.slow
 def test_activation_checkpointing(folder, tmp_path):
-    """From the weights of another run, it changes no bit of an update; the run's checkpoint holds fp32 weights."""
+    """Activation checkpointing changes no bit of an update. Checkpoints have fp32 weights."""
     weights = {}
     for setting in ("true", "false"):
         settings = [f"init_from={folder / 'reference'}", FP16, f"trainer.activation_checkpointing={setting}"]
@@ -165,13 +166,13 @@ def test_activation_checkpointing(folder, tmp_path):
 
 @pytest.mark.slow
 def test_several_processes(folder, tmp_path):
-    """Every rank skips the same steps: two processes make the run of one."""
+    """All ranks skip the same steps: two processes train as one does."""
     settings = [FP16, "horizon=17steps", "model.context_length=3", "trainer.tokens_per_step=6"]
     settings += ["trainer.micro_batch_size=1", "model.dropout=0", "optim=adamw", "trainer.log_every=1"]
     settings += ["trainer.short_sequences=0", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
         train(*TINY_RUN, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
-    one, two = (read_table(tmp_path / name) for name in "12")
-    assert one["train/skipped_steps"] == two["train/skipped_steps"]
-    assert 0 < dict(one["train/skipped_steps"])[17] < 15
-    assert dict(two["train/loss"]) == pytest.approx(dict(one["train/loss"]), rel=1e-3)
+    alone, shared = (read_table(tmp_path / name) for name in "12")
+    assert alone["train/skipped_steps"] == shared["train/skipped_steps"]
+    assert 0 < dict(alone["train/skipped_steps"])[17] < 15
+    assert dict(shared["train/loss"]) == pytest.approx(dict(alone["train/loss"]), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Training on CUDA: what a CPU can show of it, and what only a GPU can."""
+"""Training on CUDA: tests that run on a CPU, and tests that need a GPU."""
 
 import contextlib
 import os
@@ -16,7 +16,6 @@ from gpt.checkpoint import load_checkpoint
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import NonFiniteError
 from gpt.hardware.device import choose_device, numerics
-from gpt.sampling import scoring
 from gpt.training.batch_loader import read_micro_batches
 from gpt.training.loop import train_step
 from gpt.training.module import GPTModule
@@ -29,7 +28,7 @@ QUIET = ["data.prompts=[]", "logger=[csv]"]
 
 
 def begin(folder: Path, run_dir: Path, *changes: str) -> Training:
-    """Prepare a run of seven steps, which validates every `trainer.validate_every` steps."""
+    """Begin a run of seven steps that validates every `trainer.validate_every` steps."""
     training = begin_run(tiny_config(folder, "horizon=7steps", f"run_dir={run_dir}", *QUIET, *changes))
     schedule = replace(training.schedule, validate_every=training.config.trainer.validate_every)
     training.spec = replace(training.spec, schedule=schedule)
@@ -40,7 +39,7 @@ def begin(folder: Path, run_dir: Path, *changes: str) -> Training:
 
 
 def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, TokenDataset]:
-    """A module as it is made for CUDA, still on the CPU."""
+    """Return a module configured for CUDA, on the CPU."""
     config = tiny_config(folder, "horizon=7steps", "trainer.device=cuda", "trainer.precision=bf16", *changes)
     config.optim = config.optim.for_model(config.model)
     dataset = load_dataset(config)
@@ -50,8 +49,9 @@ def cuda_module(folder: Path, *changes: str) -> tuple[GPTModule, TokenDataset]:
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
 @pytest.mark.parametrize("checks_each_step", [False, True])
 def test_a_step_reads_nothing_from_the_device(corpus_folder, optim, checks_each_step):
-    """On PyTorch's meta device, from which no number can be read, two steps with clipping run. They do not where each
-    gradient is checked before its update.
+    """Two steps with clipping run on PyTorch's meta device, which has no numbers to read.
+
+    They fail if each gradient is checked before its update.
     """
     module, dataset = cuda_module(corpus_folder, f"optim={optim}", "optim.clip=1.0")
     assert not module.checks_each_step
@@ -76,7 +76,7 @@ def test_a_step_reads_nothing_from_the_device(corpus_folder, optim, checks_each_
 
 
 def test_batches_for_cuda_are_pinned(corpus_folder, monkeypatch):
-    """With `pin`, all parts are put into pinned memory; otherwise none is."""
+    """`pin` copies all tensors into pinned memory."""
     module, dataset = cuda_module(corpus_folder)
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
@@ -86,18 +86,18 @@ def test_batches_for_cuda_are_pinned(corpus_folder, monkeypatch):
         assert list(map(id, pinned)) == (list(map(id, parts)) if pin else [])
 
 
-# --- gradients that are checked where the curves read their norm, made to work on the CPU ---
+# --- gradients that are checked at points of the curves, tried on a CPU ---
 
 
 class LateChecks:
-    """Has a CPU's module check its gradients as a GPU's does."""
+    """Makes a module on the CPU check its gradients as on a GPU."""
 
     def on_train_start(self, module: GPTModule) -> None:
         module.checks_each_step = False
 
 
 def spoil_weight(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Make a weight `nan` before the first batch of a step."""
+    """Set a weight to `nan` before the first batch of a step."""
     training_step = GPTModule.training_step
 
     def spoiled(self, batch, batch_idx):
@@ -109,6 +109,7 @@ def spoil_weight(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(GPTModule, "training_step", spoiled)
 
 
+@pytest.mark.promise("runs.md#On CUDA, in bf16 and fp32", "runs.md#No checkpoint or validation")
 @pytest.mark.parametrize(
     ("step", "log_every", "message"),
     [
@@ -120,8 +121,9 @@ def spoil_weight(patch: pytest.MonkeyPatch, step: int) -> None:
 def test_late_check_names_the_steps_and_saves_nothing_after_them(
     corpus_folder, tmp_path, monkeypatch, step, log_every, message
 ):
-    """Whether the next look is before a checkpoint or at a point of the curves: the error names the steps since the
-    last one, and what is on disk is the last good checkpoint.
+    """The next check is at a checkpoint or at a point of the curves. The error names the steps since the last check.
+
+    The last good checkpoint stays on disk.
     """
     spoil_weight(monkeypatch, step)
     intervals = ["trainer.checkpoint_every=5", "trainer.validate_every=100", f"trainer.log_every={log_every}"]
@@ -143,9 +145,9 @@ def settings() -> tuple:
 
 
 def test_arithmetic():
-    """TF32 on CUDA only, deterministic kernels where asked for; all as before in the end, even after an error."""
-    before = settings()
-    assert before == ("highest", False, True)
+    """TF32 is for CUDA only, and deterministic kernels are optional. An error restores all settings, too."""
+    initial_settings = settings()
+    assert initial_settings == ("highest", False, True)
     with numerics("cpu", deterministic=False):
         assert settings() == ("highest", False, False)
     with pytest.raises(KeyError), numerics("cuda", deterministic=True):
@@ -154,18 +156,18 @@ def test_arithmetic():
             assert settings() == ("high", False, False)
         assert settings() == ("high", True, False)
         raise KeyError
-    assert settings() == before
+    assert settings() == initial_settings
 
 
 def test_workspace_of_cublas(monkeypatch):
-    """Choosing CUDA sets what deterministic products need, before there is any; a user's own setting stays."""
+    """Choosing CUDA sets the variable for deterministic products, unless the user has set it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for given, expected in ((None, ":4096:8"), (":16:8", ":16:8")):
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
-        if given is None:
+    for value, expected in ((None, ":4096:8"), (":16:8", ":16:8")):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value or "")
+        if value is None:
             monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
         choose_device("cpu")
-        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == value
         choose_device("cuda")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
 
@@ -179,7 +181,7 @@ class Watch:
 
 @pytest.mark.slow
 def test_deterministic_on_a_cpu_changes_no_bits(corpus_folder, tmp_path):
-    """The run is the same, samples included, except for what its configuration says."""
+    """The two runs differ only in their configurations. Samples are equal."""
     watches = []
     for value in ("false", "true"):
         watches.append(Watch())
@@ -187,24 +189,6 @@ def test_deterministic_on_a_cpu_changes_no_bits(corpus_folder, tmp_path):
     assert [watch.settings[1] for watch in watches] == [False, True]
     lines = differences(tmp_path / "true", tmp_path / "false")
     assert lines and all(".config.trainer.deterministic: True and False" in line for line in lines)
-
-
-# --- validation ---
-
-
-@pytest.mark.parametrize(
-    ("gib", "d_model", "ranks", "expected"),
-    [(80, 768, 1, 65536), (80, 768, 8, 8192), (16, 768, 1, 32768), (24, 1600, 1, 16384), (1, 1600, 8, 4096)],
-)
-def test_tokens_at_once(monkeypatch, gib, d_model, ranks, expected):
-    """By the memory of the GPU and the width of the model, in whole powers of two; 4,096 on a CPU."""
-    weight = torch.empty(2, d_model)
-    model = SimpleNamespace(token_embedding=SimpleNamespace(weight=weight))
-    assert scoring.eval_batch_tokens(model, ranks) == 4096
-    memory = SimpleNamespace(total_memory=gib * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    model.token_embedding.weight = SimpleNamespace(is_cuda=True, device="cuda", shape=weight.shape)
-    assert scoring.eval_batch_tokens(model, ranks) == expected
 
 
 # --- the script that measures all of this ---
@@ -227,7 +211,7 @@ def gpu_sh(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_script_mistakes(tmp_path, arguments, message):
-    """One line, exit code 2, and nothing measured."""
+    """A mistake prints one line, exits with code 2, and nothing is measured."""
     done = gpu_sh(tmp_path, *arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out/rows.tsv").exists()
@@ -235,7 +219,7 @@ def test_script_mistakes(tmp_path, arguments, message):
 
 @pytest.mark.slow
 def test_script(corpus_folder, tmp_path):
-    """The parts that train and score run to their end, print their rows last, and leave them in a file."""
+    """The parts that train and score run to their end, and print their rows and write them to a file."""
     done = gpu_sh(tmp_path, "--cpu", "--text", str(corpus_folder / "corpus.txt"), "score", "resume", "learn")
     rows = [line.split("\t") for line in (tmp_path / "out/rows.tsv").read_text().splitlines()]
     assert done.returncode == 0, done.stderr
@@ -249,7 +233,7 @@ def test_script(corpus_folder, tmp_path):
 
 
 class Strict:
-    """Has PyTorch raise if the host waits for the GPU in one of the steps 2 and 3, which write no curves."""
+    """Makes PyTorch raise an error if the host waits for the GPU in steps 2 and 3, which have no point of a curve."""
 
     def on_train_step_end(self, step: int) -> None:
         torch.cuda.set_sync_debug_mode("error" if step in (1, 2) else "default")
@@ -258,7 +242,7 @@ class Strict:
 @GPU
 @pytest.mark.parametrize("optim", ["muon", "adamw"])
 def test_a_cuda_step_does_not_wait(corpus_folder, tmp_path, optim):
-    """From the end of the step before to its own end."""
+    """The host does not wait for the GPU between two points of the curves."""
     changes = [f"optim={optim}", "trainer.compile=false", "trainer.log_every=7"]
     try:
         fit(begin(corpus_folder, tmp_path / "run", *changes), [Strict()])
@@ -270,8 +254,9 @@ def test_a_cuda_step_does_not_wait(corpus_folder, tmp_path, optim):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precision, compiled):
-    """A run that continues from its step 5 ends with the bits of one that was never stopped."""
-    whole, part = tmp_path / "whole", tmp_path / "part"
+    """A run that resumes from step 5 ends with the weights of an uninterrupted run, bit for bit."""
+    whole = tmp_path / "whole"
+    part = tmp_path / "part"
     fixed = ["trainer.deterministic=true", f"trainer.precision={precision}", f"trainer.compile={compiled}"]
     fit(begin(corpus_folder, whole, "horizon=9steps", "trainer.keep_every=5", "data.prompts=[x]", *fixed))
     shutil.copytree(whole, part)
@@ -286,7 +271,7 @@ def test_deterministic_resume_is_exact_on_cuda(corpus_folder, tmp_path, precisio
 
 @GPU
 def test_a_broken_gradient_on_cuda_is_named(corpus_folder, tmp_path, monkeypatch):
-    """At the next point of the curves."""
+    """The next point of the curves names the steps."""
     spoil_weight(monkeypatch, 4)
     changes = ["trainer.compile=false", "trainer.validate_every=100", "trainer.device=cuda"]
     with pytest.raises(NonFiniteError, match=r"^steps 4 to 6: the gradient is not finite, so nothing was saved after"):
@@ -296,7 +281,7 @@ def test_a_broken_gradient_on_cuda_is_named(corpus_folder, tmp_path, monkeypatch
 @GPU
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_cuda_learns_what_a_cpu_learns(corpus_folder, tmp_path, precision):
-    """From the same sequences and learning rates, both reach the same loss in 7 steps, but for rounding."""
+    """With the same sequences and learning rates, both reach the same loss in 7 steps, except for rounding."""
     losses = []
     for device in ("cpu", "cuda"):
         changes = [f"trainer.device={device}", f"trainer.precision={precision}", "model.dropout=0"]

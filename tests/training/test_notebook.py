@@ -1,10 +1,8 @@
-"""`gpt.train`: the same training as train.py's, in a script or a notebook, and what the result can do."""
+"""`gpt.train` is the training of train.py, in a script or a notebook; and the methods of its result."""
 
 import inspect
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import fields
 
@@ -12,9 +10,10 @@ import numpy as np
 import pytest
 
 import gpt
-import gpt.api
+from gpt.api import make_request
 from gpt.training.config import Config
-from harness import ROOT, StopAt, begin_run, differences, import_or_skip, refusal, tiny_arguments, tiny_config, train
+from gpt.training.start import start_run
+from harness import ROOT, StopAt, differences, import_or_skip, refusal, tiny_arguments, train
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
 TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "short_sequences": 8}
@@ -28,18 +27,18 @@ def settings(corpus_folder) -> dict:
     return {"model": MODEL, "trainer": TRAINER, "tokenizer": {"name": "byte"}, "data": data}
 
 
-def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, capsys):
-    """It is the same bit for bit, also when it was stopped and resumed on the way; the model is the best one."""
+def test_a_run_equals_that_of_the_command_line(corpus_folder, settings, tmp_path, capsys):
+    """They are equal bit for bit, also if `gpt.train` was stopped and resumed. The model is the best one."""
     train(*tiny_arguments(corpus_folder, "horizon=23steps", f"run_dir={tmp_path / 'a'}"))
-    text, where = corpus_folder / "corpus.txt", tmp_path / "b"
-    lm = gpt.train(text, horizon="23steps", run_dir=where, callbacks=[StopAt(7)], **settings)
+    text, run_dir = corpus_folder / "corpus.txt", tmp_path / "b"
+    lm = gpt.train(text, horizon="23steps", run_dir=run_dir, callbacks=[StopAt(7)], **settings)
     assert lm.result.stop_signal == signal.SIGTERM
     lm.report()
     assert "\nas of the last validation:\n" in (printed := capsys.readouterr().out)
-    assert f"stopped at step 7; continue with: gpt.train(resume={str(where)!r})" in printed
+    assert f"stopped at step 7; continue with: gpt.train(resume={str(run_dir)!r})" in printed
     assert printed.splitlines()[-1] == "go on:        lm.resume()"
     lm = lm.resume()
-    assert differences(tmp_path / "a", where) == []
+    assert differences(tmp_path / "a", run_dir) == []
     assert lm.generate("alpha", 7, seed=1) == gpt.load(tmp_path / "a").generate("alpha", 7, seed=1)
     assert repr(lm).startswith("TrainedModel(")
     lm.report()
@@ -50,10 +49,10 @@ def test_same_run_as_on_the_command_line(corpus_folder, settings, tmp_path, caps
     assert "complete" in refusal(lm.resume)
 
 
-def test_before_the_first_validation(corpus_folder, settings, tmp_path, capsys):
-    """There is nothing to report then, and it says so; the model is that of the last checkpoint."""
-    where = tmp_path / "run"
-    lm = gpt.train(corpus_folder / "corpus.txt", seed=0, run_dir=where, callbacks=[StopAt(3)], **settings)
+def test_before_the_first_validation_there_is_no_report(corpus_folder, settings, tmp_path, capsys):
+    """The model is that of the last checkpoint."""
+    run_dir = tmp_path / "run"
+    lm = gpt.train(corpus_folder / "corpus.txt", seed=0, run_dir=run_dir, callbacks=[StopAt(3)], **settings)
     assert lm.spec.config.seed == 0
     capsys.readouterr()
     lm.report()
@@ -62,23 +61,19 @@ def test_before_the_first_validation(corpus_folder, settings, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), [({}, "corpus-2x24"), ({"num_layers": 1, "d_model": 12, "num_heads": 2}, "corpus-1x12")]
+    ("changes", "name"),
+    [
+        ({}, "corpus-2x24"),
+        ({"model": MODEL | {"num_layers": 1, "d_model": 12, "num_heads": 2}}, "corpus-1x12"),
+        ({"model": None, "trainer": None}, "corpus-mini"),
+    ],
 )
-def test_names_of_runs(corpus_folder, settings, tmp_path, monkeypatch, model, name):
-    """A run is called by its date, its text and its model."""
+def test_the_name_of_a_run_has_its_date_text_and_model(corpus_folder, settings, tmp_path, monkeypatch, changes, name):
     monkeypatch.chdir(tmp_path)
-    settings = settings | {"model": MODEL | model}
-    run_dir = gpt.train(str(corpus_folder / "corpus.txt"), horizon="1steps", **settings).run_dir
-    assert re.fullmatch(rf"runs/\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_{name}", run_dir.as_posix())
-
-
-def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
-    """The default model is `mini` on the command line, and here."""
-    monkeypatch.chdir(tmp_path)
-    config = tiny_config(corpus_folder)
-    config.model = Config().model
-    config.trainer.tokens_per_step, config.trainer.micro_batch_size = 1024, "auto"
-    assert begin_run(config).path.name.endswith("_corpus-mini")
+    request = make_request(str(corpus_folder / "corpus.txt"), horizon="1steps", **(settings | changes))
+    _, run = start_run(request)
+    with run:
+        assert re.fullmatch(rf"runs/\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d_{name}", run.path.as_posix())
 
 
 @pytest.mark.parametrize(
@@ -93,45 +88,34 @@ def test_name_of_the_default(corpus_folder, tmp_path, monkeypatch):
         ({"resume": "runs/typo", "seed": 3}, "resume continues a run as it was configured, and seed=3 would change it"),
     ],
 )
-def test_mistakes(tmp_path, monkeypatch, arguments, problem):
-    """One line each, which IPython shows without a traceback."""
+def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
     assert problem in refusal(gpt.train, **arguments)
 
 
-def test_a_group_brings_its_settings(monkeypatch):
-    """By its name, alone or among other keys, as on the command line."""
-    requests = []
-    monkeypatch.setattr(gpt.api, "start_run", lambda request: requests.append(request) or 1 / 0)
-    for optim in ("adamw", {"name": "adamw", "clip": 0.5}):
-        with pytest.raises(ZeroDivisionError):
-            gpt.train(optim=optim, model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
-    with pytest.raises(ZeroDivisionError):
-        gpt.train(model="mini_128")
-    first, second, third = (request.config for request in requests)
-    assert (third.model.context_length, third.model.d_model) == (128, Config().model.d_model)
-    assert (first.optim.lr, first.optim.schedule, first.optim.clip, second.optim.clip) == (0.001, "cosine", 1.0, 0.5)
-    assert (first.model.num_layers, requests[0].model, first.tokenizer.name) == (12, "gpt2_small", "byte")
+def test_the_name_of_a_file_gives_its_settings():
+    """The name may be the value of a group or one of its keys."""
+    request = make_request(optim="adamw", model="gpt2_small", tokenizer="byte", trainer={"tokens_per_step": 1024})
+    config = request.config
+    assert (config.optim.lr, config.optim.schedule, config.optim.clip) == (0.001, "cosine", 1.0)
+    assert (config.model.num_layers, request.model, config.tokenizer.name) == (12, "gpt2_small", "byte")
+    config = make_request(optim={"name": "adamw", "clip": 0.5}, model="mini_128").config
+    assert (config.optim.lr, config.optim.clip) == (0.001, 0.5)
+    assert (config.model.context_length, config.model.d_model) == (128, Config().model.d_model)
 
 
-def test_arguments_are_keys():
-    """Every argument but the text, the callbacks and the run to resume is a key of the configuration."""
+def test_arguments_are_keys_of_the_configuration():
+    """The text and the callbacks are the exceptions."""
     arguments = inspect.signature(gpt.train).parameters.keys() - {"text", "callbacks"}
     assert arguments == {field.name for field in fields(Config)} - {"logger", "overrides"}
-
-
-def test_no_hydra_and_no_lightning_before_training():
-    """What a notebook imports first is quick, and looking at a model needs neither."""
-    code = "import sys, gpt\ngpt.train\nprint({'hydra', 'lightning', 'matplotlib', 'IPython'} & sys.modules.keys())"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120) == "set()\n"
 
 
 # --- in a real kernel ---
 
 
 @pytest.mark.slow
-def test_first_steps(tmp_path):
-    """The notebook of the documentation runs, and shows the curve, the attention, the page and the figures."""
+def test_the_notebook_of_the_documentation_runs(tmp_path):
+    """It shows the curve, the attention, the page and the figures."""
     NotebookClient, nbformat = import_or_skip("nbclient").NotebookClient, import_or_skip("nbformat")
     book = nbformat.read(ROOT / "docs/first-steps.ipynb", 4)
     install = book.cells.pop(1)  # the rest needs no checkout: it runs in an empty folder
@@ -139,25 +123,21 @@ def test_first_steps(tmp_path):
     for cell in book.cells:
         cell.source = cell.source.replace("3min", "6steps").replace("4min", "9steps")
     NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = {
-        cell.source: {kind for output in cell.outputs for kind in output.get("data", {"text": ""})}
-        for cell in book.cells
-        if cell.cell_type == "code"
-    }
-    trained, reported, drawn, generated, streamed, attention, page, resumed, exported = shown.values()
+    outputs = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
+    mime_types = [{key for output in cell for key in output.get("data", {"text": ""})} for cell in outputs]
+    trained, reported, plotted, generated, streamed, attention, page, resumed, exported = mime_types
     assert "application/vnd.jupyter.widget-view+json" in trained & resumed
-    assert "image/png" in drawn & attention
+    assert "image/png" in plotted & attention
     assert "text/html" in page
     assert "text" in reported & generated & streamed & exported
-    printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    printed = "".join(output.get("text", "") for cell in outputs for output in cell)
     assert re.search(r"^trained +9  steps", printed, re.M)
     assert "load it:  AutoModelForCausalLM.from_pretrained('my-model')" in printed
-    assert not [output for cell in book.cells for output in cell.get("outputs", []) if output.get("name") == "stderr"]
+    assert not [output for cell in outputs for output in cell if output.get("name") == "stderr"]
 
 
 @pytest.mark.slow
-def test_interrupted_kernel(corpus_folder, settings, tmp_path):
-    """Interrupting the kernel saves, and lets the rest of the cell run."""
+def test_an_interrupted_kernel_saves_and_runs_the_rest_of_the_cell(corpus_folder, settings, tmp_path):
     manager, client = import_or_skip("jupyter_client.manager").start_new_kernel(cwd=str(tmp_path))
     contents: list[dict] = []
     try:
@@ -182,8 +162,7 @@ def test_interrupted_kernel(corpus_folder, settings, tmp_path):
 
 
 @pytest.mark.slow
-def test_errors_are_one_line(tmp_path):
-    """A mistake in a cell is shown as the line that it is."""
+def test_a_mistake_in_a_cell_has_no_traceback(tmp_path):
     nbclient, nbformat = import_or_skip("nbclient"), import_or_skip("nbformat")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import gpt\ngpt.train('missing.txt')")])
     with pytest.raises(nbclient.exceptions.CellExecutionError):

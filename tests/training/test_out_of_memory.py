@@ -1,4 +1,4 @@
-"""Memory runs out: the run continues with smaller micro-batches if the program chose their size."""
+"""If memory runs out, a run continues with smaller micro-batches, unless the user chose their size."""
 
 import os
 import signal
@@ -16,9 +16,9 @@ from harness import begin_run, fit, read_table, refusal, tiny_config
 
 
 def imitate_small_device(monkeypatch, max_sequences: int, number: int = 0) -> list[int]:
-    """Let memory run out for micro-batches of more than `max_sequences` sequences; return the sizes that are tried.
+    """Raise an out-of-memory error for micro-batches of more than `max_sequences` sequences.
 
-    If `number` is a signal, the process receives it just before.
+    Return a list that collects the sizes. If `number` is a signal, send it to this process before the error.
     """
     sizes: list[int] = []
     loss = GPTModule.loss
@@ -39,13 +39,14 @@ def imitate_small_device(monkeypatch, max_sequences: int, number: int = 0) -> li
 
 @pytest.fixture(scope="module")
 def first(corpus_folder) -> Path:
-    """A run of a step."""
+    """Return the directory of a run of one step."""
     fit(begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={corpus_folder / 'first'}")))
     return corpus_folder / "first"
 
 
+@pytest.mark.promise("runs.md#micro_batch_size=auto")
 def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monkeypatch, capsys):
-    """A warning has both sizes, and the run still starts from the weights that it was given."""
+    """A warning has both sizes, and the run still starts from the weights of `init_from`."""
     sizes = imitate_small_device(monkeypatch, max_sequences=2)
     changes = ["trainer.micro_batch_size=auto", "horizon=1steps", f"init_from={first}", "optim.lr=1e-9"]
     training = begin_run(tiny_config(corpus_folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
@@ -65,7 +66,7 @@ def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monke
 
 @pytest.mark.parametrize("when", ["before the update", "within the update"])
 def test_run_continues_from_its_last_whole_step(corpus_folder, tmp_path, monkeypatch, when):
-    """Before an update, that is the step before. Within an update, weights may have changed: a checkpoint is loaded."""
+    """Within an update, the weights may have changed, so the run continues from a checkpoint."""
     name = "training_step" if when == "before the update" else "clip_gradients_to"
     original, calls = getattr(GPTModule, name), []
 
@@ -87,6 +88,7 @@ def test_run_continues_from_its_last_whole_step(corpus_folder, tmp_path, monkeyp
         assert len(calls) == 5 + 10  # steps 4 and 5 are made again
 
 
+@pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.parametrize(
     ("size", "max_sequences", "words"),
     [(6, 3, "=6: try trainer.micro_batch_size=3"), (1, 0, "=1, the least: choose a smaller model")],
@@ -110,8 +112,9 @@ def test_stop_signal_is_not_lost_when_memory_runs_out(corpus_folder, tmp_path, m
 
 
 def test_memory_runs_out_as_time_is_up(corpus_folder, tmp_path, monkeypatch):
-    """The last steps are trained again, as many as the clock then allows."""
-    now, tick = 0.0, 1.0
+    """The last steps are trained again, as many as the clock allows."""
+    now = 0.0
+    tick = 1.0
 
     def read_time() -> float:
         nonlocal now

@@ -1,4 +1,4 @@
-"""GPTModule under a plain lightning.Trainer: the same weights as our loop, with Lightning's own callbacks."""
+"""GPTModule under a plain lightning.Trainer: the weights of our loop, and Lightning's own callbacks."""
 
 import os
 import subprocess
@@ -108,21 +108,21 @@ def test_lightnings_callbacks_work(corpus_folder, tmp_path):
 
 
 def test_trainer_resumes_exactly(corpus_folder, tmp_path):
-    """From Lightning's checkpoint of step 5, the last steps give the same weights."""
+    """A run from Lightning's checkpoint of step 5 ends with the same weights."""
     spec = make_spec(corpus_folder, "trainer.short_sequences=0")
-    whole, part, rest = make_module(spec), make_module(spec), make_module(spec)
-    make_trainer(spec, tmp_path).fit(whole, TrainBatches(spec))
+    uninterrupted, interrupted, resumed = (make_module(spec) for _ in range(3))
+    make_trainer(spec, tmp_path).fit(uninterrupted, TrainBatches(spec))
     trainer = make_trainer(spec, tmp_path, max_steps=5)
-    trainer.fit(part, TrainBatches(spec))
+    trainer.fit(interrupted, TrainBatches(spec))
     trainer.save_checkpoint(tmp_path / "five.ckpt")
-    make_trainer(spec, tmp_path).fit(rest, TrainBatches(spec), ckpt_path=tmp_path / "five.ckpt", weights_only=True)
-    expected = whole.state_dict()
-    assert [name for name, value in rest.state_dict().items() if not torch.equal(value, expected[name])] == []
+    make_trainer(spec, tmp_path).fit(resumed, TrainBatches(spec), ckpt_path=tmp_path / "five.ckpt", weights_only=True)
+    expected = uninterrupted.state_dict()
+    assert [name for name, value in resumed.state_dict().items() if not torch.equal(value, expected[name])] == []
 
 
 @pytest.mark.parametrize("change", ["trainer.precision=fp16", "horizon=3s"])
-def test_what_only_our_loop_trains(corpus_folder, tmp_path, change):
-    """fp16 and a time as horizon are refused in one line with the value and the remedy."""
+def test_fp16_and_time_horizons_are_refused(corpus_folder, tmp_path, change):
+    """Only our loop trains them. The line has the value and the remedy."""
     spec = make_spec(corpus_folder, "horizon=10steps", change, "data.bpe_dropout=0")
     line = refusal(make_trainer(spec, tmp_path, max_steps=10).fit, make_module(spec), [])
     assert change in line and "fp32 or bf16" in line
@@ -162,7 +162,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_trainer_on_two_processes(corpus_folder, tmp_path):
-    """Under DDP, each rank takes its own micro-batches, and the weights equal those of our loop."""
+    """Under DDP, each rank trains on its own micro-batches, and the weights equal those of our loop."""
     two = ("trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=1", "horizon=10steps")
     train_in_subprocess(*tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
     script = tmp_path / "two_processes.py"

@@ -1,4 +1,4 @@
-"""Progress of a run on screen, on terminals of any width, and in a log."""
+"""The progress bar and the printed lines, on terminals of any width, and in a log."""
 
 import io
 import json
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 
 def line_at(step: int, width: int, total: int = 4000) -> str:
-    """Return the line on a terminal of so many columns after a step, at ten steps a second."""
+    """Return the bar on a terminal of this width after a step, at ten steps a second."""
     with tqdm(total=total, file=Terminal(), ncols=width, bar_format=BAR_FORMAT, postfix="  ".join(FACTS)) as line:
         line.n = step
         line.start_t -= step / 10
@@ -47,7 +47,7 @@ def test_the_line_fits_every_width():
     assert line_at(500, len(full_line)) == full_line
     assert line_at(500, len(full_line) + 24) == full_line + f"{'###':24}"
     assert line_at(500, 25) == "500/4000 12%  05:50 left,"
-    assert line_at(9, 60, total=7).startswith("9/? ")  # steps that nobody had expected
+    assert line_at(9, 60, total=7).startswith("9/? ")  # more steps than expected
     for width in range(1, 131):
         assert disp_len(line_at(500, width)) <= width
 
@@ -58,7 +58,7 @@ SCHEDULE = Schedule(total_steps=4000)
 def make_progress(
     train_loss: float | None = None, tokens_per_second: float = 0.0
 ) -> tuple[ProgressDisplay, TrainState]:
-    """Return the progress and the state of a run of 4,000 steps."""
+    """Return the display and the state of a run of 4,000 steps."""
     spec, state = RunSpec(Config(), SCHEDULE, dataset=None), TrainState(train_loss=train_loss)
     return ProgressDisplay(spec, state, SimpleNamespace(tokens_per_second=tokens_per_second)), state
 
@@ -73,7 +73,7 @@ def test_report_of_a_validation(tmp_path, monkeypatch, terminal):
     progress, _ = make_progress(2.5, 12345.6)
     progress.open(tmp_path, 0, 4000)
     samples = ["of another prompt", "Once upon\n\na time there were three little pigs"]
-    progress.report(500, 4000, Score(nats=30.0, tokens=10, bytes=20), samples)
+    progress.print_validation(500, Score(nats=30.0, tokens=10, bytes=20), samples)
     progress.close()
     assert out.getvalue() == f"step 500/4000  {'  '.join(FACTS)}\n    Once upon ⏎ a time there were three …\n"
 
@@ -81,7 +81,7 @@ def test_report_of_a_validation(tmp_path, monkeypatch, terminal):
 @pytest.mark.parametrize(
     ("loss", "facts"),
     [
-        (None, "train     - val     -      - bits/byte      - tok/s"),  # before they are known, their places are kept
+        (None, "train     - val     -      - bits/byte      - tok/s"),  # not known yet
         (2.5, "train 2.500 val     -"),
         (10.8254, "train 10.83 val     -"),
     ],
@@ -93,15 +93,18 @@ def test_figures_of_the_bar(tmp_path, monkeypatch, loss, facts):
     progress, _ = make_progress(loss)
     progress.open(tmp_path, 0, 4000)
     time.sleep(0.6)
-    progress.end_step(1, 4000, SCHEDULE)
-    assert re.match(r"\r1/4000  0%  [\d:]+ left, ", sys.stderr.getvalue())  # its first line already has a time
+    progress.end_step(1, is_log_point=True)
+    assert re.match(r"\r1/4000  0%  [\d:]+ left, ", sys.stderr.getvalue())  # with the remaining time
     assert facts in sys.stderr.getvalue()
     progress.close()
 
 
 @pytest.mark.parametrize(("steps", "facts"), [(500, "val 2.917  1.521 bits/byte"), (501, "val     -      - bits/byte")])
 def test_bar_of_a_resumed_run(tmp_path, monkeypatch, steps, facts):
-    """It begins with the last validation, but not with one after the checkpoint, as a kill may leave."""
+    """The bar starts with the last validation, unless a kill has left a validation after the checkpoint.
+
+    At the end it is cleared, so that an error message does not follow half a bar.
+    """
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setattr(sys, "stderr", Terminal())
     figures = {"steps": steps, "val_loss": 2.91684, "val_bits_per_byte": 1.52063}
@@ -109,14 +112,15 @@ def test_bar_of_a_resumed_run(tmp_path, monkeypatch, steps, facts):
     progress, _ = make_progress(2.5)
     progress.open(tmp_path, 500, 4000)
     time.sleep(0.6)
-    progress.end_step(501, 4000, SCHEDULE)
+    progress.end_step(501, is_log_point=True)
     assert facts in sys.stderr.getvalue()
     progress.close()
+    assert re.search(r"\r +\r$", sys.stderr.getvalue())
 
 
 @pytest.mark.parametrize("columns", [0, 80])
 def test_a_terminal_of_no_width(tmp_path, monkeypatch, capsys, columns):
-    """It can show no bar, so how long the run takes is printed once, as in a log."""
+    """A terminal of width 0 shows no bar, so the remaining time is printed once, as in a log."""
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (23, columns))
     progress, state = make_progress()
@@ -125,7 +129,7 @@ def test_a_terminal_of_no_width(tmp_path, monkeypatch, capsys, columns):
         progress.open(tmp_path, 0, 4000)
         for step in (100, 200):
             state.seconds += 10.0
-            progress.end_step(step, 4000, SCHEDULE)
+            progress.end_step(step, is_log_point=True)
         progress.close()
     os.close(terminal)
     expected = "" if columns else "about 6m30s to go at this machine's speed, besides validations\n"
@@ -141,18 +145,6 @@ def test_a_line_above_the_bar(monkeypatch):
         before = len(screen.getvalue())
         print_line("a warning", screen)
         assert re.fullmatch(r"\r +\ra warning\n\r0/7  0%  \? left + *", screen.getvalue()[before:])
-
-
-def test_an_error_clears_the_bar(tmp_path, monkeypatch):
-    """A message about the error then does not stand beside half a bar."""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    progress, _ = make_progress()
-    progress.open(tmp_path, 0, 7)
-    time.sleep(0.6)
-    progress.end_step(1, 7, SCHEDULE)
-    assert "1/7" in sys.stderr.getvalue()
-    progress.close()
-    assert re.search(r"\r +\r$", sys.stderr.getvalue())
 
 
 def columns(raw: str) -> list[str]:
@@ -185,18 +177,20 @@ def test_on_a_terminal(corpus_folder, tmp_path):
     samples = [piece for piece in columns(raw) if piece.startswith("    [")]
     assert [piece for piece in bars if "tok/s" in piece]
     assert max(disp_len(piece.rstrip()) for piece in [*bars, *steps, *samples]) <= 79
-    assert [re.match(r"step (\d+)/40  train +[\d.-]+ val \d", one)[1] for one in steps] == ["10", "20", "30", "40"]
-    assert [one[:9] for one in samples] == ["    [a→b]"] * 4
+    assert [re.match(r"step (\d+)/40  train +[\d.-]+ val \d", line)[1] for line in steps] == ["10", "20", "30", "40"]
+    assert [line[:9] for line in samples] == ["    [a→b]"] * 4
     after = raw[raw.rindex(samples[-1]) :]
     assert re.search(r"tok/s.*\r +\r\r\ntrained +40  steps: ", after), after[:500]  # in place of the bar, spaces
 
 
 def test_no_semaphore():
-    """Lines and bars make none. Python 3.14 would report it as leaked when the program is killed."""
-    code = "import tqdm.std; from gpt.console import import_tqdm, print_line; print_line('a line')"
-    code += "; list(import_tqdm()(range(3), disable=False))"
-    code += "; print(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).splitlines() == [
-        "a line",
-        "False",
-    ]
+    """Lines and bars create no semaphore. Python 3.14 would report it as leaked when the program is killed."""
+    code = """
+import tqdm.std
+from gpt.console import import_tqdm, print_line
+print_line("a line")
+list(import_tqdm()(range(3), disable=False))
+print(hasattr(tqdm.std.TqdmDefaultWriteLock, "mp_lock"))
+"""
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert printed.splitlines() == ["a line", "False"]

@@ -15,7 +15,8 @@ import torch
 from gpt import checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
-from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.lr_schedule import lr_multiplier
+from gpt.training.optim import OptimConfig
 from harness import (
     CallAt,
     StopAt,
@@ -164,6 +165,7 @@ def test_run_without_a_checkpoint_starts_at_its_first_step(corpus_folder, tmp_pa
 # --- memory ---
 
 
+@pytest.mark.promise("runs.md#released before the first step")
 def test_loaded_checkpoint_is_released(run_dir, monkeypatch):
     """After it was restored, none of its tensors is left, and its file is not mapped into memory any more."""
 
@@ -215,6 +217,7 @@ def rewrite(run_dir: Path, change) -> None:
 NORM = "final_norm.bias"
 
 
+@pytest.mark.promise("runs.md#does not fit the run")
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -247,6 +250,7 @@ def test_checkpoint_that_does_not_fit_is_refused_before_anything_changes(run_dir
     assert contents(run_dir) == before
 
 
+@pytest.mark.promise("runs.md#disagrees with `config.yaml`", "security.md#checkpoint that disagrees")
 def test_checkpoint_that_disagrees_with_the_configuration_is_refused(run_dir):
     """The line has the key, both values and both files, and nothing changes."""
     rewrite(run_dir, lambda p: p["config"]["data"].update(path="/etc/passwd", cache=str(run_dir / "elsewhere")))

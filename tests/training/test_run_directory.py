@@ -236,6 +236,7 @@ def copied(trained, tmp_path):
     return run
 
 
+@pytest.mark.promise("runs.md#the intact checkpoint with the greatest step")
 def test_newest_checkpoint_has_the_greatest_step(copied):
     """The times of the files do not matter."""
     with RunDirectory.open(copied) as run:
@@ -256,6 +257,7 @@ def test_newest_run_is_the_one_saved_last(copied, tmp_path, monkeypatch):
     assert find_checkpoint().parent.parent.name == "b"
 
 
+@pytest.mark.promise("runs.md#*.damaged", "runs.md#An error that may pass")
 def test_unreadable_checkpoint_is_kept_and_an_older_one_is_used(copied, monkeypatch, capsys):
     """That is for an error of the disk. An error that may pass changes nothing."""
     real = zipfile.ZipFile
@@ -336,6 +338,7 @@ def test_logs_are_truncated_to_their_checkpoint(run_dir, tmp_path):
     assert (tmp_path / "backup.md").read_bytes() == b"0123456789"
 
 
+@pytest.mark.promise("runs.md#The logs of a run")
 def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_path, monkeypatch):
     """Each log is synced to disk, and then the folder that has its name, and only then the checkpoint."""
     synced: list[int] = []  # inodes, in order
@@ -358,6 +361,7 @@ def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_p
     assert all(last_sync[log.stat().st_ino] < last_sync[run_dir.stat().st_ino] for log in logs)
 
 
+@pytest.mark.promise("security.md#only files of its own")
 @pytest.mark.parametrize("name", ["samples.md", "metrics.csv", "metrics.json", ".lock", "checkpoints"])
 def test_link_out_of_a_run_is_refused(copied, tmp_path, name):
     """A run writes only to its own files. A link in a stranger's run is refused, and its target stays as it was."""
@@ -387,6 +391,7 @@ def test_run_does_not_write_into_another_directory_of_its_name(copied, tmp_path)
 # --- a run that leaves the machine that it began on ---
 
 
+@pytest.mark.promise("runs.md#the code or the libraries")
 def test_resuming_with_other_code_is_reported(copied):
     """A warning names both versions, and metrics.json tells which of them trained which steps."""
     last = copied / "checkpoints/last.ckpt"
@@ -400,6 +405,7 @@ def test_resuming_with_other_code_is_reported(copied):
     assert (figures["commits"], figures["git_commit"]) == ({"0": "0" * 40, "12": code_version()}, code_version())
 
 
+@pytest.mark.promise("runs.md#from any folder", "runs.md#does not need its text")
 def test_text_may_have_moved(copied, trained, tmp_path, monkeypatch):
     """A run continues from any folder, without its text if that is prepared, and otherwise with data.path=."""
     monkeypatch.chdir(tmp_path)

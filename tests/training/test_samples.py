@@ -20,7 +20,7 @@ from harness import TINY_RUN, begin_run, fit, read_events, tiny_config, train, w
     [(["data.prompts=null"], "one of a kind"), (["data.prompts=['once','-x\ny']", "logger=[]"], "-x")],
 )
 def test_prompts(tmp_path, setting, prompt):
-    """A text gives its own prompts. They are stored, and the report's command uses the last one, as one line."""
+    """Prompts come from the text or the user. They are stored, and the report's command uses the last one."""
     corpus = write_corpus(tmp_path)
     corpus.write_text(corpus.read_text() + "\n\none of a kind and no more\n" * 3)
     places = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
@@ -34,7 +34,7 @@ def test_prompts(tmp_path, setting, prompt):
 
 @pytest.mark.filterwarnings("ignore")  # of what TensorBoard renders Markdown with
 def test_samples_are_no_markdown(corpus_folder):
-    """Markdown in prompts and samples is shown as it is, in TensorBoard and in samples.md."""
+    """TensorBoard and samples.md show Markdown in prompts and samples as text."""
     from tensorboard import plugin_util
 
     prompts = ["* **alpha**", "````\n# alpha <b>\n````"]
@@ -53,7 +53,7 @@ def test_samples_are_no_markdown(corpus_folder):
 
 
 def test_longest_copy(tmp_path):
-    """The longest passage that samples and training text share is found. It crosses no border of a sample."""
+    """The longest passage that occurs in a sample and the training text is found. It is within one sample."""
     corpus = tmp_path / "text.txt"
     corpus.write_text("we hold these truths to be self-evident, that all men are created equal " * 9)
     data = DataConfig("text", str(corpus))

@@ -6,7 +6,8 @@ import pytest
 
 from gpt.model.transformer import ModelConfig
 from gpt.training.config import Config, TrainerConfig
-from gpt.training.optim import OptimConfig, lr_multiplier
+from gpt.training.lr_schedule import lr_multiplier
+from gpt.training.optim import OptimConfig
 from gpt.training.schedule import MAX_STEPS, Schedule
 from harness import refusal
 

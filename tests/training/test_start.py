@@ -62,6 +62,7 @@ def test_seeds_draw_weights_and_order(corpus_folder):
     assert "data.seed=-1 is out of range" in refusal(tiny_config, corpus_folder, "data.seed=-1")
 
 
+@pytest.mark.promise("runs.md#released before the first step")
 def test_initial_weights_are_released(folder, tmp_path, monkeypatch):
     """The model that a run starts from takes no memory while the run trains."""
     references: list[weakref.ref] = []

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 
 import gpt.training.loop
 from gpt.training.cli import name_jobs
-from harness import ROOT, differences, import_or_skip, read_curves, tiny_arguments, train, train_refusal
+from harness import ROOT, differences, import_or_skip, python_program, read_curves, tiny_arguments, train, train_refusal
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def learning_rates(folder: Path) -> list[float]:
 
 def sweep(*arguments: str) -> subprocess.CompletedProcess:
     """Run a sweep in another process, whose children find the project too."""
-    command = [sys.executable, str(ROOT / "train.py"), "-m", *arguments]
+    command = [python_program(), str(ROOT / "train.py"), "-m", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )

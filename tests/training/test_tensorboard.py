@@ -14,12 +14,12 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from gpt.checkpoint import load_checkpoint
 from gpt.training.config import Config
+from gpt.training.loggers import open_event_file
 from gpt.training.metric_logger import MAX_SAMPLED_ROWS
 from gpt.training.metrics import METRICS, chart_patterns
 from gpt.training.report import report
 from gpt.training.run_directory import EVENTS_PATTERN
 from gpt.training.state import TrainState
-from gpt.training.tensorboard import open_writer
 from gpt.training.validation import record_beaten_baselines
 from harness import (
     StopAt,
@@ -49,7 +49,7 @@ class Weights:
 
 @pytest.fixture(scope="module")
 def run(corpus_folder) -> tuple[Training, Weights]:
-    """A run that beats one baseline of two."""
+    """Return a run that beats one baseline of two, and its weights."""
     training = begin_run(tiny_config(corpus_folder, *EXPERIMENT, f"run_dir={corpus_folder / 'run'}"))
     weights = Weights()
     fit(training, [weights])
@@ -68,7 +68,7 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
     """Every point is in metrics.csv and, rounded to float32, in TensorBoard. metrics.json has the last of them."""
     training, _ = run
     table = read_table(training.path)
-    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
     assert expected == shown
     assert all(len(dict(points)) == len(points) for points in table.values())
@@ -96,7 +96,7 @@ def test_files_events_and_closing_lines_agree(run, events, capsys):
 
 
 def test_every_metric_has_an_entry(run):
-    """The table of metrics has every curve of a run and every number in metrics.json."""
+    """The table of metrics contains all curves of a run, and all numbers in metrics.json."""
     curves = [metric.curve for metric in METRICS.values() if metric.curve]
     unknown = [
         tag
@@ -108,7 +108,7 @@ def test_every_metric_has_an_entry(run):
 
 
 def test_custom_scalars(events):
-    """The charts of the CUSTOM SCALARS tab, as TensorBoard reads them: none is empty."""
+    """TensorBoard reads the charts of the CUSTOM SCALARS tab, and none of them is empty."""
     (written,) = events.Tensors("custom_scalars__config__")
     read = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in read.category for chart in category.chart}
@@ -127,7 +127,7 @@ def test_custom_scalars(events):
 
 
 def test_baselines_are_beaten_once():
-    """An equal score does not beat a baseline, and a later rise does not take it back."""
+    """An equal score does not beat a baseline. A baseline stays beaten after a later rise."""
     state, baselines = TrainState(), {"a": 2.0, "b": 1.0, "c": 0.1}
     for step, bits_per_byte in enumerate((3.0, 2.0, 1.5, 2.5, 0.5, 0.4)):
         beaten_at_step = record_beaten_baselines(state, baselines, bits_per_byte, step)
@@ -135,11 +135,8 @@ def test_baselines_are_beaten_once():
     assert state.beaten_at_step == {"a": 2, "b": 4}
 
 
-def test_resumed_run(run, corpus_folder, tmp_path):
-    """A resumed run has the baselines that it has beaten, and its last training loss.
-
-    It is stopped between a log point (33) and a validation (35), and after that validation.
-    """
+def test_a_resumed_run_keeps_its_beaten_baselines_and_training_loss(run, corpus_folder, tmp_path):
+    """The run is stopped between a log point (33) and a validation (35), and after that validation."""
     config = tiny_config(corpus_folder, *EXPERIMENT, f"run_dir={tmp_path / 'run'}")
     training = begin_run(config)
     fit(training, [StopAt(34)])
@@ -154,37 +151,37 @@ def test_resumed_run(run, corpus_folder, tmp_path):
 
 
 def test_event_files_of_one_second(tmp_path):
-    """A writer waits for the next second: TensorBoard reads files in the order of names, and 10 sorts before 9."""
+    """TensorBoard reads files in the order of their names, so a writer waits for the next second."""
     seconds = []
     for step in (0, 5, 9):
-        open_writer(Config(), tmp_path, step).close()
+        open_event_file(Config(), tmp_path, step).close()
         seconds.append(max(file.name for file in tmp_path.glob(EVENTS_PATTERN)).split(".")[3])
     assert len(set(seconds)) == 3
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit of a file's size")
 def test_a_disk_that_is_full_at_the_end(tmp_path):
-    """The last points raise one error in the caller, and TensorBoard's thread prints none."""
+    """The last points raise one error in the caller. TensorBoard's thread prints nothing."""
     code = """
 import resource, signal, sys
 from pathlib import Path
 from gpt.training.config import Config
-from gpt.training.metric_logger import Curves
+from gpt.training.metric_logger import MetricLogger
 from gpt.training.run_directory import RunDirectory
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 spec = RunSpec(Config(run_dir=sys.argv[1]), Schedule(), dataset=None)
-curves = Curves(spec, RunDirectory(Path(sys.argv[1])), TrainState())
-curves.open(0)
+logger = MetricLogger(spec, RunDirectory(Path(sys.argv[1])), TrainState())
+logger.open(0)
 for step in range(100):
-    curves.write({"train/loss": 1.0}, step)
-curves.writer.flush()
+    logger.write({"train/loss": 1.0}, step)
+logger.writer.flush()
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
-curves.write({"train/loss": 1.0}, 100)
+logger.write({"train/loss": 1.0}, 100)
 try:
-    curves.close()
+    logger.close()
 except OSError as error:
     print(error.strerror)
 """
@@ -196,7 +193,7 @@ except OSError as error:
 
 
 def test_update_ratios(run, events):
-    """The ratio of the sampled rows equals that of the same rows by hand, and nearly that of the whole matrices."""
+    """The ratio equals one computed from the same rows, and is close to the ratio of whole matrices."""
     weights = run[1].by_step
     for layer in range(2):
         points = events.Scalars(f"weights/update_ratio/layer_{layer + 1}")

@@ -1,4 +1,4 @@
-"""Horizons that depend on the speed of the machine: `auto`, and what is measured for a time."""
+"""horizon=auto and the measurement of the time for a step."""
 
 import time
 
@@ -13,7 +13,7 @@ from harness import begin_run, differences, finalize_config, fit, refusal, resum
 
 @pytest.mark.parametrize(("limit", "horizon"), [(600, "377steps"), (1e-6, "30steps")])
 def test_auto_is_ten_epochs_or_what_fits_into_the_time(corpus_folder, tmp_path, monkeypatch, capsys, limit, horizon):
-    """The run is, bit for bit, that of the same horizon in steps."""
+    """The run equals a run with the same horizon in steps, bit for bit."""
     monkeypatch.setattr("gpt.training.finalize.AUTO_HORIZON_SECONDS", limit)
     training = begin_run(tiny_config(corpus_folder, "horizon=auto", f"run_dir={tmp_path / 'auto'}"))
     assert f"horizon={horizon} suits this text and this machine\n" in capsys.readouterr().out
@@ -36,8 +36,7 @@ def test_shortest_auto_horizon_is_not_timed(corpus_folder, tmp_path, monkeypatch
 
 def test_timing_takes_a_few_steps(corpus_folder):
     """Steps of a throwaway model are timed, within the limit."""
-    config = tiny_config(corpus_folder)
-    config = finalize_config(config)
+    config = finalize_config(tiny_config(corpus_folder))
     dataset = load_dataset(config)
     start = time.monotonic()
     seconds = seconds_per_step(config, Schedule.plan(config, dataset.train_tokens), dataset, max_seconds=0.2)

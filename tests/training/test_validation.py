@@ -1,4 +1,4 @@
-"""Validations of a run: what they count, and what happens if their loss is no number."""
+"""Validations whose loss is not finite."""
 
 import math
 
@@ -10,7 +10,7 @@ from harness import begin_run, fit, read_table, tiny_config
 
 
 def test_validation_that_is_not_finite(corpus_folder, tmp_path, monkeypatch):
-    """A validation loss of nan ends the run. It is neither a result nor a best step."""
+    """A validation loss of nan ends the run, and is not recorded."""
     monkeypatch.setattr("gpt.training.validation.score", lambda *arguments: Score(math.nan, 10, 20))
     training = begin_run(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={tmp_path / 'run'}"))
     with pytest.raises(NonFiniteError, match="step 3: the validation loss is nan"):

@@ -1,0 +1,160 @@
+"""The disk fails or is full, or memory is short. One line has the reason, and earlier checkpoints are intact."""
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt.checkpoint import load_checkpoint
+from gpt.errors import UserError
+from harness import (
+    ROOT,
+    TINY_RUN,
+    CallAt,
+    Process,
+    begin_run,
+    command,
+    differences,
+    fit,
+    tiny_config,
+    train,
+    train_refusal,
+)
+
+RUN, STOP = ["horizon=41steps"], 31
+
+
+def test_run_directory_that_was_deleted_is_not_made_again(corpus_folder, tmp_path):
+    """It would have no configuration and no lock. The run ends with one line."""
+    run_dir = tmp_path / "run"
+    training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    with pytest.raises(UserError, match="was deleted or replaced while its run was training, so nothing can be saved"):
+        fit(training, [CallAt(20, lambda: shutil.rmtree(run_dir))])
+    assert not (run_dir / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("fsync", errno.EIO),
+        pytest.param("replace", errno.EROFS, marks=pytest.mark.slow),
+        pytest.param("link", errno.EPERM, marks=pytest.mark.slow),
+    ],
+)
+def test_failing_disk_leaves_earlier_checkpoints_intact(corpus_folder, reference, tmp_path, monkeypatch, number, call):
+    """Whichever call fails in a save, the error is not a bug, and the run continues from the last checkpoint."""
+    run_dir, before = tmp_path / "run", getattr(os, call)
+
+    def failing(*arguments, **options):
+        raise OSError(number, os.strerror(number), str(arguments[0]))
+
+    training = begin_run(tiny_config(corpus_folder, *RUN, f"run_dir={run_dir}"))
+    expected = () if call == "link" else (OSError, UserError)  # without hard links, checkpoints are copied
+    with pytest.raises(expected) if expected else contextlib.nullcontext():
+        fit(training, [CallAt(20, lambda: monkeypatch.setattr(os, call, failing))])
+    monkeypatch.setattr(os, call, before)
+    if expected:
+        train(f"resume={run_dir}")
+    assert differences(run_dir, reference) == []
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        (f"run_dir={LONG}", "File name too long"),
+        (f"resume={LONG}", "File name too long" if sys.version_info < (3, 14) else "it does not exist"),
+        (f"init_from={LONG}", "there is no such checkpoint or run directory"),
+        (f"data.cache={LONG}", "File name too long"),
+        ("horizon=99999999999999Msteps", "steps are out of range: they must be at most 1,000,000,000,000"),
+        ("horizon=999999999999999epochs", "steps are out of range"),
+    ],
+)
+def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argument, words):
+    """One line, code 2, and nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    paths = [f"data.path={corpus_folder}/corpus.txt"]
+    paths += [f"data.cache={corpus_folder}/cache"] * ("cache" not in argument)
+    shape = ("model.", "tokenizer") if "init_from" in argument else ("nothing",)
+    tiny = [] if "resume" in argument else [word for word in [*TINY_RUN, *paths] if not word.startswith(shape)]
+    assert words in train_refusal(*tiny, argument)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.promise("runs.md#second process in the same directory")
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [10, 100])
+def test_full_disk_is_one_line(settings, reference, tmp_path, blocks):
+    """`ulimit -f` imitates it. Without that limit, the run continues bit for bit."""
+    run_dir = tmp_path / "run"
+    words = " ".join(f"'{word}'" for word in command(*settings, f"run_dir={run_dir}"))
+    shell = f"ulimit -f {blocks}; exec {words}"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "the disk is full" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    train(f"resume={run_dir}")
+    assert differences(run_dir, reference) == []
+
+
+LARGE = ["model.d_model=384", "model.num_layers=4", "model.context_length=512", "model.dropout=0.0"]
+LARGE += ["trainer.tokens_per_step=4096", "trainer.precision=fp32", "horizon=2steps", "data.prompts=[]", "logger=[]"]
+
+
+def train_large(settings, micro_batch, run_dir) -> Process:
+    """Start to train on `micro_batch` sequences at once, in a process whose memory is the same every time.
+
+    With more than one arena, glibc reserves 64 MB for each thread that happens to allocate while another one does.
+    """
+    arguments = [*settings, *LARGE, f"trainer.micro_batch_size={micro_batch}", f"run_dir={run_dir}"]
+    return Process(arguments, {"MALLOC_ARENA_MAX": "1"})
+
+
+def measure_peak_memory(process: Process) -> int:
+    """Wait for the end of a process, and return its largest address space in bytes."""
+    peak = 0
+    while process.poll() is None:
+        if match := re.search(r"VmPeak:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text()):
+            peak = 1024 * int(match[1])
+        time.sleep(0.01)
+    assert process.end() == 0, process.output
+    return peak
+
+
+@pytest.fixture(scope="module")
+def enough_for_four(settings, tmp_path_factory) -> int:
+    """An amount of address space in bytes that suffices for four sequences at once, and not for eight."""
+    folder = tmp_path_factory.mktemp("runs")
+    one, eight = (measure_peak_memory(train_large(settings, size, folder / str(size))) for size in (1, 8))
+    assert eight - one > 200_000_000
+    return (one + 2 * eight) // 3
+
+
+@pytest.mark.promise("runs.md#micro_batch_size=auto")
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="SKIPPED LOUDLY: memory can be limited on Linux only")
+@pytest.mark.parametrize("micro_batch", ["auto", "8"])
+def test_lack_of_memory_shrinks_an_automatic_micro_batch(settings, enough_for_four, tmp_path, micro_batch):
+    """The tokens of a step stay the same. A size that the user gave is refused, with the next one to try."""
+    process = train_large(settings, micro_batch, tmp_path / "run")
+    assert process.wait_for("writing to")
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (enough_for_four,) * 2)
+    code = process.end()
+    if micro_batch == "auto":
+        assert code == 0, process.output
+        assert "out of memory at trainer.micro_batch_size=8: continuing with 4 and as" in process.output
+        assert load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["step"] == 2
+    else:
+        assert code == 2, process.output
+        assert "out of memory at trainer.micro_batch_size=8: try trainer.micro_batch_size=4" in process.output
+        assert "Traceback" not in process.output
