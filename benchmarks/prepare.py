@@ -34,7 +34,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 def documents(megabytes: float, seed: int = 1) -> Iterator[str]:
     """Yield excerpts of Python's documentation, of a few hundred to many thousand characters."""
-    all_text = "\n".join(text for file in python_docs.files() for text in python_docs.read_docstrings(file))
+    all_text = "\n".join(text for file in python_docs.find_modules() for text in python_docs.read_docstrings(file))
     rng = random.Random(seed)
     remaining = megabytes * 1e6
     while remaining > 0:

@@ -251,7 +251,7 @@ def report(preset: str, workers: list[Worker], peak: float, shape: Shape) -> dic
     """Print a preset's table; return its figures."""
     device = choose_device().type
     B, T = tokens(preset, device, shape)[0].shape
-    flops = GPT(make_config(preset)).flops_per_token(T) * B * T
+    flops = make_config(preset).costs().flops_per_token(T) * B * T
     print(
         f"\n{preset}: {B} x {T} tokens in {training_dtype()}, {flops / 1e9:.1f} GFLOP a step, {peak / 1e9:,.0f} GFLOP/s"
     )

@@ -1,7 +1,7 @@
 """Run the code of attention.md and model.md, check what it prints, and draw each picture: python docs/draw.py
 
-A picture `![name](attention/name.svg)` shows the tensor `name`, as it is after the blocks above it: a row for each of
-the page's `words`. Columns are these words, or the page's `vocabulary`, where there are as many, or else numbers.
+A picture `![name](attention/name.svg)` shows the tensor `name` after the blocks above it, with a row for each of the
+page's `words`. Its columns are these words or the page's `vocabulary` if their number fits, otherwise numbers.
 """
 
 import contextlib
@@ -16,7 +16,9 @@ PAGES = [Path(__file__).with_name(name) for name in ("attention.md", "model.md")
 PART = re.compile(
     r"```python\n(?P<code>.*?)```\n(?:```\n(?P<printed>.*?)```)?|!\[(?P<name>\w+)\]\((?P<file>.*?)\)", re.S
 )
-WIDTH, HEIGHT, GAP, LEFT, TOP = 58, 26, 24, 74, 46  # of a cell, between heads, and of the words, in pixels
+WIDTH, HEIGHT = 58, 26  # of a cell, in pixels
+GAP = 24  # pixels between heads
+LEFT, TOP = 74, 46  # pixels for the words
 STYLE = (
     "text{font:13px ui-monospace,monospace;fill:#1f2328}.axis{fill:#59636e}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.axis{fill:#9198a1}}"
@@ -24,7 +26,7 @@ STYLE = (
 
 
 def pictures(page: Path) -> dict[Path, str]:
-    """Run the page; return the text of each picture's file. `ValueError` where it prints other than it says."""
+    """Run the page. Return the text of each picture's file. `ValueError` if the code prints something else."""
     names: dict = {}
     drawn = {}
     for part in PART.finditer(page.read_text(encoding="utf-8")):
@@ -34,12 +36,12 @@ def pictures(page: Path) -> dict[Path, str]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(part["code"], names)
         if out.getvalue() != (part["printed"] or ""):
-            raise ValueError(f"{page}: says {part['printed']!r} where its code prints {out.getvalue()!r}")
+            raise ValueError(f"{page}: shows {part['printed']!r}, but its code prints {out.getvalue()!r}")
     return drawn
 
 
 def draw(matrices: Tensor, words: list[str], vocabulary: list[str]) -> str:
-    """Draw a matrix (rows, columns), or one of each head (n, rows, columns) side by side, as an SVG picture."""
+    """Return an SVG picture of a matrix (rows, columns), or of one matrix per head (n, rows, columns)."""
     heads = matrices.dim() == 3
     matrices = matrices.detach().view(-1, *matrices.shape[-2:])
     count, rows, columns = matrices.shape

@@ -147,5 +147,5 @@ def compare_logits(model: "GPT", folder: Path, ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    with clean_exit("gpt.export", memory="choose a machine with more"):
+    with clean_exit("gpt.export", memory_hint="choose a machine with more"):
         main()

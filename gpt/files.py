@@ -1,4 +1,4 @@
-"""Files that are on disk whole or not at all, small files read with one-line errors, and locks."""
+"""Write files atomically, read small files with one-line errors, and take locks."""
 
 import contextlib
 import errno
@@ -17,52 +17,56 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from gpt.errors import ExternalError, UserError, is_disk_full, summarize_error
 
 PACKAGE = Path(__file__).resolve().parent
-IS_INSTALLED = (PACKAGE / "configs").is_dir()  # by pip, as opposed to a checkout, where configs/ lies beside gpt/
+IS_INSTALLED = (PACKAGE / "configs").is_dir()  # by pip; in a checkout, configs/ lies beside gpt/
 CONFIGS = PACKAGE / "configs" if IS_INSTALLED else PACKAGE.parent / "configs"
 ASSETS = PACKAGE / "assets"
-TRAIN_COMMAND = "gpt.train()" if IS_INSTALLED else "python train.py"  # what messages tell the user to run
+TRAIN_COMMAND = "gpt.train()" if IS_INSTALLED else "python train.py"  # for messages
 
-# How systems refuse to open or to sync a folder: Windows, then file systems of virtual machines and networks.
-_NOT_FOR_FOLDERS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
-CACHE_TAG, CACHE_SIGNATURE = "CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55"
-PATIENCE = 2.0  # seconds: virus scanners and indexers on Windows look into every new file
+# The errors of systems that cannot sync a folder: Windows, then file systems of virtual machines and networks.
+_FOLDER_SYNC_ERRORS = {errno.EACCES, errno.EPERM, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
+CACHE_TAG = "CACHEDIR.TAG"
+CACHE_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55"
+RENAME_RETRY_SECONDS = 2.0  # virus scanners and indexers on Windows open every new file for a moment
 
 
 @contextlib.contextmanager
-def user_errors(path: Path, what: str = "read", hint: str = "fix that, or move the file away") -> Iterator[None]:
-    """Turn an error of the system, which keeps a file from being read or a folder from being written, into one line.
+def user_errors(path: Path, action: str = "read", hint: str = "fix that, or move the file away") -> Iterator[None]:
+    """Turn a system error of the block into a `UserError`. It is an `ExternalError` unless a file is missing.
 
-    It is an `ExternalError`, unless the file is not there, which may not be the same again later.
+    Args:
+        path: The file or folder that the message names.
+        action: The participle of what failed, "read" or "written".
+        remedy: Ends the message.
     """
     try:
         yield
     except OSError as error:
-        why = "the disk is full" if is_disk_full(error) else f"cannot be {what}"
-        kind = UserError if isinstance(error, FileNotFoundError) else ExternalError
-        raise kind(f"{path}: {why} ({error.strerror or error}); {hint}") from None
+        problem = "the disk is full" if is_disk_full(error) else f"cannot be {action}"
+        error_type = UserError if isinstance(error, FileNotFoundError) else ExternalError
+        raise error_type(f"{path}: {problem} ({error.strerror or error}); {hint}") from None
 
 
 def expand_path(path: str | Path) -> Path:
-    """Return a path in which `~` is the home directory, also where no shell has seen it, as in --to=~/model."""
+    """Expand `~` to the home directory. A shell does not do so in --to=~/model."""
     return Path(os.path.expanduser(path))
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is safe on disk; folders only where the system can sync them."""
+    """Wait until a file, or a folder's list of files, is safe on disk. Some systems cannot sync folders."""
     is_folder = path.is_dir()
     try:
-        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs only what may be written
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs only writable files
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
-        if not is_folder or error.errno not in _NOT_FOR_FOLDERS:
+        if not is_folder or error.errno not in _FOLDER_SYNC_ERRORS:
             raise
 
 
 def sync_parents(path: Path) -> None:
-    """Wait until the name of a new folder, and those of the folders above it that are new with it, are safe on disk."""
+    """Wait until the name of a new folder, and of up to two new parents, is safe on disk."""
     for folder in (path, *path.absolute().parents[:2]):
         sync(folder)
 
@@ -70,10 +74,10 @@ def sync_parents(path: Path) -> None:
 def atomic_rename(finished: Path, path: Path) -> None:
     """Give a finished file or folder its final name in one step, and wait until both are safe on disk.
 
-    A file replaces an older one. Windows refuses while another program has one of them open, so this tries for a while.
+    A file replaces an older one. Windows refuses while another program has either file open, so this retries.
     """
     sync(finished)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RENAME_RETRY_SECONDS
     while True:
         try:
             os.replace(finished, path)
@@ -87,10 +91,10 @@ def atomic_rename(finished: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path` to write to; the file takes the place of `path` when the block succeeds.
+    """Yield a temporary name beside `path` to write to. If the block succeeds, that file replaces `path`.
 
-    After an error nothing is left of it, and `path` is what it was. A device or a pipe is never replaced: its own name
-    is yielded, to be written to as a stream.
+    After an error the temporary file is deleted, and `path` is unchanged. A device or a pipe is never replaced: its own
+    name is yielded, to be written as a stream.
     """
     if path.exists() and not path.is_file():
         yield path
@@ -120,7 +124,7 @@ def read_text(path: Path) -> str:
 
 
 class _NoAliases(yaml.SafeLoader):
-    """YAML without aliases, which could expand to any size."""
+    """A safe loader that refuses aliases, since they could expand to any size."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -132,13 +136,13 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file of plain values; `UserError` if it cannot be read or has aliases."""
     text = read_text(path)
     try:
-        return yaml.load(text, _NoAliases)  # a safe loader
+        return yaml.load(text, _NoAliases)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({summarize_error(error)})") from None
 
 
 def code_hash() -> str:
-    """Return twelve digits that tell this code from any other: the hash of all Python files of gpt/."""
+    """Return twelve digits of a hash of all Python files of gpt/."""
     code = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         code.update(file.read_bytes())
@@ -154,22 +158,23 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def mark_as_cache(folder: Path) -> None:
-    """Put a CACHEDIR.TAG into a folder that can be made again, so that it is not read as text, and backups skip it."""
-    if not (tag := folder / CACHE_TAG).exists():
+    """Put a CACHEDIR.TAG into a folder that can be recreated. It is then not read as text, and backups skip it."""
+    tag = folder / CACHE_TAG
+    if not tag.exists():
         write_text(tag, f"{CACHE_SIGNATURE}\n# Written by mini-gpt: see https://bford.info/cachedir/\n")
 
 
 def is_program_output(folder: Path) -> bool:
-    """Tell whether a folder holds what programs have made: a run, or anything with a CACHEDIR.TAG."""
+    """Return True if programs wrote the folder: it is a run, or has a CACHEDIR.TAG."""
     if (folder / "config.yaml").exists() and any((folder / name).exists() for name in (".lock", "checkpoints")):
-        return True  # a run, which has no such tag, because backups should keep its models
+        return True  # a run has no such tag, because backups should keep its models
     with contextlib.suppress(OSError):
         return (folder / CACHE_TAG).read_bytes().startswith(CACHE_SIGNATURE.encode())
     return False
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """Make `target` another name of the file `source`, in one step, replacing it if it exists."""
+    """Make `target` another name of the file `source`, in one step. It replaces an older target."""
     with atomic_write(target) as temporary:
         try:
             os.link(source, temporary)
@@ -178,37 +183,36 @@ def hard_link(source: Path, target: Path) -> None:
 
 
 class LockedError(Exception):
-    """Another process holds the lock; as a string, its process id where it is known."""
+    """Another process holds the lock. The message is its process id, if known."""
 
 
-def acquire_lock(file: Path, tell: Callable[[str], None] | None = None) -> BaseFileLock:
-    """Take a lock until what is returned is released or the process ends, however it ends.
+def acquire_lock(file: Path, on_wait: Callable[[str], None] | None = None) -> BaseFileLock:
+    """Take a lock. It ends when it is released, or with the process, even if that is killed.
 
-    Where another process has it, this calls `tell` with its process id and waits, or without `tell` raises
-    `LockedError`. `OSError` where the file cannot be made. The file itself stays.
-    On a file system without locks, the lock is another file, which names its owner. If that process has died on this
-    machine, its file does not count.
+    If another process holds the lock, call `on_wait` with its process id, and wait. Without `on_wait`, raise
+    `LockedError`. `OSError` if the file cannot be created. The file itself stays. On a file system without locks, the
+    lock is a second file with the owner's process id. It is void if that process of this machine has ended.
     """
     lock: BaseFileLock = FileLock(file, thread_local=False, fallback_to_soft=False)
-    names = file
+    owner_file = file
     try:
         try:
             lock.acquire(blocking=False)
         except OSError as error:
             if error.errno != errno.ENOSYS:
                 raise
-            names = file.with_name(f"{file.name}.owner")
-            lock = SoftFileLock(names, thread_local=False)
-            lock.acquire(timeout=1.0)  # in which it looks whether the owner is alive
+            owner_file = file.with_name(f"{file.name}.owner")
+            lock = SoftFileLock(owner_file, thread_local=False)
+            lock.acquire(timeout=1.0)  # meanwhile it checks whether the owner is alive
     except Timeout:
         owner = ""
-        with contextlib.suppress(OSError):  # Windows does not let anybody read a locked file
-            owner = " on ".join(names.read_text(encoding="utf-8", errors="replace").split()[:2])
-        if tell is None:
+        with contextlib.suppress(OSError):  # nobody can read a locked file on Windows
+            owner = " on ".join(owner_file.read_text(encoding="utf-8", errors="replace").split()[:2])
+        if on_wait is None:
             raise LockedError(owner or "(unknown)") from None
-        tell(owner or "(unknown)")
+        on_wait(owner or "(unknown)")
         lock.acquire()
-    if names == file:
+    if owner_file == file:
         with contextlib.suppress(OSError):
             file.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return lock

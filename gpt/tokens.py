@@ -14,15 +14,16 @@ from gpt.data.chunking import (
     split_into_chunks,
     strip_byte_order_mark,
     token_label,
+    utf8_size,
 )
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
 from gpt.files import expand_path, user_errors
 from gpt.loading import open_tokenizer
 
-MAX_SHOWN_TOKENS = 1000  # tokens to show of a longer text
-MAX_LISTED_TOKENS = 40  # up to this many tokens are also listed one by one
-TOKEN_BORDER = "│"  # between tokens
+MAX_SHOWN_TOKENS = 1000  # of a longer text, only the beginning is shown
+MAX_LISTED_TOKENS = 40  # up to this number, tokens are also listed one by one
+TOKEN_BORDER = "│"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,13 +32,13 @@ def main(arguments: list[str] | None = None) -> None:
     with open_text(args) as stream:
         tokenizer = open_tokenizer(args.tokenizer)
         text = decode_stream(iter(lambda: stream.read(1 << 16), b""), str(args.file or "standard input"))
-        show(tokenizer, split_into_chunks(text if args.text is not None else strip_byte_order_mark(text)))
+        print_tokens(tokenizer, split_into_chunks(text if args.text is not None else strip_byte_order_mark(text)))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("python -m gpt.tokens", "Show how a text splits into tokens.")
-    kinds = "gpt2 (the default), byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
-    parser.add_argument("tokenizer", metavar="TOKENIZER", nargs="?", default="gpt2", help=kinds)
+    choices = "gpt2 (the default), byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
+    parser.add_argument("tokenizer", metavar="TOKENIZER", nargs="?", default="gpt2", help=choices)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--text", metavar="TEXT", help="the text to split (default: standard input)")
     text.add_argument("--file", metavar="FILE", type=expand_path, help="a UTF-8 file to split")
@@ -56,27 +57,28 @@ def open_text(args: argparse.Namespace) -> BinaryIO:
         return args.file.open("rb")
 
 
-def show(tokenizer: Tokenizer, chunks: Iterable[str]) -> None:
-    """Print how a text begins to split, and the counts of all of it."""
-    beginning: list[int] = []
-    tokens = size = characters = 0
+def print_tokens(tokenizer: Tokenizer, chunks: Iterable[str]) -> None:
+    """Print the first tokens of a text, and the counts of all of it."""
+    first_ids: list[int] = []
+    num_tokens = num_bytes = num_characters = 0
     for chunk in chunks:
         ids = tokenizer.encode_chunk(chunk)
-        beginning += ids[: MAX_SHOWN_TOKENS - len(beginning)].tolist()
-        tokens, size, characters = tokens + len(ids), size + len(chunk.encode("utf-8")), characters + len(chunk)
-    if tokens:
-        shown = (show_token(tokenizer.decode_bytes([token])) for token in beginning)
+        first_ids += ids[: MAX_SHOWN_TOKENS - len(first_ids)].tolist()
+        num_tokens += len(ids)
+        num_bytes += utf8_size(chunk)
+        num_characters += len(chunk)
+    if num_tokens:
+        shown = (show_token(tokenizer.decode_bytes([token])) for token in first_ids)
         excerpt = "".join(token.removesuffix("\n") + TOKEN_BORDER + "\n" * token.endswith("\n") for token in shown)
-        print(
-            excerpt + "...\n" if tokens > MAX_SHOWN_TOKENS else excerpt.rstrip("\n").removesuffix(TOKEN_BORDER) + "\n"
-        )
-    if 0 < tokens <= MAX_LISTED_TOKENS:
-        for token in beginning:
+        is_complete = num_tokens <= MAX_SHOWN_TOKENS
+        print(excerpt.rstrip("\n").removesuffix(TOKEN_BORDER) + "\n" if is_complete else excerpt + "...\n")
+    if 0 < num_tokens <= MAX_LISTED_TOKENS:
+        for token in first_ids:
             data = tokenizer.decode_bytes([token])
             print(f"{token:>6}  {data.hex(' '):<23}  {token_label(data)}")
         print()
-    counts = f"{_count(tokens, 'token')}, {_count(size, 'byte')}, {_count(characters, 'character')}"
-    ratio = f": {size / tokens:.2f} bytes per token" if tokens else ""
+    counts = f"{_count(num_tokens, 'token')}, {_count(num_bytes, 'byte')}, {_count(num_characters, 'character')}"
+    ratio = f": {num_bytes / num_tokens:.2f} bytes per token" if num_tokens else ""
     print(f"{counts}{ratio}; vocabulary {tokenizer.vocab_size:,}, sha256 {tokenizer.sha256[:12]}...")
 
 

@@ -1,10 +1,9 @@
-"""Runs commands as on a machine whose device lacks float64, without fcntl, torch.distributed and hard links.
+"""Run commands as on a machine whose device lacks float64, without fcntl, torch.distributed and hard links.
 
-`python tests/any_machine.py JSON` takes a list of command lines; each begins with a script of this project or, as after
+`python tests/any_machine.py JSON` takes a list of command lines. Each begins with a script of this project or, as after
 `python -m`, with a module. A line with `ENDED` follows the output of each.
 """
 
-import contextlib
 import json
 import os
 import runpy
@@ -12,14 +11,13 @@ import sys
 import traceback
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 ENDED = "ended with exit code"
 
 
 class Lacking(MetaPathFinder):
-    """Finds no torch.distributed, as in conda-forge's PyTorch for Windows, and later no fcntl."""
+    """Finds no torch.distributed, like conda-forge's PyTorch for Windows, and later no fcntl."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "torch.distributed":
@@ -32,7 +30,7 @@ class Lacking(MetaPathFinder):
 if __name__ == "__main__":
     sys.meta_path.insert(0, Lacking())
 
-import filelock  # noqa: E402, F401 - libraries may use what Linux has: only our own code must do without
+import filelock  # noqa: E402, F401 - libraries may use what Linux has
 import lightning  # noqa: E402
 import torch  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402
@@ -46,23 +44,23 @@ def no_hard_links(*names, **kwargs) -> None:
 
 # --- the device ---
 
-DEVICE = torch.device("meta")  # as what tensors on "mps" appear: a device that PyTorch has everywhere, without data
+DEVICE = torch.device("meta")  # tensors on "mps" appear on this device: PyTorch has it everywhere
 MOVES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on the device, and that no operation takes together with one on the CPU."""
+    """A tensor on the device. No operation accepts it together with a tensor on the CPU."""
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor):
-        kinds = {"dtype": held.dtype, "device": DEVICE, "requires_grad": held.requires_grad}
-        return cls._make_wrapper_subclass(cls, held.shape, held.stride(), held.storage_offset(), **kinds)
+    def __new__(cls, cpu_value: torch.Tensor):
+        kinds = {"dtype": cpu_value.dtype, "device": DEVICE, "requires_grad": cpu_value.requires_grad}
+        return cls._make_wrapper_subclass(cls, cpu_value.shape, cpu_value.stride(), cpu_value.storage_offset(), **kinds)
 
-    def __init__(self, held: torch.Tensor):
-        self.held = held
+    def __init__(self, cpu_value: torch.Tensor):
+        self.cpu_value = cpu_value
 
     def tolist(self):
-        return self.held.tolist()
+        return self.cpu_value.tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -71,13 +69,13 @@ class OnDevice(torch.Tensor):
         raise AssertionError(f"{func} outside of the device's mode")
 
 
-def held(value):
-    """What is on the device, on the CPU; anything else as it is."""
-    return value.held if isinstance(value, OnDevice) else value
+def cpu_value(value):
+    """Return the CPU tensor behind a tensor on the device. Return other values unchanged."""
+    return value.cpu_value if isinstance(value, OnDevice) else value
 
 
 class Device(TorchDispatchMode):
-    """Computes on the CPU for a device that, like Apple's, has no float64."""
+    """Computes on the CPU for a device without float64, like Apple's."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -89,8 +87,8 @@ class Device(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if there and func not in MOVES and any(t.dim() for t in tensors if not isinstance(t, OnDevice)):
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-        result = func(*tree_map(held, args), **tree_map(held, kwargs))
-        known = {id(tensor.held): tensor for tensor in there}
+        result = func(*tree_map(cpu_value, args), **tree_map(cpu_value, kwargs))
+        known = {id(tensor.cpu_value): tensor for tensor in there}
         return tree_map(lambda value: self.wrapped(func, value, known), result) if is_there else result
 
     def wrapped(self, func, value, known: dict[int, OnDevice]):
@@ -109,21 +107,21 @@ class Generator(torch.Generator):
 
 
 def attach_device() -> None:
-    """Have `auto` find one of Apple's devices, whose tensors are `OnDevice`."""
+    """Let `auto` find an Apple device. Its tensors are `OnDevice`."""
     torch.backends.mps.is_available = lambda: True
     lightning.fabric.accelerators.MPSAccelerator.is_available = staticmethod(lambda: True)
-    lightning.fabric.fabric._has_meta_device_parameters_or_buffers = lambda *args: False  # as Fabric would see them
+    lightning.fabric.fabric._has_meta_device_parameters_or_buffers = lambda *args: False  # for Fabric
     for name, answer in (("recommended_max_memory", 2**33), ("driver_allocated_memory", 0), ("empty_cache", None)):
         setattr(torch.mps, name, lambda answer=answer: answer)
     torch.Generator = Generator
-    torch.inference_mode = torch.no_grad  # in which tensors of our own kind cannot be made
-    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as elsewhere
+    torch.inference_mode = torch.no_grad  # inference mode cannot create `OnDevice` tensors
+    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects
     tensor, move, save = torch.tensor, torch.Tensor.to, torch.save
     first = torch.device("mps", 0)
     number = {"mps": first, torch.device("mps"): first}  # without its number, PyTorch would ask Apple's library
     torch.Tensor.to = lambda self, *args, **kwargs: move(self, *(number.get(a, a) for a in args), **kwargs)
     torch.tensor = lambda data, device=None, **kwargs: tensor(data, **kwargs).to(device or "cpu")
-    torch.save = lambda payload, stream: save(tree_map(held, payload), stream)
+    torch.save = lambda payload, stream: save(tree_map(cpu_value, payload), stream)
 
 
 def main() -> None:
@@ -131,13 +129,10 @@ def main() -> None:
     os.link = no_hard_links
     attach_device()
     for script, *arguments in json.loads(sys.argv[1]):
-        sys.argv, code = [script, *arguments], 0
-        mutation = contextlib.nullcontext()
-        if script == "mutated":  # the name of something, Python for what replaces it, and the command line
-            mutation = mock.patch(arguments[0], eval(arguments[1]))
-            _, _, *sys.argv = arguments
+        sys.argv = [script, *arguments]
+        code = 0
         try:
-            with Device(), mutation:
+            with Device():
                 if sys.argv[0].endswith(".py"):
                     runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
                 else:

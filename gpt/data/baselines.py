@@ -9,36 +9,35 @@ import numpy as np
 from gpt.data.token_dataset import TokenSource
 from gpt.data.token_files import TokenSequence
 
-MIN_COMPRESSED_BYTES = 10_000  # below, a compressor has too little to learn from, which flatters any model
-MAX_COMPRESSED_BYTES = 10_000_000  # above, xz takes minutes
-COUNTED_TOKENS = 1 << 22  # training tokens that the counts are of, which take a quarter of a second
-ROW_TOKENS = 1 << 12  # tokens in a row, of those
-NOVELTY_TRAIN_TOKENS, NOVELTY_VALIDATION_TOKENS = (
-    1 << 18,
-    1 << 17,
-)  # training and validation tokens that say how new a text is
-COUNT_BLOCK_TOKENS = 1 << 20  # validation tokens
+MIN_COMPRESSED_BYTES = 10_000  # in a shorter text a compressor learns too little, and any model looks good
+MAX_COMPRESSED_BYTES = 10_000_000  # for a longer text xz takes minutes
+COUNTED_TOKENS = 1 << 22  # training tokens for the unigram and bigram counts, a quarter of a second
+ROW_TOKENS = 1 << 12  # tokens in a row of a sample
+NOVELTY_TRAIN_TOKENS = 1 << 18
+NOVELTY_VALIDATION_TOKENS = 1 << 17
+COUNT_BLOCK_TOKENS = 1 << 20  # validation tokens that are scored at once
 
 
 def measure_baselines(sources: Sequence[TokenSource]) -> dict[str, float]:
-    """Return the bits per byte of the validation texts together: two models of token counts, and two compressors.
+    """Return the bits per byte of all validation texts together: two models of token counts, and two compressors.
 
-    The counts are of training text. A bigram that it lacks falls back on the unigram (Witten and Bell 1991). The
-    compressors see the validation text alone; they are left out where that is very short or very long.
+    The counts are of training text. A bigram that does not occur there falls back on the unigram (Witten and Bell
+    1991). The compressors see the validation text alone, and are left out if it is very short or very long.
     """
     size = sum(source.metadata["splits"]["validation"]["bytes"] for source in sources)
-    found = {name: bits / size for name, bits in zip(("unigram", "bigram"), _count_models(sources), strict=True)}
+    unigram_bits, bigram_bits = _count_model_bits(sources)
+    baselines = {"unigram": unigram_bits / size, "bigram": bigram_bits / size}
     if MIN_COMPRESSED_BYTES <= size <= MAX_COMPRESSED_BYTES:
         text = b"".join(block for source in sources for block in source.validation_text())
-        # As xz itself does: a dictionary no larger than the text, which saves 700 MB of memory.
+        # Like xz itself, use a dictionary no larger than the text. That saves 700 MB of memory.
         method = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}
-        found["gzip -9"] = 8 * len(gzip.compress(text, 9, mtime=0)) / size
-        found["xz -9e"] = 8 * len(lzma.compress(text, filters=[method])) / size
-    return found
+        baselines["gzip -9"] = 8 * len(gzip.compress(text, 9, mtime=0)) / size
+        baselines["xz -9e"] = 8 * len(lzma.compress(text, filters=[method])) / size
+    return baselines
 
 
 def sample(tokens: TokenSequence | np.ndarray, size: int) -> np.ndarray:
-    """Return about `size` tokens in rows that are evenly spaced over a text, or all of a shorter one in a single row.
+    """Return about `size` tokens in rows at even distances, or all of a shorter text in a single row.
 
     The result is (rows, tokens in a row), of int64.
     """
@@ -51,36 +50,37 @@ def sample(tokens: TokenSequence | np.ndarray, size: int) -> np.ndarray:
 def measure_novelty(sources: Sequence[TokenSource]) -> float:
     """Return the bits per byte that lzma needs for some validation text after some training text.
 
-    They are few where texts repeat one another, and many where each page is new.
+    They are few if texts repeat one another, and many if each page is new.
     """
-    seen = unseen = b""
+    train = validation = b""
     for source in sources:
         decode = source.tokenizer.decode_bytes
-        seen += decode(sample(source.train, NOVELTY_TRAIN_TOKENS // len(sources)).ravel().tolist())
-        unseen += decode(sample(source.validation, NOVELTY_VALIDATION_TOKENS // len(sources)).ravel().tolist())
-    return 8 * (len(lzma.compress(seen + unseen)) - len(lzma.compress(seen))) / len(unseen)
+        train += decode(sample(source.train, NOVELTY_TRAIN_TOKENS // len(sources)).ravel().tolist())
+        validation += decode(sample(source.validation, NOVELTY_VALIDATION_TOKENS // len(sources)).ravel().tolist())
+    return 8 * (len(lzma.compress(train + validation)) - len(lzma.compress(train))) / len(validation)
 
 
-def _count_models(sources: Sequence[TokenSource]) -> tuple[float, float]:
-    """The bits that a unigram and a bigram model need for all validation tokens but each text's first."""
+def _count_model_bits(sources: Sequence[TokenSource]) -> tuple[float, float]:
+    """Return the bits that a unigram and a bigram model need for all validation tokens but each text's first."""
     V = sources[0].tokenizer.vocab_size
-    texts = [sample(source.train, COUNTED_TOKENS // len(sources)) for source in sources]
-    tokens = np.concatenate([text.ravel() for text in texts])
+    samples = [sample(source.train, COUNTED_TOKENS // len(sources)) for source in sources]
+    tokens = np.concatenate([rows.ravel() for rows in samples])
     unigram = (np.bincount(tokens, minlength=V) + 1) / (len(tokens) + V)  # (V,)
-    pairs, counts = np.unique(
-        np.concatenate([(text[:, :-1] * V + text[:, 1:]).ravel() for text in texts]), return_counts=True
+    # A bigram (a, b) is the number a * V + b.
+    bigrams, counts = np.unique(
+        np.concatenate([(rows[:, :-1] * V + rows[:, 1:]).ravel() for rows in samples]), return_counts=True
     )
-    kinds = np.bincount(pairs // V, minlength=V)  # of tokens that follow each token
-    follow = np.bincount(pairs // V, weights=counts, minlength=V)  # how many follow it
+    num_followers = np.bincount(bigrams // V, minlength=V)  # how many different tokens follow each token
+    follower_counts = np.bincount(bigrams // V, weights=counts, minlength=V)  # how many tokens follow each token
     bits = np.zeros(2)
     for source in sources:
         for start in range(0, len(source.validation) - 1, COUNT_BLOCK_TOKENS):
             ids = source.validation[start : start + COUNT_BLOCK_TOKENS + 1].astype(np.int64)
-            before, targets = ids[:-1], ids[1:]
-            wanted = before * V + targets
-            places = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
-            together = np.where(pairs[places] == wanted, counts[places], 0)
-            fallback = np.maximum(kinds[before], 1)
-            bigram = (together + fallback * unigram[targets]) / (follow[before] + fallback)
+            context, targets = ids[:-1], ids[1:]
+            pairs = context * V + targets
+            index = np.searchsorted(bigrams, pairs).clip(max=len(bigrams) - 1)
+            pair_counts = np.where(bigrams[index] == pairs, counts[index], 0)
+            fallback = np.maximum(num_followers[context], 1)
+            bigram = (pair_counts + fallback * unigram[targets]) / (follower_counts[context] + fallback)
             bits -= np.log2(unigram[targets]).sum(), np.log2(bigram).sum()
     return float(bits[0]), float(bits[1])

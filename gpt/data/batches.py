@@ -1,8 +1,8 @@
 """Batches: the sequences of a step, as a pure function of the seed, the step and the sequence length.
 
 A dataset of n tokens is cut into n // T sequences of T tokens. Each epoch shows each sequence once, in an order that
-depends on the seed and the epoch only. From the second epoch on, the cuts are shifted by a random offset, and the
-last sequence may continue at the first token. So a run resumes at any step without a record of what it has seen.
+depends only on the seed and the epoch. From the second epoch on, the cuts are shifted by a random offset, and the last
+sequence may continue at the first token. So a run resumes at any step without a record of what it has seen.
 
 Letters in shapes: B sequences in a batch, T tokens in a sequence.
 """
@@ -45,7 +45,14 @@ def training_batch(
 
 
 def sequence_positions(num_tokens: int, seed: int, numbers: np.ndarray, length: int) -> np.ndarray:
-    """Return the positions of the tokens of sequences with these numbers, and of the token after each: (B, T + 1)."""
+    """Return the positions of the tokens of these sequences, and of the token after each: (B, T + 1).
+
+    Args:
+        num_tokens: The tokens of the source.
+        seed: The seed of the order.
+        numbers: The numbers of the sequences, through all epochs: (B,).
+        length: The tokens of a sequence, T.
+    """
     assert num_tokens > length, "prepare refuses a text this short"
     epoch, number = np.divmod(numbers, np.uint64(num_tokens // length))
     index = permute(number, num_tokens // length, _hash(np.uint64(seed), epoch))
@@ -59,12 +66,12 @@ def assign_sources(numbers: np.ndarray, weights: Sequence[int], seed: int) -> tu
 
     In each block of `MIXTURE_BLOCK` sequences, source i provides its next `weights[i]`, in a seeded order.
     """
-    block, place = np.divmod(numbers, np.uint64(MIXTURE_BLOCK))
-    slot = permute(place, MIXTURE_BLOCK, _hash(np.uint64(seed) ^ np.uint64(0x313), block))
-    ends = np.cumsum(weights).astype(np.uint64)
-    source = np.searchsorted(ends, slot, side="right")
+    block, offset = np.divmod(numbers, np.uint64(MIXTURE_BLOCK))
+    slot = permute(offset, MIXTURE_BLOCK, _hash(np.uint64(seed) ^ np.uint64(0x313), block))
+    slot_ends = np.cumsum(weights).astype(np.uint64)
+    source = np.searchsorted(slot_ends, slot, side="right")
     weight = np.array(weights, dtype=np.uint64)[source]
-    return source, block * weight + slot - (ends[source] - weight)
+    return source, block * weight + slot - (slot_ends[source] - weight)
 
 
 def count_sequences(total: int, weights: Sequence[int], seed: int) -> list[int]:
@@ -75,54 +82,61 @@ def count_sequences(total: int, weights: Sequence[int], seed: int) -> list[int]:
 
 
 def validation_batches(
-    tokens: np.ndarray, batch_size: int, context_length: int, ignore: int, stride: int | None = None
+    tokens: np.ndarray, batch_size: int, context_length: int, ignore_index: int, stride: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets, each (B, T), that predict every token but the first exactly once.
 
-    Sequences are `stride` apart: by default a context, so that they do not overlap. The last batch is padded with the
-    target `ignore`, so that a compiled model sees only one shape. B is `batch_size`, or less if there are fewer
-    sequences.
+    B is `batch_size`, or less if there are fewer sequences. T is `context_length`, or less if the text is shorter.
+
+    Args:
+        tokens: The validation text.
+        batch_size: The number of sequences, at most.
+        context_length: The tokens of a sequence, at most.
+        ignore_index: The target of padding, and of tokens that the sequence before has predicted. The last batch is
+            padded so that a compiled model sees only one shape.
+        stride: The distance between sequences. By default it is T, so that they do not overlap.
     """
     T = min(context_length, len(tokens) - 1)
     S = min(stride or T, T)
-    count = 1 + -(-(len(tokens) - 1 - T) // S)
-    B = min(batch_size, count)
-    for first in range(0, count, B):
+    num_sequences = 1 + -(-(len(tokens) - 1 - T) // S)
+    B = min(batch_size, num_sequences)
+    for first in range(0, num_sequences, B):
         starts = np.arange(first, first + B) * S
         positions = starts[:, None] + np.arange(T + 1)  # (B, T + 1)
-        inside = positions < len(tokens)
-        block = torch.from_numpy(np.where(inside, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int64))
-        is_new = (starts[:, None] == 0) | (np.arange(T) >= T - S)  # not a target of the sequence before
-        targets = torch.where(torch.from_numpy(inside[:, 1:] & is_new), block[:, 1:], ignore)
+        exists = positions < len(tokens)
+        block = torch.from_numpy(np.where(exists, tokens[np.minimum(positions, len(tokens) - 1)], 0).astype(np.int64))
+        is_new = (starts[:, None] == 0) | (np.arange(T) >= T - S)  # (B, T)
+        targets = torch.where(torch.from_numpy(exists[:, 1:] & is_new), block[:, 1:], ignore_index)
         yield block[:, :-1].contiguous(), targets
 
 
 def permute(index: np.ndarray, size: int, key) -> np.ndarray:
     """Map each index below `size` to its place in a random order of range(size), without storing that order.
 
-    An order of a billion sequences would take 8 GB, and NumPy may draw another one in its next version. Instead each
-    place is computed as a cipher encrypts a block. Write the index as two halves of equally many bits. Four times, swap
-    the halves, and change the second by a hash of the first (exclusive or). Each of these steps can be undone, so no
-    two indices meet: this is a permutation (a Feistel network) of all numbers of that many bits. Where a result is not
-    below `size`, encrypt it again until it is (cycle walking: Black and Rogaway 2002, "Ciphers with Arbitrary Finite
+    An order of a billion sequences would take 8 GB, and NumPy's next version may draw another one. Instead each place
+    is computed as a cipher encrypts a block. Write the index as two halves of equally many bits. Four times, swap the
+    halves, and change the second by a hash of the first (exclusive or). Each of these steps can be undone, so no two
+    indices meet: this is a permutation (a Feistel network) of all numbers of that many bits. If a result is not below
+    `size`, encrypt it again until it is (cycle walking: Black and Rogaway 2002, "Ciphers with Arbitrary Finite
     Domains"). Fewer than four rounds are needed on average.
 
     Args:
         index: The indices, each below `size`.
         size: The number of things to order.
-        key: What selects the order: one for all indices, or an array with one for each.
+        key: Selects the order: one key for all indices, or an array with a key for each.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
     mask = np.uint64((1 << half) - 1)
-    result, keys = index.astype(np.uint64), np.full(len(index), key, dtype=np.uint64)
-    outside = np.ones(len(result), dtype=bool)
-    while outside.any():
-        x, key = result[outside], keys[outside]
+    result = index.astype(np.uint64)
+    keys = np.full(len(index), key, dtype=np.uint64)
+    is_too_large = np.ones(len(result), dtype=bool)
+    while is_too_large.any():
+        x, key = result[is_too_large], keys[is_too_large]
         left, right = x >> np.uint64(half), x & mask
-        for turn in range(4):
-            left, right = right, left ^ (_hash(key ^ np.uint64(turn), right) & mask)
-        result[outside] = (left << np.uint64(half)) | right
-        outside[outside] = result[outside] >= size
+        for round_number in range(4):
+            left, right = right, left ^ (_hash(key ^ np.uint64(round_number), right) & mask)
+        result[is_too_large] = (left << np.uint64(half)) | right
+        is_too_large[is_too_large] = result[is_too_large] >= size
     return result
 
 

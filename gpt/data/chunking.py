@@ -13,9 +13,9 @@ CHUNK_CHARS = 1 << 17  # a chunk takes some milliseconds to encode, so threads r
 WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LAST_SPACE = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
-_SIGNS = {" ": "·", "\t": "→", "\n": "⏎\n"}
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_RAW = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
+_VISIBLE_WHITESPACE = {" ": "·", "\t": "→", "\n": "⏎\n"}
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_KEEP_BYTES = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
 
 
 def replace_surrogates(text: str) -> str:
@@ -35,38 +35,45 @@ def utf8_size(text: str) -> int:
 def decode_stream(
     blocks: Iterable[bytes], place: str, errors: str = "strict", hint: str = "", encoding: str = "utf-8", start: int = 0
 ) -> Iterator[str]:
-    """Decode blocks of any size, yielding one for each; `UserError` names the first byte that is not of the encoding.
+    """Decode blocks of any size, and yield one text for each. `UserError` names the first byte that is invalid.
 
-    `hint` is what to do besides converting the text; `start` is the byte at which the blocks begin.
+    Args:
+        blocks: The bytes.
+        place: Where they come from, for the error.
+        errors: `strict`, or `replace` for U+FFFD in place of invalid bytes.
+        hint: A remedy besides converting the text, for the error.
+        encoding: The encoding.
+        start: The offset of the first byte.
     """
-    decoder, offset = codecs.getincrementaldecoder(encoding)(errors), start
-    for block, last in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
-        pending = len(decoder.getstate()[0])  # the first bytes of a character
+    decoder = codecs.getincrementaldecoder(encoding)(errors)
+    offset = start
+    for block, is_end in itertools.chain(((block, False) for block in blocks), [(b"", True)]):
+        num_pending = len(decoder.getstate()[0])  # the first bytes of an incomplete character
         try:
-            yield decoder.decode(block, last)
+            yield decoder.decode(block, is_end)
         except UnicodeDecodeError as error:
-            at = error.start + offset - pending
-            where = f"byte 0x{error.object[error.start]:02x} at offset {at}"
+            position = error.start + offset - num_pending
+            invalid = f"byte 0x{error.object[error.start]:02x} at offset {position}"
             if encoding != "utf-8":
-                what = f"not {encoding} ({where})"
-                raise UserError(f"{place}: {what}; set another data.encoding=, or data.errors=replace") from None
-            guess = "utf-16" if at == 0 and error.object.startswith(_UTF16) else "windows-1252"
+                hint = "set another data.encoding=, or data.errors=replace"
+                raise UserError(f"{place}: not {encoding} ({invalid}); {hint}") from None
+            guess = "utf-16" if position == 0 and error.object.startswith(_UTF16_MARKS) else "windows-1252"
             convert = f"convert it first, for example with iconv -f {guess} -t utf-8"
-            raise UserError(f"{place}: not UTF-8 ({where}); {convert}{hint}") from None
+            raise UserError(f"{place}: not UTF-8 ({invalid}); {convert}{hint}") from None
         offset += len(block)
 
 
 def strip_byte_order_mark(blocks: Iterator[str]) -> Iterator[str]:
-    """Take the byte order mark from the beginning of a text."""
-    first = next(filter(None, blocks), "")  # a block may be empty, where it ends within a character
+    """Remove the byte order mark from the beginning of a text."""
+    first = next(filter(None, blocks), "")  # a block may be empty if it ends within a character
     return itertools.chain([first.removeprefix("\ufeff")], blocks)
 
 
 def split_into_chunks(blocks: Iterable[str], size: int = CHUNK_CHARS) -> Iterator[str]:
-    """Split a document into chunks of `size` to `4 * size` characters; the last may be shorter.
+    """Split a document into chunks of `size` to `4 * size` characters. The last chunk may be shorter.
 
-    GPT-2's pattern always ends a token before the last white space of a run that something follows. A cut there does
-    not change a document's tokens. Only a text without such a place is cut anywhere. The cuts depend on the document
+    GPT-2's pattern always ends a token before the last white space of a run that precedes other characters. A cut there
+    does not change a document's tokens. A text without such a place is cut anywhere. The cuts depend on the document
     alone, not on the blocks that it arrives in. An empty document has no chunks.
     """
     buffer = ""
@@ -88,10 +95,15 @@ def split_into_chunks(blocks: Iterable[str], size: int = CHUNK_CHARS) -> Iterato
 
 def show_token(token: bytes) -> str:
     """Make a token visible: signs for white space, <e2><82> for partial and invisible characters."""
-    return "".join(
-        _SIGNS.get(c) or (c if c.isprintable() else "".join(f"<{byte:02x}>" for byte in c.encode(*_RAW)))
-        for c in token.decode(*_RAW)
-    )
+    return "".join(map(_show_character, token.decode(*_KEEP_BYTES)))
+
+
+def _show_character(character: str) -> str:
+    if character in _VISIBLE_WHITESPACE:
+        return _VISIBLE_WHITESPACE[character]
+    if character.isprintable():
+        return character
+    return "".join(f"<{byte:02x}>" for byte in character.encode(*_KEEP_BYTES))
 
 
 def token_label(token: bytes) -> str:

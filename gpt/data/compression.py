@@ -21,24 +21,24 @@ else:
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
-    # The largest window, that of zstd --long=31; memory grows only as a frame needs it.
+    # The largest window, as of zstd --long=31. Memory grows only as a frame needs it.
     ".zst": lambda: zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 31}),
 }
 COMPRESSED_SUFFIXES = (".gz", *_DECOMPRESSORS)
-LEADING_BYTES = codecs.BOM_UTF8 + b" \t\r\n"  # before the first character of a text
+LEADING_BYTES = codecs.BOM_UTF8 + b" \t\r\n"  # may precede the first character of a text
 
 
 def read_beginning(file: Path, encoding: str = "utf-8") -> bytes:
-    """Return the first bytes of a file's content, from its first character on, and leave the file closed."""
+    """Return the first bytes of a file's content in UTF-8, from its first character on, and leave the file closed."""
     with contextlib.closing(decompress(file, 4096)) as blocks:
         first = next(blocks, b"")[:4096]
-    return (first if encoding == "utf-8" else first.decode(encoding, "ignore").encode(errors="ignore")).lstrip(
-        LEADING_BYTES
-    )
+    if encoding != "utf-8":
+        first = first.decode(encoding, "ignore").encode(errors="ignore")
+    return first.lstrip(LEADING_BYTES)
 
 
 def decompress(file: Path, size: int, start: int = 0) -> Generator[bytes, None, None]:
-    """Yield a file's content, decompressed if its suffix says so, in blocks of at least `size`; the last is shorter.
+    """Yield a file's content in blocks of at least `size` bytes; the last may be shorter. The suffix decides how.
 
     `start` is the byte to begin at, of a file that is not compressed.
     """
@@ -54,12 +54,12 @@ def decompress(file: Path, size: int, start: int = 0) -> Generator[bytes, None, 
                     if length >= size:
                         yield b"".join(buffer)
                         buffer, length = [], 0
-        except Exception as error:  # each library has its own for damage, bz2 an OSError without a number
+        except Exception as error:  # each library has its own error for damage; bz2 raises OSError without a number
             if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
                 raise
             raise UserError(
                 f"{file}: cannot be decompressed beyond byte {offset:,} of its content ({error}): "
-                "the file is damaged, truncated, or not what its name says; fetch it again"
+                "the file is damaged, truncated, or of another format; fetch it again"
             ) from None
         if length:
             yield b"".join(buffer)
@@ -79,12 +79,9 @@ def _raw_blocks(file: Path, size: int, start: int) -> Generator[bytes, None, Non
 
 
 def _decompress_members(stream: IO[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress member by member.
-
-    This replaces `bz2.open` and `lzma.open`, which take a damaged second member for the end of the file.
-    """
+    """Decompress member by member. `bz2.open` and `lzma.open` would take a damaged second member for the end."""
     member = None
-    while compressed := stream.read(1 << 8):  # little, because zstd may make 8 MB of it at once
+    while compressed := stream.read(1 << 8):  # so little because zstd may make 8 MB of it at once
         while compressed:
             if member is None or member.eof:
                 member = new_decompressor()

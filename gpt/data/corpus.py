@@ -24,21 +24,21 @@ TINY_SHAKESPEARE: dict[str, Any] = {
     "path": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 }
-Say = Callable[[str], None]  # prints a line, or does with it what a caller likes
+Say = Callable[[str], None]  # prints a line
 
 
 class Chunk(NamedTuple):
-    """A chunk of a document; a short document is one chunk."""
+    """A chunk of a document. A short document is one chunk."""
 
     text: str
-    starts_document: bool  # is the first of its document
-    ends_document: bool  # is the last of its document
+    starts_document: bool
+    ends_document: bool
 
 
 class ShardStart(NamedTuple):
-    """A place in a corpus at which reading can begin: the number of a file, and the byte in it.
+    """A place in a corpus at which reading can begin: the number of a file, and a byte in it.
 
-    `starts_document` says whether a document begins there; `characters` is the length of the text before.
+    `starts_document` is True if a document begins there. `characters` is the length of the text before.
     """
 
     file: int
@@ -52,59 +52,68 @@ FIRST_SHARD = ShardStart(0, 0, True, 0)
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files, and how to read documents from them; `version` names whatever else determines the documents.
+    """Files, and how to read documents from them.
 
-    `read` takes a file and the byte to begin at, which is 0 but in files whose documents have a `start`.
+    Attributes:
+        name: A word for messages and folder names.
+        files: The files.
+        read: Reads the documents of a file from a byte on. The byte is 0 unless the documents have a `start`.
+        version: Everything else that determines the documents.
+        validation_files: The number of files at the end that are the validation text. If 0, a part of each text is.
     """
 
     name: str
     files: tuple[Path | RemoteFile, ...]
     read: Callable[[Any, int], Iterable[Document]]
     version: str = ""
-    validation_files: int = 0  # how many of the files, the last ones, are the validation text; 0: a part of all is
+    validation_files: int = 0
 
-    def chunks(self, first: ShardStart = FIRST_SHARD) -> Iterator[tuple[int, int | None, Chunk]]:
-        """Yield (number of the file, byte at which reading can begin with this chunk, chunk) in order.
+    def chunks(
+        self, start: ShardStart = FIRST_SHARD, end: ShardStart | None = None
+    ) -> Iterator[tuple[int, int | None, Chunk]]:
+        """Yield (number of the file, byte at which reading can begin with this chunk, chunk) from `start` to `end`.
 
-        The byte is None where reading cannot begin with the chunk. The chunks from a place on are the same as those
-        that all of the text has there, since `split_into_chunks` decides by what follows.
+        The byte is None where reading cannot begin with the chunk. From any `start`, the chunks are the same as those
+        that a reading of the whole text yields there: `split_into_chunks` decides by the text that follows.
         """
-        for number, file in enumerate(self.files[first.file :], first.file):
-            is_first = number == first.file
-            starts_document = first.starts_document or not is_first
-            for blocks, byte in self.read(file, first.byte if is_first else 0):
-                for text, after in pairwise(chain(split_into_chunks(blocks), [""])):  # chunks are never empty
-                    yield number, byte, Chunk(text, starts_document, ends_document=not after)
-                    starts_document, byte = (False, byte if byte is None else byte + utf8_size(text))
+        byte: int | None
+        for number in range(start.file, len(self.files)):
+            if end is not None and (number, 0) == (end.file, end.byte):
+                return
+            is_first_file = number == start.file
+            starts_document = start.starts_document or not is_first_file
+            for blocks, byte in self.read(self.files[number], start.byte if is_first_file else 0):
+                for text, next_text in pairwise(chain(split_into_chunks(blocks), [""])):  # chunks are never empty
+                    if end is not None and (number, byte) == (end.file, end.byte):
+                        return
+                    yield number, byte, Chunk(text, starts_document, ends_document=not next_text)
+                    starts_document = False
+                    byte = None if byte is None else byte + utf8_size(text)
                 starts_document = True
-
-    def up_to(self, end: ShardStart) -> "Corpus":
-        """Return the corpus without the files behind a place."""
-        return replace(self, files=self.files[: end.file + (end.byte > 0)])
 
     def fingerprints(self) -> list[tuple]:
         """Return the size and modification time, or tag, of each file, to compare later."""
         return [_fingerprint(file) for file in self.files]
 
     def require_unchanged(self, fingerprints: Sequence[tuple], files: Iterable[int]) -> None:
-        """Raise `UserError` naming the first of these files that is not as `fingerprints` found it."""
+        """Raise `UserError` naming the first of these files whose fingerprint has changed."""
         for number in files:
             if _fingerprint(self.files[number]) != fingerprints[number]:
-                what = "is not as it was when the preparation of the text began"
-                raise UserError(f"{self.files[number]}: {what}: put it back, or begin again")
+                change = "has changed since the preparation of the text began"
+                raise UserError(f"{self.files[number]}: {change}: put it back, or begin again")
 
     def sha256(self, cache: Path) -> str:
-        """Return the hash of everything that determines the documents; `cache` remembers that of large files."""
+        """Return the hash of everything that determines the documents. `cache` remembers the hashes of large files."""
         return self.identity(hash_files(self.files, cache))
 
     def identity(self, digests: Iterable[str]) -> str:
-        """Return the hash of everything that determines the documents, given that of each file."""
+        """Return the hash of everything that determines the documents, given the hash of each file."""
         validation = f"{self.validation_files} files for validation\n" if self.validation_files else ""
         digest = hashlib.sha256(f"{self.name}\n{self.version}\n{validation}".encode())
         for file, file_digest in zip(self.files, digests, strict=True):
             _, version = reader_for(file)
-            kind = "".join(file.suffixes) + f" {version}" * (version > 0)
-            digest.update(f"{kind}\n{file_digest}\n".encode("utf-8", "replace"))
+            format_name = "".join(file.suffixes) + f" {version}" * (version > 0)
+            digest.update(f"{format_name}\n{file_digest}\n".encode("utf-8", "replace"))
         return digest.hexdigest()
 
     def require_text(self, size: int) -> None:
@@ -115,43 +124,58 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, cache: Path, print_line: Say = print_line) -> Corpus:
-    """Return the configured corpus, downloading it if necessary; raise `UserError` if there is nothing to read."""
+    """Return the configured corpus, and print which files are markup. Raise `UserError` if there is nothing to read."""
     if data.name == "python_stdlib":
-        return Corpus("python_stdlib", python_docs.files(), lambda file, _: [Document(python_docs.read_source(file))])
+        modules = python_docs.find_modules()
+        return Corpus("python_stdlib", modules, lambda file, _: [Document(python_docs.read_source(file))])
     if data.name == "python_docs":
-        modules = python_docs.files()
-
-        def read_docs(file: Path, _: int) -> Iterator[Document]:
-            yield from (Document([text]) for text in python_docs.read_docstrings(file))
-            if file == modules[-1]:
-                yield from (Document([text]) for text in python_docs.builtin_docs())
-
-        return Corpus("python_docs", modules, read_docs, sys.version)
+        return _open_python_docs()
     files = _find_files(data, cache, print_line)
     validation: tuple[Path | RemoteFile, ...] = ()
     if data.validation_paths:
         validation = _find_files(replace(data, path=data.validation_path), cache, print_line)
-        files = tuple(file for file in files if file not in validation)  # such as the whole folder
+        files = tuple(file for file in files if file not in validation)  # `path` may be the whole folder
         if not files:
             raise UserError(f"data.path={data.path!r} has no text but that for validation: give text to train on")
         files += validation
-    raw: dict[tuple[str, str], list[Path | RemoteFile]] = {}
-    for file in files:
-        with contextlib.suppress(UserError):  # about a file that cannot be read, which its reader raises again
-            if found := detect_markup(file, data):
-                raw.setdefault(found, []).append(file)
-    for (what, hint), alike in raw.items():
-        others = f" and {len(alike) - 1:,} more" if len(alike) > 1 else ""
-        hint = hint.format(shell_quote(str(alike[0])), data.text_field)
-        print_line(f"{alike[0].name}{others}: {what}, taken as raw text, markup included; for the text alone: {hint}")
+    _print_markup(files, data, print_line)
     return make_corpus(data, files, len(validation))
 
 
+def _open_python_docs() -> Corpus:
+    modules = python_docs.find_modules()
+
+    def read_docs(file: Path, _: int) -> Iterator[Document]:
+        yield from (Document([text]) for text in python_docs.read_docstrings(file))
+        if file == modules[-1]:
+            yield from (Document([text]) for text in python_docs.builtin_docs())
+
+    return Corpus("python_docs", modules, read_docs, sys.version)
+
+
+def _print_markup(files: Iterable[Path | RemoteFile], data: DataConfig, print_line: Say) -> None:
+    """Print which files are read as plain text although they are markup, and how to convert them."""
+    files_by_markup: dict[tuple[str, str], list[Path | RemoteFile]] = {}
+    for file in files:
+        with contextlib.suppress(UserError):  # the file cannot be read: its reader raises this again
+            if markup := detect_markup(file, data):
+                files_by_markup.setdefault(markup, []).append(file)
+    for (format_name, hint), (first, *more) in files_by_markup.items():
+        names = first.name + (f" and {len(more):,} more" if more else "")
+        command = hint.format(shell_quote(str(first)), data.text_field)
+        print_line(f"{names}: {format_name}, read as raw text with its markup; for the text alone: {command}")
+
+
 def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validation_files: int = 0) -> Corpus:
-    """Return the corpus of these files, the last ones of them for validation."""
-    version = "\n".join(
-        [data.text_field, data.errors, *(f"{key}={value}" for key, value in data.reader_settings.items())]
-    )
+    """Return the corpus of these files.
+
+    Args:
+        data: How to read the files.
+        files: The files.
+        validation_files: The number of files at the end that are the validation text.
+    """
+    settings = [f"{key}={value}" for key, value in data.reader_settings.items()]
+    version = "\n".join([data.text_field, data.errors, *settings])
 
     def read(file: Path | RemoteFile, start: int) -> Iterator[Document]:
         documents = read_documents(fetch_if_remote(file), data, start)
@@ -176,10 +200,9 @@ def _find_files(data: DataConfig, cache: Path, print_line: Say) -> tuple[Path | 
         return (RemoteFile(data.paths[0], None, "", cache, data.cache_bytes, data.sha256, print_line),)
     files: list[Path | RemoteFile] = []
     for path in data.paths:
-        files += (
-            find_remote_files(path, cache, data.cache_bytes, print_line)
-            if is_url(path)
-            else find_text_files(path, cache, print_line)
-        )
-    here = set(drop_duplicate_files(file for file in files if isinstance(file, Path)))
-    return tuple(dict.fromkeys(file for file in files if file in here or isinstance(file, RemoteFile)))
+        if is_url(path):
+            files += find_remote_files(path, cache, data.cache_bytes, print_line)
+        else:
+            files += find_text_files(path, cache, print_line)
+    local_files = set(drop_duplicate_files(file for file in files if isinstance(file, Path)))
+    return tuple(dict.fromkeys(file for file in files if file in local_files or isinstance(file, RemoteFile)))

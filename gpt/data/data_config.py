@@ -1,4 +1,4 @@
-"""Which text to train on: the keys below `data=`."""
+"""The configuration of the text: the keys of `data`."""
 
 import argparse
 import codecs
@@ -9,66 +9,66 @@ from typing import Any
 
 from gpt.errors import UserError, require_choice, require_range
 
-BUILTIN_CORPORA = {  # corpora that need no path, and the prompts to sample from them
+BUILTIN_CORPORA = {  # corpora without a path, and their sample prompts
     "python_docs": ["", "Raise ValueError if", "Return a list of"],
     "python_stdlib": ["", "class Error(", "def __init__(self"],
     "tinyshakespeare": ["", "JULIET:", "ROMEO:"],
 }
 DATA_NAMES = (*BUILTIN_CORPORA, "text", "mix", "tokens")
-READER_OPTIONS = {  # how to read files: keys, which are options of commands
+READER_OPTIONS = {  # how to read files: keys of `data`, which are also options of commands
     "text_field": "the key or column that holds the text in .jsonl and .parquet (default: text)",
     "errors": "strict, or replace: U+FFFD for bytes that are not of the encoding (default: strict)",
-    "separator": "what stands between the documents of plain text (default: a file is one document)",
-    "encoding": "of plain text and JSON lines (default: utf-8)",
+    "separator": "the text between documents of plain text (default: a file is one document)",
+    "encoding": "the encoding of plain text and JSON lines (default: utf-8)",
 }
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, and so not of a local file."""
+    """Return True if a path is a URL."""
     return re.match(r"\w[\w+.-]+://", path) is not None
 
 
 @dataclass
 class DataConfig:
-    """Which text to train on, and how much of it is for validation."""
+    """The text to train on, and the part of it that is for validation."""
 
     name: str = "python_docs"  # one of DATA_NAMES
     path: Any = None  # text and tokens: a file, folder, glob or URL, or a list of these; mix: a list of texts
-    weights: list[float] = field(default_factory=list)  # mix: one for each path
-    text_field: str = "text"  # the key or column that holds the text in .jsonl, .parquet and data sets
+    weights: list[float] = field(default_factory=list)  # mix: a weight for each path
+    text_field: str = "text"  # the key or column that holds the text in .jsonl and .parquet
     errors: str = "strict"  # or replace: U+FFFD for bytes that are not of the encoding
-    separator: str | None = None  # what stands between the documents of a plain text, such as <|endoftext|>
-    encoding: str = "utf-8"  # of plain text and JSON lines: any that Python knows, such as windows-1252 or utf-16
-    sha256: str | None = None  # the hash that the file behind a URL must have
+    separator: str | None = None  # the text between documents of plain text, such as <|endoftext|>
+    encoding: str = "utf-8"  # of plain text and JSON lines: any encoding of Python, such as windows-1252 or utf-16
+    sha256: str | None = None  # the required hash of the file behind a URL
     cache: str | None = None  # the folder for prepared text; by default data/cache
-    cache_bytes: int = 100_000_000_000  # that copies of remote files may take there
-    validation_path: Any = None  # text and tokens: what `path` takes, for validation; by default a part of `path`
-    validation_bytes: int = 1_000_000  # a tenth of the text is for validation, at most this much (tokens: tokens)
-    seed: int | None = None  # of the order of sequences; by default that of the run
-    bpe_dropout: float | None = None  # the probability that a token is split; by default what suits the epochs
-    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default the text's own
+    cache_bytes: int = 100_000_000_000  # the space there for copies of remote files
+    validation_path: Any = None  # text and tokens: like `path`, for validation; by default a part of `path`
+    validation_bytes: int = 1_000_000  # at most this much, and at most a tenth, is for validation (tokens: tokens)
+    seed: int | None = None  # of the order of sequences; by default the run's seed
+    bpe_dropout: float | None = None  # the probability that a token is split; by default it suits the epochs
+    prompts: list[str] | None = None  # sampled during training; "" starts a document; by default taken from the text
 
     def __post_init__(self) -> None:
         require_choice("data.name", self.name, DATA_NAMES)
         require_choice("data.errors", self.errors, ("strict", "replace"))
         try:
             "".encode(self.encoding)
-            self.encoding = codecs.lookup(self.encoding).name  # one of the several that an encoding may have
+            self.encoding = codecs.lookup(self.encoding).name  # an encoding has several names
         except (LookupError, ValueError):
-            what = f"data.encoding={self.encoding!r} is not an encoding of text that Python knows"
-            raise UserError(f"{what}: give one such as utf-8, windows-1252, utf-16, gb18030 or shift_jis") from None
+            problem = f"data.encoding={self.encoding!r} is not a text encoding of Python"
+            raise UserError(f"{problem}: give one such as utf-8, windows-1252, utf-16, gb18030 or shift_jis") from None
         if self.separator == "":
-            raise UserError("data.separator= is empty: give what stands between two documents, or leave it out")
+            raise UserError("data.separator= is empty: give the text between two documents, or leave it out")
         if self.name == "text" and not self.paths:
             raise UserError("data=text needs data.path=FILE: a file, a folder or a quoted glob such as 'books/*.txt'")
         if self.name == "tokens" and not self.paths:
             raise UserError("data=tokens needs data.path=DIR: a prepared text, or token files such as 'DIR/*.bin'")
         if self.validation_paths and self.name not in ("text", "tokens"):
-            what = f"data.validation_path={self.validation_path!r} works only with data=text and data=tokens"
-            raise UserError(f"{what}: leave it out, or add one of these")
+            problem = f"data.validation_path={self.validation_path!r} works only with data=text and data=tokens"
+            raise UserError(f"{problem}: leave it out, or add one of these")
         if self.name in BUILTIN_CORPORA and self.paths:
-            what = f"data.path={self.path!r} works only with data=text and data=tokens"
-            raise UserError(f"{what}: add one of these, or leave the path out")
+            problem = f"data.path={self.path!r} works only with data=text and data=tokens"
+            raise UserError(f"{problem}: add one of these, or leave the path out")
         if self.name == "mix" and (len(self.paths) < 2 or len(set(self.paths)) < len(self.paths)):
             raise UserError("data=mix needs at least two different corpora, such as data.path='[python_docs, FILE]'")
         if len(self.weights) != (len(self.paths) if self.name == "mix" else 0):
@@ -93,21 +93,21 @@ class DataConfig:
             self.cache = os.path.expanduser(self.cache)
 
     def with_absolute_paths(self) -> "DataConfig":
-        """The same text and cache, wherever one stands."""
+        """Return the configuration with paths that do not depend on the working directory."""
 
         def absolute(path: Any) -> Any:
-            known = not isinstance(path, str) or not path or is_url(path) or path in BUILTIN_CORPORA
-            return path if known else os.path.abspath(os.path.expanduser(path))
+            if isinstance(path, list):
+                return [absolute(entry) for entry in path]
+            if not isinstance(path, str) or not path or is_url(path) or path in BUILTIN_CORPORA:
+                return path
+            return os.path.abspath(os.path.expanduser(path))
 
-        def all_absolute(path: Any) -> Any:
-            return [absolute(one) for one in path] if isinstance(path, list) else absolute(path)
-
-        paths = {key: all_absolute(getattr(self, key)) for key in ("path", "validation_path")}
-        return replace(self, **paths, cache=absolute(self.cache))
+        paths = {key: absolute(getattr(self, key)) for key in ("path", "validation_path", "cache")}
+        return replace(self, **paths)
 
     @property
     def reader_settings(self) -> dict[str, str]:
-        """The keys below that are set: text that was prepared before there were any keeps its hash."""
+        """The separator and the encoding if they are set. Without them, older prepared text keeps its hash."""
         keys = ("separator", "encoding")
         return {key: getattr(self, key) for key in keys if getattr(self, key) != getattr(DataConfig, key)}
 
@@ -128,17 +128,17 @@ def _as_list(path: Any) -> list[str]:
 
 
 def add_reader_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how to read files."""
+    """Add the options that determine how files are read."""
     for key, meaning in READER_OPTIONS.items():
         parser.add_argument(f"--{key.replace('_', '-')}", metavar="X", default=getattr(DataConfig, key), help=meaning)
 
 
 def data_config_from_args(args: argparse.Namespace) -> DataConfig:
-    """Return the text that a command line names, and how to read it."""
+    """Return the configuration of the text that a command line names."""
     return DataConfig("text", args.text, **{key: getattr(args, key) for key in READER_OPTIONS})
 
 
 def as_cli_options(message: str) -> str:
-    """Have a message of the readers of text name options in place of keys."""
+    """Replace the keys in a message by the options of commands, as in --text-field= for data.text_field=."""
     message = message.replace("data.path=", "--text=")
     return re.sub(r"data\.(\w+)=", lambda key: f"--{key[1].replace('_', '-')}=", message)

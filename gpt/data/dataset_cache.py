@@ -1,4 +1,4 @@
-"""The cache folder: locks, unfinished work, files that notice damage, and one-line errors."""
+"""The cache folder: locks, unfinished work, JSON files that detect damage, and one-line errors."""
 
 import contextlib
 import hashlib
@@ -10,18 +10,18 @@ from pathlib import Path
 from gpt.errors import ExternalError, UserError, summarize_error
 from gpt.files import IS_INSTALLED, PACKAGE, acquire_lock, mark_as_cache, sync_parents, write_text
 
-if IS_INSTALLED:  # prepared text is kept where caches lie, in a checkout beside the code
+if IS_INSTALLED:  # an installed package uses the user's cache folder, a checkout a folder beside the code
     from platformdirs import user_cache_path
 
     DEFAULT_CACHE = user_cache_path("mini-gpt", appauthor=False)
 else:
     DEFAULT_CACHE = PACKAGE.parent / "data" / "cache"
 CACHE_WRITE_HINT = ("written", "fix that or name another folder with data.cache=, and run the command again")
-PLAN_FILE = "plan.json"  # what is decided; without it, nothing in a working folder counts
+PLAN_FILE = "plan.json"  # without it, nothing in a working folder counts
 
 
 def make_cache(cache: Path) -> None:
-    """Make the folder of the cache, and mark it as one unless it holds other files already, which may be the user's."""
+    """Make the cache folder. Mark it as a cache unless it holds other files already, which may be the user's."""
     cache.mkdir(parents=True, exist_ok=True)
     sync_parents(cache)
     if all(entry.name.startswith(".") for entry in cache.iterdir()):
@@ -29,7 +29,7 @@ def make_cache(cache: Path) -> None:
 
 
 def write_checked_json(file: Path, content: dict) -> None:
-    """Replace a JSON file as a whole, with a hash of its content, by which `read_checked_json` notices damage."""
+    """Replace a JSON file as a whole. It contains a hash, so `read_checked_json` detects damage."""
     write_text(file, dump_checked_json(content))
 
 
@@ -39,30 +39,33 @@ def read_checked_json(file: Path) -> dict:
 
 
 def dump_checked_json(content: dict) -> str:
-    """Return JSON with its own hash in it."""
-    return json.dumps({**content, "seal": _seal(content)}, indent=2)
+    """Return JSON that includes a hash of its content."""
+    return json.dumps({**content, "seal": _hash_json(content)}, indent=2)
 
 
 def parse_checked_json(text: str, name: str) -> dict:
-    """Return what `dump_checked_json` got; raise `ValueError` if it is damaged."""
+    """Return the content that `dump_checked_json` was given; raise `ValueError` if it is damaged."""
     try:
         content = json.loads(text)
-        if isinstance(content, dict) and content.pop("seal", None) == _seal(content):
+        if isinstance(content, dict) and content.pop("seal", None) == _hash_json(content):
             return content
     except RecursionError as error:
         raise ValueError(summarize_error(error)) from None
     raise ValueError(f"the content of {name} does not match its seal")
 
 
-def _seal(content: dict) -> str:
+def _hash_json(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def exclusive_lock(lock_file: Path, task: str, print_line: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock; if another process has it, say so once and wait for it.
+    """Hold a lock. If another process holds it, print that once and wait. The lock file stays.
 
-    `task` says what the lock is for, as in "preparing this text". The lock file stays.
+    Args:
+        lock_file: The file.
+        task: The work under the lock, for the printed line, such as "preparing this text".
+        say: Prints a line.
     """
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     lock = acquire_lock(lock_file, lambda holder: print_line(f"process {holder} is {task}: waiting for it"))
@@ -74,9 +77,9 @@ def exclusive_lock(lock_file: Path, task: str, print_line: Callable[[str], None]
 
 @contextlib.contextmanager
 def working_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[Path]:
-    """Give this process alone the hidden path beside `folder` under which to make it; the caller renames it.
+    """Yield a hidden path beside `folder`, where this process alone may make it. The caller renames the result.
 
-    Whatever an interruption leaves there is for the next process to continue with. A user's mistake deletes it.
+    After an interruption the content stays, and the next process resumes. After a user's mistake it is deleted.
     """
     make_cache(folder.parent)
     with exclusive_lock(folder.parent / f".{folder.name}.lock", "preparing this text", print_line):
@@ -85,12 +88,12 @@ def working_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[
             yield working
         except UserError as error:
             if not isinstance(error, ExternalError):
-                delete(working)
+                delete_working_folder(working)
             raise
 
 
-def delete(working: Path) -> None:
-    """Delete a working folder so that a kill in the midst of it leaves nothing that looks usable."""
+def delete_working_folder(working: Path) -> None:
+    """Delete a working folder, its plan first. So a kill at any moment leaves nothing that looks usable."""
     with contextlib.suppress(OSError):
         (working / PLAN_FILE).unlink(missing_ok=True)
         shutil.rmtree(working)

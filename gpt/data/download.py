@@ -1,4 +1,4 @@
-"""Downloads (s3://, gs://, hf://, https://): resumed, checked, retried, and kept in bounded disk, one at a time."""
+"""Downloads (s3://, gs://, hf://, https://): resumed, checked, retried, one at a time, within a bounded space."""
 
 import contextlib
 import functools
@@ -24,33 +24,33 @@ from gpt.data.dataset_cache import CACHE_WRITE_HINT, exclusive_lock, make_cache
 from gpt.errors import ExternalError, UserError, is_disk_full, summarize_error
 from gpt.files import atomic_rename, user_errors
 
-DOWNLOAD_BLOCK_BYTES = 1 << 23  # bytes to request for at once; after each attempt that failed, a quarter of that
-ABANDONED_SECONDS = 3600  # seconds after which nobody fetches an unfinished file any more
+DOWNLOAD_BLOCK_BYTES = 1 << 23  # bytes of a request; after each failed attempt a quarter of that
+ABANDONED_SECONDS = 3600  # an unfinished file that did not change for longer is no longer being fetched
 WEB_SCHEMES = ("http://", "https://")
-MAX_ATTEMPTS = 14  # at a request, with a pause after each that doubles up to 15 seconds: two minutes in all
-MAX_WAIT_SECONDS = 120  # seconds after which no attempt begins, where each of them takes long
-QUIET_SECONDS = 3  # seconds before a line says that a store does not answer
-STALL_SECONDS = 30  # seconds without a byte
+MAX_ATTEMPTS = 14  # of a request; the pause after each doubles up to 15 seconds, so they take two minutes in all
+MAX_WAIT_SECONDS = 120  # no attempt begins later, even if each one takes long
+QUIET_SECONDS = 3  # before a line reports that a store does not answer
+STALL_SECONDS = 30  # without a byte, before a request fails
 DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}  # scheme -> package
 OFFLINE_HINT = "without a network, use data=python_docs, data=python_stdlib or data.path=FILE"
-_TRANSIENT_STATUS = (408, 425, 429)  # requests that a server refuses for now: too slow, too early, too many
-_LOGIN_HINT = "give the credentials as to the store's own tools, such as aws, gcloud and hf"
-_PROGRAM_ERRORS = (AssertionError, AttributeError, NameError, TypeError)  # of a program, which are no user's business
+_TRANSIENT_STATUS = (408, 425, 429)  # a server refuses a request for now: too slow, too early, too many
+_LOGIN_HINT = "log in with the store's own tool, such as aws, gcloud or hf"
+_PROGRAM_ERRORS = (AssertionError, AttributeError, NameError, TypeError)  # bugs, not mistakes of the user
 
 
 @dataclass(frozen=True)
 class RemoteFile:
     """A file behind a URL as its store lists it, and where its local copy is kept.
 
-    `tag` is what the store says to tell versions apart, such as the ETag. If the `sha256` is known, that is checked
-    instead, and the store is asked for nothing once there is a copy.
+    `tag` identifies a version of the file, for example the ETag. If the `sha256` is given, it is checked instead, and
+    a copy is used without a request to the store.
     """
 
     url: str
     size: int | None
     tag: str
     cache: Path
-    cache_bytes: int  # bytes that all copies together may take
+    cache_bytes: int  # the space for all copies together
     sha256: str = ""
     print_line: Callable[[str], None] = print_line
 
@@ -69,14 +69,14 @@ class RemoteFile:
 
     @property
     def target(self) -> Path:
-        """Where the local copy is, or will be."""
+        """The path of the local copy."""
         key = self.sha256.lower() or hashlib.sha256(f"{self.url}\n{self.size}\n{self.tag}".encode()).hexdigest()
         return self.cache / f"downloads/{key[:16]}-{re.sub('[^A-Za-z0-9._-]+', '_', self.name)[-100:]}"
 
     def fetch(self) -> Path:
-        """Return the local copy, whole and checked, after fetching it if need be. An interrupted download resumes.
+        """Return the path of the local copy. Fetch and check it first if it does not exist.
 
-        Raises `UserError` naming the URL or the folder, the reason and the remedy.
+        An interrupted download resumes. Raises `UserError` naming the URL or the folder, the reason and the remedy.
         """
         target = self.target
         with user_errors(target.parent, *CACHE_WRITE_HINT):
@@ -86,37 +86,42 @@ class RemoteFile:
                     part = target.with_name(f"{target.name}.part")
                     self._download(part)
                     atomic_rename(part, target)
-                # `_make_room` knows by it what is in use; the time of the content stays, by which a change is noticed.
+                # `_make_room` needs the time of use. The time of the content stays, since it reveals a change.
                 os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
 
     def _download(self, part: Path) -> None:
-        """Append the rest of the file to what an earlier attempt left, and check the whole."""
+        """Append the rest of the file to the result of an earlier attempt, and check all of it."""
         request = functools.partial(retry, url=self.url, print_line=self.print_line)
         fs, path = open_filesystem(self.url)
+        size, tag = self.size, self.tag
+        content = b""
         with store_errors(self.url):
-            size, tag = (self.size, self.tag) if self.size is not None else request(lambda _: size_and_tag(fs, path))
-            whole = b"" if size is not None else request(lambda _: fs.cat_file(path))  # of a length that nobody tells
-        self._make_room(part, len(whole) if size is None else size)
+            if size is None:
+                size, tag = request(lambda _: size_and_tag(fs, path))
+            if size is None:  # the server does not tell the size
+                content = request(lambda _: fs.cat_file(path))
+        self._make_room(part, len(content) if size is None else size)
         with part.open("a+b") as stream, store_errors(self.url):
             if size is None:
                 stream.truncate(0)
-                stream.write(whole)
+                stream.write(content)
             else:
                 _receive(fs, path, stream, size, request)
             stream.seek(0)
             if self.sha256:
-                found, wanted = (hashlib.file_digest(stream, "sha256").hexdigest(), self.sha256.lower())
-                what, hint = (f"the SHA-256 is {found[:16]}..., not {wanted[:16]}...", " and data.sha256=")
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                is_intact = digest == self.sha256.lower()
+                problem = f"the SHA-256 is {digest[:16]}..., not {self.sha256.lower()[:16]}..."
             else:
-                found, wanted = (repr(request(lambda _: size_and_tag(fs, path))), repr((size, tag)))
-                what, hint = f"size and tag are {found}, and were {wanted}", ""
-            if found != wanted:
+                listing = request(lambda _: size_and_tag(fs, path))
+                is_intact = listing == (size, tag)
+                problem = f"size and tag are {listing!r}, and were {(size, tag)!r}"
+            if not is_intact:
                 stream.truncate(0)
-                raise UserError(
-                    f"{self.url}: {what}: the file has changed, or another server answered; check the URL{hint}, and "
-                    "run the command again"
-                )
+                keys = "the URL and data.sha256=" if self.sha256 else "the URL"
+                problem += ": the file has changed, or another server answered"
+                raise UserError(f"{self.url}: {problem}; check {keys}, and run the command again")
 
     def _make_room(self, part: Path, size: int) -> None:
         """Delete the copies that were used longest ago, until `size` bytes fit beside the others."""
@@ -128,7 +133,7 @@ class RemoteFile:
         for file in part.parent.iterdir():
             with contextlib.suppress(OSError):  # another process has deleted it
                 status = file.stat()
-                if file != part and not file.name.startswith("."):  # which locks and listings do
+                if file != part and not file.name.startswith("."):  # locks and listings are hidden
                     size += status.st_size
                     if file.suffix != ".part" or status.st_mtime < time.time() - ABANDONED_SECONDS:
                         copies.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, file))
@@ -140,81 +145,80 @@ class RemoteFile:
 
 
 def fetch_if_remote(file: Path | RemoteFile) -> Path:
-    """Return a file that can be read here: the copy of a remote one."""
+    """Return the path of a local file, or of the copy of a remote file."""
     return file.fetch() if isinstance(file, RemoteFile) else file
 
 
 def size_and_tag(fs: fsspec.AbstractFileSystem, path: str) -> tuple[int | None, str]:
-    """Return the size and the tag that a file has now."""
+    """Return the size and the version tag that a remote file has now."""
     info = file_info(fs, path)
     return info["size"], version_tag(info)
 
 
 def file_info(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
-    """Return what a store says of a file now."""
+    """Return a store's present information on a file."""
     fs.invalidate_cache()
     try:
         return fs.info(path)
-    except FileNotFoundError as error:  # whatever the reason is, if the store is a web server
+    except FileNotFoundError as error:  # for a web server fsspec raises this for any reason
         raise (path.startswith(WEB_SCHEMES) and error.__cause__) or error from None
 
 
 def version_tag(info: dict[str, Any]) -> str:
-    """Return what tells the versions of a file apart, by the first of the names that stores have for it."""
+    """Return the value that identifies a file's version. Stores give it different names."""
     names = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")
     return next((str(info[name]) for name in names if info.get(name)), "")
 
 
 def _receive(fs: fsspec.AbstractFileSystem, path: str, stream: BufferedRandom, size: int, request: Callable) -> None:
-    """Append the rest of a file, but for the last block of an earlier attempt, which a power cut may have spoilt."""
-    here = max(0, stream.seek(0, os.SEEK_END) - DOWNLOAD_BLOCK_BYTES)
-    if here < stream.tell():
-        stream.truncate(here)
-    with progress_bar(f"downloading {path.rpartition('/')[2]}", size, here, delay=1) as bar:
-        while here < size:
-            block = request(functools.partial(_block, fs, path, here, size))
-            here += stream.write(block)
+    """Append the rest of a file. Fetch the last block of an earlier attempt again: a power cut may have spoilt it."""
+    offset = max(0, stream.seek(0, os.SEEK_END) - DOWNLOAD_BLOCK_BYTES)
+    if offset < stream.tell():
+        stream.truncate(offset)
+    with progress_bar(f"downloading {path.rpartition('/')[2]}", size, offset, delay=1) as bar:
+        while offset < size:
+            block = request(functools.partial(_fetch_block, fs, path, offset, size))
+            offset += stream.write(block)
             stream.flush()
             os.fsync(stream.fileno())
             bar.update(len(block))
 
 
-def _block(fs: fsspec.AbstractFileSystem, path: str, here: int, size: int, attempt: int) -> bytes:
-    """Return bytes of a file from `here` on, after each attempt that failed fewer of them."""
-    block = fs.cat_file(path, start=here, end=min(size, here + (DOWNLOAD_BLOCK_BYTES >> 2 * min(attempt, 4))))
-    if len(block) == size:  # some servers always send all
-        block = block[here:]
-    if not 0 < len(block) <= size - here:
-        raise ConnectionError(f"{len(block):,} bytes came where {size - here:,} are missing")
+def _fetch_block(fs: fsspec.AbstractFileSystem, path: str, offset: int, size: int, attempt: int) -> bytes:
+    """Return bytes of a file from `offset` on, fewer of them after each failed attempt."""
+    length = DOWNLOAD_BLOCK_BYTES >> 2 * min(attempt, 4)
+    block = fs.cat_file(path, start=offset, end=min(size, offset + length))
+    if len(block) == size:  # some servers always send the whole file
+        block = block[offset:]
+    if not 0 < len(block) <= size - offset:
+        raise ConnectionError(f"received {len(block):,} bytes of {size - offset:,} that are missing")
     return block
 
 
 def require_disk_space(files: Sequence[Path | RemoteFile], cache: Path, cache_bytes: int) -> None:
-    """Raise `UserError` unless all these files can be in the cache together, in `cache_bytes` bytes and on the disk."""
+    """Raise `UserError` unless all these files fit into `cache_bytes` and onto the disk."""
     remote = [file for file in files if isinstance(file, RemoteFile)]
     size = sum(file.size or 0 for file in remote)
     if size > cache_bytes:
-        what = (
-            f"data.cache_bytes={cache_bytes:,} does not hold the {len(remote):,} files of this dataset, {size:,} bytes"
-        )
-        raise UserError(f"{what}: raise it, or name fewer files")
+        need = f"the {len(remote):,} files of this dataset, {size:,} bytes"
+        raise UserError(f"data.cache_bytes={cache_bytes:,} does not hold {need}: raise it, or name fewer files")
     missing = sum(file.size or 0 for file in remote if not file.target.is_file())
     if missing:
         with user_errors(cache, *CACHE_WRITE_HINT):
             make_cache(cache)
             free = shutil.disk_usage(cache).free
         if missing > free:
-            what = f"{cache}: the disk has {free:,} bytes free, and {missing:,} are to be fetched"
-            raise ExternalError(f"{what}: make room, or name another folder with data.cache=")
+            problem = f"the disk has {free:,} bytes free, and {missing:,} are to be fetched"
+            raise ExternalError(f"{cache}: {problem}: make room, or name another folder with data.cache=")
 
 
-# --- stores: what their libraries raise, and how long to wait for them ---
+# --- stores: their file systems, their errors, and how long to wait for them ---
 
 
 def open_filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system behind a URL, and the path there. Credentials are those of the store's own tools."""
+    """Return the file system behind a URL, and the path there. Credentials come from the store's own tools."""
     for driver in ("gcsfs", "s3fs"):
-        logging.getLogger(driver).setLevel(logging.CRITICAL)  # whatever is an error is raised as well
+        logging.getLogger(driver).setLevel(logging.CRITICAL)  # it logs errors that it also raises
     options: dict[str, Any] = {}
     with store_errors(url):
         if url.startswith("http"):
@@ -224,16 +228,21 @@ def open_filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
             raw = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
             options = {"client_kwargs": {"trust_env": True, "timeout": timeout, **raw}, "encoded": True}
         elif url.startswith("hf:"):
-            options = {"block_size": 1}  # what it reads beyond each block that we request for
+            options = {"block_size": 1}  # the bytes that it reads beyond each requested block
         return fsspec.core.url_to_fs(url, **options)
 
 
 def retry(request: Callable[[int], Any], url: str, print_line: Callable[[str], None], wait: float = math.inf) -> Any:
-    """Return the answer to `request(attempt)`; after an error that may pass, request again, with ever longer pauses.
+    """Return the answer to `request(attempt)`. After a temporary error request again, with ever longer pauses.
 
-    `wait` is the number of seconds after which to give up, if that is less than `MAX_WAIT_SECONDS`.
+    Args:
+        request: Takes the number of the attempt, from 0.
+        url: The URL, for a line that reports the wait.
+        say: Prints a line.
+        wait: The number of seconds after which to give up, at most `MAX_WAIT_SECONDS`.
     """
-    begin, silent = time.monotonic(), True
+    begin = time.monotonic()
+    is_reported = False
     for attempt in itertools.count():
         try:
             return request(attempt)
@@ -243,17 +252,17 @@ def retry(request: Callable[[int], Any], url: str, print_line: Callable[[str], N
             waited = time.monotonic() - begin
             if attempt + 1 >= MAX_ATTEMPTS or waited >= min(wait, MAX_WAIT_SECONDS) or _store_hint(error):
                 raise
-            if silent and waited >= QUIET_SECONDS:
+            if not is_reported and waited >= QUIET_SECONDS:
                 print_line(
                     f"{url}: does not answer ({summarize_error(error)}): waiting for it, for about two minutes at most"
                 )
-                silent = False
+                is_reported = True
         time.sleep(min(15, 2**attempt / 5))
 
 
 @contextlib.contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Turn what the library of a store raises into one line, unless the disk is full."""
+    """Turn any exception of a store's library into one line, unless the disk is full."""
     try:
         yield
     except (UserError, MemoryError, *_PROGRAM_ERRORS):
@@ -266,13 +275,13 @@ def store_errors(url: str) -> Iterator[None]:
         if is_disk_full(error):
             raise
         hint = _store_hint(error)
-        kind = UserError if hint else ExternalError
-        what = f"{type(error).__name__}: {summarize_error(error)}"
-        raise kind(f"{url}: cannot be used ({what}); {hint or OFFLINE_HINT}") from None
+        exception_type = UserError if hint else ExternalError
+        problem = f"{type(error).__name__}: {summarize_error(error)}"
+        raise exception_type(f"{url}: cannot be used ({problem}); {hint or OFFLINE_HINT}") from None
 
 
 def _store_hint(error: Exception) -> str:
-    """Return what to do about an error; nothing if it may pass by itself."""
+    """Return the remedy for an error, or "" if the error may be temporary."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "there is no such file: check the spelling"
@@ -280,5 +289,5 @@ def _store_hint(error: Exception) -> str:
         return f"{_LOGIN_HINT}, or check the spelling"
     if re.search("range.* not satisfiable", str(error), re.IGNORECASE):
         return "the file has become shorter: run the command again"
-    never = isinstance(error, ValueError | IsADirectoryError) or 400 <= (status or 0) < 500
-    return "check the spelling" if never and status not in _TRANSIENT_STATUS else ""
+    is_permanent = isinstance(error, ValueError | IsADirectoryError) or 400 <= (status or 0) < 500
+    return "check the spelling" if is_permanent and status not in _TRANSIENT_STATUS else ""

@@ -12,44 +12,49 @@ from gpt.data.dataset_cache import make_cache, read_checked_json, write_checked_
 from gpt.data.download import RemoteFile
 from gpt.files import user_errors
 
-REMEMBERED_BYTES = 1 << 20  # files from this size on are remembered
+REMEMBERED_BYTES = 1 << 20  # files of this size or more are remembered
+SETTLED_SECONDS = 2  # a file that changed more recently could change again without another time stamp
 
 
 def hash_files(files: Sequence[Path | RemoteFile], cache: Path) -> list[str]:
-    """Return the hashes of files, those of large or remote, unchanged ones from the cache, and keep the new ones there.
+    """Return the hash of each file. The cache remembers the hashes of large and of remote files.
 
-    A file counts as unchanged if its size, inode and times are. One that changed in the last seconds is not remembered:
-    it could change again without a trace.
+    A file counts as unchanged if its size, inode and times are. A file that changed in the last seconds is not
+    remembered.
     """
-    store = cache / "hashes.json"
-    known: dict[str, list] = {}
+    memory = cache / "hashes.json"
+    known: dict[str, list] = {}  # path or URL -> fingerprint and hash
     with contextlib.suppress(OSError, ValueError):
-        known = read_checked_json(store)
-    before = dict(known)
+        known = read_checked_json(memory)
+    known_before = dict(known)
 
     def sha256(file: Path | RemoteFile) -> str:
         if isinstance(file, RemoteFile):
-            fingerprint = [file.size, file.tag]
-            if not file.sha256 and known.get(file.url, [None])[0] != fingerprint:
-                known[file.url] = [fingerprint, sha256(file.fetch())]
-            return file.sha256.lower() or known[file.url][1]
+            return file.sha256.lower() or remote_sha256(file)
         with user_errors(file), file.open("rb") as stream:
             status = os.fstat(stream.fileno())
             fingerprint = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-            settled = max(status.st_mtime, status.st_ctime) < time.time() - 2
             name = str(file.resolve())
             if status.st_size >= REMEMBERED_BYTES and known.get(name, [None])[0] == fingerprint:
                 return known[name][1]
+            is_settled = max(status.st_mtime, status.st_ctime) < time.time() - SETTLED_SECONDS
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if status.st_size >= REMEMBERED_BYTES and settled:
+        if status.st_size >= REMEMBERED_BYTES and is_settled:
             known[name] = [fingerprint, digest]
         return digest
 
+    def remote_sha256(file: RemoteFile) -> str:
+        fingerprint = [file.size, file.tag]
+        if known.get(file.url, [None])[0] != fingerprint:
+            known[file.url] = [fingerprint, sha256(file.fetch())]
+        return known[file.url][1]
+
     with ThreadPoolExecutor() as threads:
-        each = map if any(isinstance(file, RemoteFile) for file in files) else threads.map  # one download at a time
-        digests = list(each(sha256, files))
-    if known != before:
+        has_remote = any(isinstance(file, RemoteFile) for file in files)
+        mapped = map(sha256, files) if has_remote else threads.map(sha256, files)  # one download at a time
+        digests = list(mapped)
+    if known != known_before:
         with contextlib.suppress(OSError):  # the next process computes them again
             make_cache(cache)
-            write_checked_json(store, known)
+            write_checked_json(memory, known)
     return digests

@@ -1,4 +1,4 @@
-"""The files that a path or a URL names: one file, those in a folder, or the matches of a glob."""
+"""The files that a path or a URL names: one file, the files in a folder, or the matches of a glob."""
 
 import functools
 import glob
@@ -32,126 +32,133 @@ from gpt.files import expand_path, is_program_output, user_errors
 def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = print_line) -> tuple[Path, ...]:
     """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
-    Folders and globs leave out hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders
-    leave out empty and binary files, too; a file named explicitly must be text. A file with several links is returned
-    once.
+    Folders and globs skip hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders also skip empty
+    and binary files; a file that is named explicitly must be text. A file with several links is returned once.
     """
     root = expand_path(path)
     if os.path.isfile(root):
         return drop_duplicate_files([root])
     is_folder = os.path.isdir(root)
     top = root if is_folder else next(folder for folder in root.parents if not glob.has_magic(str(folder)))
-    passed: list[Path] = []
+    skipped_folders: list[Path] = []
 
     @functools.cache
-    def is_open(folder: Path) -> bool:
-        """Whether to look into a folder, `top` or one below it."""
-        if folder != top and (folder.name.startswith(".") or not is_open(folder.parent)):
+    def is_searched(folder: Path) -> bool:
+        """Return True if files may come from a folder, which is `top` or below it."""
+        if folder != top and (folder.name.startswith(".") or not is_searched(folder.parent)):
             return False
         if is_program_output(folder) or (cache.is_dir() and folder.samefile(cache)):
-            passed.append(folder)
+            skipped_folders.append(folder)
             return False
         return True
 
-    found = drop_duplicate_files(
-        _in_folder(top, is_open) if is_folder else _matches(root.relative_to(top), top, is_open)
-    )
-    if passed:
-        count = f"{len(passed)} folder{'s' * (len(passed) > 1)}"
-        print_line(f"skipping {count} below {top}, of runs or the cache: {_first_files(passed, top)}")
     if is_folder:
-        is_text = {file: looks_like_text(file) for file in found}
-        if others := [file for file in found if not is_text[file]]:
-            what = f"{len(others)} of {len(found)} files below {root}, empty or not text"
-            print_line(f"skipping {what}: {_first_files(others, root)}")
-            found = tuple(file for file in found if is_text[file])
-    if not found:
+        files = drop_duplicate_files(_walk_folder(top, is_searched))
+    else:
+        files = drop_duplicate_files(_match_glob(root.relative_to(top), top, is_searched))
+    if skipped_folders:
+        count = f"{len(skipped_folders)} folder{'s' * (len(skipped_folders) > 1)}"
+        print_line(f"skipping {count} below {top}, of runs or the cache: {_list_files(skipped_folders, top)}")
+    if is_folder:
+        text_files = tuple(file for file in files if looks_like_text(file))
+        if skipped := sorted(set(files) - set(text_files)):
+            count = f"{len(skipped)} of {len(files)} files"
+            print_line(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
+        files = text_files
+    if not files:
         raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
-    return found
+    return files
 
 
 def find_remote_files(
     url: str, cache: Path, cache_bytes: int, print_line: Callable[[str], None] = print_line
 ) -> tuple[RemoteFile, ...]:
-    """Return, sorted, the files that a URL names: one file, all in a folder, or the matches of a glob.
+    """Return, sorted, the files that a URL names: one file, all files in a folder, or the matches of a glob.
 
-    Hidden and empty ones of several are left out. If the store does not answer, they are those of the last time.
+    Folders and globs skip hidden and empty files. If the store does not answer, the listing of the last time is used.
+
+    Args:
+        url: The URL.
+        cache: The folder for copies and listings.
+        cache_bytes: The space that copies may take there.
+        say: Prints a line.
     """
-    note = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+    remembered = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+    wait = QUIET_SECONDS if remembered.is_file() else MAX_WAIT_SECONDS
     try:
         fs, path = open_filesystem(url)
         with store_errors(url):
-            listed = retry(
-                lambda _: _listed(fs, path), url, print_line, QUIET_SECONDS if note.is_file() else MAX_WAIT_SECONDS
-            )
+            listing = retry(lambda _: _list_remote(fs, path), url, print_line, wait)
     except ExternalError as error:
         try:
-            listed = read_checked_json(note)["files"]
+            listing = read_checked_json(remembered)["files"]
         except (OSError, ValueError):
             raise error from None
-        print_line(f"{error}; taking its files as they were the last time")
+        print_line(f"{error}; using the list of files of the last time")
     else:
-        if not listed:
+        if not listing:
             raise UserError(f"data.path={url!r} names no file: give the URL of a file, a folder or a quoted glob")
-        with user_errors(note.parent, *CACHE_WRITE_HINT):
+        with user_errors(remembered.parent, *CACHE_WRITE_HINT):
             make_cache(cache)
-            note.parent.mkdir(exist_ok=True)
-            write_checked_json(note, {"files": listed})
-    return tuple(RemoteFile(name, size, tag, cache, cache_bytes, print_line=print_line) for name, size, tag in listed)
+            remembered.parent.mkdir(exist_ok=True)
+            write_checked_json(remembered, {"files": listing})
+    return tuple(RemoteFile(name, size, tag, cache, cache_bytes, print_line=print_line) for name, size, tag in listing)
 
 
 def drop_duplicate_files(files: Iterable[Path]) -> tuple[Path, ...]:
-    """Return files in their order, each once however many links lead to it."""
-    first: dict[Path, Path] = {}
+    """Return files in their order, each once, even if several links lead to it."""
+    first_links: dict[Path, Path] = {}
     for file in files:
-        first.setdefault(file.resolve(), file)
-    return tuple(first.values())
+        first_links.setdefault(file.resolve(), file)
+    return tuple(first_links.values())
 
 
-def _in_folder(top: Path, is_open: Callable[[Path], bool]) -> list[Path]:
+def _walk_folder(top: Path, is_searched: Callable[[Path], bool]) -> list[Path]:
     """Return, sorted, the files below a folder. Links to folders are not followed."""
-    found = []
-    for folder, inside, names in os.walk(top, onerror=_refuse_folder):
-        here = Path(folder)
-        inside[:] = [name for name in inside if is_open(here / name)]
-        found += [here / name for name in names if is_open(here) and not name.startswith(".")]
-    return sorted(filter(Path.is_file, found))
+    files = []
+    for name, subfolders, file_names in os.walk(top, onerror=_refuse_folder):
+        folder = Path(name)
+        subfolders[:] = [subfolder for subfolder in subfolders if is_searched(folder / subfolder)]
+        if is_searched(folder):
+            files += [folder / file for file in file_names if not file.startswith(".")]
+    return sorted(filter(Path.is_file, files))
 
 
 def _refuse_folder(error: OSError) -> NoReturn:
     raise UserError(f"{error.filename}: cannot be read ({error.strerror}); fix that, or move the folder away")
 
 
-def _matches(pattern: Path, top: Path, is_open: Callable[[Path], bool]) -> list[Path]:
-    """Return, sorted, the files below a folder that a glob matches; `**` does not follow links to folders."""
+def _match_glob(pattern: Path, top: Path, is_searched: Callable[[Path], bool]) -> list[Path]:
+    """Return, sorted, the files below a folder that a glob matches. `**` does not follow links to folders."""
     if "**" in pattern.parts:
-        _in_folder(top, is_open)  # which refuses a folder that cannot be read, where a glob finds nothing
+        _walk_folder(top, is_searched)  # refuses a folder that cannot be read; a glob would silently find nothing
         pattern = pattern / "*" if pattern.name == "**" else pattern
     try:
-        found = [file for file in top.glob(str(pattern)) if file.is_file() and not file.name.startswith(".")]
+        files = [file for file in top.glob(str(pattern)) if file.is_file() and not file.name.startswith(".")]
     except (OSError, ValueError):  # not a pattern, such as a***b, or too long a name
         return []
-    return sorted((file for file in found if is_open(file.parent)), key=str)
+    return sorted((file for file in files if is_searched(file.parent)), key=str)
 
 
-def _first_files(files: list[Path], top: Path) -> str:
+def _list_files(files: list[Path], top: Path) -> str:
     names = [str(file.relative_to(top)) for file in files[:3]]
     return ", ".join([*names, "..."] if len(files) > 3 else names)
 
 
-def _listed(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
-    """Return the URL, the size and the tag of each file, in the order that local files have."""
+def _list_remote(fs: fsspec.AbstractFileSystem, path: str) -> list[tuple[str, int | None, str]]:
+    """Return the URL, the size and the version tag of each file, in the order of local files."""
     top, *pattern = re.split(r"[*?\[]", path)
-    if not pattern or path.startswith(WEB_SCHEMES):  # a query has a question mark
+    if not pattern or path.startswith(WEB_SCHEMES):  # a URL's query has a question mark
         info = file_info(fs, path)
         if info["type"] == "file":
             return [(fs.unstrip_protocol(path), info["size"], version_tag(info))]
-        found = sorted(fs.find(path, detail=True).items(), key=lambda file: file[0].split("/"))
+        entries = sorted(fs.find(path, detail=True).items(), key=lambda entry: entry[0].split("/"))
     else:
         fs.invalidate_cache()
-        top, found = top.rpartition("/")[0], sorted(fs.glob(path, detail=True).items())
+        top = top.rpartition("/")[0]
+        entries = sorted(fs.glob(path, detail=True).items())
     return [
         (fs.unstrip_protocol(name), info["size"], version_tag(info))
-        for name, info in found
+        for name, info in entries
         if info["type"] == "file" and info["size"] != 0 and "/." not in name.removeprefix(top.rstrip("/"))
     ]

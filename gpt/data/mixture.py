@@ -1,4 +1,4 @@
-"""What a configured mixture consists of: its corpora, their short names, and their weights."""
+"""The corpora of a configured mixture, their short names, and their weights."""
 
 import os
 import re
@@ -12,12 +12,12 @@ from gpt.errors import UserError
 
 
 def split_mixture(data: DataConfig) -> list[DataConfig]:
-    """Return the configuration of each corpus of a mixture, or the one of a single corpus."""
+    """Return the configuration of each corpus of a mixture, or the one configuration of a single corpus."""
     if data.name != "mix":
         return [data]
-    one = replace(data, name="text", path="?", weights=[])
+    text = replace(data, name="text", path="?", weights=[])
     return [
-        replace(one, name=path, path=None) if path in BUILTIN_CORPORA else replace(one, path=path)
+        replace(text, name=path, path=None) if path in BUILTIN_CORPORA else replace(text, path=path)
         for path in data.paths
     ]
 
@@ -28,19 +28,20 @@ def source_names(data: DataConfig) -> tuple[str, ...]:
         return (data.name,)
     names: list[str] = []
     for path in data.paths:
-        name = short = path if path in BUILTIN_CORPORA else _short_name(path)
+        short_name = path if path in BUILTIN_CORPORA else _short_name(path)
+        name = short_name
         number = 1
         while name in names:
             number += 1
-            name = f"{short}-{number}"
+            name = f"{short_name}-{number}"
         names.append(name)
     return tuple(names)
 
 
 def _short_name(path: str) -> str:
-    whole = os.path.abspath(os.path.expanduser(path))
-    name = next((part for part in reversed(Path(whole).parts) if not re.search(r"[*?\[]", part)), "")
-    if whole.endswith(name) and not os.path.isdir(whole):  # a file; the name of a glob is that of its folder
+    absolute = os.path.abspath(os.path.expanduser(path))
+    name = next((part for part in reversed(Path(absolute).parts) if not re.search(r"[*?\[]", part)), "")
+    if absolute.endswith(name) and not os.path.isdir(absolute):  # a file; a glob has the name of its folder
         while Path(name).suffix.lower() in COMPRESSED_SUFFIXES:
             name = Path(name).stem
         name = Path(name).stem

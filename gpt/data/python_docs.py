@@ -1,4 +1,4 @@
-"""The standard library of the running Python as text: English, and always at hand."""
+"""The standard library of the running Python as text: English, and available everywhere."""
 
 import ast
 import importlib
@@ -14,17 +14,17 @@ from gpt.errors import UserError
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__"}
 
 
-def files() -> tuple[Path, ...]:
+def find_modules() -> tuple[Path, ...]:
     """Return the source files of the standard library's modules, without tests, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = tuple(p for p in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(p.relative_to(root).parts))
-    if not found:
+    modules = tuple(p for p in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(p.relative_to(root).parts))
+    if not modules:
         raise UserError(f"{root} holds no Python sources, so this interpreter has no documentation: use data=text")
-    return found
+    return modules
 
 
 def read_source(file: Path) -> Iterator[str]:
-    """Yield a module's source, decoded as it declares."""
+    """Yield a module's source, decoded by its own encoding declaration."""
     with tokenize.open(file) as stream:
         yield stream.read()
 
@@ -42,7 +42,7 @@ def read_docstrings(file: Path) -> Iterator[str]:
     tree = ast.parse(file.read_bytes())
     entries = list(_docstrings(tree, module))
     if entries:
-        yield ("\n\n".join(f"{title}\n\n{docstring.strip()}" for title, docstring in entries) + "\n")
+        yield "\n\n".join(f"{title}\n\n{docstring.strip()}" for title, docstring in entries) + "\n"
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
@@ -61,16 +61,16 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 def builtin_docs() -> Iterator[str]:
     """Yield the docstrings of each module that is built into the interpreter as one document."""
     for module_name in sorted(sys.builtin_module_names):
-        with warnings.catch_warnings(action="ignore"):  # some are deprecated
+        with warnings.catch_warnings(action="ignore"):  # some modules are deprecated
             module = importlib.import_module(module_name)
-        seen: dict[str, str] = {}
+        titles: dict[str, str] = {}  # of each docstring
         for name, value in sorted(vars(module).items()):
-            if name.endswith("hook"):  # sys.excepthook and the like, which programs replace
+            if name.endswith("hook"):  # programs replace sys.excepthook and the like
                 continue
             members = sorted(vars(value).items()) if isinstance(value, type) else ()
             for title, member in [(name, value), *((f"{name}.{inner}", v) for inner, v in members)]:
                 docstring = getattr(member, "__doc__", None)
                 if isinstance(docstring, str) and callable(value) and not name.startswith("__"):
-                    seen.setdefault(docstring.strip(), title)
-        entries = [f"{module_name}.{title}\n\n{docstring}" for docstring, title in seen.items() if docstring]
+                    titles.setdefault(docstring.strip(), title)
+        entries = [f"{module_name}.{title}\n\n{docstring}" for docstring, title in titles.items() if docstring]
         yield "\n\n".join(entries) + "\n" if entries else ""

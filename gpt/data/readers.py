@@ -1,7 +1,6 @@
-"""Readers: from a file to its documents, in bounded memory. One for each format; plain text may begin within a file."""
+"""Readers: from a file to its documents in bounded memory, with one reader for each format."""
 
 import codecs
-import contextlib
 import itertools
 import json
 import re
@@ -17,16 +16,17 @@ from gpt.data.data_config import DataConfig
 from gpt.errors import UserError
 from gpt.files import user_errors
 
-READ_BLOCK_BYTES = 1 << 20  # to read at once
+READ_BLOCK_BYTES = 1 << 20  # bytes to read at once
 _ENCODING_HINT = ", or set data.encoding=windows-1252 or data.errors=replace"
-# How files begin that are never read, what they are, and what makes text of them.
-_REFUSED = [
+# Formats that are refused: how a file begins, the name of the format, and a command that makes text of it.
+_REFUSED_FORMATS = [
     (rb"%PDF-", "a PDF", "pdftotext {0} {0}.txt"),
     (rb"PK\x03\x04", "a zip archive, as .docx, .odt and .epub are", "pandoc -t plain {0} -o {0}.txt"),
 ]
-_NOT_TEXT = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")  # may have no zero byte near the start
-# How files begin that are read as they are, what they are, and what makes text of them.
-_MARKUP = [
+# Beginnings of binary formats that may have no zero byte near the start.
+_BINARY_BEGINNINGS = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")
+# Formats that are read as raw text: how a file begins, the name of the format, and a command that makes text of it.
+_MARKUP_FORMATS = [
     (rb"\{\\rtf", "RTF", "pandoc -t plain {0} -o {0}.txt"),
     (rb"%!PS", "PostScript", "ps2ascii {0} {0}.txt"),
     (rb"<\?xml", "XML", "xmllint --xpath 'string(/)' {0} > {0}.txt"),
@@ -36,7 +36,7 @@ _MARKUP = [
 
 
 class Document(NamedTuple):
-    """A document in blocks of text of any size, to be read before the next document is asked for.
+    """A document in blocks of text of any size. Its blocks must be read before the next document is requested.
 
     `start` is the byte of the file at which it begins, or None if reading cannot begin within such a file.
     """
@@ -45,46 +45,59 @@ class Document(NamedTuple):
     start: int | None = None
 
 
-def read_text(file: Path, data: DataConfig, start: int = 0) -> Iterator[Document]:
-    """Read the documents between separators, without these and a byte order mark; without a separator it is one.
+# --- plain text ---
 
-    From `start` on, a byte at which a document or a piece of one begins, these are the same documents.
+
+def read_text(file: Path, data: DataConfig, start: int = 0) -> Iterator[Document]:
+    """Read the documents between separators. Without a separator the file is one document.
+
+    Separators and a byte order mark belong to no document. `start` is a byte at which a document or a chunk of one
+    begins. The documents from there on are the same as in a reading of the whole file.
     """
     text = decode_stream(read_blocks(file, data, start), str(file), data.errors, _ENCODING_HINT, start=start)
-    can_enter = file.suffix.lower() not in COMPRESSED_SUFFIXES and data.encoding == "utf-8" and data.errors == "strict"
-    first = next(filter(None, text), "")  # a block may be empty, where it ends within a character
+    is_plain = file.suffix.lower() not in COMPRESSED_SUFFIXES
+    can_begin_within = is_plain and data.encoding == "utf-8" and data.errors == "strict"
+    first = next(filter(None, text), "")  # a block may be empty if it ends within a character
     if start == 0 and first.startswith("\ufeff"):
-        first, start = first[1:], len(codecs.BOM_UTF8)
+        first = first[1:]
+        start = len(codecs.BOM_UTF8)
     text = itertools.chain([first], text)
     if data.separator is None:
-        return iter([Document(text, start if can_enter else None)])
+        return iter([Document(text, start if can_begin_within else None)])
     parts = itertools.groupby(_split_by_separator(text, data.separator, start), key=itemgetter(0))
-    return (Document((part for _, part in document), begin if can_enter else None) for begin, document in parts)
+    return (
+        Document((part for _, part in document), document_start if can_begin_within else None)
+        for document_start, document in parts
+    )
 
 
 def _split_by_separator(blocks: Iterator[str], separator: str, start: int) -> Iterator[tuple[int, str]]:
-    """Yield each part of a text with the byte at which its document begins; the text itself begins at `start`.
+    """Yield each part of a text with the byte at which its document begins. The text itself begins at `start`.
 
-    A separator takes the line ends around it along.
+    A line end before and after a separator belongs to the separator.
     """
-    ends = re.compile(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?")
-    begin, buffer = start, ""
+    pattern = re.compile(rf"(?:\r?\n)?{re.escape(separator)}(?:\r?\n)?")
+    document_start = start
+    buffer = ""
     for block in itertools.chain(filter(None, blocks), [""]):
-        buffer, done = buffer + block, 0
-        for found in ends.finditer(buffer):
-            if found.end() > len(buffer) - 2 and block:  # the next block may begin with the end of this line
+        is_last = not block
+        buffer += block
+        consumed = 0
+        for match in pattern.finditer(buffer):
+            if match.end() > len(buffer) - 2 and not is_last:  # the next block may begin with the end of this line
                 break
-            yield begin, buffer[done : found.start()]
-            start += utf8_size(buffer[done : found.end()])
-            begin, done = start, found.end()
-        rest = max(done, len(buffer) - len(separator) - 5) if block else len(buffer)
-        yield begin, buffer[done:rest]
-        start += utf8_size(buffer[done:rest])
-        buffer = buffer[rest:]
+            yield document_start, buffer[consumed : match.start()]
+            start += utf8_size(buffer[consumed : match.end()])
+            document_start = start
+            consumed = match.end()
+        end = len(buffer) if is_last else max(consumed, len(buffer) - len(separator) - 5)
+        yield document_start, buffer[consumed:end]
+        start += utf8_size(buffer[consumed:end])
+        buffer = buffer[end:]
 
 
 def read_lines(file: Path, data: DataConfig) -> Iterator[bytes]:
-    """Yield lines without their newlines; no other character ends a line."""
+    """Yield lines without their newlines. No other character ends a line."""
     parts: list[bytes] = []
     for block in read_blocks(file, data):
         *complete, rest = block.split(b"\n")
@@ -97,7 +110,10 @@ def read_lines(file: Path, data: DataConfig) -> Iterator[bytes]:
 
 
 def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]:
-    """Return the blocks of a text file, in UTF-8 if it is so; raise `UserError` if it is empty or binary."""
+    """Return the blocks of a text file, converted from `data.encoding` to UTF-8; refuse empty and binary files.
+
+    With `data.encoding=utf-8` the bytes are not checked.
+    """
     blocks: Iterator[bytes] = decompress(file, READ_BLOCK_BYTES, start)
     if start:
         return blocks
@@ -109,37 +125,38 @@ def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]
         raise UserError(f"{file}: the file is empty; give a file with text in it")
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         convert = "convert it first: iconv -f utf-16 -t utf-8"
-        raise UserError(f"{file}: its first two bytes say UTF-16; {convert}, or set data.encoding=utf-16")
-    if found := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED):
-        what, command = found
-        raise UserError(
-            f"{file}: {what}; make text of it first, for example with {command.format(shell_quote(str(file)))}"
-        )
+        raise UserError(f"{file}: it begins with the mark of UTF-16; {convert}, or set data.encoding=utf-16")
+    if refused := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED_FORMATS):
+        name, command = refused
+        command = command.format(shell_quote(str(file)))
+        raise UserError(f"{file}: {name}; convert it to text first, for example with {command}")
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
     return itertools.chain([first], blocks)
 
 
 def match_beginning(beginning: bytes, formats: list[tuple[bytes, str, str]]) -> tuple[str, str] | None:
-    """Return what a file is by its beginning, and what makes text of it."""
-    return next(((what, command) for start, what, command in formats if re.match(start, beginning)), None)
+    """Return the name of the format that a file begins like, and the command that makes text of it."""
+    return next(((name, command) for pattern, name, command in formats if re.match(pattern, beginning)), None)
 
 
 # --- records with a text in each ---
 
 
 def read_json(file: Path, data: DataConfig) -> Iterator[Document]:
-    """Read JSON lines if the first line is a complete object; else plain text."""
+    """Read JSON lines if the first line is a complete object, and plain text otherwise."""
     return (read_json_lines if is_json_lines(file, data) else read_text)(file, data)
 
 
 def is_json_lines(file: Path, data: DataConfig) -> bool:
-    """Whether the first line that is not empty is a complete object."""
-    if read_beginning(file, data.encoding).startswith(b"{"):  # an array may be one endless line
-        first = next(line for line in read_lines(file, data) if line.strip(LEADING_BYTES))
-        with contextlib.suppress(ValueError, RecursionError):
-            return isinstance(json.loads(first.decode("utf-8-sig", "replace")), dict)  # UTF-8 is checked later
-    return False
+    """Return True if the first line that is not empty is a complete JSON object."""
+    if not read_beginning(file, data.encoding).startswith(b"{"):  # do not read an array, which may be one endless line
+        return False
+    first = next(line for line in read_lines(file, data) if line.strip(LEADING_BYTES))
+    try:
+        return isinstance(json.loads(first.decode("utf-8-sig", "replace")), dict)  # the reader checks UTF-8
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
@@ -154,78 +171,82 @@ def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = "too large or too deeply nested"
+            problem = "too large or too deeply nested"
             if isinstance(error, json.JSONDecodeError):
-                reason = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-            raise UserError(f"{place} is not JSON ({reason}); every line must be one JSON object") from None
-        buffer = record if isinstance(record, dict) else {}
-        yield Document([_record_text(buffer.get(data.text_field, 0), place, data.text_field, buffer)])
+                problem = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+            raise UserError(f"{place} is not JSON ({problem}); every line must be one JSON object") from None
+        keys = record if isinstance(record, dict) else {}
+        yield Document([_record_text(keys.get(data.text_field, 0), place, data.text_field, keys)])
 
 
 def _record_text(value: Any, place: str, text_field: str, keys: Iterable[str]) -> str:
-    """Return a value as a document: a text as it is, a list of messages with a paragraph for each."""
-    if isinstance(value, list) and None not in (said := [_message_text(message) for message in value]):
-        value = "\n\n".join(map(str, said))
+    """Return a value as a document: text unchanged, null as no text, and a list of messages as paragraphs."""
+    if isinstance(value, list):
+        messages = [_message_text(message) for message in value]
+        if None not in messages:
+            value = "\n\n".join(map(str, messages))
     if not isinstance(value, str | None):
-        others = f" ({_first_names(keys)})" if keys else ""
-        raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field={others}")
+        listing = f" ({_list_names(keys)})" if keys else ""
+        raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field={listing}")
     return replace_surrogates(value or "")
 
 
 def _message_text(message: Any) -> str | None:
-    """Return a message {role, content} or {from, value} as "user: Hello", None if it is none."""
+    """Return a message {role, content} or {from, value} as "user: Hello". Return None for anything else."""
     for speaker, content in (("role", "content"), ("from", "value")):
         if isinstance(message, dict) and isinstance(message.get(speaker), str) and content in message:
             parts = message[content] if isinstance(message[content], list) else [{"text": message[content]}]
-            texts = [part.get("text") or "" for part in parts if isinstance(part, dict)]  # none of a picture
+            texts = [part.get("text") or "" for part in parts if isinstance(part, dict)]  # a picture has no text
             return f"{message[speaker]}: {''.join(map(str, texts))}"
     return None
 
 
-def _first_names(names: Iterable[str]) -> str:
-    first = list(itertools.islice(names, 9))
-    return ", ".join([*first[:8], "..."] if len(first) > 8 else first)
+def _list_names(names: Iterable[str]) -> str:
+    names = list(itertools.islice(names, 9))
+    return ", ".join([*names[:8], "..."] if len(names) > 8 else names)
 
 
 def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
     """Read a document from each row."""
-    text_field = data.text_field
     try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
     with user_errors(file), file.open("rb") as stream:
         try:
-            table = parquet.ParquetFile(
-                stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
-            )
-            is_text = re.compile(r"(dictionary<values=)?(large_)?string|(large_)?list<\w+: struct<.*\b(role|from): ")
-            names = [column.name for column in table.schema_arrow if is_text.match(str(column.type))]
-            if names.count(text_field) != 1:
-                others = _first_names(f"{column.name} is {column.type!s:.60}" for column in table.schema_arrow)
-                hint = f"name one with data.text_field= ({_first_names(names)})" if names else f"it has none ({others})"
-                raise UserError(f"{file}: {text_field!r} is not a column of text; {hint}")
+            table = ParquetFile(stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
+            names = _text_columns(table.schema_arrow, str(file), data.text_field)
             row = 0
-            for batch in table.iter_batches(64, columns=[text_field], use_threads=False):
+            for batch in table.iter_batches(64, columns=[data.text_field], use_threads=False):
                 column = batch.column(0)
-                if arrow.types.is_dictionary(column.type):
+                if pyarrow.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
-                is_chat = arrow.types.is_nested(column.type)
-                for buffer in column if is_chat else column.cast(arrow.large_binary()):
+                is_chat = pyarrow.types.is_nested(column.type)
+                for buffer in column if is_chat else column.cast(pyarrow.large_binary()):
                     place, value = f"{file}: row {row}", buffer.as_py()
                     if is_chat:
-                        yield Document([_record_text(value, place, text_field, names)])
+                        yield Document([_record_text(value, place, data.text_field, names)])
                     else:
-                        yield Document(
-                            decode_stream([value or b""], place, data.errors, ", or set data.errors=replace")
-                        )
+                        blocks = decode_stream([value or b""], place, data.errors, ", or set data.errors=replace")
+                        yield Document(blocks)
                     row += 1
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a damaged column name
-            reason = str(error).splitlines()[0].rstrip(".")
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: a damaged column name
+            problem = str(error).splitlines()[0].rstrip(".")
             raise UserError(
-                f"{file}: cannot be read ({reason}): the file is damaged, packed or not parquet; fetch it again"
+                f"{file}: cannot be read ({problem}): the file is damaged, compressed or not parquet; fetch it again"
             ) from None
+
+
+def _text_columns(schema: Any, file: str, text_field: str) -> list[str]:
+    """Return the names of a table's columns of text or chats; `UserError` unless `text_field` is one of them."""
+    text_type = re.compile(r"(dictionary<values=)?(large_)?string|(large_)?list<\w+: struct<.*\b(role|from): ")
+    names = [column.name for column in schema if text_type.match(str(column.type))]
+    if names.count(text_field) != 1:
+        types = _list_names(f"{column.name} is {column.type!s:.60}" for column in schema)
+        hint = f"name one with data.text_field= ({_list_names(names)})" if names else f"it has none ({types})"
+        raise UserError(f"{file}: {text_field!r} is not a column of text; {hint}")
+    return names
 
 
 # --- which reader ---
@@ -233,8 +254,8 @@ def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
 Reader = Callable[[Path, DataConfig], Iterator[Document]]
 
 # To read a new format, add its suffix here, with a function of the file and the keys of `data`, and version 1.
-# Raise the version when the same file is read as other documents: it enters the hash of every corpus that holds such
-# files, so that text prepared before is not used again. Version 0, of plain text and the first readers, adds nothing.
+# Raise the version when the same file gives other documents. The version enters the hash of every corpus with such
+# files, so text that was prepared before is prepared again. Version 0 belongs to plain text and the first readers.
 READERS: dict[str, tuple[Reader, int]] = {
     ".jl": (read_json_lines, 1),
     ".jsonl": (read_json_lines, 0),
@@ -245,46 +266,54 @@ READERS: dict[str, tuple[Reader, int]] = {
 
 
 def read_documents(file: Path, data: DataConfig, start: int = 0) -> Iterator[Document]:
-    """Yield a file's documents, by the reader of its suffix in `READERS`: else by `data.separator`, or as one.
+    """Yield a file's documents with the reader for its suffix in `READERS`, or else as plain text.
 
-    `data.text_field` is the key or column that holds the text; if that is null, the document is empty. `start` is the
-    byte of plain text to begin at. Raises `UserError` naming the file, the place in it and the hint.
+    Raises `UserError` naming the file, the place in it and the remedy.
+
+    Args:
+        file: The file.
+        data: `text_field` is the key or column of the text; a null there is an empty document. `separator` separates
+            the documents of plain text.
+        start: The byte of plain text to begin at.
     """
     return read_text(file, data, start) if start else reader_for(file)[0](file, data)
 
 
 def format_suffix(file: Any) -> str:
-    """Return the suffix that says how to read a file: the last one that is not a compression."""
+    """Return the suffix that names a file's format: the last one that is not a compression."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED_SUFFIXES), "")
 
 
 def reader_for(file: Any) -> tuple[Reader, int]:
-    """Return the reader of a file's suffix and its version; of an unknown one, those of plain text."""
+    """Return the reader for a file's suffix, and its version. An unknown suffix means plain text."""
     return READERS.get(format_suffix(file), (read_text, 0))
 
 
 def looks_like_text(file: Path) -> bool:
-    """Whether to read a file that was found in a folder: not if it is empty or begins like a binary file."""
+    """Return True unless a file is empty or begins like a binary file."""
     if format_suffix(file) == ".parquet":  # binary by design
         return True
     try:
         beginning = read_beginning(file)
     except UserError:  # report it later rather than skip it
         return True
-    return bool(beginning) and 0 not in beginning and not beginning.startswith(_NOT_TEXT)
+    return bool(beginning) and 0 not in beginning and not beginning.startswith(_BINARY_BEGINNINGS)
 
 
 def detect_markup(file: Any, data: DataConfig) -> tuple[str, str] | None:
-    """Return what a file is that `read_documents` takes for plain text, and what makes text of it, {0} for its name.
+    """Return the name of a format that is read as raw text, and how to make text of it; None for other files.
 
-    It goes by the name, and by the beginning of a file that is here.
+    In the command, {0} stands for the file and {1} for `data.text_field`. Remote files are judged by their names.
     """
-    if (kind := format_suffix(file)) in (".csv", ".tsv"):
-        return ("a table", "convert it to .jsonl or .parquet and set data.text_field=COLUMN")
+    suffix = format_suffix(file)
+    if suffix in (".csv", ".tsv"):
+        return "a table", "convert it to .jsonl or .parquet and set data.text_field=COLUMN"
     if reader_for(file)[0] not in (read_text, read_json) or not isinstance(file, Path):
         return None
-    if is_json_lines(file, data):
-        return None if kind == ".json" else ("JSON lines", "mv {0} {0}.jsonl")
     beginning = read_beginning(file, data.encoding)
-    return match_beginning(b'{"' if kind == ".json" and beginning.startswith(b"[") else beginning, _MARKUP)
+    if beginning.startswith(b"{") and is_json_lines(file, data):
+        return None if suffix == ".json" else ("JSON lines", "mv {0} {0}.jsonl")
+    if suffix == ".json" and beginning.startswith(b"["):
+        beginning = b'{"'  # any array
+    return match_beginning(beginning, _MARKUP_FORMATS)

@@ -1,4 +1,4 @@
-"""A directory of few and large files, on this machine or behind a URL. Files come into it whole or not at all."""
+"""A directory of few and large files, on this machine or behind a URL. Files enter it whole or not at all."""
 
 import contextlib
 import tempfile
@@ -24,23 +24,40 @@ def as_directory(path: str | Path) -> Directory:
 
 
 def read_bytes(directory: Directory, name: str) -> bytes | None:
-    """Return the content of a small file, None if there is none."""
+    """Return the content of a small file, or None if it does not exist."""
 
-    def content() -> bytes | None:
-        try:
-            if isinstance(directory, Path):
-                return (directory / name).read_bytes()
-            filesystem, path = open_filesystem(directory)
-            filesystem.invalidate_cache()  # of an earlier listing, which may lack the file
-            return filesystem.cat_file(f"{path}/{name}")
-        except FileNotFoundError:
-            return None
+    def read() -> bytes:
+        if isinstance(directory, Path):
+            return (directory / name).read_bytes()
+        fs, path = open_filesystem(directory)
+        fs.invalidate_cache()  # an earlier listing may lack the file
+        return fs.cat_file(f"{path}/{name}")
 
-    return _access(directory, name, content)
+    return _access(directory, name, lambda: _none_if_missing(read))
+
+
+def file_size(directory: Directory, name: str) -> int | None:
+    """Return the size of a file, or None if it does not exist."""
+
+    def size() -> int:
+        if isinstance(directory, Path):
+            return (directory / name).stat().st_size
+        fs, path = open_filesystem(directory)
+        fs.invalidate_cache()
+        return fs.info(f"{path}/{name}")["size"]
+
+    return _access(directory, name, lambda: _none_if_missing(size))
+
+
+def _none_if_missing(request: Callable[[], Any]) -> Any:
+    try:
+        return request()
+    except FileNotFoundError:
+        return None
 
 
 def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
-    """Return what `write_sealed` wrote, None if there is none; `ExternalError` with the hint if it is damaged."""
+    """Return what `write_sealed` wrote, or None if nothing is there; `ExternalError` with the hint if it is damaged."""
     content = read_bytes(directory, name)
     try:
         return None if content is None else parse_checked_json(content.decode("utf-8"), name)
@@ -49,39 +66,23 @@ def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
 
 
 def write_bytes(directory: Directory, name: str, content: bytes) -> None:
-    """Put a small file into a directory, in place of an older one."""
+    """Write a small file, in place of an older one."""
     if isinstance(directory, Path):
         with new_file(directory, name, directory) as file:
             file.write_bytes(content)
         return
-    filesystem, path = open_filesystem(directory)
-    _access(directory, name, lambda: filesystem.pipe_file(f"{path}/{name}", content))
+    fs, path = open_filesystem(directory)
+    _access(directory, name, lambda: fs.pipe_file(f"{path}/{name}", content))
 
 
 def write_sealed(directory: Directory, name: str, content: dict) -> None:
-    """Put JSON into a directory with a hash of its content, by which `read_sealed` notices damage."""
+    """Write JSON with a hash of its content, so that `read_sealed` detects damage."""
     write_bytes(directory, name, dump_checked_json(content).encode())
-
-
-def file_size(directory: Directory, name: str) -> int | None:
-    """Return the size of a file in a directory, None if there is none."""
-
-    def size() -> int | None:
-        try:
-            if isinstance(directory, Path):
-                return (directory / name).stat().st_size
-            filesystem, path = open_filesystem(directory)
-            filesystem.invalidate_cache()
-            return filesystem.info(f"{path}/{name}")["size"]
-        except FileNotFoundError:
-            return None
-
-    return _access(directory, name, size)
 
 
 @contextlib.contextmanager
 def new_file(directory: Directory, name: str, scratch: Path) -> Iterator[Path]:
-    """Yield a path to write to. The file comes into the directory, whole, when the block succeeds.
+    """Yield a path to write to. The file enters the directory, whole, when the block succeeds.
 
     For a directory behind a URL the path is in the folder `scratch`.
     """
@@ -93,10 +94,11 @@ def new_file(directory: Directory, name: str, scratch: Path) -> Iterator[Path]:
             yield file
         return
     make_cache(scratch)
-    filesystem, path = open_filesystem(directory)
+    fs, path = open_filesystem(directory)
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".upload-") as folder:
-        yield (file := Path(folder) / name)
-        _access(directory, name, lambda: filesystem.put_file(str(file), f"{path}/{name}"))
+        file = Path(folder) / name
+        yield file
+        _access(directory, name, lambda: fs.put_file(str(file), f"{path}/{name}"))
 
 
 def _access(directory: Directory, name: str, request: Callable[[], Any]) -> Any:

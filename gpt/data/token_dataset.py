@@ -1,6 +1,6 @@
-"""The dataset of a run: token ids for training and validation, checked when they are opened, and what is known of them.
+"""The dataset of a run: token ids for training and validation with their metadata, checked when they are opened.
 
-A prepared text is a directory with dataset.json, tokenizer.json, validation.bin and files for training. Its hashes and
+A prepared text is a directory with dataset.json, tokenizer.json, validation.bin and files for training. Hashes and
 counts are in dataset.json. Token files of other programs have none of these.
 """
 
@@ -23,13 +23,13 @@ from gpt.errors import ExternalError, UserError, summarize_error
 
 SPLITS = ("train", "validation")
 DATASET_FILE, TOKENIZER_FILE = "dataset.json", "tokenizer.json"
-MANIFEST_FILE = "manifest.json"  # version 0.5's name of the first
-MIXTURE_BLOCK = 1000  # sequences, of which each source of a mixture provides a whole number
-VERIFY_BYTES = 1 << 28  # text up to this size is hashed whenever it is opened: it takes a fraction of a second
-DECODED_TOKENS = 1 << 16  # to decode at once
+MANIFEST_FILE = "manifest.json"  # the name of dataset.json in version 0.5
+MIXTURE_BLOCK = 1000  # sequences; each source of a mixture provides a whole number of them
+VERIFY_BYTES = 1 << 28  # text up to this size is hashed whenever it is opened, in a fraction of a second
+DECODED_TOKENS = 1 << 16  # tokens to decode at once
 DAMAGE_HINT = "put an intact copy in its place, or prepare the text again, in an empty folder"
 _TOKEN_FILE = r"(train|validation)(-[0-9]+){0,2}\.bin"
-_COUNTS = ("tokens", "bytes", "documents")
+COUNTS = ("tokens", "bytes", "documents")  # of each split
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """What a run trains on: one source of tokens, or several, each with its weight.
+    """The data of a run: one source of tokens, or several with their weights.
 
     `names` are short and unique. `weights` are whole numbers that sum to `MIXTURE_BLOCK`.
     """
@@ -82,53 +82,59 @@ class TokenDataset:
 def open_source(
     directory: Directory, cache: Path, cache_bytes: int = 0, hint: str = DAMAGE_HINT, tokenizer: Tokenizer | None = None
 ) -> TokenSource:
-    """Open a prepared text. Files behind a URL are all fetched first; the cache may take `cache_bytes` bytes of them.
+    """Open a prepared text. Raise `UserError` if it is damaged. Files behind a URL are all fetched first.
 
-    Raises `UserError` naming what is wrong and what to do about it, also if the tokenizer is not the given one.
+    Args:
+        directory: The path or URL.
+        cache: The folder for copies, and for the hashes of large files.
+        cache_bytes: The space that copies may take there.
+        hint: The remedy for damage, for the error.
+        tokenizer: The text must have been prepared with this tokenizer.
     """
     metadata, prepared_tokenizer = read_metadata(directory, hint)
     if tokenizer is not None and tokenizer.sha256 != prepared_tokenizer.sha256:
         raise UserError(
-            f"{directory}: was prepared with another tokenizer than the model's: give its text, or that model"
+            f"{directory}: was prepared with another tokenizer than the model's: give the text itself, or another model"
         )
     dtype = token_dtype(prepared_tokenizer.vocab_size)
-    listed = [tuple(entry) for split in SPLITS for entry in metadata["splits"][split]["files"]]
+    entries = [tuple(entry) for split in SPLITS for entry in metadata["splits"][split]["files"]]
     files: list[Path | RemoteFile] = [
         directory / name
         if isinstance(directory, Path)
         else RemoteFile(f"{directory}/{name}", tokens * dtype.itemsize, "", cache, cache_bytes, sha256)
-        for name, tokens, sha256 in listed
+        for name, tokens, sha256 in entries
     ]
     require_disk_space(files, cache, cache_bytes)
     raise_open_file_limit(len(files))
-    is_small = sum(tokens for _, tokens, _ in listed) * dtype.itemsize <= VERIFY_BYTES
+    is_small = sum(tokens for _, tokens, _ in entries) * dtype.itemsize <= VERIFY_BYTES
     arrays = []
-    for file, (_, tokens, sha256) in zip(files, listed, strict=True):
+    for file, (_, tokens, sha256) in zip(files, entries, strict=True):
         local_hint = hint if isinstance(file, Path) else "delete it, and run the command again"
-        path = _fetched(file)
+        path = _fetch(file)
         with token_file_errors(path, local_hint):
             if path.resolve().parent != path.parent.resolve():
                 raise ValueError("it is a link out of its folder")
             arrays.append(map_tokens(path, dtype, 0, tokens))
-            found, highest = hash_tokens(path, arrays[-1], None if is_small else cache)
-            if found != sha256:
+            digest, highest = hash_tokens(path, arrays[-1], None if is_small else cache)
+            if digest != sha256:
                 raise ValueError(f"its SHA-256 is not the one in {DATASET_FILE}")
             require_in_vocabulary(highest, prepared_tokenizer.vocab_size)
-    count = len(metadata["splits"]["train"]["files"])
-    validation = TokenSequence(arrays[count:])
-    return TokenSource(TokenSequence(arrays[:count]), validation[:], prepared_tokenizer, metadata)
+    num_train_files = len(metadata["splits"]["train"]["files"])
+    train = TokenSequence(arrays[:num_train_files])
+    validation = TokenSequence(arrays[num_train_files:])[:]
+    return TokenSource(train, validation, prepared_tokenizer, metadata)
 
 
-def _fetched(file: Path | RemoteFile) -> Path:
+def _fetch(file: Path | RemoteFile) -> Path:
     try:
         return fetch_if_remote(file)
-    except UserError as error:  # such as a name that is gone, which no user has given
+    except UserError as error:  # such as a name that is gone: dataset.json gave it, not the user
         raise ExternalError(str(error)) from None
 
 
 @contextlib.contextmanager
 def token_file_errors(file: object, hint: str) -> Iterator[None]:
-    """Turn what is wrong with a token file into one line."""
+    """Turn an error about a token file into one line with a hint."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -142,25 +148,20 @@ def token_file_errors(file: object, hint: str) -> Iterator[None]:
 def require_in_vocabulary(highest: int, vocab_size: int) -> None:
     """Raise `ValueError` if an id is beyond the vocabulary."""
     if highest >= vocab_size:
-        raise ValueError(f"it has the id {highest:,}, and the vocabulary {vocab_size:,} entries")
-
-
-def has_dataset(directory: Directory) -> bool:
-    """Return True if a directory holds a prepared text."""
-    return any(read_bytes(directory, name) is not None for name in (DATASET_FILE, MANIFEST_FILE))
+        raise ValueError(f"it has the id {highest:,}, but the vocabulary has only {vocab_size:,} entries")
 
 
 def read_metadata(directory: Directory, hint: str = DAMAGE_HINT) -> tuple[dict, Tokenizer]:
-    """Return what dataset.json says, and the tokenizer; `UserError` if they are not such as this project writes."""
+    """Return the content of dataset.json, and the tokenizer; `UserError` if they are missing or damaged."""
     metadata = read_sealed(directory, DATASET_FILE, hint)
-    earlier = read_sealed(directory, MANIFEST_FILE, hint) if metadata is None else None
-    stored_tokenizer = read_bytes(directory, TOKENIZER_FILE)
-    if (metadata or earlier) is None or stored_tokenizer is None:
+    manifest = read_sealed(directory, MANIFEST_FILE, hint) if metadata is None else None
+    tokenizer_json = read_bytes(directory, TOKENIZER_FILE)
+    if (metadata or manifest) is None or tokenizer_json is None:
         raise UserError(f"{directory}: holds no prepared text: make it with prepare() of gpt.data.prepare")
     try:
-        metadata = metadata or _from_manifest(earlier or {})
+        metadata = metadata or _from_manifest(manifest or {})
         _require_shape(metadata)
-        tokenizer = Tokenizer.from_dict(json.loads(stored_tokenizer))
+        tokenizer = Tokenizer.from_dict(json.loads(tokenizer_json))
         if metadata["tokenizer"] != tokenizer.sha256:
             raise ValueError(f"the tokenizer is not the one in {DATASET_FILE}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -179,15 +180,15 @@ def _from_manifest(manifest: dict) -> dict:
 
 
 def _require_shape(metadata: dict) -> None:
-    """Raise `ValueError`, `KeyError` or `TypeError` unless names, hashes and counts are as this project writes them."""
+    """Raise `ValueError`, `KeyError` or `TypeError` unless names, hashes and counts are valid."""
     if not isinstance(metadata["key"]["tokenizer"], dict):
-        raise ValueError("its key names no tokenizer")
+        raise ValueError("its key has no tokenizer")
     for split in SPLITS:
         stored = metadata["splits"][split]
-        counts = {(split, kind): stored[kind] for kind in _COUNTS}
+        counts = {(split, kind): stored[kind] for kind in COUNTS}
         for name, tokens, sha256 in stored["files"]:
             if not (re.fullmatch(_TOKEN_FILE, name) and re.fullmatch("[0-9a-f]{64}", sha256)):
-                raise ValueError(f"{name!r}, of hash {sha256!r}, is not the name of a token file and its hash")
+                raise ValueError(f"{name!r} with hash {sha256!r} is not the name of a token file and its hash")
             counts[name, "tokens"] = tokens
         for (place, kind), count in counts.items():
             if type(count) is not int or not 0 < count < 1 << 48:
@@ -197,21 +198,21 @@ def _require_shape(metadata: dict) -> None:
 
 
 def find_cached_dataset(checkpoint: dict, tokenizer: Tokenizer, cache: Path) -> list[TokenSource]:
-    """Open the prepared text of a checkpoint's run, or the several of a mixture; none if the cache lacks one.
+    """Open each prepared text of a checkpoint's run. Return [] if the cache lacks one.
 
-    They are found by the hashes in the checkpoint, which names no path that is opened.
+    They are found by the hashes in the checkpoint. No path from a checkpoint is opened.
     """
     corpus = checkpoint.get("corpus")
     keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
-    wanted = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
-    prepared = {}
-    for name in (MANIFEST_FILE, DATASET_FILE):
-        for file in cache.glob(f"[!.]*/{name}"):
-            with contextlib.suppress(OSError, ValueError):  # damaged, so it is not found
+    names = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
+    folders = {}
+    for file_name in (MANIFEST_FILE, DATASET_FILE):
+        for file in cache.glob(f"[!.]*/{file_name}"):
+            with contextlib.suppress(OSError, ValueError):  # a damaged text is not found
                 metadata = read_checked_json(file)
                 if metadata.get("tokenizer") == tokenizer.sha256:
-                    prepared[json.dumps(metadata.get("key"))] = file.parent
-    return [open_cached(prepared[key]) for key in wanted] if prepared.keys() >= set(wanted) else []
+                    folders[json.dumps(metadata.get("key"))] = file.parent
+    return [open_cached(folders[name]) for name in names] if folders.keys() >= set(names) else []
 
 
 def open_cached(folder: Path) -> TokenSource:

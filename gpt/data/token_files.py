@@ -1,8 +1,8 @@
-"""Files of token ids, ours and those of other programs, mapped as one sequence.
+"""Files of token ids, from this and other programs, mapped as one sequence.
 
-| files | ids | beside them |
+| files | ids | files beside them |
 | --- | --- | --- |
-| ours | raw, as wide as the vocabulary needs | dataset.json: names, counts and hashes |
+| this project | raw, as wide as the vocabulary needs | dataset.json: names, counts and hashes |
 | nanoGPT: train.bin, val.bin | raw | |
 | llm.c, modded-nanogpt: NAME_train_*.bin, NAME_val_*.bin | after a header of 256 int32: magic, version, count | |
 | datatrove: *.ds | raw | *.ds.index: the end of each document; *.ds.metadata: width, count |
@@ -21,19 +21,24 @@ import numpy as np
 from gpt.data.dataset_cache import make_cache
 from gpt.files import write_text
 
-LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic and version: GPT-2's ids, Llama 3's
-LLM_C_EVALUATION = 20240522  # the magic of files of questions
+LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic and version: ids of GPT-2, of Llama 3
+LLM_C_EVALUATION_MAGIC = 20240522  # of files with the questions of an evaluation
 LLM_C_HEADER_BYTES = 1024
-MEGATRON = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # types, as unsigned ones of the same width
+MEGATRON_DTYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # by code; signed types become unsigned
 TOKEN_SUFFIXES = (".bin", ".ds")
-INDEX_SUFFIXES = (".idx", ".index", ".metadata")  # of the files beside them
-VALIDATION_WORDS = {"val", "valid", "validation", "dev"}  # in the name of a file or a folder
-HASH_BLOCK_BYTES = 1 << 22  # to read at once
-OPEN_FILES = 1024  # that a process may need besides the token files
+INDEX_SUFFIXES = (".idx", ".index", ".metadata")  # of files that describe a token file
+VALIDATION_WORDS = {
+    "val",
+    "valid",
+    "validation",
+    "dev",
+}  # a file or a folder with one of these in its name is for validation
+HASH_BLOCK_BYTES = 1 << 22  # bytes to read at once
+OTHER_OPEN_FILES = 1024  # that a process may need besides the token files
 
 
 class TokenSequence:
-    """Arrays of token ids, one after the other, to be read as one by slices or arrays of positions of any shape."""
+    """Arrays of token ids, read as one sequence by slices, or by arrays of positions of any shape."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays = [array for array in arrays if len(array)]
@@ -50,12 +55,12 @@ class TokenSequence:
             return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
         if len(self.arrays) == 1:
             return self.arrays[0][positions]
-        which = np.searchsorted(self._ends, positions, side="right")
+        array_index = np.searchsorted(self._ends, positions, side="right")
         ids = np.empty(positions.shape, np.int64)
-        for i in np.unique(which):
-            is_here = which == i
+        for i in np.unique(array_index):
+            mask = array_index == i
             begin = self._ends[i] - len(self.arrays[i])
-            ids[is_here] = self.arrays[i][positions[is_here].astype(np.int64) - begin]
+            ids[mask] = self.arrays[i][positions[mask].astype(np.int64) - begin]
         return ids
 
     def part(self, start: int, stop: int) -> "TokenSequence":
@@ -72,24 +77,25 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def map_tokens(file: Path, dtype: np.dtype | str, start: int = 0, count: int | None = None) -> np.ndarray:
     """Map the ids of a file from byte `start` on; `ValueError` unless it has whole ids, and `count` of them."""
-    dtype, size = np.dtype(dtype), file.stat().st_size
+    dtype = np.dtype(dtype)
+    size = file.stat().st_size
     length, rest = divmod(size - start, dtype.itemsize)
     if rest or length < 0 or count not in (None, length):
-        wanted = "" if count is None else f", not {start + count * dtype.itemsize:,}"
+        expected = "" if count is None else f", not {start + count * dtype.itemsize:,}"
         raise ValueError(
-            f"it has {size:,} bytes{wanted}, for ids of {dtype.itemsize} bytes: it was cut off, or differs"
+            f"it has {size:,} bytes{expected}, for ids of {dtype.itemsize} bytes: it was cut off, or differs"
         )
     return np.asarray(np.memmap(file, dtype, "r", start, (length,))) if length else np.empty(0, dtype)
 
 
 def open_token_file(file: Path, name: str, indices: Mapping[str, Path], vocab_size: int) -> np.ndarray:
-    """Map a token file of another program; `ValueError` says in which way it is not whole, or of no known format.
+    """Map a token file of another program. Raise `ValueError` if it is incomplete or of an unknown format.
 
     Args:
         file: The file on this machine.
-        name: Its own name, which a local copy may not have.
-        indices: The files beside it that describe it, by their suffixes in `INDEX_SUFFIXES`.
-        vocab_size: The entries of the vocabulary. The width of raw ids follows from it.
+        name: The original name. A local copy may have another one.
+        indices: The files that describe it, by their suffixes in `INDEX_SUFFIXES`.
+        vocab_size: The entries of the vocabulary. They determine the width of raw ids.
     """
     raw = token_dtype(vocab_size)
     if name.endswith(".ds"):
@@ -102,19 +108,19 @@ def open_token_file(file: Path, name: str, indices: Mapping[str, Path], vocab_si
 
 
 def _open_llm_c(file: Path, raw: np.dtype) -> np.ndarray:
-    """Map a file with llm.c's header (dev/data/data_common.py), or without one (nanoGPT, data/openwebtext/prepare.py).
+    """Map a file with llm.c's header (dev/data/data_common.py) or without one (nanoGPT, data/openwebtext/prepare.py).
 
-    Read as uint16, llm.c's magic is two ids that GPT-2's vocabulary lacks, so the two cannot be confused.
+    Read as uint16, llm.c's magic is two ids outside of GPT-2's vocabulary. So the two formats cannot be confused.
     """
     with file.open("rb") as stream:
         header = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
     magic, version, count = (int(field) for field in header)
-    if magic == LLM_C_EVALUATION:
+    if magic == LLM_C_EVALUATION_MAGIC:
         raise ValueError("it holds the questions of an evaluation, not text")
-    if magic in [known for known, _ in LLM_C]:
-        if (magic, version) not in LLM_C:
-            raise ValueError(f"its header has version {version}, and {sorted(LLM_C)} are known")
-        return map_tokens(file, LLM_C[magic, version], LLM_C_HEADER_BYTES, count)
+    if magic in [known_magic for known_magic, _ in LLM_C_DTYPES]:
+        if (magic, version) not in LLM_C_DTYPES:
+            raise ValueError(f"its header has version {version}, and {sorted(LLM_C_DTYPES)} are known")
+        return map_tokens(file, LLM_C_DTYPES[magic, version], LLM_C_HEADER_BYTES, count)
     ids = map_tokens(file, raw)
     if len(ids) > 1 and not ids[1:1000:2].any():
         width = raw.itemsize
@@ -130,7 +136,7 @@ def _open_datatrove(file: Path, indices: Mapping[str, Path], raw: np.dtype) -> n
     if ".metadata" in indices:
         tokenizer, tokens, *_ = indices[".metadata"].read_text(encoding="utf-8").splitlines()
         count, width = int(tokens), tokenizer.rpartition("|")[2]
-        raw = np.dtype(f"<u{width}") if width in ("2", "4") else raw  # earlier versions give none
+        raw = np.dtype(f"<u{width}") if width in ("2", "4") else raw  # earlier versions do not give the width
     ids = map_tokens(file, raw, 0, count)
     if ".index" in indices:
         ends = map_tokens(indices[".index"], "<u8")
@@ -143,16 +149,16 @@ def _open_megatron(file: Path, index: Path) -> np.ndarray:
     """Map a file of Megatron-LM's IndexedDataset (megatron/core/datasets/indexed_dataset.py)."""
     with index.open("rb") as stream:
         magic, version, dtype, sequences, _ = struct.unpack("<9sQBQQ", stream.read(34).ljust(34, b"\0"))
-    if magic != b"MMIDIDX\0\0" or version != 1 or dtype not in MEGATRON:
+    if magic != b"MMIDIDX\0\0" or version != 1 or dtype not in MEGATRON_DTYPES:
         raise ValueError("its .idx is not an index of Megatron-LM of version 1 with whole numbers")
     if 34 + 4 * sequences > index.stat().st_size:
         raise ValueError("its .idx was cut off")
     lengths = np.memmap(index, "<i4", "r", 34, (sequences,)) if sequences else np.empty(0, "<i4")
-    return map_tokens(file, MEGATRON[dtype], 0, int(lengths.sum(dtype=np.int64)))
+    return map_tokens(file, MEGATRON_DTYPES[dtype], 0, int(lengths.sum(dtype=np.int64)))
 
 
 def is_validation_name(name: str) -> bool:
-    """Return True if a word of a path, such as fineweb_val_000000.bin or dev/0.bin, says that it is for validation."""
+    """Return True if a word of a path means validation, as in fineweb_val_000000.bin or dev/0.bin."""
     return bool(VALIDATION_WORDS & set(re.split(r"[^a-z]+", name.lower())))
 
 
@@ -161,36 +167,45 @@ def hash_tokens(
 ) -> tuple[str, int]:
     """Return the SHA-256 of a file, and the highest of the ids that are mapped from it.
 
-    The cache, if there is one, remembers both; the file is read again if its size or time has changed.
+    Args:
+        file: The file.
+        tokens: The ids that are mapped from it.
+        cache: Remembers the result, until the size or time of the file changes. None reads the file.
+        on_progress: Called with numbers of bytes.
     """
     status = file.stat()
-    stamp = str(file.resolve()), status.st_size, status.st_ino, status.st_mtime_ns, tokens.dtype.str
-    note = cache / "checked" / hashlib.sha256(repr(stamp).encode()).hexdigest() if cache else None
-    if note is not None:
+    fingerprint = str(file.resolve()), status.st_size, status.st_ino, status.st_mtime_ns, tokens.dtype.str
+    remembered = cache / "checked" / hashlib.sha256(repr(fingerprint).encode()).hexdigest() if cache else None
+    if remembered is not None:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            remembered = note.read_text(encoding="utf-8").split()
-            return remembered[0], int(remembered[1])
-    digest, highest, header = hashlib.sha256(), 0, status.st_size - tokens.nbytes
+            words = remembered.read_text(encoding="utf-8").split()
+            return words[0], int(words[1])
+    digest = hashlib.sha256()
+    highest = 0
+    header = status.st_size - tokens.nbytes  # bytes of the first block that are no ids
     with file.open("rb") as stream:
         while block := stream.read(HASH_BLOCK_BYTES):
             digest.update(block)
             ids = np.frombuffer(memoryview(block)[header:], tokens.dtype)
-            highest, header = max(highest, int(ids.max(initial=0))), 0
+            highest = max(highest, int(ids.max(initial=0)))
+            header = 0
             on_progress(len(block))
-    if cache is not None and note is not None:
-        with contextlib.suppress(OSError):  # the next process reads it again
+    if cache is not None and remembered is not None:
+        with contextlib.suppress(OSError):  # the next process reads the file again
             make_cache(cache)
-            note.parent.mkdir(exist_ok=True)
-            write_text(note, f"{digest.hexdigest()} {highest}\n")
+            remembered.parent.mkdir(exist_ok=True)
+            write_text(remembered, f"{digest.hexdigest()} {highest}\n")
     return digest.hexdigest(), highest
 
 
 def raise_open_file_limit(count: int) -> None:
-    """Let this process keep `count` token files open if the system permits it: macOS begins with 256."""
+    """Let this process keep `count` token files open if the system permits it. The limit of macOS is 256 at first."""
     with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource  # which Windows lacks
+        import resource  # Windows has no such module
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = OPEN_FILES + count if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES + count)
+        needed = OTHER_OPEN_FILES + count
+        if hard != resource.RLIM_INFINITY:
+            needed = min(hard, needed)
         if soft != resource.RLIM_INFINITY and soft < needed:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

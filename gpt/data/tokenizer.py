@@ -1,4 +1,4 @@
-"""From text to token ids and back with tiktoken: GPT-2's encoding, one trained on your text, or plain bytes."""
+"""From text to token ids and back with tiktoken: GPT-2's encoding, an encoding trained on your text, or bytes."""
 
 import base64
 import binascii
@@ -16,24 +16,25 @@ from gpt.errors import UserError, require_choice, require_range
 
 END_OF_TEXT = "<|endoftext|>"
 
-# GPT-2's pattern (Radford et al. 2019) in possessive form, which matches the same chunks in linear time.
+# GPT-2's pattern (Radford et al. 2019) in possessive form. It matches the same chunks in linear time.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_PATTERN = r"(?s:.{1,1000})"
 TOKENIZER_NAMES = ("bpe", "gpt2", "byte")
-MAX_TOKEN_BYTES = (
-    1024  # bytes, of 256 characters, the longest that are learnt; a few doublings make a text of gigabytes
-)
+# The longest tokens that training makes have 256 characters. Without a limit, a few merges could make a token whose
+# text takes gigabytes.
+MAX_TOKEN_BYTES = 1024
 
-# GPT-2's printable stand-ins, which `tokenizers` and files of its kind hold instead of bytes: printable Latin-1
-# characters stand for themselves; the other bytes are U+0100 and on, in order.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-UNICODE_TO_BYTE = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+# The `tokenizers` library stores a printable character in place of each byte, as GPT-2 does. A printable Latin-1
+# character replaces its own byte. The characters from U+0100 on replace the other bytes, in order.
+_PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
+UNICODE_TO_BYTE = {chr(byte): byte for byte in _PRINTABLE_BYTES}
+UNICODE_TO_BYTE |= {chr(256 + i): byte for i, byte in enumerate(_OTHER_BYTES)}
 
 
 @dataclass
 class TokenizerConfig:
-    """Which tokenizer to use; `vocab_size` is the number of tokens that `bpe` learns, including end-of-text."""
+    """Which tokenizer to use. `vocab_size` is the number of tokens that `bpe` learns, including end-of-text."""
 
     name: str = "bpe"  # bpe, gpt2 or byte
     vocab_size: int = 1536
@@ -48,9 +49,8 @@ class TokenizerConfig:
 class Tokenizer:
     """A byte-level byte-pair encoding: any text has ids, and they decode to exactly that text.
 
-    `ranks` maps each token's bytes to its id, which is also the order in which pairs merge. It must include all 256
-    single bytes, with ids from 0 without gaps. End-of-text is the next id; no text encodes to it, not even one that
-    spells it.
+    `ranks` maps each token's bytes to its id. Pairs merge in the order of the ids. All 256 single bytes must be tokens,
+    and ids must count from 0 without gaps. End-of-text is the next id. No text encodes to it, even if it spells it.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], pattern: str):
@@ -74,22 +74,21 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Encode any text; a lone surrogate, which is not a character, becomes U+FFFD."""
-        return [
-            token
-            for chunk in split_into_chunks([replace_surrogates(text)])
-            for token in self.encode_chunk(chunk).tolist()
-        ]
+        """Encode any text. A lone surrogate is not a character, and becomes U+FFFD."""
+        ids: list[int] = []
+        for chunk in split_into_chunks([replace_surrogates(text)]):
+            ids += self.encode_chunk(chunk).tolist()
+        return ids
 
     def encode_chunk(self, chunk: str) -> np.ndarray:
-        """Encode a chunk of text, as `split_into_chunks` makes them, to uint32, without holding the GIL.
+        """Encode a chunk of text to uint32 without holding the GIL.
 
-        A million spaces would overflow the matcher's stack; a chunk never has that many.
+        The chunk must come from `split_into_chunks`: a million spaces would overflow the matcher's stack.
         """
         return self._encoding.encode_to_numpy(chunk, disallowed_special=())
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Decode ids to bytes, which may begin or end within a character."""
+        """Decode ids to bytes. The bytes may begin or end within a character."""
         return self._encoding.decode_bytes(list(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -115,7 +114,7 @@ class Tokenizer:
     def from_dict(cls, stored: dict[str, str]) -> "Tokenizer":
         """Rebuild the tokenizer that `to_dict` stored; raise `UserError` if it is anything else.
 
-        Only our own patterns are taken: another one could drop text, take for ever, or make tiktoken panic.
+        Only this project's patterns are accepted: another one could drop text, never end, or make tiktoken panic.
         """
         keys = ("name", "pattern", "ranks", "sha256")
         if not isinstance(stored, dict) or not all(isinstance(stored.get(key), str) for key in keys):
@@ -123,17 +122,19 @@ class Tokenizer:
         require_choice("the tokenizer's name", stored["name"], TOKENIZER_NAMES)
         require_choice("the tokenizer's pattern", stored["pattern"], (GPT2_PATTERN, BYTE_PATTERN))
         tokenizer = cls(stored["name"], _parse_ranks(stored["ranks"]), stored["pattern"])
-        tokenizer._rank_table = stored["ranks"]  # slower to build than to parse
+        tokenizer._rank_table = stored["ranks"]  # building it takes longer than parsing it
         if tokenizer.sha256 != stored["sha256"]:
             raise UserError(f"tokenizer {stored['name']!r}: its ranks do not match their hash, so the file is damaged")
         return tokenizer
 
 
 def tokenizer_key(tokenizer: TokenizerConfig | Tokenizer) -> dict[str, str]:
-    """Return what determines a tokenizer, for a given text."""
+    """Return everything that determines a tokenizer, given the text that it is trained on."""
     if isinstance(tokenizer, Tokenizer):
         return {"given": tokenizer.sha256}
-    return {"name": tokenizer.name} | ({"vocab_size": str(tokenizer.vocab_size)} if tokenizer.name == "bpe" else {})
+    if tokenizer.name == "bpe":
+        return {"name": tokenizer.name, "vocab_size": str(tokenizer.vocab_size)}
+    return {"name": tokenizer.name}
 
 
 def gpt2_tokenizer() -> Tokenizer:
@@ -145,15 +146,20 @@ def gpt2_tokenizer() -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return the encoding of one token for each byte: 257 tokens with end-of-text."""
+    """Return an encoding with one token for each byte: 257 tokens with end-of-text."""
     return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)}, BYTE_PATTERN)
+
+
+def builtin_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer `gpt2` or `byte`, which need no training."""
+    return gpt2_tokenizer() if name == "gpt2" else byte_tokenizer()
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-pair encoding (Sennrich et al. 2016) of `vocab_size` tokens, including end-of-text.
 
-    Ids are the 256 bytes in order, then the merges in the order they were found. A text too short for that many merges
-    gives a smaller vocabulary. The Hugging Face `tokenizers` library does the counting.
+    The first ids are the 256 bytes, and then the merges in their order. A short text gives a smaller vocabulary. The
+    Hugging Face `tokenizers` library counts the pairs.
     """
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainee
@@ -175,8 +181,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainee.train_from_iterator(
         (chunk for text in texts for chunk in split_into_chunks([replace_surrogates(text)])), trainer
     )
-    learnt = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
-    tokens = [bytes(UNICODE_TO_BYTE[character] for character in token) for token, _ in learnt]
+    vocabulary = trainee.get_vocab()
+    tokens = [bytes(UNICODE_TO_BYTE[c] for c in token) for token in sorted(vocabulary, key=vocabulary.__getitem__)]
     ordered = [bytes([byte]) for byte in range(256)] + [token for token in tokens if len(token) > 1]
     return Tokenizer("bpe", {token: rank for rank, token in enumerate(ordered)}, GPT2_PATTERN)
 

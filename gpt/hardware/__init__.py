@@ -1,1 +1,1 @@
-"""What the machine offers: devices, memory and threads."""
+"""The machine: devices, memory and threads."""

@@ -1,4 +1,4 @@
-"""Memory: how much is free, and how much was used."""
+"""Measure free and used memory."""
 
 import ctypes
 import gc
@@ -11,59 +11,64 @@ import torch
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float:
-    """Return the bytes still free: the GPU's, or else what the system and its containers leave to this process.
+    """Return the free bytes of the GPU, or the bytes that the system and its containers leave to this process.
 
-    `root` is where /proc and /sys are; 8 GB is the guess for systems that have neither.
+    `root` holds /proc and /sys. Other systems are assumed to have 8 GB.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return max(0, min([read_proc_bytes(root / "proc/meminfo", "MemAvailable") or 8e9, *_left_by_containers(root)]))
+    return max(
+        0, min([read_proc_bytes(root / "proc/meminfo", "MemAvailable") or 8e9, *_free_bytes_of_containers(root)])
+    )
 
 
 def read_proc_bytes(file: Path, key: str) -> int | None:
-    """Read a figure such as "MemAvailable: 7 kB", in bytes; None on other systems than Linux."""
+    """Return a value such as "MemAvailable: 7 kB" in bytes. None on other systems than Linux."""
     try:
         return 1024 * int(file.read_text("utf-8").partition(f"{key}:")[2].split()[0])
     except (OSError, IndexError, ValueError):
         return None
 
 
-def _left_by_containers(root: Path) -> Iterator[int]:
-    """Yield what the memory limit of each control group around this process leaves (cgroups v2 and v1).
+def _free_bytes_of_containers(root: Path) -> Iterator[int]:
+    """Yield the bytes left below the memory limit of each control group of this process (cgroups v2 and v1).
 
-    Pages of files that nobody has read lately count as used, but the kernel drops them when memory runs short.
+    Inactive pages of files count as used, but the kernel drops them when memory runs short.
     """
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()]
     except OSError:
         return
     for _, controllers, path in groups:
-        mount, limit, used, cached = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        if "memory" in controllers.split(","):  # of version 1
+        if "memory" in controllers.split(","):  # version 1
             mount, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
             cached = "total_inactive_file"
+        else:
+            mount, limit, used = "sys/fs/cgroup", "memory.max", "memory.current"
+            cached = "inactive_file"
         group = PurePosixPath(path.lstrip("/"))
         for part in (group, *group.parents):
             folder = root / mount / part
             try:
-                left = int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8"))
+                free = int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8"))
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
-            except (OSError, ValueError):  # no such group here, or no limit: "max"
+            except (OSError, ValueError):  # there is no such group, or no limit: "max"
                 continue
-            yield left + int(stat.get(cached, 0))
+            yield free + int(stat.get(cached, 0))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory held at once so far: by tensors on a GPU, else by the whole process; 0 on Windows."""
+    """Return the peak memory so far: of tensors on a GPU, else of the whole process. 0 on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if peak := read_proc_bytes(Path("/proc/self/status"), "VmHWM"):
-        return peak  # of this program alone: getrusage counts on from the one that started it
+    peak = read_proc_bytes(Path("/proc/self/status"), "VmHWM")
+    if peak:
+        return peak  # getrusage would include the program that started this one
     try:
         import resource
-    except ImportError:  # on Windows
+    except ImportError:  # Windows
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -72,7 +77,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def release_memory() -> None:
     """Return all unused memory to the system."""
     gc.collect()
-    torch.cuda.empty_cache()  # which does nothing where CUDA is not in use
+    torch.cuda.empty_cache()  # does nothing if CUDA is not in use
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
     if platform.libc_ver()[0] == "glibc":
@@ -80,14 +85,14 @@ def release_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step instead of returning it to the system.
+    """Let glibc keep freed memory for the next step instead of returning it to the system.
 
-    Every training step frees and allocates the same hundreds of megabytes; faulting their pages in again costs 5 to
-    10 ms of a 40 ms step in a virtual machine. Does nothing with another C library.
+    Every training step frees and allocates the same hundreds of megabytes. Page faults would cost 5 to 10 ms of a 40 ms
+    step in a virtual machine. Does nothing with another C library.
     """
     if platform.libc_ver()[0] != "glibc":
         return
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # as mallopt(3) names them
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # see mallopt(3)
     libc = ctypes.CDLL(None)
     libc.mallopt(m_mmap_max, 0)
     libc.mallopt(m_trim_threshold, 2**31 - 1)

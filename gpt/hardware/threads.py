@@ -1,10 +1,10 @@
-"""OpenMP's threads, which give way to other programs: they spin at barriers only while they have their cores.
+"""Let OpenMP's threads sleep at barriers while other programs use the processors.
 
-libgomp's threads spin at the end of every parallel operation, which makes small steps faster on a quiet machine.
-Where another program wants a core, they spin on it while a thread that has work waits: training falls to a quarter,
-sampling to a twentieth. libgomp spins only briefly while its threads outnumber the processors. So a second team of
-threads, asleep, is enough to end the spinning, and ending that team brings it back. No number of threads that compute
-changes, and no bit.
+libgomp's threads spin at the end of every parallel operation. That makes small steps faster on an idle machine. If
+another program needs a core, a thread spins on it while another thread with work waits: training falls to a quarter of
+its speed, sampling to a twentieth. libgomp spins only briefly if its threads outnumber the processors. A second, idle
+team of threads therefore stops the spinning, and ending that team resumes it. The number of compute threads stays the
+same, and so does every result.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from pathlib import Path
 
 import torch
 
-TICK = 0.2  # seconds between two looks
-CONTENDED = 0.4  # threads that wait for a processor, on average: where spinning and sleeping are about equally fast
-ASLEEP = 5.0  # seconds, after which spinning is tried again: contention shows best while spinning
+POLL_SECONDS = 0.2
+MAX_WAITING_THREADS = 0.4  # on average, without a processor: with more, sleeping is faster than spinning
+SLEEP_SECONDS = 5.0  # then the threads spin again, because contention shows best while spinning
 _TASKS = Path("/proc/self/task")
-_PAUSE_HARD = 2  # omp_pause_hard: end the calling thread's team
+_PAUSE_HARD = 2  # ends the calling thread's team
 
 
 @contextlib.contextmanager
 def yield_to_other_processes() -> Iterator[None]:
-    """Run the block with threads that sleep at barriers while other programs want their processors.
+    """Run the block with threads that sleep at barriers while other programs use their processors.
 
-    Does nothing without libgomp or Linux, with one thread, or where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
+    Does nothing without libgomp or Linux, with one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
     """
     library = _libgomp()
     if library is None:
@@ -45,35 +45,39 @@ def yield_to_other_processes() -> Iterator[None]:
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """The OpenMP library that PyTorch computes with, if it is one that can be throttled, and if that is of use."""
+    """Return PyTorch's OpenMP library if it is libgomp, and has several threads to throttle."""
     if not _TASKS.exists() or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return None
-    library = ctypes.CDLL(torch._C.__file__)  # also finds what PyTorch's own libraries link to
-    named = [hasattr(library, name) for name in ("GOMP_parallel", "omp_pause_resource_all", "kmp_set_blocktime")]
-    if named != [True, True, False]:  # the last belongs to LLVM's and Intel's libraries
+    library = ctypes.CDLL(torch._C.__file__)  # also finds the libraries that it is linked to
+    is_libgomp = hasattr(library, "GOMP_parallel") and hasattr(library, "omp_pause_resource_all")
+    if not is_libgomp or hasattr(library, "kmp_set_blocktime"):  # LLVM's and Intel's libraries have all three
         return None
     return library if 1 < torch.get_num_threads() <= library.omp_get_num_procs() else None
 
 
 def _watch(library: ctypes.CDLL, done: threading.Event) -> None:
-    """Keep a sleeping team of this thread's own while others want the processors; it ends with this thread."""
-    then, before, asleep = time.monotonic(), _waited(), None
-    while not done.wait(TICK):
-        now, waited = time.monotonic(), _waited()
-        if asleep is None and (waited - before) / (now - then) > CONTENDED:
-            # A thread for each processor, which calls a function that does nothing.
+    """Keep a sleeping team of threads while other programs use the processors. The team ends with this thread."""
+    last_time = time.monotonic()
+    last_waited = _waited_seconds()
+    asleep_since: float | None = None
+    while not done.wait(POLL_SECONDS):
+        now = time.monotonic()
+        waited = _waited_seconds()
+        waiting_threads = (waited - last_waited) / (now - last_time)
+        if asleep_since is None and waiting_threads > MAX_WAITING_THREADS:
+            # A thread for each processor. Each calls a function without an effect, and then sleeps.
             library.GOMP_parallel(library.omp_get_thread_num, None, library.omp_get_num_procs(), 0)
-            asleep = now
-        elif asleep is not None and now - asleep > ASLEEP:
+            asleep_since = now
+        elif asleep_since is not None and now - asleep_since > SLEEP_SECONDS:
             library.omp_pause_resource_all(_PAUSE_HARD)
-            asleep = None
-        then, before = now, waited
+            asleep_since = None
+        last_time, last_waited = now, waited
 
 
-def _waited() -> float:
-    """Seconds that this process's threads have been ready to run, in sum, without a processor to run on."""
-    total = 0
+def _waited_seconds() -> float:
+    """Return the time that this process's threads were ready to run, but had no processor, as a sum in seconds."""
+    nanoseconds = 0
     for task in _TASKS.iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
-            total += int((task / "schedstat").read_text("ascii").split()[1])
-    return total / 1e9
+        with contextlib.suppress(OSError):  # the thread has just ended
+            nanoseconds += int((task / "schedstat").read_text("ascii").split()[1])
+    return nanoseconds / 1e9

@@ -1,1 +1,1 @@
-"""The network, and nothing else: attention, the transformer, its loss, and their faster twins."""
+"""The network: attention, the transformer, its loss, and fast twins of each."""

@@ -14,16 +14,16 @@ from gpt.model.linear import Linear
 
 
 def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(Q K^T / sqrt(d_k)): how much each query attends to each key.
+    """Return softmax(Q K^T / sqrt(d_k)): how much each query attends to each key.
 
     Shapes: queries (..., T, d_k), keys (..., S, d_k), mask bool, broadcastable to (..., T, S), True where blocked.
-    Returns (..., T, S). Each row sums to one and blocked entries are exactly zero; a fully blocked row is nan.
+    Returns (..., T, S). Each row sums to one, and blocked entries are exactly zero. A fully blocked row is nan.
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
-    # Scaling the queries equals scaling the scores, and touches D numbers a token instead of S.
+    # Scaling the queries gives the same scores, and touches D numbers per token instead of S.
     scores = (queries / math.sqrt(queries.shape[-1])) @ keys.transpose(-2, -1)  # (..., T, S)
     if mask is not None:
-        # Adding -inf is three times as fast as filling the scores with it, and is free in the backward pass.
+        # Adding -inf is three times as fast as filling the scores with it, and free in the backward pass.
         scores += torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(mask, -torch.inf)
     return torch.softmax(scores, dim=-1)
 
@@ -31,10 +31,10 @@ def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor | None = None)
 def attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(Q K^T / sqrt(d_k)) V, written out: the oracle for every faster route.
+    """Return softmax(Q K^T / sqrt(d_k)) V, written out: the oracle for every faster route.
 
     Shapes: queries (..., T, d_k), keys (..., S, d_k), values (..., S, d_v), mask as in `attention_weights`.
-    Each weight is dropped with probability `dropout`, and the others are scaled by 1 / (1 - dropout).
+    Each weight is dropped with probability `dropout`. The others are scaled by 1 / (1 - dropout).
     Returns the context vectors (..., T, d_v).
     """
     weights = attention_weights(queries, keys, mask)
@@ -44,10 +44,10 @@ def attention(
 
 
 class KVCache:
-    """The keys and values of all tokens that one attention layer has seen, in memory allocated once.
+    """The keys and values of all earlier tokens in one attention layer, in memory allocated once.
 
-    It holds at most `capacity` tokens: the model's context length. On a CPU they stay in fp32, where the attention
-    kernel is ten times as fast: one GPT-2 query after 1,000 tokens takes 87 us instead of 875.
+    It holds at most `capacity` tokens, the model's context length. On a CPU they are stored in fp32, because the
+    attention kernel is ten times as fast there: one GPT-2 query after 1,000 tokens takes 87 us instead of 875.
     """
 
     def __init__(self, capacity: int):
@@ -57,13 +57,14 @@ class KVCache:
         self.values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (B, H, T, D) of new tokens; return those of all tokens so far, (B, H, S, D)."""
+        """Store keys and values (B, H, T, D) of new tokens. Return the keys and values (B, H, S, D) of all tokens."""
         if self.keys is None or self.values is None:
             B, H, _, D = keys.shape
             dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
             self.keys = keys.new_empty(B, H, self.capacity, D, dtype=dtype)
             self.values = values.new_empty(B, H, self.capacity, D, dtype=dtype)
-        start, self.length = self.length, self.length + keys.shape[-2]
+        start = self.length
+        self.length += keys.shape[-2]
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
@@ -73,13 +74,15 @@ class MultiHeadAttention(nn.Module):
     """Causal self-attention over `num_heads` heads, with one fused projection for queries, keys and values.
 
     Args:
-        d_in: width of the input. d_out: width of the output, divided evenly among the heads.
-        context_length: the most tokens it accepts, and the size of the causal mask.
-        dropout: probability of dropping an attention weight while training.
-        qkv_bias: whether the projection of queries, keys and values has a bias.
+        d_in: The width of the input.
+        d_out: The width of the output, divided evenly among the heads.
+        context_length: The maximum number of tokens, and the size of the causal mask.
+        dropout: The probability of dropping an attention weight in training.
+        num_heads: H.
+        qkv_bias: Whether the projection of queries, keys and values has a bias.
 
-    Maps (B, T, d_in) to (B, T, d_out). The mask is a buffer: it moves with `.to()` and is never saved. State dicts with
-    separate `W_query`, `W_key` and `W_value` load unchanged.
+    Maps (B, T, d_in) to (B, T, d_out). The mask is a buffer: it moves with `.to()`, and is never saved. State dicts
+    with separate `W_query`, `W_key` and `W_value` load unchanged.
     """
 
     mask: Tensor
@@ -94,28 +97,29 @@ class MultiHeadAttention(nn.Module):
         self.W_qkv = Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: all queries, then all keys, then all values
         self.out_proj = Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
-        self.fused_kernel: bool | None = None  # None picks the faster route; tests set True or False
-        blocked = torch.ones(context_length, context_length, dtype=torch.bool).triu(diagonal=1)
-        self.register_buffer("mask", blocked, persistent=False)
+        self.fused_kernel: bool | None = None  # None picks the faster route. Tests set it.
+        mask = torch.ones(context_length, context_length, dtype=torch.bool).triu(diagonal=1)  # True where blocked
+        self.register_buffer("mask", mask, persistent=False)
         self.register_load_state_dict_pre_hook(_fuse_separate_projections)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
-        """Attend from each token of x (B, T, d_in) to itself and all earlier tokens, including those in the cache.
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """Let each token of x (B, T, d_in) attend to itself and all earlier tokens, including tokens in the cache.
 
-        `blocked` (B, 1, T, S) replaces the causal mask with one for each row of the batch.
+        `mask` (B, 1, T, S), True where blocked, replaces the causal mask. It has its own rows for each text.
         """
-        seen, T = 0 if cache is None else cache.length, x.shape[1]
-        if seen + T > len(self.mask):
-            raise ValueError(f"{seen + T} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
+        past_length = 0 if cache is None else cache.length
+        length = past_length + x.shape[1]
+        if length > len(self.mask):
+            raise ValueError(f"{length} tokens do not fit a context of {len(self.mask)}: pass the last ones only")
         queries, keys, values = self._project(x)  # each (B, H, T, D)
         if cache is not None:
             keys, values = cache.append(keys, values)  # each (B, H, S, D)
             queries = queries.to(keys.dtype)
-        context = self._attend(queries, keys, values, blocked)  # (B, H, T, D)
+        context = self._attend(queries, keys, values, mask)  # (B, H, T, D)
         return self.out_proj(context.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def weights(self, x: Tensor) -> Tensor:
-        """The attention weights (B, H, T, T) that `forward` uses on x (B, T, d_in), before dropout."""
+        """Return the attention weights (B, H, T, T) of `forward` on x (B, T, d_in), before dropout."""
         queries, keys, _ = self._project(x)
         T = x.shape[1]
         return attention_weights(queries, keys, self.mask[:T, :T])
@@ -127,27 +131,29 @@ class MultiHeadAttention(nn.Module):
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
         return queries, keys, values
 
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, blocked: Tensor | None) -> Tensor:
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         T, S = queries.shape[-2], keys.shape[-2]
         dropout = self.dropout.p if self.training else 0.0
-        fused = prefers_fused_kernel(queries) if self.fused_kernel is None else self.fused_kernel
+        fused = self.fused_kernel
+        if fused is None:
+            fused = prefers_fused_kernel(queries.device.type, queries.dtype, T, is_training=queries.requires_grad)
         if not fused:
-            mask = self.mask[S - T : S, :S] if blocked is None else blocked
+            mask = self.mask[S - T : S, :S] if mask is None else mask
             return split_query_attention(attention, queries, keys, values, mask, dropout)
-        if blocked is None and S == T:
+        if mask is None and S == T:
             return F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        # After cached tokens `is_causal` is wrong: it aligns the first query with the first key. A single query
-        # attends to everything and needs no mask.
-        if blocked is None and T > 1:
-            blocked = self.mask[S - T : S, :S]
-        allowed = None if blocked is None else ~blocked  # PyTorch's mask is True where attended
+        # `is_causal` would align the first query with the first key, which is wrong after cached tokens. A single query
+        # attends to everything, and needs no mask.
+        if mask is None and T > 1:
+            mask = self.mask[S - T : S, :S]
+        allowed = None if mask is None else ~mask  # PyTorch's mask is True where attended
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=allowed, dropout_p=dropout)
 
 
 def _fuse_separate_projections(module: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Turn `W_query`, `W_key`, `W_value` (and a saved mask) of a state dict into the fused `W_qkv`, in place."""
-    for kind in ("weight", "bias"):
-        names = [f"{prefix}{name}.{kind}" for name in ("W_query", "W_key", "W_value")]
+    """Fuse `W_query`, `W_key` and `W_value` of a state dict into `W_qkv`, in place. Drop a saved mask."""
+    for suffix in ("weight", "bias"):
+        names = [f"{prefix}{name}.{suffix}" for name in ("W_query", "W_key", "W_value")]
         if all(name in state_dict for name in names):
-            state_dict[f"{prefix}W_qkv.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
+            state_dict[f"{prefix}W_qkv.{suffix}"] = torch.cat([state_dict.pop(name) for name in names])
     state_dict.pop(f"{prefix}mask", None)

@@ -1,7 +1,7 @@
 """A linear map that learns in fp32 and multiplies in bfloat16 or float16.
 
-bfloat16 keeps eight bits of a weight. An update is often smaller than the last of them and would be lost, so the
-weights stay in fp32 and are rounded when they multiply: Micikevicius et al. 2018, "Mixed Precision Training"
+bfloat16 keeps eight bits of a weight. An update is often smaller than the last bit, and would be lost. So the weights
+stay in fp32, and are rounded when they multiply: Micikevicius et al. 2018, "Mixed Precision Training"
 (arXiv:1710.03740), section 3.1.
 """
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from gpt.model.fast.operations import recast_linear
 
-MIN_RECAST_ELEMENTS = 2**18  # numbers in a matrix, for which keeping its rounded copy costs more than rounding again
+MIN_RECAST_ELEMENTS = 2**18  # in larger matrices, rounding again is cheaper than keeping the rounded copy
 
 
 class Linear(nn.Linear):
-    """A linear map that works in the precision of its weights, or in `compute_dtype` if that is set.
+    """A linear map in the precision of its weights, or in `compute_dtype` if that is set.
 
     Maps (..., in_features), in any precision, to (..., out_features).
     """

@@ -1,6 +1,6 @@
-"""The memory that training takes, and how many windows fit: arithmetic on a model's shape, before anything is built.
+"""Estimate the memory of training, and how many sequences fit, before anything is built.
 
-Letters: B windows at once, T tokens of each, C d_model, L layers, V vocabulary.
+Letters: B sequences at once, T tokens of each, C d_model, L layers, V vocabulary.
 """
 
 import math
@@ -12,29 +12,45 @@ from gpt.model.fast.operations import prefers_fused_kernel
 from gpt.model.linear import MIN_RECAST_ELEMENTS
 from gpt.model.transformer import GPTConfig
 
+MAX_CPU_TOKENS = 4096  # in a micro-batch: more tokens at once are no faster on a CPU
+TRAINING_BYTES_PER_PARAMETER = 16  # weight, gradient and AdamW's two moments, each in fp32
+
 
 def activation_bytes(
-    shape: GPTConfig, micro_batch: int, dtype: torch.dtype, device: str, checkpointing: bool = False
+    shape: GPTConfig, micro_batch_size: int, dtype: torch.dtype, device: str, checkpointing: bool = False
 ) -> float:
-    """The bytes of the blocks' activations, and of the logits and their gradients, for `micro_batch` windows."""
-    T, C, L, V = shape.context_length, shape.d_model, shape.num_layers, shape.vocab_size
-    on_cpu, drops, size, tokens = device == "cpu", shape.dropout > 0, dtype.itemsize, micro_batch * shape.context_length
+    """Return the bytes of the blocks' activations, and of the logits and their gradients.
 
-    # What autograd keeps of a token in a block: the residual stream and its sum in fp32; then in `size` bytes each
-    # half's input and context, queries, keys, values, and the feed-forward part. tests/model/test_memory.py counts.
+    Args:
+        shape: The shape of the model.
+        micro_batch_size: B, the number of sequences that go through the model at once.
+        dtype: The precision of products.
+        device: The device's type, such as "cpu".
+        checkpointing: Whether each block keeps only its input and computes the rest again.
+    """
+    B, T, C, L, V = micro_batch_size, shape.context_length, shape.d_model, shape.num_layers, shape.vocab_size
+    costs = shape.costs()
+    on_cpu = device == "cpu"
+    has_dropout = shape.dropout > 0
+    size = dtype.itemsize
+    tokens = B * T
+
+    # Bytes per token that autograd keeps in a block. tests/model/test_memory_estimate.py counts them.
     scores = size * shape.num_heads * T
-    block: float
-    if prefers_fused_kernel(torch.empty(T, 0, dtype=dtype, device="cpu" if on_cpu else "meta", requires_grad=True)):
-        block = C * (8 + 14 * size) + 3 * scores * (on_cpu and drops)
-    else:  # a long window in two halves, of which the early one has half the scores
-        block = C * (8 + (14 + drops) * size) + (0.75 if T > 256 else 1) * scores * (1 + 2 * drops)
-    block += 2 * C * size * drops
+    block: float = 4 * costs.kept_in_fp32 + size * costs.kept_in_dtype
+    if prefers_fused_kernel(device, dtype, T, is_training=True):
+        block += 3 * scores * (on_cpu and has_dropout)
+    else:
+        computed = 0.75 if T > 256 else 1  # `split_query_attention` skips a quarter of the scores
+        block += C * size * has_dropout + computed * scores * (1 + 2 * has_dropout)
+    block += 2 * C * size * has_dropout
     kept = L * 4 * C + block if checkpointing else L * block
-    rounded = [n * C * C for n in (1, 3, 4, 4) if size < 4 and (not on_cpu or n * C * C < MIN_RECAST_ELEMENTS)]
-    passing = C * (16 + 8 * size) + 2 * scores  # gradients of the block at hand, and scores on their way
-    activations = tokens * (kept + passing) + L * sum(rounded) * size
+    # A small matrix, and on a GPU any, is kept in the precision of the products, too.
+    rounded = sum(n for n in costs.linear_weights if size < 4 and (not on_cpu or n < MIN_RECAST_ELEMENTS))
+    temporary = C * (16 + 8 * size) + 2 * scores  # the gradients of one block, and its scores
+    activations = tokens * (kept + temporary) + L * rounded * size
 
-    # Of the logits, a chunk of rows is kept, and a slice of the vocabulary is at work in fp32.
+    # A chunk of rows of the logits is kept. One slice of the vocabulary at a time is computed in fp32.
     width = min(V, VOCAB_SLICE) if on_cpu else V
     rows = tokens / math.ceil(tokens * V * size / LOGITS_CHUNK_BYTES.get(device, 2**27))
     logits = rows * (V * size + width * (4 if on_cpu else 8)) + tokens * C * (4 + 2 * size) + 4 * V * C
@@ -43,19 +59,30 @@ def activation_bytes(
 
 def choose_micro_batch(
     shape: GPTConfig,
-    windows: int,
-    free: float,
+    num_sequences: int,
+    free_bytes: float,
     dtype: torch.dtype,
     device: str,
     *,
     checkpointing: bool = False,
 ) -> int:
-    """Choose how many of a step's `windows` go through the model at once: the most that divides them and fits.
+    """Return the largest micro-batch size that divides a step's sequences and fits into memory; at least 1.
 
-    Activations and logits may take half of what is left of the `free` bytes beside weights, gradients and AdamW's
-    state. On a CPU, more than 4,096 tokens at once are no faster.
+    Activations and logits may take half of the memory that weights, gradients and AdamW's state leave.
+
+    Args:
+        shape: The shape of the model.
+        num_sequences: The sequences of a step on this device.
+        free_bytes: The free memory of the device.
+        dtype: The precision of products.
+        device: The device's type, such as "cpu".
+        checkpointing: Whether activations are recomputed.
     """
-    room = (free - 16 * shape.num_parameters) / 2
-    most = windows if device != "cpu" else min(windows, max(1, 4096 // shape.context_length))
-    sizes = (size for size in range(most, 1, -1) if windows % size == 0)
-    return next((B for B in sizes if activation_bytes(shape, B, dtype, device, checkpointing) <= room), 1)
+    budget = (free_bytes - TRAINING_BYTES_PER_PARAMETER * shape.num_parameters) / 2
+    limit = num_sequences
+    if device == "cpu":
+        limit = min(limit, max(1, MAX_CPU_TOKENS // shape.context_length))
+    for size in range(limit, 1, -1):
+        if num_sequences % size == 0 and activation_bytes(shape, size, dtype, device, checkpointing) <= budget:
+            return size
+    return 1

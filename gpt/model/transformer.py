@@ -4,8 +4,10 @@ Letters in shapes: B batch, T tokens, S tokens so far (T and those in the cache)
 H heads.
 """
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +19,13 @@ from gpt.model.attention import KVCache, MultiHeadAttention
 from gpt.model.fast.operations import SkipInit, tied_embedding
 from gpt.model.linear import Linear
 
-# The fields that GPT-2 has, with any value; what repeats the model's computation elsewhere knows these alone.
-OF_GPT2 = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias"}
+# Fields that GPT-2 has too. Exports and --compile support only these.
+GPT2_FIELDS = {"vocab_size", "context_length", "d_model", "num_layers", "num_heads", "dropout", "qkv_bias"}
 
 
 @dataclass
 class ModelConfig:
-    """The shape of a model except for its vocabulary size, which the tokenizer sets. The defaults are those of mini."""
+    """The shape of a model without its vocabulary size, which the tokenizer sets. The defaults are mini's."""
 
     context_length: int = 256
     d_model: int = 128
@@ -49,23 +51,49 @@ class GPTConfig(ModelConfig):
 
     vocab_size: int = 50257
 
-    def require_gpt2(self, what: str) -> None:
-        """Raise `UserError` if a field that GPT-2 does not have is not at its default: `what` would ignore it."""
-        usual = type(self)()
+    def require_gpt2(self, feature: str) -> None:
+        """Raise `UserError` if a field that GPT-2 does not have is changed. `feature` would ignore it."""
+        defaults = type(self)()
         for name, value in vars(self).items():
-            if name not in OF_GPT2 and value != getattr(usual, name):
-                raise UserError(f"model.{name}={value!r} is nothing that GPT-2 has, and all that {what} knows is GPT-2")
+            if name not in GPT2_FIELDS and value != getattr(defaults, name):
+                raise UserError(f"{feature} supports only GPT-2, which has no model.{name}={value!r}")
 
     @property
     def num_parameters(self) -> int:
-        """The number of trained parameters: embeddings (the tied head counts once), blocks and final norm."""
-        C = self.d_model
-        per_block = 12 * C**2 + (10 + 3 * self.qkv_bias) * C
-        return (self.vocab_size + self.context_length) * C + self.num_layers * per_block + 2 * C
+        """The number of trained parameters. The tied head counts once."""
+        return self.costs().parameters
+
+    def costs(self) -> "ModelCosts":
+        """Return what estimates of time and memory need. It is counted on the modules themselves, once per shape.
+
+        This takes milliseconds: one block is built, without memory. `UserError` if the model is too large for PyTorch.
+        """
+        return _count_costs(type(self), tuple(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What estimates of time and memory need to know about a model."""
+
+    parameters: int  # the tied head counts once
+    linear_weights: tuple[int, ...]  # the size of each linear map of a block
+    block_weights: int  # in the linear maps of all blocks
+    head_weights: int
+    attention_width: int  # d_model times num_layers
+    kept_in_fp32: int  # numbers per token that a block keeps for its backward pass
+    kept_in_dtype: int  # the same in the precision of products, without attention scores
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Return the floating-point operations to train on one token of a sequence.
+
+        These are six for each weight that multiplies (two forward, four backward), and in each block 12 C for every
+        token attended to, counting the full square of scores: Chowdhery et al. 2022 (PaLM), appendix B.
+        """
+        return 6 * (self.block_weights + self.head_weights) + 12 * self.attention_width * sequence_length
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with GELU (tanh form) between them: C -> 4C -> C."""
+    """Two linear maps with GELU (tanh form) between them: C to 4C to C."""
 
     def __init__(self, d_model: int):
         super().__init__()
@@ -80,8 +108,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); maps (B, T, C) to (B, T, C).
 
-    Sums and norms keep the precision of x; attention and feed-forward use that of their linear maps: see
-    `Linear.dtype`. For one token after a cache, gpt/model/fast/compiled.py is the fast twin.
+    Sums and norms keep the precision of x. Attention and feed-forward use the precision of their linear maps: see
+    `Linear.dtype`. The fast twin for one token after a cache is gpt/model/fast/compiled.py.
     """
 
     def __init__(self, config: ModelConfig):
@@ -95,8 +123,8 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(C)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, blocked: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), cache, blocked))
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), cache, mask))
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
 
@@ -111,16 +139,16 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
-        self.output: nn.Module | None = None  # replaces the tied head where sampling packs the weights
-        self.checkpointing = False  # keep only each block's input, and compute the rest again in the backward pass
+        self.output: nn.Module | None = None  # sampling with packed weights replaces the tied head
+        self.checkpointing = False  # recompute each block's activations in the backward pass
         self.init_weights()
 
     @classmethod
     def from_state_dict(cls, config: GPTConfig, state_dict: dict[str, Tensor]) -> "GPT":
-        """Build an fp32 model around the tensors of a state dict; those already in fp32 are used without copying.
+        """Build an fp32 model around the tensors of a state dict. Tensors in fp32 are not copied.
 
-        No initial weights are drawn, which would take a second for GPT-2 124M. `RuntimeError` if the tensors do not
-        fit the model.
+        No initial weights are drawn: that would take a second for GPT-2 124M. `RuntimeError` if the tensors do not fit
+        the model.
         """
         with SkipInit():
             model = cls(config)
@@ -133,7 +161,7 @@ class GPT(nn.Module):
 
         | weights                                       | distribution                   |
         | embeddings, linear layers                     | N(0, 0.02)                     |
-        | linear layers that end in the residual stream | N(0, 0.02 / sqrt(2 num_layers))|
+        | linear layers that add to the residual stream | N(0, 0.02 / sqrt(2 num_layers))|
         | biases; gains of the norms                    | 0; 1                           |
         """
         for name, parameter in self.named_parameters():
@@ -147,43 +175,46 @@ class GPT(nn.Module):
                 parameter.fill_(1.0)
 
     def forward(self, idx: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """Logits (B, T, V) of the token that follows each of the tokens idx (B, T)."""
-        return self.head(self.hidden(idx, caches))
+        """Return the logits (B, T, V) of the token that follows each of the tokens idx (B, T)."""
+        return self.head(self.forward_features(idx, caches))
 
-    def hidden(self, idx: Tensor, caches: list[KVCache] | None = None, starts: Tensor | None = None) -> Tensor:
-        """The final hidden states (B, T, C) of the tokens idx (B, T), which `head` turns into logits.
+    def forward_features(
+        self, idx: Tensor, caches: list[KVCache] | None = None, pad_lengths: Tensor | None = None
+    ) -> Tensor:
+        """Return the final hidden states (B, T, C) of the tokens idx (B, T). `head` turns them into logits.
 
-        With `caches` (from `init_kv_caches`) idx continues the tokens already seen, and the caches grow by T. `starts`
-        (B,) is the amount of padding at the left of each row, counting cached tokens too: nothing attends to padding,
-        and positions count from the first real token.
+        Args:
+            idx: Token ids (B, T).
+            caches: From `init_kv_caches`. The tokens continue the cached ones, and the caches grow by T.
+            pad_lengths: The padding (B,) at the left of each row, including cached tokens. Nothing attends to padding,
+                and positions count from the first real token.
         """
-        seen = 0 if caches is None else caches[0].length
-        x = self._embed(self.token_embedding(idx), seen, starts)
-        blocked = None if starts is None else self._blocked(seen, idx.shape[1], starts)
-        return self._transform(x, caches, blocked)
+        past_length = 0 if caches is None else caches[0].length
+        x = self._embed(self.token_embedding(idx), past_length, pad_lengths)
+        mask = None if pad_lengths is None else self._padding_mask(past_length, idx.shape[1], pad_lengths)
+        return self._transform(x, caches, mask)
 
-    def features_and_head(self, idx: Tensor, places: int = 1) -> tuple[Tensor, Tensor]:
-        """What the training loss takes: the hidden states (B, T, C) of idx (B, T) and the head's weight (V, C).
+    def features_and_head(self, idx: Tensor, num_offsets: int = 1) -> tuple[Tensor, Tensor]:
+        """Return what the training loss takes: the hidden states (B, T, C) of idx (B, T) and the head's weight (V, C).
 
-        Of `places` rows, the first stands at positions 0 to T - 1, the next at T to 2 T - 1, and so on, then again from
-        0: so short windows teach all positions.
+        Short sequences teach all positions: of `num_offsets` rows, the first has the positions 0 to T - 1, the next T
+        to 2 T - 1, and so on. Then the offsets repeat.
         """
-        embedded, head_weight = tied_embedding(idx, self.token_embedding.weight)  # as in `hidden`, with less memory
+        embedded, head_weight = tied_embedding(idx, self.token_embedding.weight)  # saves memory
         B, T, C = embedded.shape
-        x = self._embed(embedded.view(B // places, places * T, C)).view(B, T, C)
+        x = self._embed(embedded.view(B // num_offsets, num_offsets * T, C)).view(B, T, C)
         return self._transform(x), head_weight
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., C)."""
+        """Return the logits (..., V) of hidden states (..., C)."""
         if self.output is not None:
             return self.output(hidden)
         return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
 
     def set_compute_dtype(self, dtype: torch.dtype) -> "GPT":
-        """Make the linear maps of the blocks multiply in `dtype`; return the model itself.
+        """Let the linear maps of the blocks multiply in `dtype`. Return the model itself.
 
-        Weights keep their precision, and so do norms and the residual stream, which cost little and would lose the
-        most.
+        Weights, norms and the residual stream keep their precision. They cost little, and would lose the most.
         """
         for module in self.blocks.modules():
             if isinstance(module, Linear):
@@ -196,12 +227,12 @@ class GPT(nn.Module):
         return self.blocks[-1].feed_forward.contract.dtype  # type: ignore[union-attr, return-value]
 
     def init_kv_caches(self) -> list[KVCache]:
-        """Make an empty key-value cache for each layer."""
+        """Return an empty key-value cache for each layer."""
         return [KVCache(self.config.context_length) for _ in self.blocks]
 
     @torch.no_grad()
     def attention_maps(self, idx: Tensor) -> Tensor:
-        """Every head's attention weights (B, L, H, T, T) on the tokens idx (B, T)."""
+        """Return every head's attention weights (B, L, H, T, T) on the tokens idx (B, T)."""
         x = self._embed(self.token_embedding(idx))
         maps = []
         for block in self.blocks:
@@ -210,37 +241,59 @@ class GPT(nn.Module):
             x = block(x)
         return torch.stack(maps, dim=1)
 
-    def flops_per_token(self, tokens: int) -> int:
-        """Floating-point operations to train on one token of a sequence of `tokens`.
+    def _padding_mask(self, past_length: int, T: int, pad_lengths: Tensor) -> Tensor:
+        """Return the mask (B, 1, T, S) that blocks later tokens and padding. No token blocks itself."""
+        S = past_length + T
+        causal = self.blocks[0].attention.mask[past_length:S, :S]  # type: ignore[index, union-attr]
+        columns = torch.arange(S, device=pad_lengths.device)
+        is_padding = columns < pad_lengths[:, None, None]  # (B, 1, S)
+        is_itself = columns == columns[past_length:, None]  # (T, S): a row with everything blocked would be nan
+        return ((causal | is_padding) & ~is_itself)[:, None]
 
-        Six for every weight that multiplies (two forward, four backward), plus 12 C a layer for every token attended
-        to, counting the full square of scores: Chowdhery et al. 2022 (PaLM), appendix B.
-        """
-        matrices = sum(p.numel() for p in self.parameters() if p.dim() == 2) - self.position_embedding.weight.numel()
-        return 6 * matrices + 12 * self.config.num_layers * self.config.d_model * tokens
-
-    def _blocked(self, seen: int, T: int, starts: Tensor) -> Tensor:
-        """The mask (B, 1, T, S) that blocks later tokens and padding, but never a token itself."""
-        causal = self.blocks[0].attention.mask[seen : seen + T, : seen + T]  # type: ignore[index, union-attr]
-        columns = torch.arange(seen + T, device=starts.device)  # (S,)
-        itself = columns == columns[seen:, None]  # (T, S): padding with nothing to attend to would be nan
-        return ((causal | (columns < starts[:, None, None])) & ~itself)[:, None]
-
-    def _embed(self, embedded: Tensor, seen: int = 0, starts: Tensor | None = None) -> Tensor:
-        end = seen + embedded.shape[1]
-        if end > self.config.context_length:
-            limit = self.config.context_length
+    def _embed(self, embedded: Tensor, past_length: int = 0, pad_lengths: Tensor | None = None) -> Tensor:
+        end = past_length + embedded.shape[1]
+        limit = self.config.context_length
+        if end > limit:
             raise ValueError(f"{end} tokens do not fit a context of {limit}: pass the last ones only")
-        positions = self.position_embedding.weight[seen:end]  # (T, C)
-        if starts is not None:
-            columns = torch.arange(seen, end, device=starts.device)
-            positions = self.position_embedding((columns - starts[:, None]).clamp(min=0))  # (B, T, C)
+        if pad_lengths is None:
+            positions = self.position_embedding.weight[past_length:end]  # (T, C)
+        else:
+            columns = torch.arange(past_length, end, device=pad_lengths.device)
+            positions = self.position_embedding((columns - pad_lengths[:, None]).clamp(min=0))  # (B, T, C)
         return self.dropout(embedded + positions)  # (B, T, C)
 
-    def _transform(self, x: Tensor, caches: list[KVCache] | None = None, blocked: Tensor | None = None) -> Tensor:
+    def _transform(self, x: Tensor, caches: list[KVCache] | None = None, mask: Tensor | None = None) -> Tensor:
         for i, block in enumerate(self.blocks):
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)  # Chen et al. 2016 (arXiv:1604.06174)
             else:
-                x = block(x, None if caches is None else caches[i], blocked)
+                x = block(x, None if caches is None else caches[i], mask)
         return self.final_norm(x).to(self.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _count_costs(config_type: type[GPTConfig], values: tuple) -> ModelCosts:
+    config = config_type(*values)
+    L = config.num_layers
+    try:
+        with torch.device("meta"), SkipInit():
+            model = GPT(replace(config, num_layers=1))
+    except (RuntimeError, TypeError, OverflowError):  # PyTorch counts bytes in 64 bits
+        raise UserError(f"{config} is too large for any machine: choose a smaller model") from None
+    block: Any = model.blocks[0]
+    linears = [module for module in block.modules() if isinstance(module, Linear)]
+    norms = [module for module in block.modules() if isinstance(module, nn.LayerNorm)]
+    block_parameters = sum(p.numel() for p in block.parameters())
+    linear_weights = tuple(linear.weight.numel() for linear in linears)
+    return ModelCosts(
+        parameters=sum(p.numel() for p in model.parameters()) + (L - 1) * block_parameters,
+        linear_weights=linear_weights,
+        block_weights=L * sum(linear_weights),
+        head_weights=model.token_embedding.weight.numel(),
+        attention_width=L * block.attention.out_proj.in_features,
+        kept_in_fp32=sum(math.prod(norm.normalized_shape) for norm in norms),
+        # The inputs of the linear maps, and what attention and GELU keep of their own inputs.
+        kept_in_dtype=sum(linear.in_features for linear in linears)
+        + block.attention.W_qkv.out_features
+        + block.feed_forward.expand.out_features,
+    )

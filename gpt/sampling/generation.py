@@ -145,7 +145,7 @@ def generate(
             cached_until = min(window_starts)
             offsets = [start - cached_until for start in window_starts]
             cache_starts = torch.tensor(offsets, device=idx.device) if any(offsets) else None  # (B,)
-        hidden = model.hidden(tokens[:, cached_until:length], caches, cache_starts)  # (B, new, C)
+        hidden = model.forward_features(tokens[:, cached_until:length], caches, cache_starts)  # (B, new, C)
         cached_until = length
         logits = model.head(hidden[:, -1])  # (B, V)
         if on_logits is not None:

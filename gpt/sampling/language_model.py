@@ -188,7 +188,8 @@ class LanguageModel:
         while len(result) < len(ids) - 1:
             start = max(0, len(result) - context // 2)
             end = min(start + context, len(ids) - 1)
-            hidden = self.model.hidden(torch.tensor([ids[start:end]], device=self.device))[0, len(result) - start :]
+            idx = torch.tensor([ids[start:end]], device=self.device)
+            hidden = self.model.forward_features(idx)[0, len(result) - start :]
             result += self._logprobs(self.model.head(hidden), ids[len(result) + 1 : end + 1], top)
         return result
 

@@ -77,7 +77,7 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     for idx, targets in batches:
         num_targets = int((targets != IGNORE_INDEX).sum())
         idx, targets = idx.to(device), targets.to(device)
-        mean_loss = chunked_next_token_loss(model.hidden(idx), model.token_embedding.weight, targets)
+        mean_loss = chunked_next_token_loss(model.forward_features(idx), model.token_embedding.weight, targets)
         nats += mean_loss.item() * num_targets  # summed in Python: Apple's GPUs have no float64
         num_tokens += num_targets
     model.train(was_training)

@@ -167,9 +167,8 @@ def find_candidates(
 
     def finalize_candidate(model: ModelConfig) -> tuple[Config, Schedule]:
         context_length = max(model.context_length, config.model.context_length)
-        model = replace(
-            model, context_length=context_length, dropout=config.model.dropout, qkv_bias=config.model.qkv_bias
-        )
+        sizes = {key: getattr(model, key) for key in ("d_model", "num_layers", "num_heads")}
+        model = replace(config.model, context_length=context_length, **sizes)
         num_sequences = config.trainer.tokens_per_step // config.model.context_length
         values = {
             "model": model,

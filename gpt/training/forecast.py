@@ -16,6 +16,7 @@ import torch
 from gpt.console import format_duration, print_line
 from gpt.hardware.device import DTYPES
 from gpt.hardware.memory import free_memory, peak_memory_bytes
+from gpt.model.fast.operations import SkipInit
 from gpt.model.memory_estimate import activation_bytes
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.training.advice import count_epochs, list_warnings
@@ -97,7 +98,7 @@ def forecast(request: Request) -> dict[str, Any]:
 
 def optimizer_bytes(shape: GPTConfig, config: Config) -> int:
     """Return the bytes of the optimizer's state, counted without allocating it."""
-    with torch.device("meta"):
+    with torch.device("meta"), SkipInit():
         weights = dict(GPT(shape).named_parameters())
     optimizer = build_optimizer(weights, shape.num_heads, config.optim, torch.float32)
     return sum(value.nbytes for state in optimizer.state.values() for value in state.values())

@@ -125,7 +125,7 @@ class MetricLogger:
             metrics[rules[group["param_type"]].settings["lr"]] = group["lr"]
         metrics["tokens_per_second"] = self.tokens_per_second
         if peak := peak_flops(module.device, trainer.precision):
-            flops = module.model.flops_per_token(module.sequence_length) * self.tokens_per_second
+            flops = module.model.config.costs().flops_per_token(module.sequence_length) * self.tokens_per_second
             metrics["mfu"] = flops / (peak * fabric.world_size)
         if memory := peak_memory_bytes(module.device):
             metrics["peak_memory_gib"] = memory / 2**30

@@ -11,7 +11,7 @@ beside results.
 import math
 from dataclasses import dataclass, replace
 
-from gpt.model.transformer import ModelConfig
+from gpt.model.transformer import GPTConfig, ModelConfig
 
 LOSS_EXPONENT = 2.74  # on a text that only repeats itself
 NOVELTY_SCALE = 2.66  # on a text of this novelty, the exponent is LOSS_EXPONENT / e
@@ -71,7 +71,7 @@ class ScalingLaw:
 
     def _relative_loss(self, model: ModelConfig, tokens: float) -> float:
         """Return the loss up to a factor of the text."""
-        million_weights = 12 * model.num_layers * model.d_model**2 / 1e6  # in the blocks
+        million_weights = GPTConfig(**vars(model)).costs().block_weights / 1e6
         million_train_tokens, million_tokens = self.train_tokens / 1e6, tokens / 1e6
         epochs = million_tokens / million_train_tokens
         overfit = 1 + OVERFIT_FACTOR * epochs**2 * million_weights**OVERFIT_EXPONENT

@@ -1,4 +1,4 @@
-"""What the tests of data share: texts, servers that answer badly, processes that prepare, and a disk of their own."""
+"""Fixtures for the tests of data: files, servers that answer badly, processes that prepare, and a small disk."""
 
 import contextlib
 import http.server
@@ -20,14 +20,13 @@ from harness import import_or_skip
 from workshop import (
     DOCUMENTS,
     SMALL,
-    Workshop,
     constants,
     content,
-    folder_of,
-    halves,
+    expected_ids,
     lists,
     make,
-    obvious,
+    only_folder,
+    split_documents,
     whole,
     write_documents,
 )
@@ -86,7 +85,7 @@ def s3(monkeypatch, tmp_path) -> Iterator[Any]:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with the content, in the way that the first part of the path says; or as the hub does."""
+    """Answer with the content as the first part of the path asks, or as the hub does."""
 
     server: "Server"
 
@@ -134,11 +133,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(content[:cut])
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A server of a thread's own, which remembers the Range that each GET asked for."""
+    """A server in its own thread. It records the Range of each GET."""
 
     daemon_threads = False  # so that closing waits for all of them
 
@@ -180,17 +179,9 @@ def server(monkeypatch) -> Iterator[Server]:
 # --- preparing ---
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Iterator[Workshop]:
-    """One for all tests, as it takes a second or two to begin."""
-    found = Workshop(tmp_path_factory.mktemp("outputs"))
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A disk of its own, which is to run full or to be made read-only."""
+    """A small disk, to run full or to become read-only."""
     place = tmp_path / "disk"
     place.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", place]).returncode:
@@ -203,7 +194,7 @@ def disk(tmp_path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> DataConfig:
-    """Documents in five files, one of which is long."""
+    """Documents in five files; one document is long."""
     parts = [DOCUMENTS[:11], ["".join(DOCUMENTS[11:23])], DOCUMENTS[23:29], DOCUMENTS[29:31], DOCUMENTS[31:]]
     folder = tmp_path_factory.mktemp("many")
     for i, part in enumerate(parts):
@@ -213,19 +204,19 @@ def many(tmp_path_factory) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def undisturbed(many, tmp_path_factory) -> dict[str, bytes]:
-    """What it comes to."""
+    """The files of an uninterrupted preparation."""
     cache = tmp_path_factory.mktemp("undisturbed")
     with constants(SMALL):
         prepared = make(many, cache)
-        expected = tuple(obvious(documents, byte_tokenizer()) for documents in halves(many))
+        expected = tuple(expected_ids(documents, byte_tokenizer()) for documents in split_documents(many))
     assert lists(prepared) == expected
-    return content(folder_of(cache))
+    return content(only_folder(cache))
 
 
 @pytest.fixture(scope="module")
 def undisturbed_whole(many, tmp_path_factory) -> dict[str, bytes]:
-    """The same, in however many shards."""
+    """The same files with the training files joined."""
     cache = tmp_path_factory.mktemp("whole")
     with constants(SMALL):
         make(many, cache)
-    return whole(folder_of(cache))
+    return whole(only_folder(cache))

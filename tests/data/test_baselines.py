@@ -28,7 +28,7 @@ def prepared(train: Sequence[int], validation: Sequence[int]) -> TokenSource:
 
 
 def test_by_hand():
-    """Training on 0 1 0 1 0 2: four pairs, of which (0, 1) twice; validation 0 1 2 1 needs three predictions.
+    """Training on 0 1 0 1 0 2: four pairs, (0, 1) twice; validation 0 1 2 1 needs three predictions.
 
     After 0, which three tokens follow, two of a kind and one of another: (2 + 2 p(1)) / (3 + 2). After 1, where 0
     follows both times: (0 + 1 p(2)) / (2 + 1). After 2, which nothing follows: p(1) alone.

@@ -1,10 +1,9 @@
-"""Which tokens each step sees: every window once an epoch, any step at once, every validation token once."""
+"""Each epoch shows every window once, any step can be computed alone, and validation counts every token once."""
 
 import math
 import os
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_targets_are_the_next_tokens(length):
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
     assert torch.equal(idx[:, 1:], targets[:, :-1])
     assert any(window[-1] == tokens[-1] for window in idx.tolist())  # a target beyond the end of the array
-    assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window that goes on beyond it
+    assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window across the end
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2, 1000])
@@ -117,7 +116,7 @@ def test_shards_are_one_text(tmp_path):
 @EXAMPLES
 @given(st.lists(st.integers(0, 9), max_size=7), st.integers(-3, 70), st.integers(-3, 70))
 def test_slices_of_shards(lengths, start, stop):
-    """Any slice, and any part, is that of the arrays put together; empty files are passed over."""
+    """Slices and parts equal slices of the concatenated arrays. Empty files do not matter."""
     whole = np.arange(sum(lengths), dtype=np.uint16)
     text = TokenSequence(np.split(whole, np.cumsum(lengths)[:-1]) if lengths else [])
     assert len(text) == len(whole)
@@ -138,15 +137,15 @@ def test_the_order_is_that_of_before(first, seed):
     assert [window[0] for window in windows(first, 20, seed)] == ORDER[first, seed]
 
 
-MANY = """
+OPEN_MANY_FILES = """
 import resource, sys
 from pathlib import Path
 soft, hard = map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from gpt.data.token_files import TokenSequence, allow_open_files, map_tokens
+from gpt.data.token_files import TokenSequence, raise_open_file_limit, map_tokens
 from gpt.data.token_dataset import token_file_errors
 files = sorted(Path(sys.argv[1]).iterdir(), key=lambda file: int(file.name))
-allow_open_files(len(files))
+raise_open_file_limit(len(files))
 try:
     with token_file_errors(files[0], "a hint"):
         print(len(TokenSequence([map_tokens(file, "uint32") for file in files])))
@@ -160,7 +159,7 @@ def test_more_files_than_a_process_may_open(tmp_path):
     """The limit that macOS begins with does not matter; one that cannot be raised is named."""
     text = shards(tmp_path)
     for limits, said in (((256, 2048), f"{len(text)}\n"), ((256, 256), "; allow more open files with ulimit -n, and")):
-        command = [sys.executable, "-c", MANY, str(tmp_path), *map(str, limits)]
+        command = [sys.executable, "-c", OPEN_MANY_FILES, str(tmp_path), *map(str, limits)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert said in done.stdout, done.stdout + done.stderr
 
@@ -172,7 +171,7 @@ MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand window
 
 
 def mixed(first: int, count: int, seed: int = 5) -> list[list[int]]:
-    """The inputs of windows of a mixture, whose tokens say from which corpus they are."""
+    """Return the inputs of windows of a mixture. The thousands of a token are the number of its corpus."""
     idx, _ = training_batch([write_token_sequence(tokens) for tokens in CORPORA], MIXTURE, seed, first, count, T)
     return idx.tolist()
 
@@ -238,13 +237,13 @@ def test_mixture_is_in_a_seeded_order():
 @EXAMPLES
 @given(share_lists(), st.integers(0, 2**63 - 1), st.integers(0, 5003))
 def test_count_sequences_are_counted(shares, seed, count):
-    """As many as there are when they are listed."""
+    """The counts equal the lengths of explicit lists."""
     source, _ = assign_sources(np.arange(count, dtype=np.uint64), shares, seed)
     assert count_sequences(count, shares, seed) == [int((source == corpus).sum()) for corpus in range(len(shares))]
 
 
 def test_count_sequences_by_hand():
-    """Of whole blocks the shares; of a billion and one windows no more takes long."""
+    """Complete blocks give the weights. A trillion windows take no longer than one block."""
     assert count_sequences(0, MIXTURE, 5) == [0, 0, 0]
     assert count_sequences(2000, MIXTURE, 5) == [422, 1572, 6]
     given_, more = (count_sequences(count, MIXTURE, 5) for count in (10**12, 10**12 + 1))
@@ -259,7 +258,7 @@ def test_count_sequences_by_hand():
 @EXAMPLES
 @given(st.integers(1, 3000), KEYS)
 def test_permute_is_a_bijection(size, key):
-    """So it has for any size and key, and each index goes where it goes alone."""
+    """This holds for any size and key, and an index has the same image alone and among others."""
     image = permute(np.arange(size), size, key)
     assert np.array_equal(np.sort(image), np.arange(size))
     some = np.arange(0, size, 97)
@@ -268,9 +267,7 @@ def test_permute_is_a_bijection(size, key):
 
 def test_permute_huge_sizes():
     """A size that fills no memory: a thousand of 10^12 places at once, all different, and spread over all of them."""
-    start = time.perf_counter()
     image = permute(np.arange(1000), 10**12, 5)
-    assert time.perf_counter() - start < 1.0
     assert len(set(image.tolist())) == 1000
     assert image.max() < 10**12
     assert image.mean() == pytest.approx(0.5e12, rel=0.1)

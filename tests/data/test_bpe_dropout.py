@@ -24,7 +24,7 @@ def split(block: Tensor, parts: Tensor, chance: float, seed: int = 1) -> tuple[T
 
 
 def test_parts_spell_their_token_and_came_before_it(tokenizer):
-    """Each token but bytes and end-of-text has two parts, which the encoding itself would join last."""
+    """Each token but bytes and end-of-text has two parts. The encoding joins them last."""
     parts = merge_table(tokenizer)
     assert (parts[:256] == NO_MERGE).all() and (parts[tokenizer.end_of_text] == NO_MERGE).all()
     for token, rank in list(tokenizer.ranks.items())[256:]:
@@ -57,7 +57,7 @@ def test_windows_are_the_same_text_in_smaller_pieces(tokenizer, chance):
 
 
 def test_the_chance_is_that_of_each_token(tokenizer):
-    """Of many windows of one token that has parts, so many begin with the first of them."""
+    """The fraction of windows that begin with a split token is the probability."""
     parts = merge_table(tokenizer)
     token = tokenizer.end_of_text - 1
     block = torch.full((4000, 2), token)

@@ -1,4 +1,4 @@
-"""TokenDataset: their documents in pieces, their configuration, their hash, and one line for each mistake."""
+"""Corpora: their documents in chunks, their configuration, their hash, and one line for each mistake."""
 
 import dataclasses
 import errno
@@ -39,12 +39,12 @@ NOWHERE = Path("no cache is needed")
 
 
 def open_quietly(path: object, **more) -> Corpus:
-    """The corpus of the text at a path; whatever is said of it fails the test."""
+    """Return the corpus of the text at a path. Any printed line fails the test."""
     return open_corpus(DataConfig("text", path if isinstance(path, list) else str(path), **more), NOWHERE, pytest.fail)
 
 
 def documents_of(corpus: Corpus) -> list[str]:
-    """The documents that a corpus consists of."""
+    """Return the documents of a corpus."""
     return [text for _, text in whole(list(corpus.chunks()))]
 
 
@@ -57,19 +57,19 @@ def read(path: object, **more) -> list[str]:
 
 
 def test_a_folder_of_every_format(tmp_path, fill):
-    """Each file as its name says, in one order; tables that are no format of ours are named, as they are raw text."""
+    """Suffixes choose the readers. Markup that is read as raw text is named with a remedy."""
     fill(tmp_path, a__txt=TEXT, b__jsonl='{"text": "two"}\n{"text": "three"}', d__json="[4]", g__csv="eight,nine")
     pq.write_table(pa.table({"text": ["five", None, "six"]}), tmp_path / "c.parquet")
-    said: list[str] = []
-    corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
+    printed: list[str] = []
+    corpus = open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, printed.append)
     assert documents_of(corpus) == [TEXT, "two", "three", "five", "six", "[4]", "eight,nine"]
-    raw, d = "taken as raw text, markup included; for the text alone:", tmp_path / "d.json"
+    raw, d = "read as raw text with its markup; for the text alone:", tmp_path / "d.json"
     json_line = f"""d.json: JSON, {raw} jq -c '.. | objects | select(has("text"))' {d} > {d}.jsonl"""
     table_line = f"a table, {raw} convert it to .jsonl or .parquet and set data.text_field=COLUMN"
-    assert said == [json_line, f"g.csv: {table_line}"]
+    assert printed == [json_line, f"g.csv: {table_line}"]
     fill(tmp_path, h__csv="ten,11")
-    open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, said.append)
-    assert said[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
+    open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, printed.append)
+    assert printed[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="NOT TESTED without jq")
@@ -79,9 +79,9 @@ def test_the_printed_jq_works(tmp_path, fill):
     several = "\n".join(json.dumps(row, indent=2) for row in rows)
     fill(tmp_path, a__json=json.dumps(rows), b__json=json.dumps({"v": 1, "rows": rows}, indent=2), c__json=several)
     for name in ("a.json", "b.json", "c.json"):
-        said: list[str] = []
-        open_corpus(DataConfig("text", str(tmp_path / name)), NOWHERE, said.append)
-        subprocess.run(said[0].partition("alone: ")[2], shell=True, check=True)
+        printed: list[str] = []
+        open_corpus(DataConfig("text", str(tmp_path / name)), NOWHERE, printed.append)
+        subprocess.run(printed[0].partition("alone: ")[2], shell=True, check=True)
         assert read(tmp_path / f"{name}.jsonl") == ["row 0", "row 1", "row 2"]
 
 
@@ -97,7 +97,7 @@ def test_text_field_and_errors(tmp_path, fill):
 
 
 def test_keys_of_older_text(tmp_path, fill):
-    """A separator and an encoding belong to the hash of a text only where they are set, by whatever name."""
+    """The hash includes the separator and the encoding only if they are set. Synonyms of an encoding are equal."""
     file = fill(tmp_path, a__txt="a|b") / "a.txt"
 
     def hash_with(**more: str) -> str:
@@ -252,7 +252,7 @@ def test_hash_follows_the_reader(tmp_path, fill, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """The time as the hash memory sees it, `ahead` of the real one, over files of which eleven bytes are much."""
+    """Return a clock for `file_hashes`, `ahead` of the real one. Files of eleven bytes count as large."""
     clock = SimpleNamespace(ahead=0, time=lambda: time.time() + clock.ahead)
     monkeypatch.setattr(gpt.data.file_hashes, "time", clock)
     monkeypatch.setattr(gpt.data.file_hashes, "REMEMBERED_BYTES", 11)
@@ -260,7 +260,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def remembered(file: Path, digest: str | None = None) -> dict:
-    """What is to be kept of a file: its size, inode and times, with its hash or another one."""
+    """Return what the memory stores for a file: its fingerprint and its hash, or another hash."""
     status = file.stat()
     stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
     return {str(file): [stamp, digest or hashlib.sha256(file.read_bytes()).hexdigest()]}
@@ -273,7 +273,7 @@ def large(tmp_path, fill) -> Path:
 
 
 def test_large_files_are_remembered(tmp_path, clock, large, fill):
-    """Once it has stood still for some seconds; another corpus with the file knows it, and adds its own."""
+    """A large file is remembered if it has not changed for some seconds. Other corpora add theirs."""
     cache = tmp_path / "made" / "for it"
     clock.ahead = 3
     first = open_quietly(large.parent).sha256(cache)
@@ -286,7 +286,7 @@ def test_large_files_are_remembered(tmp_path, clock, large, fill):
 
 
 def test_a_remembered_file_is_not_read(tmp_path, clock, large):
-    """Another hash under its stamp is taken for its own, which without the memory it is not."""
+    """A false hash in memory is used: the file itself is not read."""
     true = open_quietly(large).sha256(tmp_path)
     write_checked_json(tmp_path / "hashes.json", remembered(large, "0" * 64))
     expected = hashlib.sha256(f"text\ntext\nstrict\n.txt\n{'0' * 64}\n".encode()).hexdigest()
@@ -298,7 +298,7 @@ def test_a_remembered_file_is_not_read(tmp_path, clock, large):
 
 
 def test_a_file_just_written_is_not_remembered(tmp_path, clock, large):
-    """It could change once more within the same tick of the clock, also where it was given the time of long ago."""
+    """A new file could change again within the same tick of the clock, even if its time was set back."""
     first = open_quietly(large).sha256(tmp_path)
     assert not (tmp_path / "hashes.json").exists()
     clock.ahead = 1
@@ -308,7 +308,7 @@ def test_a_file_just_written_is_not_remembered(tmp_path, clock, large):
 
 
 def test_a_changed_file_is_read_again(tmp_path, clock, large, fill):
-    """Of the same size and with its time put back: the time of change of the file itself cannot be."""
+    """A change is noticed even if size and modification time are restored, by the time of the inode."""
     clock.ahead = 3
     first = open_quietly(large).sha256(tmp_path)
     before = large.stat()
@@ -388,7 +388,7 @@ def test_pieces_are_the_documents(files):
         for start in range(len(files) + 1):
             place = ShardStart(start, 0, True, 0)
             assert list(corpus.chunks(place)) == [piece for piece in pieces if piece[0] >= start]
-            assert list(corpus.up_to(place).chunks()) == [piece for piece in pieces if piece[0] < start]
+            assert list(corpus.chunks(end=place)) == [piece for piece in pieces if piece[0] < start]
 
 
 @settings(deadline=None)
@@ -425,7 +425,7 @@ def test_where_reading_cannot_begin(tmp_path, fill):
 
 
 def test_error_behind_a_place(tmp_path):
-    """The byte is that of the file, wherever reading has begun."""
+    """The error gives the byte within the file, from any start of reading."""
     (tmp_path / "a.txt").write_bytes(b"a" * 1000 + b"\xff")
     corpus = open_corpus(DataConfig("text", str(tmp_path / "a.txt")), NOWHERE)
     assert "(byte 0xff at offset 1000)" in refusal(lambda: list(corpus.chunks(ShardStart(0, 7, False, 7))))

@@ -57,24 +57,24 @@ def remote(url: str, cache: Path, sha256: str = SHA256, print_line=[].append) ->
 
 
 def visible(folder: Path) -> list[Path]:
-    """All that is in a folder, but for locks and listings."""
+    """Return the entries of a folder, without locks and listings."""
     return [file for file in folder.iterdir() if not file.name.startswith(".")]
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder has nothing that was downloaded."""
+    """Return True if a folder holds no downloaded bytes."""
     return all(file.suffix == ".part" and file.stat().st_size == 0 for file in visible(folder))
 
 
 def check(file: Path) -> None:
-    """The file is whole, and nothing else is in its folder."""
+    """Assert that the file is complete, and alone in its folder."""
     assert file.name == NAME
     assert file.read_bytes() == CONTENT
     assert visible(file.parent) == [file]
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen:
-    """A process that ends as a command would."""
+    """Start a process that ends as a command does."""
     code = "import sys; from pathlib import Path; from gpt.console import clean_exit, print_line\n"
     code += f"with clean_exit('x'):\n    {program}"
     command = [sys.executable, "-u", "-c", code, *map(str, arguments)]
@@ -92,7 +92,7 @@ def start_fetching(server, way: str, cache: Path) -> subprocess.Popen:
 
 @pytest.mark.parametrize("way", ["whole", "moved", "encoded", "untold", "ignored", "less"])
 def test_fetched_once(tmp_path, server, way):
-    """The bytes as they are, whatever the server can do and tells; the second time nothing is said or asked."""
+    """The copy equals the content for every kind of server. The second time nothing is printed or requested."""
     cache = tmp_path / "new" / "folder"
     file = fetch(server, way, cache, SHA256.upper())
     check(file)
@@ -117,7 +117,7 @@ def test_name_is_safe(tmp_path, server, end, name):
 
 @pytest.mark.parametrize("way", ["whole", "encoded", "untold"])
 def test_without_a_hash(tmp_path, server, way):
-    """Size and tag tell whether the file behind a URL, which may have a query, is still that of the copy."""
+    """Size and tag decide if a copy is still current, also for a URL with a query."""
     url = server.url(way) + "?a=[b]*&c=d/e.parquet"
     copies = []
     for tag in "xxy":
@@ -156,7 +156,7 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
             out, errors = waiting.communicate(timeout=30)
     assert (out, errors) == (f"{tmp_path / 'downloads' / NAME}\n", "")
     check(tmp_path / "downloads" / NAME)
-    again = kept - (1 << 18)  # the last block, of which nobody knows whether it reached the disk
+    again = kept - (1 << 18)  # the last block may not have reached the disk
     assert server.starts() == [*range(0, kept + 1, 1 << 18), *range(again, len(CONTENT), 1 << 18)]
 
 
@@ -173,33 +173,16 @@ def test_killed_process_leaves_its_bytes(tmp_path, server):
     ids=["good", "zeros", "less than a block", "complete", "no ranges", "no length"],
 )
 def test_part_of_an_earlier_attempt(tmp_path, server, downloads, monkeypatch, way, part, asked):
-    """It is continued but for the last block, which may not have reached the disk."""
+    """A download resumes before its last block, since that block may not have reached the disk."""
     monkeypatch.setattr(gpt.data.download, "DOWNLOAD_BLOCK_BYTES", 1 << 20)
     (downloads / f"{NAME}.part").write_bytes(part)
     check(fetch(server, way, tmp_path))
     assert server.starts() == asked
 
 
-def test_zeros_after_a_kill(tmp_path, server, monkeypatch):
-    """A power cut may leave the length of a part and not its end: that much is asked for again."""
-    part = tmp_path / f"downloads/{NAME}.part"
-    with start_fetching(server, "stalls", tmp_path) as process:
-        deadline = time.monotonic() + 30
-        while not part.exists() or part.stat().st_size < 1 << 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.kill()
-        process.communicate(timeout=30)
-    server.asked.clear()
-    monkeypatch.setattr(gpt.data.download, "DOWNLOAD_BLOCK_BYTES", 1 << 18)
-    part.write_bytes(part.read_bytes()[:800_000] + bytes((1 << 20) - 800_000))
-    check(fetch(server, "stalls", tmp_path))
-    assert server.starts()[0] == 3 << 18
-
-
 @pytest.mark.promise("security.md#Downloads")
 def test_wrong_hash(tmp_path, server, downloads):
-    """Refused, and nothing is left, so that the next attempt begins anew."""
+    """A wrong hash is refused, and nothing is left, so the next attempt starts from the beginning."""
     wrong = hashlib.sha256(b"another").hexdigest()
     line = refusal(fetch, server, "whole", tmp_path, wrong)
     assert re.fullmatch(
@@ -238,7 +221,7 @@ def test_busy_server(tmp_path, server):
     ("way", "hint"),
     [
         ("404", "there is no such file: check the spelling"),
-        ("403", "give the credentials as to the store's own tools, such as aws, gcloud and hf, or check the spelling"),
+        ("403", "log in with the store's own tool, such as aws, gcloud or hf, or check the spelling"),
         ("503", OFFLINE_HINT),
     ],
 )
@@ -261,23 +244,24 @@ def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
 
 @pytest.mark.promise("runs.md#does not answer for two minutes")
 def test_away_for_a_while(tmp_path, server, monkeypatch):
-    """It is waited for, which one line says, with pauses that grow up to a bound; then one line ends it."""
-    pauses, said = [], []
+    """One line reports the wait. The pauses grow up to a bound, and then one line ends the command."""
+    pauses, printed = [], []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=time.time, time_ns=time.time_ns)
     monkeypatch.setattr(gpt.data.download, "time", clock)
     server.fails = [503] * 15
-    assert remote(server.url("whole"), tmp_path, print_line=said.append).fetch().read_bytes() == CONTENT
-    assert len(said) == 1 and re.fullmatch(
-        rf"{server.url('whole')}: does not answer \(503, .*\): waiting for it, for about two minutes at most", said[0]
+    assert remote(server.url("whole"), tmp_path, print_line=printed.append).fetch().read_bytes() == CONTENT
+    assert len(printed) == 1 and re.fullmatch(
+        rf"{server.url('whole')}: does not answer \(503, .*\): waiting for it, for about two minutes at most",
+        printed[0],
     )
     pauses.clear()
-    line = refusal(remote(server.url("503"), tmp_path / "new", print_line=said.append).fetch)
-    assert line.endswith(OFFLINE_HINT) and len(said) == 2
+    line = refusal(remote(server.url("503"), tmp_path / "new", print_line=printed.append).fetch)
+    assert line.endswith(OFFLINE_HINT) and len(printed) == 2
     assert 100 < sum(pauses) < 130 and max(pauses) <= 15 and pauses == sorted(pauses)
     monkeypatch.setattr(gpt.data.download, "MAX_WAIT_SECONDS", 1)  # seconds, as if each attempt took long
     pauses.clear()
-    assert refusal(remote(server.url("503"), tmp_path / "new", print_line=said.append).fetch).endswith(OFFLINE_HINT)
-    assert len(said) == 2 and sum(pauses) < 2
+    assert refusal(remote(server.url("503"), tmp_path / "new", print_line=printed.append).fetch).endswith(OFFLINE_HINT)
+    assert len(printed) == 2 and sum(pauses) < 2
     for way in ("400", "401", "403", "404", "410", "451"):
         server.asked.clear()
         refusal(find_remote_files, server.url(way), tmp_path, 10**7)
@@ -306,17 +290,17 @@ def test_unreachable(tmp_path, server, monkeypatch):
 
 
 def test_down_after_a_first_listing(tmp_path, server, monkeypatch):
-    """The files are those of the last time, if there are copies; but a file that has gone is refused."""
+    """Without a server, the last listing and its copies are used. A file without a copy is refused."""
     monkeypatch.setattr(gpt.data.download, "MAX_ATTEMPTS", 2)
-    url, said = server.url("whole"), []
+    url, printed = server.url("whole"), []
     [file] = find_remote_files(url, tmp_path, 10**7)
     copy = file.fetch()
     server.fails = [404] * 2
     assert "there is no such file" in refusal(find_remote_files, url, tmp_path, 10**7)
     server.stop()
-    [again] = find_remote_files(url, tmp_path, 10**7, said.append)
+    [again] = find_remote_files(url, tmp_path, 10**7, printed.append)
     assert again.fetch() == copy
-    assert len(said) == 1 and said[0].endswith(f"{OFFLINE_HINT}; taking its files as they were the last time")
+    assert len(printed) == 1 and printed[0].endswith(f"{OFFLINE_HINT}; using the list of files of the last time")
     copy.unlink()
     assert refusal(again.fetch).startswith(f"{url}: cannot be used (ClientConnectorError: ")
     [listing] = (tmp_path / "downloads").glob(".*.json")
@@ -334,7 +318,7 @@ def test_no_such_hash(value):
 
 
 def test_folder_that_cannot_be_written(tmp_path, server):
-    """A file where the folder should be: the line says which, and how to choose another."""
+    """A file in place of the cache folder is named, with the key that chooses another folder."""
     (tmp_path / "file").write_text("in the way")
     line = refusal(fetch, server, "whole", tmp_path / "file")
     assert line.startswith(f"{tmp_path}/file/downloads: cannot be written (File exists); fix that or name another")
@@ -345,8 +329,8 @@ def test_folder_that_cannot_be_written(tmp_path, server):
 def test_full_disk(tmp_path, server, downloads):
     """One line names the folder and the remedy; it is not taken for a fault of the network."""
     (downloads / f"{NAME}.part").symlink_to("/dev/full")
-    said = refusal(fetch, server, "whole", tmp_path)
-    assert said.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
+    printed = refusal(fetch, server, "whole", tmp_path)
+    assert printed.startswith(f"{downloads}: the disk is full (No space left on device); fix that or name another")
 
 
 def test_room(tmp_path, server, downloads):
@@ -368,7 +352,7 @@ def test_room(tmp_path, server, downloads):
 
 
 def test_bar(server, tmp_path, monkeypatch):
-    """On a terminal, a bar says what it is of, if it takes longer than a second."""
+    """On a terminal, a labelled bar appears after a second."""
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -443,7 +427,7 @@ def read(cache: Path, *configs: dict) -> list:
 
 
 def test_data_set(hub, tmp_path):
-    """All rows of the files that a glob names, in order; another time needs no network; equal to the files at hand."""
+    """A glob gives the rows of its files in order, equal to local files. The second time needs no network."""
     there = {"path": f"hf://datasets/me/set@{COMMIT}/data/train-*.parquet"}
     found, column = read(tmp_path / "cache", there, there | {"text_field": "other"})
     assert (found[0], column[0]) == (TEXTS, ["x"] * 101)
@@ -461,7 +445,7 @@ def test_folder_of_a_data_set(hub, tmp_path):
 
 
 def test_data_sets_that_are_not(hub, tmp_path):
-    """Each is one line that says what is wrong."""
+    """Each mistake gives one line with its remedy."""
     expected = [
         ("me/nothing/*.parquet", "there is no such file: check the spelling"),
         (f"me/set@{COMMIT}/nothing", "there is no such file: check the spelling"),
@@ -474,7 +458,7 @@ def test_data_sets_that_are_not(hub, tmp_path):
 
 @pytest.mark.parametrize(("scheme", "library"), [("hf", "huggingface_hub"), ("s3", "s3fs"), ("gs", "gcsfs")])
 def test_without_the_library(tmp_path, monkeypatch, scheme, library):
-    """The line says how to install it."""
+    """The line names the package to install."""
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(_registry, scheme, raising=False)
     url = f"{scheme}://datasets/me/set"

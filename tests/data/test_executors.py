@@ -1,4 +1,4 @@
-"""prepare() into a directory, by any executor: the same bytes, and what is made is kept whatever fails or is killed."""
+"""prepare() into a directory, by any executor: the same bytes, and finished shards survive failures and kills."""
 
 import multiprocessing
 import os
@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from gpt.data.data_config import DataConfig
-from gpt.data.prepare import encode_shard, prepare
-from gpt.data.scan import CorpusScanner, make_shard_plan
+from gpt.data.prepare import prepare
+from gpt.data.scan import CorpusScanner
+from gpt.data.shards import encode_shard, make_shard_plan
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
@@ -46,7 +47,7 @@ def long_texts(tmp_path_factory) -> str:
 
 
 def into(to: Path | str, text: str, cache: Path, executor: Executor | None = None, **more) -> TokenSource:
-    """Prepare a text into a directory without a word."""
+    """Prepare a text into a directory without printing."""
     data = DataConfig("text", text, **more)
     [source] = prepare(data, BPE, cache=cache, print_line=[].append, to=to, executor=executor).sources
     return source
@@ -58,7 +59,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory) -> dict[str, bytes]:
-    """What it comes to in this process."""
+    """The files that this process makes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpt.data.scan.SHARD_BYTES", 900)
@@ -76,7 +77,7 @@ ENGINES: dict[str, Callable[[], Executor]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_executor_makes_the_same(tmp_path, text, undisturbed, engine):
-    """Byte for byte, and a second time nothing changes."""
+    """All executors write the same bytes, and a second call changes nothing."""
     with ENGINES[engine]() as executor:
         for _ in range(2):
             into(tmp_path / "made", text, tmp_path / "cache", executor)
@@ -85,7 +86,7 @@ def test_every_executor_makes_the_same(tmp_path, text, undisturbed, engine):
 
 @pytest.mark.parametrize("name", ["text", "long_texts"])
 def test_the_cache_holds_the_same(request, tmp_path, name):
-    """The tokens, the split and the key are those that train.py makes of the text, here on an executor as well."""
+    """A directory and the cache hold the same tokens and metadata, with and without an executor."""
     path = request.getfixturevalue(name)
     there = into(tmp_path / "made", path, tmp_path / "cache")
     for executor in (None, ThreadPoolExecutor(2)):
@@ -98,7 +99,7 @@ def test_the_cache_holds_the_same(request, tmp_path, name):
 
 @pytest.mark.slow
 def test_into_a_store(s3, tmp_path, text, undisturbed):
-    """The very files, by processes that all reach an S3 server; and they are opened from there."""
+    """Processes write the same files to an S3 server, and they can be opened there."""
     with ENGINES["processes"]() as executor:
         there = into("s3://texts/made", text, tmp_path / "cache", executor)
     made = {Path(name).name: s3.cat_file(name) for name in s3.find("texts/made")}
@@ -129,7 +130,7 @@ def test_shards_from_anywhere(tmp_path, text, undisturbed):
 
 
 def test_an_executor_that_is_broken(tmp_path, text):
-    """One line, and what is planned stays."""
+    """One line reports a broken executor, and the plan stays."""
     with ProcessPoolExecutor(1, SPAWN) as executor:
         with pytest.raises(BrokenExecutor):
             executor.submit(os.kill, executor.submit(os.getpid).result(), signal.SIGKILL).result()
@@ -139,7 +140,7 @@ def test_an_executor_that_is_broken(tmp_path, text):
 
 
 def test_shards_that_fail(tmp_path, text, undisturbed):
-    """They are named with their reason, in one line, and the others are kept."""
+    """One line names the failed shards with their reasons. The others are kept."""
     copy, made, cache = tmp_path / "text", tmp_path / "made", tmp_path / "cache"
     shutil.copytree(text, copy)
     lost = copy / "007.txt"
@@ -163,7 +164,7 @@ def test_shards_that_fail(tmp_path, text, undisturbed):
 
 
 def kill_after(made: Path, count: int, kill: Callable[[], object]) -> threading.Thread:
-    """A thread that does something once there are so many records."""
+    """Start a thread that calls `kill` once there are `count` records."""
 
     def wait() -> None:
         while len(list(made.glob("shard-*.json"))) < count:
@@ -176,7 +177,7 @@ def kill_after(made: Path, count: int, kill: Callable[[], object]) -> threading.
 
 
 def test_a_process_that_dies(tmp_path, text, undisturbed):
-    """One line, and the next call makes the rest."""
+    """One line reports the death, and the next call encodes the rest."""
     made, cache = tmp_path / "made", tmp_path / "cache"
     thread = kill_after(made, 1, lambda: [child.kill() for child in multiprocessing.active_children()])
     died = pytest.raises(UserError, match=r"shards failed \(shard \d+: A process in the process pool was terminated")
@@ -189,7 +190,7 @@ def test_a_process_that_dies(tmp_path, text, undisturbed):
 
 @pytest.mark.slow
 def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
-    """A real cluster of two workers; Dask makes elsewhere what the killed one had in hand."""
+    """Of a real cluster of two workers one is killed. Dask repeats its shards on the other."""
     distributed = import_or_skip("distributed")
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
@@ -203,7 +204,7 @@ def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
 
 
 def test_what_is_there_is_checked(tmp_path, text, undisturbed):
-    """A shard that is gone, shorter or changed is made again, and no other."""
+    """Only a shard that is gone, shorter or changed is encoded again."""
     made, cache = tmp_path / "made", tmp_path / "cache"
     into(made, text, cache)
     (made / "train-000001.bin").unlink()
@@ -219,20 +220,20 @@ def test_what_is_there_is_checked(tmp_path, text, undisturbed):
 
 
 def test_another_text_in_the_directory(tmp_path, text, long_texts):
-    """It is refused, as is one that has changed, and nothing is overwritten."""
+    """Another text, or a changed one, is refused, and nothing is overwritten."""
     made, cache = tmp_path / "made", tmp_path / "cache"
     into(made, text, cache)
     before = files_of(made)
     for other in (lambda: into(made, long_texts, cache), lambda: into(made, text, cache, errors="replace")):
-        said = refusal(other)
-        assert said == f"{made}: holds another text, or one that has changed since: name an empty folder"
+        printed = refusal(other)
+        assert printed == f"{made}: holds another text, or one that has changed since: name an empty folder"
     assert files_of(made) == before
     data = DataConfig("mix", ["python_docs", text], [1, 1])
     assert "takes one text, not a mixture" in refusal(prepare, data, BPE, 13, cache, to=made)
 
 
 def test_separators_and_encodings(tmp_path):
-    """In shards as in one, from the plan on."""
+    """Separators and encodings reach the shards through the plan."""
     (tmp_path / "text").mkdir()
     for i in range(7):
         text = "<|endoftext|>".join(f"Café {i}, table {j * j}." for j in range(31))
@@ -247,7 +248,7 @@ def test_separators_and_encodings(tmp_path):
 
 
 def test_of_a_large_text_the_scan_reads_some(tmp_path, monkeypatch, text):
-    """Files at even distances; of all of it, about as much is for validation as would be otherwise."""
+    """Of a very large text the scan reads files at even distances. The validation text has about the usual size."""
     monkeypatch.setattr("gpt.data.scan.MAX_SCAN_BYTES", 4000)
     for i in range(20):
         write_documents(tmp_path / f"text/{i:02}", [f"{i} {document}" for document in DOCUMENTS])
@@ -255,7 +256,7 @@ def test_of_a_large_text_the_scan_reads_some(tmp_path, monkeypatch, text):
     share = splits["validation"]["bytes"] / (splits["train"]["bytes"] + splits["validation"]["bytes"])
     assert 0.001 < share < 0.02  # a tenth of one file in about twenty
     assert sum(split["documents"] for split in splits.values()) == 20 * len(DOCUMENTS)
-    monkeypatch.setattr("gpt.data.split.MIN_DOCUMENTS", 10**6)  # then the end of the text, which takes a reading of all
+    monkeypatch.setattr("gpt.data.split.MIN_DOCUMENTS", 10**6)  # now the end of the text validates
     [whole] = prepare(DataConfig("text", str(tmp_path / "text")), BPE, 13, tmp_path / "cache", [].append).sources
     splits = whole.metadata["splits"]
     assert splits["validation"]["bytes"] == pytest.approx(splits["train"]["bytes"] / 9, rel=0.01)
@@ -263,7 +264,7 @@ def test_of_a_large_text_the_scan_reads_some(tmp_path, monkeypatch, text):
 
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path, text, undisturbed):
-    """Two processes at a time make random shards, each killed at any moment: in the end the same bytes."""
+    """Two processes encode random shards and are killed at random moments. The result is the same bytes."""
     chance, made, kills = random.Random(3), tmp_path / "made", 0
     scanner = CorpusScanner(DataConfig("text", text), tmp_path / "cache", [].append)
     plan, _ = make_shard_plan(scanner, BPE, hash_all=False)

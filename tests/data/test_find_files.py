@@ -1,4 +1,4 @@
-"""Which files a path names: in which order, each once, and one line for each that names none."""
+"""A path names files in one order, each once. A path without files is refused with one line."""
 
 import errno
 import glob
@@ -7,7 +7,6 @@ import os
 import random
 import re
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,13 @@ def found(path: object, print_line=pytest.fail, cache: Path = NOWHERE) -> list[s
 
 
 def refused(path: object, print_line=pytest.fail) -> str:
-    """The one line that refuses a path, which must begin with its name."""
+    """Return the line that refuses a path. It must begin with the path."""
     line = refusal(find_text_files, str(path), NOWHERE, print_line)
     return line.removeprefix(f"data.path={str(path)!r} ")
 
 
 def test_a_folder_is_read_in_sorted_order(tmp_path, fill):
-    """Also below other folders, whatever the suffix; hidden files and hidden folders are passed over in silence."""
+    """A folder includes files of all suffixes at any depth. Hidden files and folders are skipped silently."""
     fill(tmp_path, b__txt="b", a__md="a", c="c", d_in_a__txt="da", d_in_e_in_a__py="dea", B__txt="B")
     fill(tmp_path, __hidden="no", __git_in_config="no", d_in___x_in_y__txt="no")
     assert found(tmp_path) == ["B", "a", "b", "c", "da", "dea"]
@@ -48,10 +47,10 @@ def test_what_a_folder_passes_over_is_said(tmp_path, fill):
     fill(tmp_path, a__txt="a", b__txt="", c_in_d__pdf=b"%PDF-1.7\n", __hidden="", d__bin=b"\0")
     fill(tmp_path, e__png=b"\x89PNG\r\n", f__jpg=b"\xff\xd8\xff\xe0", g__docx=b"PK\x03\x04", h__gif=b"GIF89a")
     fill(tmp_path, i__npy=b"\x93NUMPY\1\0", j__txt__gz=gzip.compress(b""), k__txt__gz=gzip.compress(b"k"))
-    said: list[str] = []
-    files = find_text_files(str(tmp_path), NOWHERE, said.append)
+    printed: list[str] = []
+    files = find_text_files(str(tmp_path), NOWHERE, printed.append)
     assert files == (tmp_path / "a.txt", tmp_path / "k.txt.gz")
-    assert said == [f"skipping 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
+    assert printed == [f"skipping 9 of 11 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
 
 
 def test_globs(tmp_path, fill, monkeypatch):
@@ -88,7 +87,7 @@ def test_globs_are_those_of_python(tmp_path, monkeypatch, seed):
 
 
 def test_several_paths(tmp_path, fill):
-    """In the order in which they are named, and what is named twice is read once, where it came first."""
+    """A list keeps its order. A file that is named twice is read once, at its first place."""
 
     def read(*paths: str) -> list[str]:
         corpus = open_corpus(DataConfig("text", [str(tmp_path / path) for path in paths]), NOWHERE, pytest.fail)
@@ -112,14 +111,14 @@ def test_a_file_whose_name_is_not_utf8(tmp_path):
 
 @pytest.mark.parametrize("way", ["", "/", "/**", "/**/*", "/*/**/*.*"])
 def test_runs_and_caches_are_not_corpus(tmp_path, monkeypatch, fill, way):
-    """Wherever they lie and whoever marked them, in folders and globs; one line says so."""
+    """Folders and globs skip marked folders at any depth, and one line reports it."""
     monkeypatch.chdir(fill(tmp_path, a_in_a__txt="a", b_in_hashes__json="mine", cache_in_downloads_in_a__txt="far"))
     for marked in ("runs/1", "b/moved"):
         mark_as_cache(fill(tmp_path / marked, config__yaml="seed: 1", notes_in_a__txt="no"))
     for place in (".", str(tmp_path)):
-        said: list[str] = []
-        assert found(place + way, said.append, tmp_path / "cache") == ["a", "mine"]
-        [line] = said
+        printed: list[str] = []
+        assert found(place + way, printed.append, tmp_path / "cache") == ["a", "mine"]
+        [line] = printed
         assert re.fullmatch(rf"skipping 3 folders below {place}/?, of runs or the cache: (\S+, ){{2}}\S+", line)
         assert {*line.split(": ")[1].split(", ")} == {"b/moved", "cache", "runs/1"}
 
@@ -130,9 +129,9 @@ def test_a_run_that_is_named(tmp_path, fill):
     mark_as_cache(run)
     assert found(run / "samples.md") == ["once upon"]
     assert found(run / "notes") == ["mine"]
-    said: list[str] = []
-    assert refused(run, said.append) == refused(f"{run}/*.md", said.append) == NOTHING
-    assert said == [f"skipping 1 folder below {run}, of runs or the cache: ."] * 2
+    printed: list[str] = []
+    assert refused(run, printed.append) == refused(f"{run}/*.md", printed.append) == NOTHING
+    assert printed == [f"skipping 1 folder below {run}, of runs or the cache: ."] * 2
 
 
 # --- links ---
@@ -144,9 +143,7 @@ def test_links_in_a_circle(tmp_path, fill, way):
     fill(tmp_path, a__txt="a", d_in_b__txt="b")
     for name in ("loop", "other", "d/up", "d/again", "self"):
         (tmp_path / name).symlink_to(name if name == "self" else tmp_path)
-    start = time.process_time()
     assert sorted(found(f"{tmp_path}{way}")) == ["a", "b"]
-    assert time.process_time() - start < 2
 
 
 def test_a_file_of_several_names(tmp_path, fill):

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gpt.data.file_hashes
-import gpt.data.prepare
 import gpt.data.scan
+import gpt.data.shards
 import gpt.data.split
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import prepare
@@ -73,7 +73,7 @@ class Bench:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         for module, name, value in [
             (gpt.data.split, "SAMPLE_BYTES", 2003),  # the text is read a second time to encode it
-            (gpt.data.prepare, "TASK_CHARS", 199),
+            (gpt.data.shards, "TASK_CHARS", 199),
             (gpt.data.scan, "SHARD_BYTES", 1511),
             (gpt.data.file_hashes, "REMEMBERED_BYTES", 11),
             (gpt.data.file_hashes, "time", SimpleNamespace(time=lambda: time.time() + 60)),

@@ -1,6 +1,5 @@
-"""Whatever interrupts preparing, and whoever prepares the same at once: the same files come of it."""
+"""Interruptions, damage and concurrent processes do not change the files that preparing makes."""
 
-import contextlib
 import errno
 import itertools
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.data import prepare as prepare_module
+from gpt.data import shards
 from gpt.data.data_config import DataConfig
 from gpt.data.dataset_cache import write_checked_json
 from gpt.data.token_dataset import SPLITS
@@ -26,17 +25,18 @@ from workshop import (
     DOCUMENTS,
     LARGE,
     SMALL,
+    Preparation,
+    cache_entries,
     constants,
     content,
-    entries,
-    fail_with,
-    folder_of,
-    halves,
+    expected_ids,
     lists,
     make,
-    obvious,
+    only_folder,
+    raising_function,
+    record_chunks,
     remount,
-    watching,
+    split_documents,
     whole,
     write_documents,
     write_files,
@@ -50,34 +50,37 @@ ENDS = [KeyboardInterrupt(), MemoryError(), OSError(5, "Input/output error"), Ex
 
 
 @pytest.mark.parametrize("error", ENDS, ids=repr)
-def test_going_on(tmp_path, many, undisturbed, error):
-    """A shard that is safe on disk is not encoded again, and that is said; the rest is, each piece once."""
-    cache, said = tmp_path / "cache", list[str]()
+def test_a_preparation_resumes_after_any_error(tmp_path, many, undisturbed, error):
+    """After an interruption finished shards are kept, a line reports it, and each other chunk is encoded once."""
+    cache, printed = tmp_path / "cache", list[str]()
     with constants(SMALL):
-        with watching() as everything:
+        with record_chunks() as everything:
             make(many, tmp_path / "whole")
-        with watching(100, fail_with(error)), pytest.raises(UserError if isinstance(error, OSError) else type(error)):
+        with (
+            record_chunks(100, raising_function(error)),
+            pytest.raises(UserError if isinstance(error, OSError) else type(error)),
+        ):
             make(many, cache)
-        working = folder_of(cache)
+        working = only_folder(cache)
         assert working.name.startswith(".preparing-text-byte-")
         records = [json.loads(file.read_text()) for file in working.glob("shard-*.json")]
         done = sum(record["splits"][name]["bytes"] for record in records for name in SPLITS)
-        with watching() as rest:
-            make(many, cache, print_line=said.append)
+        with record_chunks() as rest:
+            make(many, cache, print_line=printed.append)
     size = sum(len(piece.encode()) for piece in everything)
     assert 1511 <= done < size
-    assert said[0] == f"resuming the preparation of text at {done / size:.0%}"
-    assert [line.split()[0] for line in said[1:]] == ["prepared"]
+    assert printed[0] == f"resuming the preparation of text at {done / size:.0%}"
+    assert [line.split()[0] for line in printed[1:]] == ["prepared"]
     assert sum(len(piece.encode()) for piece in rest) == size - done
     assert not Counter(rest) - Counter(everything)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
-def test_what_is_recorded_is_safe(tmp_path, many, monkeypatch):
-    """Also where the machine ends and not only the process: the files of a shard were synced before its record."""
+def test_shards_are_synced_before_their_record(tmp_path, many, monkeypatch):
+    """The files of a shard are synced before its record is written, so a power cut loses nothing."""
     synced: dict[int, int] = {}
     safe: list[bool] = []
-    fsync, write = os.fsync, prepare_module.write_sealed
+    fsync, write = os.fsync, shards.write_sealed
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -90,109 +93,111 @@ def test_what_is_recorded_is_safe(tmp_path, many, monkeypatch):
         write(folder, name, stored)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(prepare_module, "write_sealed", watched_write)
+    monkeypatch.setattr(shards, "write_sealed", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
     assert len(safe) >= 4 and all(safe)
 
 
-def test_interrupted_and_small(tmp_path, many, undisturbed_whole):
+def test_a_small_text_resumes_after_an_interruption(tmp_path, many, undisturbed_whole):
     """A text that fits into the sample is encoded from memory the first time, and read again after an interruption."""
     cache = tmp_path / "cache"
     with constants(LARGE):
-        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+        with record_chunks(100, raising_function(MemoryError())), pytest.raises(MemoryError):
             make(many, cache)
-        assert (folder_of(cache) / "plan.json").exists()
+        assert (only_folder(cache) / "plan.json").exists()
         make(many, cache)
-    assert whole(folder_of(cache)) == undisturbed_whole
+    assert whole(only_folder(cache)) == undisturbed_whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ends", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)], ids=["kill", "Ctrl-C"])
 @pytest.mark.parametrize("third", [1, 2, 3])
-def test_ended_at_every_step(tmp_path, workshop, many, undisturbed_whole, third, ends, code):
-    """Wherever the file system is touched, an end there says nothing, and changes nothing of what comes of it."""
+def test_a_kill_at_every_file_access_changes_nothing(tmp_path, many, undisturbed_whole, third, ends, code):
+    """A kill at any access to the file system prints nothing, and does not change the result."""
     for number in itertools.count(third, 3):
         values = LARGE if number % 5 == 0 else SMALL
         cache = tmp_path / str(number)
-        ended, said = workshop.run(many, cache, values, at=("", number, ends))
-        assert ended in (0, code), said
-        assert {line.split()[0] for line in said.splitlines()} <= {"reading", "<|endoftext|>", "resuming", "prepared"}
+        ended, printed = Preparation(many, cache, values, at=("", number, ends)).wait()
+        assert ended in (0, code), printed
+        assert {line.split()[0] for line in printed.splitlines()} <= {"reading", "the", "resuming", "prepared"}
         if ended == 0:
             break
-        ended, said = workshop.run(many, cache, values)
-        assert ended == 0, said
-        assert whole(folder_of(cache)) == undisturbed_whole, number
+        ended, printed = Preparation(many, cache, values).wait()
+        assert ended == 0, printed
+        assert whole(only_folder(cache)) == undisturbed_whole, number
         shutil.rmtree(cache)
     assert number > 30
 
 
-def test_killed_again_and_again(tmp_path, workshop, many, undisturbed_whole):
-    """At any moment, until it is done: each goes on from where the last one came, and the result is the same."""
+def test_random_kills_change_nothing(tmp_path, many, undisturbed_whole):
+    """Killed at random moments, each process resumes the work of the last one. The result is the same."""
     cache, chooser, outputs = tmp_path / "cache", random.Random(11), []
     values = SMALL | {"gpt.data.scan.SHARD_BYTES": 101}
     for attempt in itertools.count(1):
-        number = workshop.start(many, cache, values)
+        preparation = Preparation(many, cache, values)
+        preparation.wait_until_ready()
         time.sleep(chooser.random() * 0.01 * attempt)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
-        code = workshop.wait(number)
-        outputs.append(workshop.said(number))
+        preparation.send_signal(signal.SIGKILL)
+        code, output = preparation.wait()
+        outputs.append(output)
         assert code in (0, -signal.SIGKILL), outputs[-1]
         if code == 0:
             break
     assert attempt > 2
-    assert whole(folder_of(cache)) == undisturbed_whole
+    assert whole(only_folder(cache)) == undisturbed_whole
     shares = [int(share) for output in outputs for share in re.findall(r"resuming .* at (\d+)%", output)]
     assert shares == sorted(shares)
 
 
-def test_killed_before_the_tokenizer_is_kept(tmp_path, workshop, many):
-    """The next process learns the very same one."""
+def test_a_kill_before_the_tokenizer_is_written_changes_nothing(tmp_path, many):
+    """The next process trains the same tokenizer."""
     cache = tmp_path / "cache"
     with constants(SMALL):
         make(many, tmp_path / "whole", TokenizerConfig("bpe", 307))
-    assert workshop.run(many, cache, at=("tokenizer.json", 1, signal.SIGKILL), tokenizer="bpe")[0] == -signal.SIGKILL
-    code, said = workshop.run(many, cache, tokenizer="bpe")
-    assert code == 0, said
-    assert content(folder_of(cache)) == content(folder_of(tmp_path / "whole"))
+    assert (
+        Preparation(many, cache, at=("tokenizer.json", 1, signal.SIGKILL), tokenizer="bpe").wait()[0] == -signal.SIGKILL
+    )
+    code, printed = Preparation(many, cache, tokenizer="bpe").wait()
+    assert code == 0, printed
+    assert content(only_folder(cache)) == content(only_folder(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
-def test_killed_while_it_clears_away(tmp_path, workshop, many, undisturbed, number):
-    """What a failed preparation has not yet deleted is never taken for work to continue."""
+def test_a_kill_while_deleting_leaves_nothing_usable(tmp_path, many, undisturbed, number):
+    """The rest of a failed preparation that was being deleted is never resumed."""
     cache = tmp_path / "cache"
-    code, _ = workshop.run(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000)
+    code, _ = Preparation(many, cache, at=("os.remove ('", number, signal.SIGKILL), context_length=100_000).wait()
     assert code == -signal.SIGKILL
-    code, said = workshop.run(many, cache)
-    assert code == 0, said
-    assert content(folder_of(cache)) == undisturbed
+    code, printed = Preparation(many, cache).wait()
+    assert code == 0, printed
+    assert content(only_folder(cache)) == undisturbed
 
 
-def test_what_an_earlier_version_left(tmp_path, many, undisturbed):
-    """A plan of another format does not count, nor does anything else without a plan."""
+def test_work_of_an_earlier_version_is_discarded(tmp_path, many, undisturbed):
+    """A plan of another format is discarded with everything that belongs to it."""
     cache = tmp_path / "cache"
     with constants(SMALL):
         make(many, cache)
-        folder = folder_of(cache)
+        folder = only_folder(cache)
         folder = folder.rename(folder.with_name(f".preparing-{folder.name}"))
         (folder / "dataset.json").unlink()
         (folder / "train.bin").write_bytes(b"half")
         write_checked_json(folder / "plan.json", {"plan": 1, "format": 3, "split": {}, "places": [], "bytes": 7})
         make(many, cache)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 # --- text that changes ---
 
 
-CHANGED = "is not as it was when the preparation of the text began: put it back, or begin again"
+CHANGED = "has changed since the preparation of the text began: put it back, or begin again"
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
 @pytest.mark.parametrize("change", ["longer", "as long", "gone"])
-def test_text_that_changes(tmp_path, change, when):
-    """It is named, nothing is kept, and the next preparation is of the text as it is then."""
+def test_a_text_that_changes_is_refused(tmp_path, change, when):
+    """A file that changes is named and nothing is kept. The next preparation reads the new text."""
     data, cache = write_files(tmp_path / "text"), tmp_path / "cache"
     file = tmp_path / "text/041.txt"
 
@@ -203,18 +208,20 @@ def test_text_that_changes(tmp_path, change, when):
             file.write_text(DOCUMENTS[41].swapcase() + "!" * (change == "longer"), encoding="utf-8")
 
     with constants(SMALL | {"gpt.data.scan.SHARD_BYTES": 10**9}):
-        with watching(when == "encoded", happen):
-            said = refusal(make, data, cache, print_line=lambda line: happen() if when == "read" else None)
+        with record_chunks(when == "encoded", happen):
+            printed = refusal(make, data, cache, print_line=lambda line: happen() if when == "read" else None)
         gone = f"{file}: cannot be read (No such file or directory)"
-        assert said.startswith(gone if change == "gone" else f"{file}: {CHANGED}")
-        assert entries(cache) == []
+        assert printed.startswith(gone if change == "gone" else f"{file}: {CHANGED}")
+        assert cache_entries(cache) == []
         prepared = make(data, cache)
-        assert lists(prepared) == tuple(obvious(documents, byte_tokenizer()) for documents in halves(data))
+        assert lists(prepared) == tuple(
+            expected_ids(documents, byte_tokenizer()) for documents in split_documents(data)
+        )
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])
 def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
-    """What was read of another text is not gone on with once the text is that of before again."""
+    """Work on a changed text is not resumed after the change is undone."""
     cache = tmp_path / "cache"
     shutil.copytree(many.path, tmp_path / "text")
     data, file = DataConfig("text", str(tmp_path / "text")), tmp_path / "text/4/text.jsonl"
@@ -226,65 +233,67 @@ def test_text_that_changes_and_changes_back(tmp_path, many, undisturbed, when):
     with constants(SMALL):
         ends = pytest.raises((MemoryError, UserError))
         at = 150 if when == "encoded" else 60  # after the file was read again, or before
-        with ends, watching(at, fail_with(MemoryError())), watching(when == "encoded", change):
+        with ends, record_chunks(at, raising_function(MemoryError())), record_chunks(when == "encoded", change):
             make(data, cache, print_line=change if when == "read" else [].append)
         assert file.read_text() != before
         file.write_text(before)
         make(data, cache)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 # --- several processes at once ---
 
 
 def two_at_once(
-    workshop, data: DataConfig, cache: Path, at: tuple[str, int] = ("shard-000001.json", 3)
-) -> tuple[int, int]:
-    """The numbers of two processes: one that is stopped while it prepares, and one that says it waits for it."""
-    first = workshop.start(data, cache, at=(*at, signal.SIGSTOP))
-    assert workshop.wait(first) is None
-    second = workshop.start(data, cache)
-    workshop.wait_until_said(second, "waiting")
+    data: DataConfig, cache: Path, at: tuple[str, int] = ("shard-000001.json", 3)
+) -> tuple[Preparation, Preparation]:
+    """Return a process that is paused while it prepares, and one that waits for it."""
+    first = Preparation(data, cache, at=(*at, signal.SIGSTOP))
+    first.wait_until_ready()
+    second = Preparation(data, cache)
+    second.wait_until_printed("waiting")
     return first, second
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["waits", "Ctrl-C"])
-def test_two_processes_at_once(tmp_path, workshop, many, undisturbed, ends):
-    """One waits and says so, and then has what the other has made; Ctrl-C ends it, and does not disturb the other."""
+def test_two_processes_at_once(tmp_path, many, undisturbed, ends):
+    """The second process waits, prints that, and uses the result. Ctrl-C ends it without disturbing the first."""
     cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache)
+    first, second = two_at_once(many, cache)
     if ends:
-        os.kill(second, signal.SIGINT)
-        assert workshop.wait(second) == 130
-    os.kill(first, signal.SIGCONT)
-    assert workshop.wait(first) == 0
-    assert ends or workshop.wait(second) == 0
-    assert [line.split()[0] for line in workshop.said(first).splitlines()] == ["reading", "<|endoftext|>", "prepared"]
-    assert workshop.said(second) == f"process {first} is preparing this text: waiting for it\n"
-    assert content(folder_of(cache)) == undisturbed
+        second.send_signal(signal.SIGINT)
+        assert second.wait()[0] == 130
+    first.resume()
+    code, output = first.wait()
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines()] == ["reading", "the", "prepared"]
+    waiting = f"process {first.pid} is preparing this text: waiting for it\n"
+    assert second.wait() == (130 if ends else 0, waiting)
+    assert content(only_folder(cache)) == undisturbed
 
 
-def test_many_processes_at_once(tmp_path, workshop, many, undisturbed):
-    """One of seven prepares, the others have it; none is left with an error, whoever comes when."""
+def test_many_processes_at_once(tmp_path, many, undisturbed):
+    """One of seven processes prepares, and the others use the result without an error."""
     cache = tmp_path / "cache"
-    numbers = [workshop.start(many, cache) for _ in range(7)]
-    assert [workshop.wait(number) for number in numbers] == [0] * 7
-    said = [workshop.said(number) for number in numbers]
-    assert sum("\nprepared" in lines for lines in said) == 1
-    assert content(folder_of(cache)) == undisturbed
+    results = [preparation.wait() for preparation in [Preparation(many, cache) for _ in range(7)]]
+    assert [code for code, _ in results] == [0] * 7
+    assert sum("\nprepared" in output for _, output in results) == 1
+    assert content(only_folder(cache)) == undisturbed
 
 
 @pytest.mark.parametrize(("at", "next_says"), [(("plan.json", 1), "reading"), (("shard-000001.json", 3), "resuming")])
-def test_waiting_for_one_that_is_killed(tmp_path, workshop, many, undisturbed, at, next_says):
-    """The one that waits goes on with what the other has left, be it nothing or a part."""
+def test_waiting_for_one_that_is_killed(tmp_path, many, undisturbed, at, next_says):
+    """The waiting process resumes what the killed one has left, even if that is nothing."""
     cache = tmp_path / "cache"
-    first, second = two_at_once(workshop, many, cache, at)
-    os.kill(first, signal.SIGKILL)
-    assert [workshop.wait(first), workshop.wait(second)] == [-signal.SIGKILL, 0]
-    waiting, then, *_ = workshop.said(second).splitlines()
-    assert waiting == f"process {first} is preparing this text: waiting for it"
-    assert then.split()[0] == next_says
-    assert content(folder_of(cache)) == undisturbed
+    first, second = two_at_once(many, cache, at)
+    first.send_signal(signal.SIGKILL)
+    assert first.wait()[0] == -signal.SIGKILL
+    code, output = second.wait()
+    assert code == 0
+    waiting_line, next_line, *_ = output.splitlines()
+    assert waiting_line == f"process {first.pid} is preparing this text: waiting for it"
+    assert next_line.split()[0] == next_says
+    assert content(only_folder(cache)) == undisturbed
 
 
 # --- the disk ---
@@ -295,7 +304,7 @@ REMEDY = "fix that or name another folder with data.cache=, and run the command 
 
 @pytest.mark.parametrize("below", ["", "cache"])
 def test_cache_that_cannot_be_written(tmp_path, below):
-    """A file where the folder should be: the line says which, and how to choose another."""
+    """A file in place of the cache folder is named, with the key that chooses another folder."""
     data, cache = write_documents(tmp_path), tmp_path / "file" / below
     (tmp_path / "file").write_text("in the way")
     reason = "Not a directory" if below else "File exists"
@@ -304,7 +313,7 @@ def test_cache_that_cannot_be_written(tmp_path, below):
 
 
 def test_read_only_cache(tmp_path, disk):
-    """What was prepared is used; what was not is refused in a line."""
+    """On a read-only disk prepared text is used, and new text is refused with one line."""
     data, cache = write_text(tmp_path, "a text " * 101), disk / "cache"
     whole = make(data, cache)
     remount(disk, "ro")
@@ -315,23 +324,23 @@ def test_read_only_cache(tmp_path, disk):
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_full_disk(workshop, disk, many, undisturbed, half):
-    """Wherever it runs full, one line says so, and what was done by then is gone on with once there is room."""
+def test_full_disk(disk, many, undisturbed, half):
+    """A full disk gives one line at any point. The preparation resumes once there is room."""
     cache, outputs = disk / "cache", []
     for pages in itertools.count(1 + half, 2):
         remount(disk, f"size={4096 * pages}")
-        code, said = workshop.run(many, cache)
+        code, printed = Preparation(many, cache).wait()
         if code == 0:
             break
-        lines = [line for line in said.splitlines() if line.split()[0] not in ("reading", "resuming", "<|endoftext|>")]
+        lines = [line for line in printed.splitlines() if line.split()[0] not in ("reading", "resuming", "the")]
         assert code == 2
-        assert len(lines) == 1, said
+        assert len(lines) == 1, printed
         assert re.match(rf"prepare: {cache}: the disk is full \(No space left on device\); {REMEDY}", lines[0])
         remount(disk, "size=8m")
-        code, said = workshop.run(many, cache)
-        assert code == 0, said
-        assert content(folder_of(cache)) == undisturbed
-        outputs.append(said.split()[0])
+        code, printed = Preparation(many, cache).wait()
+        assert code == 0, printed
+        assert content(only_folder(cache)) == undisturbed
+        outputs.append(printed.split()[0])
         shutil.rmtree(cache)
     assert pages > 7
     assert {"reading", "resuming"} <= set(outputs)
@@ -340,7 +349,7 @@ def test_full_disk(workshop, disk, many, undisturbed, half):
 @pytest.mark.parametrize(("number", "what"), [(errno.EDQUOT, "the disk is full"), (errno.EIO, "cannot be written")])
 @pytest.mark.parametrize("call", ["fsync", "replace", "mkdir"])
 def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, call, number, what):
-    """At whichever call: one line names the cache, and the next preparation goes on."""
+    """A failure of any system call gives one line with the cache, and the next preparation resumes."""
     cache, real, failed = tmp_path / "cache", getattr(os, call), 0
     with constants(SMALL):
         for at in (1, 2, 4, 7):
@@ -361,22 +370,22 @@ def test_disk_that_fails(tmp_path, many, undisturbed, monkeypatch, call, number,
                     assert f": {what} ({os.strerror(number)}); {REMEDY}" in str(caught)
         make(many, cache)
     assert failed
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed
 
 
 @pytest.mark.parametrize("name", ["plan.json", "tokenizer.json", "shard-000000.json", "train-000000.bin"])
 @pytest.mark.parametrize("damage", ["gone", "emptied", "garbage", "another", "flipped"])
-def test_damaged_remains(tmp_path, many, undisturbed, name, damage):
-    """What an interrupted preparation left is not trusted: it is made anew, at the latest by the next command."""
+def test_damaged_unfinished_work_is_made_again(tmp_path, many, undisturbed, name, damage):
+    """Damaged files of an interrupted preparation are detected and made again."""
     cache = tmp_path / "cache"
     with constants(SMALL):
-        with watching(100, fail_with(MemoryError())), pytest.raises(MemoryError):
+        with record_chunks(100, raising_function(MemoryError())), pytest.raises(MemoryError):
             make(many, cache)
-        file = folder_of(cache) / name
+        file = only_folder(cache) / name
         before = file.read_bytes()
         flipped = before.replace(b"1", b"2") if name.endswith(".json") else bytes([before[0] ^ 1]) + before[1:]
         file.write_bytes({"garbage": b"\xff\xfe{", "another": b"{}", "flipped": flipped}.get(damage, b""))
         if damage == "gone":
             file.unlink()
         make(many, cache)
-    assert content(folder_of(cache)) == undisturbed
+    assert content(only_folder(cache)) == undisturbed

@@ -22,12 +22,12 @@ from workshop import (
     BYTE,
     CONTEXT,
     EXAMPLES,
+    cache_entries,
     constants,
-    entries,
-    halves,
+    expected_ids,
     lists,
     make,
-    obvious,
+    split_documents,
     write_documents,
     write_text,
 )
@@ -90,7 +90,7 @@ def test_shares_are_next_to_exact(weights):
     ],
 )
 def test_names_of_a_mixture(paths, names):
-    """Short, unique and fit for a curve's tag, whatever the paths."""
+    """Names are short, unique, and valid as tags of curves for all paths."""
     assert source_names(DataConfig("mix", paths, [1] * len(paths))) == names
 
 
@@ -109,48 +109,48 @@ def test_weight_that_is_too_small(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-FIRST = ["reading", "<|endoftext|>", "prepared"]  # how the lines begin that are said of a text
+FIRST = ["reading", "the", "prepared"]  # the first words of the printed lines
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
 def test_mixture_of_what_is_there(tmp_path, name):
     """Its corpora are those that each would be alone, in the same folders, so one that is there is not made again."""
-    data, cache, said = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
+    data, cache, printed = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
     alone = make(parts_of(data)[1], cache, TokenizerConfig(name))
-    mixture = mix(data, cache, TokenizerConfig(name), print_line=said.append)
-    assert [line.split()[0] for line in said] == [*FIRST, "text", "reading", "prepared"]
+    mixture = mix(data, cache, TokenizerConfig(name), print_line=printed.append)
+    assert [line.split()[0] for line in printed] == [*FIRST, "text", "reading", "prepared"]
     assert mixture.names == ("text", "text-2", "text-3")
     assert mixture.sources[1].metadata == alone.metadata
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
-        assert lists(source) == tuple(obvious(documents, source.tokenizer) for documents in halves(part))
-    assert len(entries(cache)) == 3
+        assert lists(source) == tuple(expected_ids(documents, source.tokenizer) for documents in split_documents(part))
+    assert len(cache_entries(cache)) == 3
     assert mixture.train_tokens == sum(len(lists(source)[0]) for source in mixture.sources)
 
 
 def test_joint_tokenizer(tmp_path):
     """One byte-pair encoding of all their training text, kept in the cache; gone or damaged, it is made again."""
-    data, cache, said = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
+    data, cache, printed = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
     config = TokenizerConfig("bpe", 307)
     mixture = mix(data, cache, config)
-    expected = train_bpe([text for part in parts_of(data) for text in halves(part)[0]], 307)
+    expected = train_bpe([text for part in parts_of(data) for text in split_documents(part)[0]], 307)
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
         assert source.tokenizer.to_dict() == expected.to_dict()
-        assert lists(source) == tuple(obvious(documents, expected) for documents in halves(part))
+        assert lists(source) == tuple(expected_ids(documents, expected) for documents in split_documents(part))
     assert mixture.tokenizer.sha256 == expected.sha256
-    assert sorted(entry.name.split("-")[0] for entry in entries(cache)) == ["text", "text", "text", "tokenizer"]
+    assert sorted(entry.name.split("-")[0] for entry in cache_entries(cache)) == ["text", "text", "text", "tokenizer"]
     [file] = cache.glob("tokenizer-*.json")
     kept = file.read_bytes()
     for happens in (lambda: None, file.unlink, lambda: os.truncate(file, 101), lambda: file.write_text("[7]")):
         happens()
-        said.clear()
-        assert mix(data, cache, config, print_line=said.append).key == mixture.key
-        assert [line.split()[0] for line in said if "prepared" in line] == ["text"] * 3
+        printed.clear()
+        assert mix(data, cache, config, print_line=printed.append).key == mixture.key
+        assert [line.split()[0] for line in printed if "prepared" in line] == ["text"] * 3
         assert file.read_bytes() == kept
-    assert len(entries(cache)) == 4
+    assert len(cache_entries(cache)) == 4
 
 
 def test_what_the_joint_tokenizer_depends_on(tmp_path):
-    """Shares, text and size of the vocabulary; not the way in which the weights are written."""
+    """Weights, text and vocabulary size change it, but not the scale of the weights."""
     cache = tmp_path / "cache"
     changes = [
         (write_mixture(tmp_path, 1, 2), 307, 1),
@@ -187,7 +187,7 @@ def test_sample_for_the_joint_tokenizer(tmp_path, monkeypatch):
 
 
 def test_tokenizer_of_a_model_and_a_mixture(tmp_path):
-    """That of a model to fine-tune is that of all corpora, and nothing is trained."""
+    """A given tokenizer is used for all corpora, and none is trained."""
     model = train_bpe(["Document café seats zebra " * 7], 293)
     data, cache = write_mixture(tmp_path, 1, 1), tmp_path / "cache"
     mixture = mix(data, cache, model)
@@ -200,13 +200,13 @@ def test_mixture_with_a_text_that_is_too_short(tmp_path):
     data, cache = write_mixture(tmp_path, 1, 1, 1), tmp_path / "cache"
     Path(data.path[2]).write_text("a short text")
     assert "the training text has 11 tokens, fewer than a context of 13" in refusal(mix, data, cache)
-    assert len(entries(cache)) == 2
+    assert len(cache_entries(cache)) == 2
 
 
 def test_mixture_with_a_built_in_corpus(tmp_path, monkeypatch):
     """One that is named by a word, here of fewer modules, beside a file."""
-    modules = gpt.data.python_docs.files()[10:13]
-    monkeypatch.setattr("gpt.data.python_docs.files", lambda: modules)
+    modules = gpt.data.python_docs.find_modules()[10:13]
+    monkeypatch.setattr("gpt.data.python_docs.find_modules", lambda: modules)
     file = write_documents(tmp_path).path
     mixture = mix(DataConfig("mix", ["python_stdlib", file], [1, 3]), tmp_path / "cache")
     assert mixture.names == ("python_stdlib", "text")

@@ -25,7 +25,7 @@ def slow(text: list[int], corpus: list[int]) -> tuple[int, int]:
 
 @given(few, few, few, few)
 def test_any_texts(a, b, c, d):
-    """The longest passage, and exactly the tokens that are in one of eight or more; each stands in the corpus whole."""
+    """It finds the longest passage, and exactly the tokens of passages of eight or more. Each occurs in the corpus."""
     text, corpus = a + b + c, d + b + a
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "SEARCH_BLOCK_TOKENS", 13)

@@ -1,24 +1,19 @@
 """Preparing: the tokens of every document in order, once, and one line for a text that is too short."""
 
 import hashlib
-import io
 import json
 import random
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import gpt.data.prepare
-from gpt.console import progress_bar
-from gpt.data import scan
 from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import open_corpus
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import TooShortError
-from gpt.data.scan import TOKENS_FORMAT
+from gpt.data.shards import TOKENS_FORMAT
 from gpt.data.split import scan_chunks
 from gpt.data.token_dataset import SPLITS
 from gpt.data.tokenizer import TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -28,14 +23,14 @@ from workshop import (
     DOCUMENTS,
     LARGE,
     SMALL,
+    cache_entries,
     constants,
     content,
-    entries,
-    folder_of,
-    halves,
+    expected_ids,
     lists,
     make,
-    obvious,
+    only_folder,
+    split_documents,
     whole,
     write_documents,
     write_files,
@@ -48,58 +43,51 @@ from workshop import (
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
 @pytest.mark.parametrize("values", [{}, LARGE], ids=["as it is", "in small portions"])
 def test_tokens_are_the_split(tmp_path, name, values):
-    """Every document of each part after an end-of-text, and the tokenizer is the one configured."""
+    """Each split is its documents, each after an end-of-text, in ids of the configured tokenizer."""
     data = write_documents(tmp_path)
     with constants(values):
         prepared = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
-        train, validation = halves(data)
+        train, validation = split_documents(data)
     expected = {"bpe": lambda: train_bpe(train, 307), "gpt2": gpt2_tokenizer, "byte": byte_tokenizer}[name]()
     assert prepared.tokenizer.to_dict() == expected.to_dict()
-    assert lists(prepared) == (obvious(train, expected), obvious(validation, expected))
+    assert lists(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
     assert len(train) > 40 and len(validation) > 1
-
-
-def test_bars(tmp_path, monkeypatch):
-    """On a terminal, each bar says what it is of; here from the first moment on, and not after a second."""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for module in (scan, gpt.data.prepare):
-        at_once = lambda *given, delay: progress_bar(*given)  # noqa: E731
-        monkeypatch.setattr(module, "progress_bar", at_once)
-    make(write_documents(tmp_path), tmp_path / "cache", TokenizerConfig("byte"))
-    assert re.search(r"\rreading text: .*\rtokenizing text: +0%", terminal.getvalue(), re.S)
 
 
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
 def test_tokens_of_a_long_text(tmp_path, name):
-    """A text of several pieces is encoded as a whole would be, its run of a million letters included."""
+    """A text of several chunks has the ids of the undivided text, also with a run of a million letters."""
     chooser = random.Random(7)
     words = "".join(chooser.choice([" café", " the", "\n\n\n", "  42", "\t😀", " it's"]) for _ in range(60_000))
     text = words + "".join(chooser.choice("abc") for _ in range(600_000)) + words
     prepared = make(write_text(tmp_path, text), tmp_path / "cache", TokenizerConfig(name, 263))
     end = len(text) * 9 // 10
     assert len(list(split_into_chunks([text[:end]]))) == 4
-    assert lists(prepared) == (obvious([text[:end]], prepared.tokenizer), obvious([text[end:]], prepared.tokenizer))
+    assert lists(prepared) == (
+        expected_ids([text[:end]], prepared.tokenizer),
+        expected_ids([text[end:]], prepared.tokenizer),
+    )
 
 
-def test_bytes_by_hand(tmp_path):
-    """Ten characters: nine to learn from and one that validates; and what is said of them."""
-    said: list[str] = []
-    prepared = make(write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, print_line=said.append)
+def test_tokens_computed_by_hand(tmp_path):
+    """Of ten characters, nine are for training and one for validation. The printed lines count them."""
+    printed: list[str] = []
+    prepared = make(
+        write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, print_line=printed.append
+    )
     assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
-    assert said == [
+    assert printed == [
         "reading text (1 file)",
         "prepared 11 bytes as 13 tokens (0.85 bytes per token, vocabulary 257), of which 2 bytes are for validation",
     ]
 
 
-def test_manifest(tmp_path):
-    """The counts are those of the texts, the hashes those of the files."""
+def test_dataset_json_counts_and_hashes(tmp_path):
+    """dataset.json holds the counts of the texts and the hashes of the files."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     prepared = make(data, cache)
-    folder, counts = folder_of(cache), {}
-    for name, documents in zip(SPLITS, halves(data), strict=True):
+    folder, counts = only_folder(cache), {}
+    for name, documents in zip(SPLITS, split_documents(data), strict=True):
         size = sum(len(document.encode()) for document in documents)
         tokens = size + len(documents)
         file = {"train": "train-000000.bin", "validation": "validation.bin"}[name]
@@ -125,8 +113,8 @@ def test_manifest(tmp_path):
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 1])
 @pytest.mark.parametrize("name", ["bpe", "byte"])
-def test_validation_text_of_ones_own(tmp_path, name, shard_bytes):
-    """All of it validates and none of it is learnt, also where it lies in the folder; it is part of the identity."""
+def test_validation_path_replaces_the_split(tmp_path, name, shard_bytes):
+    """The given validation text is not trained on, even if it lies in the folder. It is part of the identity."""
     write_files(tmp_path / "text", DOCUMENTS[:40])
     (tmp_path / "text/007.txt").rename(tmp_path / "text/valid.txt")
     train, validation = DOCUMENTS[:7] + DOCUMENTS[8:40], DOCUMENTS[7:8]
@@ -136,7 +124,7 @@ def test_validation_text_of_ones_own(tmp_path, name, shard_bytes):
         prepared = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
     expected = train_bpe(train, 307) if name == "bpe" else byte_tokenizer()
     assert prepared.tokenizer.sha256 == expected.sha256
-    assert lists(prepared) == (obvious(train, expected), obvious(validation, expected))
+    assert lists(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
     assert prepared.metadata["splits"]["validation"]["documents"] == 1
     without = make(DataConfig("text", folder), tmp_path / "cache", TokenizerConfig(name, 307))
     assert without.metadata["key"]["corpus"] != prepared.metadata["key"]["corpus"]
@@ -146,45 +134,45 @@ def test_mistaken_validation_text(tmp_path):
     """Nothing to train on, nothing to validate with, or a corpus that has its own."""
     write_files(tmp_path / "text", DOCUMENTS[:3])
     folder = str(tmp_path / "text")
-    said = refusal(make, DataConfig("text", folder, validation_path=folder), tmp_path / "cache")
-    assert said == f"data.path={folder!r} has no text but that for validation: give text to train on"
-    said = refusal(DataConfig, "python_docs", validation_path=folder)
-    assert "works only with data=text and data=tokens: leave it out" in said
+    printed = refusal(make, DataConfig("text", folder, validation_path=folder), tmp_path / "cache")
+    assert printed == f"data.path={folder!r} has no text but that for validation: give text to train on"
+    printed = refusal(DataConfig, "python_docs", validation_path=folder)
+    assert "works only with data=text and data=tokens: leave it out" in printed
     assert "names no text file" in refusal(make, DataConfig("text", folder, validation_path="none"), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("write", [write_documents, write_files])
 @pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
-def test_portions_do_not_matter(tmp_path, documents, write):
-    """Read once or twice, in tasks of a character or of all, in one shard or of a piece each: the very same tokens."""
+def test_sizes_of_portions_do_not_change_tokens(tmp_path, documents, write):
+    """Sample size, task size and shard size do not change the tokens."""
     data = write(tmp_path / "text", documents)
     results = []
     for i, changes in enumerate(
         [
             {},
             {"gpt.data.split.SAMPLE_BYTES": 10**9},
-            {"gpt.data.prepare.TASK_CHARS": 1},
-            {"gpt.data.prepare.TASK_CHARS": 10**9},
+            {"gpt.data.shards.TASK_CHARS": 1},
+            {"gpt.data.shards.TASK_CHARS": 10**9},
             {"gpt.data.scan.SHARD_BYTES": 1},
             {"gpt.data.scan.SHARD_BYTES": 10**9},
         ]
     ):
         with constants(SMALL | changes):
             make(data, tmp_path / str(i))
-        results.append(whole(folder_of(tmp_path / str(i))))
+        results.append(whole(only_folder(tmp_path / str(i))))
     assert results == [results[0]] * 6
 
 
 def test_sample_to_train_the_tokenizer(tmp_path):
-    """Of a text that is too large, one in so many pieces, without what validates; and that is said."""
-    data, said = write_documents(tmp_path), list[str]()
+    """A large text is sampled at even distances, without its validation text, and a line reports it."""
+    data, printed = write_documents(tmp_path), list[str]()
     with constants(SMALL):
-        prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), print_line=said.append)
+        prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), print_line=printed.append)
         found = scan_chunks((piece for _, _, piece in open_corpus(data, tmp_path).chunks()), data.validation_bytes)
         sample = list(found.training_sample())
-        train, _ = halves(data)
+        train, _ = split_documents(data)
     assert found.stride == 8
-    assert f"training the byte-pair encoding on an even sample, one in {found.stride} chunks of the text" in said
+    assert f"training the byte-pair encoding on an even sample, one in {found.stride} chunks of the text" in printed
     assert prepared.tokenizer.to_dict() == train_bpe(sample, 307).to_dict()
     assert prepared.tokenizer.sha256 != train_bpe(train, 307).sha256
 
@@ -193,42 +181,42 @@ def test_sample_to_train_the_tokenizer(tmp_path):
 
 
 def test_second_time_comes_from_the_cache(tmp_path):
-    """That is said, and no file is touched, also for the same text elsewhere and another context."""
-    said: list[str] = []
-    first = make(write_documents(tmp_path), tmp_path / "cache", print_line=said.append)
-    assert [line.split()[0] for line in said] == ["reading", "<|endoftext|>", "prepared"]
-    folder = folder_of(tmp_path / "cache")
+    """The cache serves the same text from another folder, and for another context, without a change to its files."""
+    printed: list[str] = []
+    first = make(write_documents(tmp_path), tmp_path / "cache", print_line=printed.append)
+    assert [line.split()[0] for line in printed] == ["reading", "the", "prepared"]
+    folder = only_folder(tmp_path / "cache")
     times = {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]}
     for place, context_length in (("", CONTEXT), ("elsewhere", CONTEXT), ("", 101)):
         data = write_documents(tmp_path / place)
-        again = make(data, tmp_path / "cache", context_length=context_length, print_line=said.append)
+        again = make(data, tmp_path / "cache", context_length=context_length, print_line=printed.append)
         assert lists(again) == lists(first)
         assert again.metadata == first.metadata
-    assert said[3:] == [f"text is already prepared, in {folder}"] * 3
+    assert printed[3:] == [f"text is already prepared, in {folder}"] * 3
     assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
 
 
-def test_what_may_part_documents(tmp_path):
-    """It is counted and stays text, until it is named: then it is no part of the documents."""
+def test_a_likely_separator_is_reported(tmp_path):
+    """A likely separator is counted and stays text. Once it is configured, it belongs to no document."""
     stories = [f"Story {i}. The river ran under bridge {i * 7 % 31}." for i in range(300)]
-    text, said = "\n<|endoftext|>\n".join(stories), list[str]()
+    text, printed = "\n<|endoftext|>\n".join(stories), list[str]()
     data = write_text(tmp_path, text)
-    whole = make(data, tmp_path / "cache", print_line=said.append)
-    assert said[1] == (
-        "<|endoftext|> stands 299 times in the text, and is learnt as these letters: data.separator='<|endoftext|>' "
-        "parts the documents of plain text there"
+    whole = make(data, tmp_path / "cache", print_line=printed.append)
+    assert printed[1] == (
+        "the text contains <|endoftext|> 299 times as ordinary characters: data.separator='<|endoftext|>' "
+        "makes it separate the documents of plain text"
     )
     assert sum(split["documents"] for split in whole.metadata["splits"].values()) == 2
     data = replace(data, separator="<|endoftext|>")
-    parted = make(data, tmp_path / "cache", print_line=said.append)
-    assert [line.split()[0] for line in said[3:]] == ["reading", "prepared"]
-    train, validation = halves(data)
+    parted = make(data, tmp_path / "cache", print_line=printed.append)
+    assert [line.split()[0] for line in printed[3:]] == ["reading", "prepared"]
+    train, validation = split_documents(data)
     assert sorted([*train, *validation]) == sorted(stories)
-    assert lists(parted) == (obvious(train, byte_tokenizer()), obvious(validation, byte_tokenizer()))
+    assert lists(parted) == (expected_ids(train, byte_tokenizer()), expected_ids(validation, byte_tokenizer()))
 
 
 def test_every_change_is_another_folder(tmp_path):
-    """Changed text, tokenizer, size of the vocabulary or of the validation never meets old tokens."""
+    """Each change of text, tokenizer, vocabulary or validation size has a folder of its own."""
     cache, data = tmp_path / "cache", write_documents(tmp_path)
     limited = DataConfig("text", data.path, validation_bytes=101)
     changes = [
@@ -241,22 +229,22 @@ def test_every_change_is_another_folder(tmp_path):
         make(write_documents(tmp_path, DOCUMENTS[::-1]), cache),
         make(write_documents(tmp_path, [*DOCUMENTS, "x"]), cache),
     ]
-    assert len(entries(cache)) == len(changes)
+    assert len(cache_entries(cache)) == len(changes)
     assert [prepared.tokenizer.vocab_size for prepared in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
     sizes = [prepared.metadata["splits"]["validation"]["bytes"] for prepared in changes]
     assert sizes[4] <= 101 < sizes[0]
 
 
 def test_tokenizer_of_a_model(tmp_path):
-    """That of a model to fine-tune is taken as it is; another one has another folder."""
+    """A given tokenizer is used unchanged. Another tokenizer has another folder."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
     model = train_bpe(["Document café seats " * 7], 293)
     prepared = make(data, cache, model)
     assert prepared.tokenizer.to_dict() == model.to_dict()
-    assert lists(prepared) == tuple(obvious(documents, model) for documents in halves(data))
-    assert folder_of(cache).name.startswith("text-bpe-")
+    assert lists(prepared) == tuple(expected_ids(documents, model) for documents in split_documents(data))
+    assert only_folder(cache).name.startswith("text-bpe-")
     make(data, cache, tokenizer=train_bpe(["another text " * 7], 293))
-    assert len(entries(cache)) == 2
+    assert len(cache_entries(cache)) == 2
 
 
 # --- too short ---
@@ -265,7 +253,7 @@ def test_tokenizer_of_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("text", "tokens"), [("hello world", 10), ("é" * 7, 13), ("ab", 2), ("a", 0), ("\ufeffa", 0)], ids=ascii
 )
-def test_too_short_a_text(tmp_path, text, tokens):
+def test_a_short_text_is_refused_with_its_longest_context(tmp_path, text, tokens):
     """The error holds the longest context that the text fills, if there is one, and that one works; nothing is left."""
     cache, data = tmp_path / "cache", write_text(tmp_path, text)
     with pytest.raises(TooShortError) as caught:
@@ -273,19 +261,19 @@ def test_too_short_a_text(tmp_path, text, tokens):
     advice = f"fewer than a context of {CONTEXT} and a target: give more text"
     assert str(caught.value) == f"the training text has {tokens} tokens, {advice}"
     assert caught.value.longest_context == max(0, tokens - 1)
-    assert entries(cache) == []
+    assert cache_entries(cache) == []
     if tokens:
         assert len(make(data, cache, context_length=tokens - 1).train) == tokens
         assert f"has {tokens} tokens" in refusal(make, data, cache, context_length=tokens)  # and what is prepared stays
-        assert len(entries(cache)) == 1
+        assert len(cache_entries(cache)) == 1
 
 
 @pytest.mark.parametrize("documents", [[], [""], ["", "", ""]], ids=["no lines", "an empty one", "empty ones"])
-def test_no_text(tmp_path, documents):
-    """Lines without a document are named, and nothing is left."""
+def test_a_text_without_words_is_refused(tmp_path, documents):
+    """A file without text is named, and nothing stays in the cache."""
     data, cache = write_documents(tmp_path, documents), tmp_path / "cache"
     if not documents:
         Path(data.path).write_text("\n\n")
     hint = "give a text, or its key with data.text_field="
     assert refusal(make, data, cache) == f"{data.path}: every document is empty; {hint}"
-    assert entries(cache) == []
+    assert cache_entries(cache) == []

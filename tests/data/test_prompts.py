@@ -6,7 +6,7 @@ import pytest
 
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import prepare
-from gpt.data.prompts import CHARACTERS, extract_prompts
+from gpt.data.prompts import MAX_PROMPT_CHARS, extract_prompts
 from gpt.data.tokenizer import TokenizerConfig
 
 
@@ -37,7 +37,7 @@ def single(end: str) -> str:
         ("a\nb\x07ell\nc d", "c d"),
         ("a\n\n\u4e00\u4e8c\u4e09", "\u4e00\u4e8c\u4e09"),
         ('a\n\nit\'s so\na "b" `c` $d\n', 'a "b" `c` $d'),
-        ("z\n" + "long" * 20, ("long" * 20)[:CHARACTERS]),
+        ("z\n" + "long" * 20, ("long" * 20)[:MAX_PROMPT_CHARS]),
         ("?? !! ...\n--- ...", ""),
     ],
 )
@@ -56,7 +56,7 @@ def test_words_of_documents(tmp_path):
 
 
 def test_words_of_paragraphs(tmp_path):
-    """Of a single text, two paragraphs, of which the first comes last."""
+    """A single text gives two paragraphs, the first one last."""
     assert taken(tmp_path, single("end.\n\nKATE:\nHo!\n\nMEG:\nNo.\n\nANN:\nSo.\n")) == ["", "MEG:", "KATE:"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpt.data import python_docs as stdlib
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import DataConfig
-from gpt.data.python_docs import builtin_docs, files, read_docstrings, read_source
+from gpt.data.python_docs import builtin_docs, find_modules, read_docstrings, read_source
 from harness import refusal
 
 NOWHERE = Path("no cache is needed")
@@ -58,7 +58,7 @@ def test_python_docs_hold_every_kind(python_docs):
 def test_built_in_documents_come_last(python_docs):
     """After those of the last file."""
     builtin = [document for document in builtin_docs() if document]
-    assert python_docs[-len(builtin) - 1 :] == [*read_docstrings(files()[-1]), *builtin]
+    assert python_docs[-len(builtin) - 1 :] == [*read_docstrings(find_modules()[-1]), *builtin]
 
 
 def test_docstrings_by_hand(tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_docstrings_by_hand(tmp_path, monkeypatch):
 
 
 def test_python_docs_do_not_depend_on_the_process(monkeypatch):
-    """The documents are those that the hash stands for, whatever runs in this process: here another stderr."""
+    """Documents match the hash even if a program has replaced sys.stderr."""
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     first = list(builtin_docs())
     assert first == list(builtin_docs())
@@ -112,7 +112,7 @@ def test_interpreter_without_sources(tmp_path, monkeypatch):
 
 
 def test_source_in_its_own_encoding(tmp_path):
-    """A module says in which encoding it is written."""
+    """A module is decoded by its encoding declaration."""
     file = tmp_path / "a.py"
     file.write_bytes(b"# -*- coding: latin-1 -*-\nname = 'caf\xe9'\n")
     assert list(read_source(file)) == ["# -*- coding: latin-1 -*-\nname = 'café'\n"]

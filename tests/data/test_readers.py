@@ -1,4 +1,4 @@
-"""Formats: whatever a file is packed in and however it is read, the same documents; and one line for each damage."""
+"""Formats: every compression and block size gives the same documents, and damage gives one line."""
 
 import bz2
 import gzip
@@ -68,12 +68,12 @@ def write(file: Path, content: bytes | str) -> Path:
 
 
 def is_damage(message: str, content: int | None = None) -> bool:
-    """Whether a line says that a packed file is damaged, beyond byte number `content` of what it holds."""
+    """Return True if a line reports a damaged compressed file, beyond byte `content` of its content."""
     place = r"[\d,]+" if content is None else f"{content:,}"
     return bool(
         re.fullmatch(
             rf"cannot be decompressed beyond byte {place} of its content \([^\n]+\): "
-            "the file is damaged, truncated, or not what its name says; fetch it again",
+            "the file is damaged, truncated, or of another format; fetch it again",
             message,
         )
     )
@@ -145,7 +145,7 @@ def test_any_bytes(folder, content, block):
     """In blocks as Python makes of them at once: the text without its mark, the error or the replacements."""
     file = write(folder / "a.txt", content)
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        assert refusal(file, block, errors="replace").startswith("its first two bytes say UTF-16")
+        assert refusal(file, block, errors="replace").startswith("it begins with the mark of UTF-16")
         return
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"%PDF-", b"PK\x03\x04")):
         return  # Hypothesis finds these in the code; test_no_text_can_come_of_it is of them
@@ -170,7 +170,7 @@ def test_utf16_is_named(tmp_path, suffix, encoding, errors):
     """By its mark, with the command that converts it, and never replaced by nonsense."""
     file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]("\ufeffcafé".encode(encoding)))
     assert refusal(file, errors=errors) == (
-        "its first two bytes say UTF-16; convert it first: iconv -f utf-16 -t utf-8, or set data.encoding=utf-16"
+        "it begins with the mark of UTF-16; convert it first: iconv -f utf-16 -t utf-8, or set data.encoding=utf-16"
     )
     assert read(file, errors=errors, encoding="utf-16") == ["café"]
 
@@ -221,7 +221,7 @@ def test_no_text_can_come_of_it(tmp_path, name):
     command = f"pandoc -t plain {file} -o {file}.txt" if name == "a.docx" else f"pdftotext {file} {file}.txt"
     for errors in ("strict", "replace"):
         line = refusal(file, errors=errors)
-        assert re.fullmatch(rf"a (PDF|zip archive, .*); make text of it first, for example with {command}", line)
+        assert re.fullmatch(rf"a (PDF|zip archive, .*); convert it to text first, for example with {command}", line)
 
 
 # --- separators and encodings ---
@@ -312,7 +312,7 @@ def test_chats_in_parquet(tmp_path):
 
 
 def test_json_lines(tmp_path):
-    """A document a line; blank lines give none, what ends a line is only its newline, and a mark is no text."""
+    """Each line that is not blank is a document. Only a newline ends a line, and a byte order mark is not text."""
     for name in ("a.jsonl", "a.ndjson", "a.json", "a.jl", "A.JSONL.GZ"):
         content = ("\ufeff" + "\n \r\n" * (name == "a.json") + LINES).encode()
         file = write(tmp_path / name, gzip.compress(content) if name.endswith("GZ") else content)
@@ -396,7 +396,7 @@ def test_replaced_in_json_lines(tmp_path, name, block):
     ids=lambda content: ascii(content)[:23],
 )
 def test_json_that_is_no_lines(tmp_path, content, block):
-    """Where the first line is no whole object, the file is its text, byte for byte."""
+    """If the first line is not a complete object, the file is plain text, byte for byte."""
     assert read(write(tmp_path / "a.json", content), block) == [content]
 
 
@@ -405,7 +405,7 @@ def test_json_that_is_no_lines(tmp_path, content, block):
 
 @EVERY_PACKING
 def test_members_of_many_sizes(tmp_path, suffix):
-    """Where one ends and the next begins has nothing to do with how much is read at once."""
+    """Boundaries between members do not depend on the size of blocks."""
     documents = ["", "first €", *("abcdefg" * size + "\n" for size in range(1, 400, 13)), ""]
     content = b"".join(PACKERS[suffix](document.encode()) for document in documents)
     file = write(tmp_path / f"a{suffix}", content)
@@ -419,7 +419,7 @@ CONTENT = "".join(f"line {i} of the text\n" for i in range(23)).encode()
 @EVERY_PACKING
 @pytest.mark.parametrize("before", [False, True], ids=["alone", "after another member"])
 def test_cut_short_at_every_length(tmp_path, suffix, before):
-    """A file that was not fetched to its end is never taken for whole."""
+    """A file that is cut at any length is refused as damaged."""
     file = tmp_path / f"a.txt{suffix}"
     packed, first = PACKERS[suffix](CONTENT), PACKERS[suffix](b"first\n") * before
     for length in range(1, len(packed)):
@@ -431,7 +431,7 @@ def test_cut_short_at_every_length(tmp_path, suffix, before):
 @EVERY_PACKING
 @pytest.mark.parametrize("before", [False, True], ids=["alone", "after another member"])
 def test_every_byte_changed(tmp_path, suffix, before):
-    """The damage is found, or it was to what decides nothing, as gzip's time: no other text comes of it."""
+    """A changed byte is detected, or it is harmless, like gzip's time. It never gives another text."""
     file = tmp_path / f"a.txt{suffix}"
     packed, first = PACKERS[suffix](CONTENT), PACKERS[suffix](b"first\n") * before
     harmless = 0
@@ -450,7 +450,7 @@ def test_every_byte_changed(tmp_path, suffix, before):
 @EVERY_PACKING
 @pytest.mark.parametrize("garbage", [b"x", b"gar", b"garbage", b"\xfd7zXZ", bytes(7), b"plain text " * 200])
 def test_more_after_the_end(tmp_path, suffix, garbage):
-    """What follows is no member; gzip alone is filled up with zeros by tradition."""
+    """Bytes after the last member are damage. Only gzip may end in zeros."""
     file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](CONTENT) + garbage)
     if suffix == ".gz" and not any(garbage):
         assert read(file) == [CONTENT.decode()]
@@ -460,7 +460,7 @@ def test_more_after_the_end(tmp_path, suffix, garbage):
 
 @EVERY_PACKING
 def test_not_packed_that_way(tmp_path, suffix):
-    """A name that promises what the file is not: plain, of zeros, or packed in another way."""
+    """A file that is not in the format of its suffix is refused: plain text, zeros, or another compression."""
     others = [PACKERS[other](CONTENT) for other in COMPRESSED_SUFFIXES if other != suffix]
     for content in (b"x", b"plain text " * 200, b"\x1f\x8b", b"BZh9", bytes(101), *others):
         assert is_damage(refusal(write(tmp_path / f"a.txt{suffix}", content)), 0)
@@ -560,8 +560,8 @@ def test_parquet_that_is_not_utf8(tmp_path, kind):
 
 
 def is_parquet_damage(message: str) -> bool:
-    """Whether a line says that a file cannot be read."""
-    hint = "the file is damaged, packed or not parquet; fetch it again"
+    """Return True if a line reports a damaged parquet file."""
+    hint = "the file is damaged, compressed or not parquet; fetch it again"
     return bool(re.fullmatch(rf"cannot be read \([^\n]+\): {hint}", message))
 
 
@@ -592,7 +592,7 @@ def test_parquet_with_a_changed_page(checked_parquet):
 
 
 def test_parquet_with_any_byte_changed(checked_parquet):
-    """Whatever the damage, it ends in documents or in one line, never in an error of the library's own."""
+    """Any damage ends in documents or in one line, never in an exception of the library."""
     file, whole = checked_parquet
     refused = 0
     for changed in range(0, len(whole), 3):
@@ -607,7 +607,7 @@ def test_parquet_with_any_byte_changed(checked_parquet):
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):
-    """One line, which says how to install it."""
+    """One line names the package to install."""
     file = write_table(tmp_path / "a.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert refusal(file) == "this needs pyarrow, which is not installed: pip install pyarrow"
@@ -624,7 +624,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     st.sampled_from(["\n", "\r\n", "\n\n"]),
 )
 def test_the_same_documents_in_every_format(folder, documents, block, ascii_only, newline):
-    """What a file is packed in decides nothing, nor how much of it is read at once."""
+    """Neither the compression nor the size of blocks changes the documents."""
     lines = newline.join(json.dumps({"text": text}, ensure_ascii=ascii_only) for text in documents).encode()
     text = documents[0].replace("\0", "")
     for suffix, pack in PACKERS.items():
@@ -640,7 +640,7 @@ def test_the_same_documents_in_every_format(folder, documents, block, ascii_only
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", *("a" + s for s in COMPRESSED_SUFFIXES)])
 def test_file_that_cannot_be_read(tmp_path, name):
-    """It may vanish after it was found, be a folder, or fail in mid-read, which is not called damage."""
+    """A file that vanished, is a folder or fails while it is read is refused, but not as damaged."""
     file = tmp_path / name
     hint = "; fix that, or move the file away"
     assert looks_like_text(file)

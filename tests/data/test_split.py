@@ -142,11 +142,11 @@ def test_pruning_changes_nothing(documents, validation_bytes):
 
 
 def test_what_is_counted():
-    """Bytes; and who waits is told those of each piece."""
-    told: list[int] = []
-    found = scan_chunks(pieces_of(["a\ufffd", "", " word" * 20, "\ufffd\ufffdé"]), 10, told.append)
+    """The size is in bytes, and the progress callback gets the bytes of each chunk."""
+    sizes: list[int] = []
+    found = scan_chunks(pieces_of(["a\ufffd", "", " word" * 20, "\ufffd\ufffdé"]), 10, sizes.append)
     assert found.bytes == 4 + 100 + 8
-    assert told == [4, 35, 35, 30, 8]
+    assert sizes == [4, 35, 35, 30, 8]
 
 
 @EXAMPLES

@@ -193,7 +193,7 @@ CHANGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "10^30 tokens": (huge, "train has 1000000000000000000000000000000 tokens"),
     "a token less": (lambda m: m["splits"]["train"].update(tokens=7), "the tokens of its train files do not add up"),
     "no hash": (lambda m: m["splits"]["train"]["files"][0].pop(), "not enough values to unpack.*"),
-    "half a hash": (lambda m: m["splits"]["train"]["files"][0].__setitem__(2, "0" * 32), "'train.bin', of hash .*"),
+    "half a hash": (lambda m: m["splits"]["train"]["files"][0].__setitem__(2, "0" * 32), "'train.bin' with hash .*"),
     "files of numbers": (lambda m: m["splits"]["train"].update(files=[1, 2]), "cannot unpack non-iterable int object"),
 }
 
@@ -224,7 +224,7 @@ def test_ids_are_in_the_vocabulary(tmp_path):
     """A file with its hash may hold other ids than the tokenizer has."""
     folder = write_prepared_corpus(tmp_path / "folder", None, [257] * 50)
     said = refusal(open_cached, folder)
-    assert "train.bin: cannot be read (it has the id 257, and the vocabulary 257 entries)" in said
+    assert "train.bin: cannot be read (it has the id 257, but the vocabulary has only 257 entries)" in said
 
 
 def test_what_version_0_5_prepared(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gpt.data.data_config import DataConfig
-from gpt.data.imported_tokens import VALIDATION_TOKENS
+from gpt.data.imported_tokens import MAX_VALIDATION_TOKENS
 from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
@@ -89,40 +89,40 @@ def test_each_format(tmp_path, name):
     parts = IDS[:97], IDS[97:500], IDS[500:]
     for word, ids in zip(("train_a", "train_b", "val"), parts, strict=True):
         write(folder / pattern.format(word), ids)
-    said: list[str] = []
+    printed: list[str] = []
     for path in (folder, f"{folder}/**/*{Path(pattern).suffix}"):
-        source = opened(path, print_line=said.append)
+        source = opened(path, print_line=printed.append)
         assert source.train[:].tolist() == parts[0] + parts[1]
         assert source.validation.tolist() == parts[2]
         text = gpt2_tokenizer().decode_bytes([token for token in parts[2] if token != END])
         assert b"".join(source.validation_text()) == text
         counts = {"tokens": len(parts[2]), "bytes": len(text), "documents": parts[2].count(END)}
         assert source.metadata["splits"]["validation"] == counts
-    assert said == []
+    assert printed == []
 
 
 def test_one_file(tmp_path):
     """The last of it validates, at most a tenth, from an end-of-text on, and that is said."""
     write_raw(tmp_path / "train.bin", IDS)
-    said: list[str] = []
-    source = opened(tmp_path / "train.bin", print_line=said.append)
+    printed: list[str] = []
+    source = opened(tmp_path / "train.bin", print_line=printed.append)
     length = len(source.validation)
     assert source.train[:].tolist() + source.validation.tolist() == IDS
-    assert 0 < length <= len(IDS) // 10 < VALIDATION_TOKENS and source.validation[0] == END
+    assert 0 < length <= len(IDS) // 10 < MAX_VALIDATION_TOKENS and source.validation[0] == END
     what = f"validating on the last {length} tokens: no file is named val, valid, validation or dev"
-    assert said == [f"{what}; data.validation_path= names others"]
+    assert printed == [f"{what}; data.validation_path= names others"]
 
 
 def test_validation_that_is_named(tmp_path):
-    """It counts, and not what others are named; of a large file the first tokens are taken, which is said."""
+    """validation_path overrides names. Of a large file the first tokens are used, and a line reports it."""
     for name, ids in (("a.bin", IDS[:400]), ("val.bin", IDS[400:500]), ("c.bin", IDS[500:])):
         write_raw(tmp_path / name, ids)
-    said: list[str] = []
-    source = opened(tmp_path, print_line=said.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
+    printed: list[str] = []
+    source = opened(tmp_path, print_line=printed.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
     assert source.train[:].tolist() == IDS[:400]
     assert source.validation.tolist() == IDS[500:537]
     what = f"validating on the first 37 of {len(IDS) - 500} tokens of c.bin"
-    assert said == [f"{what}: data.validation_bytes= sets how many"]
+    assert printed == [f"{what}: data.validation_bytes= sets how many"]
     write_raw(tmp_path / "more/d.bin", IDS[300:])
     source = opened(tmp_path, validation_path=str(tmp_path / "more"))
     assert source.train[:].tolist() == IDS[:400] + IDS[500:]
@@ -142,11 +142,11 @@ def test_empty_files_and_others(tmp_path):
 
 
 def test_without_end_of_text(tmp_path):
-    """A line says so, and the run goes on: DocumentTokenizer's default writes none."""
+    """One line reports it, and the run continues: DocumentTokenizer's default writes none."""
     write_raw(tmp_path / "train.bin", [token for token in IDS if token != END])
-    said: list[str] = []
-    opened(tmp_path / "train.bin", print_line=said.append)
-    assert said[-1].startswith("no end-of-text (id 50,256) in the first ")
+    printed: list[str] = []
+    opened(tmp_path / "train.bin", print_line=printed.append)
+    assert printed[-1].startswith("no end-of-text (id 50,256) in the first ")
 
 
 @pytest.mark.promise("security.md#Token files of other programs")
@@ -195,7 +195,7 @@ def damaged_index(file: Path) -> None:
 
 
 WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "an id beyond the vocabulary": ("a.bin", lambda f: write_raw(f, [*IDS, 50257]), "has the id 50,257, and the voca"),
+    "an id beyond the vocabulary": ("a.bin", lambda f: write_raw(f, [*IDS, 50257]), "has the id 50,257, but the voca"),
     "half an id": ("a.bin", lambda f: f.write_bytes(b"abcde"), "it has 5 bytes, for ids of 2 bytes: it was"),
     "uint32 in a raw file": ("a.bin", lambda f: write_raw(f, IDS, "<u4"), "every second id is 0, .* 4 bytes, not 2"),
     "llm.c, cut off": (
@@ -236,7 +236,7 @@ def test_mistakes(tmp_path):
     """Nothing of the kind, or too little of it."""
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path, tmp_path / "a.txt", tmp_path / "*.bin"):
-        assert f"data.path={str(path)!r} names no token file" in refusal(opened, path)
+        assert f"data.path={str(path)!r} names no file whose name ends in .bin or .ds" in refusal(opened, path)
     write_raw(tmp_path / "train.bin", IDS[:4])
     with pytest.raises(TooShortError):
         opened(tmp_path)

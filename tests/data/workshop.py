@@ -1,20 +1,21 @@
-"""Texts to prepare, and real processes that prepare them and may be hurt."""
+"""Texts to prepare, and real processes that prepare them and can be killed."""
 
 import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import settings
 
@@ -27,26 +28,25 @@ from gpt.data.split import scan_chunks
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig
 from gpt.files import CACHE_TAG
-from processes import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 13
 BYTE = TokenizerConfig("byte")
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
-# Of a small text many pieces, tasks and shards, read a second time to encode it.
+# A small text then has many chunks, tasks and shards, and is read a second time to encode it.
 SMALL = {
     "gpt.data.corpus.split_into_chunks": 31,
     "gpt.data.split.SAMPLE_BYTES": 10_007,
-    "gpt.data.prepare.TASK_CHARS": 199,
+    "gpt.data.shards.TASK_CHARS": 199,
     "gpt.data.scan.SHARD_BYTES": 1511,
 }
-# All of it is kept from the first reading, and is one shard.
+# All chunks stay in memory after the first reading, and are one shard.
 LARGE = SMALL | {"gpt.data.split.SAMPLE_BYTES": 10**9, "gpt.data.scan.SHARD_BYTES": 10**9}
 
 
 def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
-    """The configuration that reads the documents from a file of JSON lines."""
+    """Write the documents to a file of JSON lines, and return its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "text.jsonl"
     file.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
@@ -54,7 +54,7 @@ def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfi
 
 
 def write_files(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
-    """The configuration that reads the documents from a file each."""
+    """Write each document to a file, and return the configuration of their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, document in enumerate(documents):
         (folder / f"{i:03}.txt").write_text(document, encoding="utf-8", newline="")
@@ -62,7 +62,7 @@ def write_files(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
 
 
 def write_text(folder: Path, text: str) -> DataConfig:
-    """The configuration that reads a single text."""
+    """Write a text to a file, and return its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(text, encoding="utf-8", newline="")
     return DataConfig("text", str(folder / "text.txt"))
@@ -71,14 +71,14 @@ def write_text(folder: Path, text: str) -> DataConfig:
 def make(
     data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
 ) -> TokenSource:
-    """Prepare one corpus without a word."""
+    """Prepare one corpus without printing."""
     [prepared] = prepare(data, tokenizer, context_length, cache, **({"print_line": [].append} | more)).sources
     return prepared
 
 
 @contextlib.contextmanager
 def constants(values: dict[str, int]) -> Iterator[None]:
-    """Other constants for a while; that of `split_into_chunks` is their size."""
+    """Replace constants within a block. The value of `split_into_chunks` is its size."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             is_size = name == "gpt.data.corpus.split_into_chunks"
@@ -86,36 +86,36 @@ def constants(values: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def folder_of(cache: Path) -> Path:
-    """The one folder in a cache, which holds nothing else, hidden or not."""
-    [folder] = entries(cache)
+def only_folder(cache: Path) -> Path:
+    """Return the only folder in a cache, hidden or not."""
+    [folder] = cache_entries(cache)
     return folder
 
 
-def entries(cache: Path) -> list[Path]:
-    """All that is in a cache, hidden or not, but for its mark and the locks beside its folders."""
+def cache_entries(cache: Path) -> list[Path]:
+    """Return the entries of a cache, hidden ones too, without its tag and locks."""
     return [entry for entry in cache.iterdir() if entry.suffix != ".lock" and CACHE_TAG not in entry.name]
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All that is in a folder."""
+    """Return the content of each file in a folder."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def whole(folder: Path) -> dict[str, bytes]:
-    """What a folder comes to, in however many shards: all tokens for training as one, and the others."""
+    """Return the content of a folder with its training files joined, so that the number of shards does not matter."""
     files = sorted(content(folder).items())
     parts = {name: data for name, data in files if name in ("validation.bin", "tokenizer.json")}
     return parts | {"train": b"".join(data for name, data in files if name.startswith("train-"))}
 
 
 def lists(prepared: TokenSource) -> tuple[list[int], list[int]]:
-    """The ids of both parts."""
+    """Return the ids of both splits."""
     return prepared.train[:].tolist(), prepared.validation.tolist()
 
 
-def halves(data: DataConfig) -> tuple[list[str], list[str]]:
-    """The documents to learn from, and those that validate."""
+def split_documents(data: DataConfig) -> tuple[list[str], list[str]]:
+    """Return the documents for training and for validation."""
     corpus = open_corpus(data, Path("unused"))
     pieces = [piece for _, _, piece in corpus.chunks()]
     split = scan_chunks(pieces, data.validation_bytes).split
@@ -123,20 +123,20 @@ def halves(data: DataConfig) -> tuple[list[str], list[str]]:
     characters = 0
     for whole in pieces:
         for piece, validates in split.assign(whole, characters):
-            parts[validates].extend([""] * piece.starts_document)
+            parts[validates].extend([""] * piece.begins)
             parts[validates][-1] += piece.text
         characters += len(whole.text)
     return parts
 
 
-def obvious(documents: list[str], tokenizer: Tokenizer) -> list[int]:
-    """The ids of documents, each after an end-of-text."""
+def expected_ids(documents: list[str], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of documents, each after an end-of-text."""
     return [id for document in documents for id in (tokenizer.end_of_text, *tokenizer.encode(document))]
 
 
 @contextlib.contextmanager
-def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
-    """The pieces that are encoded meanwhile, on whatever thread; before piece number `at`, something happens."""
+def record_chunks(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
+    """Yield a list that collects the encoded chunks of all threads. Call `happens` before chunk number `at`."""
     pieces: list[str] = []
     encode_chunk = Tokenizer.encode_chunk
 
@@ -151,8 +151,8 @@ def watching(at: int = 0, happens: Callable[[], object] = lambda: None) -> Itera
         yield pieces
 
 
-def fail_with(error: BaseException) -> Callable[[], None]:
-    """What raises an error."""
+def raising_function(error: BaseException) -> Callable[[], None]:
+    """Return a function that raises an error."""
 
     def fail() -> None:
         raise error
@@ -160,32 +160,35 @@ def fail_with(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-# --- processes to be hurt ---
+# --- processes to kill: they are forked from a process that has imported everything, which takes seconds ---
+
+FORKS = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
+FORKS.set_forkserver_preload(["pytest", "hypothesis", "gpt.data.prepare"])
 
 
-def obey(
-    path: str, cache: str, values: dict, at: tuple | None = None, tokenizer="byte", context_length=CONTEXT
-) -> NoReturn:
-    """Prepare a text as a command would, and end this process.
-
-    Args:
-        path: the text.
-        cache: the cache.
-        values: other constants.
-        at: words of a call that changes the file system, how many such calls there are, and the signal that comes then.
-        tokenizer: its name.
-        context_length: that of the model.
-    """
+def prepare_as_command(path, cache, output, values, at, events, tokenizer="byte", context_length=CONTEXT) -> NoReturn:
+    """Prepare as a command does, with output to a file. `at` is as for `Preparation`."""
     signal.alarm(60)
-    if at:
-        what, number, signal_number = at
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stream = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    ready, resumed = events
+    if not at:
+        ready.set()
+    else:
+        call, number, signal_number = at
         touches = itertools.count(1)
 
         def touch(event: str, arguments: tuple) -> None:
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.fsync", "fcntl.flock")
-            here = changes or (event == "open" and cache in str(arguments))
-            if here and what in f"{event} {arguments}" and next(touches) == number:
-                os.kill(os.getpid(), signal_number)
+            is_touch = changes or (event == "open" and cache in str(arguments))
+            if is_touch and call in f"{event} {arguments}" and next(touches) == number:
+                if signal_number == signal.SIGSTOP:
+                    ready.set()
+                    resumed.wait()
+                else:
+                    os.kill(os.getpid(), signal_number)
 
         os.fsync = lambda descriptor: touch("os.fsync", ())  # a signal spares what the system has not yet written
         sys.addaudithook(touch)
@@ -193,66 +196,53 @@ def obey(
     try:
         with constants(values), clean_exit("prepare"):
             print_line = functools.partial(print, flush=True)
-            prepare(
-                DataConfig("text", path),
-                TokenizerConfig(tokenizer, 307),
-                context_length,
-                Path(cache),
-                print_line=print_line,
-            )
+            tokenizer_config = TokenizerConfig(tokenizer, 307)
+            prepare(DataConfig("text", path), tokenizer_config, context_length, Path(cache), print_line)
     except SystemExit as end:
         code = end.code
     sys.stderr.flush()
-    os._exit(int(str(code)))  # the way out of Python takes a second that has nothing to do with this
+    os._exit(int(str(code)))  # leaving Python takes a second that has nothing to do with this
 
 
-class Workshop:
-    """Real processes that prepare. A process is named by its number."""
+class Preparation:
+    """A process that prepares. `at` gives a system call, its number, and a signal to itself then; SIGSTOP pauses it."""
 
-    def __init__(self, outputs: Path):
-        self._server = ForkServer(["workshop"], ["-W", "default::ResourceWarning"])
-        self._outputs = outputs
-        self._processes: dict[int, tuple[ForkedProcess, Path]] = {}
+    def __init__(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, at: tuple | None = None, **more):
+        self._output = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - it lives as long as this object
+        self._events = FORKS.Event(), FORKS.Event()
+        arguments = (data.path, str(cache), self._output.name, values, at, self._events)
+        self._process = FORKS.Process(target=prepare_as_command, args=arguments, kwargs=more, daemon=True)
+        self._process.start()
 
-    def start(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, **more) -> int:
-        """Start a process that prepares, with `more` for `obey`, and return its number."""
-        arguments = {"path": data.path, "cache": str(cache), "values": values} | more
-        words = ["-c", "import json, sys, workshop; workshop.obey(**json.loads(sys.argv[1]))", json.dumps(arguments)]
-        output = self._outputs / str(time.monotonic_ns())
-        with output.open("a") as stream:
-            process = ForkedProcess(self._server, words, stream, ROOT, os.environ)
-        self._processes[process.pid] = process, output
-        return process.pid
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
-    def wait(self, number: int) -> int | None:
-        """Return the exit code once the process has ended, negative if a signal ended it, or None if one stopped it."""
-        process, _ = self._processes[number]
-        while (code := process.poll()) is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if psutil.Process(number).status() == psutil.STATUS_STOPPED:
-                    return None
-            time.sleep(0.002)
-        return code
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-    def said(self, number: int) -> str:
-        """Return what a process has printed so far."""
-        return self._processes[number][1].read_text()
+    def wait_until_ready(self) -> None:
+        """Wait until the process pauses, or without `at` begins to prepare."""
+        assert self._events[0].wait(30), self.output()
 
-    def run(self, *arguments, **more) -> tuple[int | None, str]:
-        """Prepare to the end. Return the exit code, and all that was printed."""
-        number = self.start(*arguments, **more)
-        return self.wait(number), self.said(number)
+    def resume(self) -> None:
+        self._events[1].set()
 
-    def wait_until_said(self, number: int, text: str) -> None:
-        """Wait until a process has printed a text."""
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def wait_until_printed(self, text: str) -> None:
         deadline = time.monotonic() + 30
-        while text not in self.said(number):
-            assert time.monotonic() < deadline, self.said(number)
+        while text not in self.output():
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.005)
 
-    def close(self) -> None:
-        """End all processes."""
-        self._server.close()
+    def wait(self) -> tuple[int | None, str]:
+        """Return the exit code, negative after a signal, and the output."""
+        self._process.join()
+        return self._process.exitcode, self.output()
 
 
 def remount(disk: Path, options: str) -> None:

@@ -1,4 +1,4 @@
-"""How commands end: exit codes, and one line for a mistake."""
+"""Exit codes of commands, and one line for a mistake."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class WindowsError(OSError):
-    """What Windows raises, with its own number beside that of C."""
+    """An error of Windows, with its own number besides C's."""
 
     winerror = None
 
@@ -42,8 +42,7 @@ class WindowsError(OSError):
         (WindowsError(errno.EINVAL, "Invalid argument", "a?b"), 2, "prog: a?b: cannot be used (Invalid argument)"),
     ],
 )
-def test_ends(capsys, error, code, line):
-    """Each expected end has its exit code and its line."""
+def test_expected_errors_have_an_exit_code_and_a_line(capsys, error, code, line):
     with pytest.raises(SystemExit) as end, clean_exit("prog"):
         raise error
     assert end.value.code == code
@@ -54,14 +53,14 @@ def test_ends(capsys, error, code, line):
     "error", [OSError(errno.EBADF, "a bug"), FileNotFoundError(errno.ENOENT, "a bug"), ValueError("a bug")]
 )
 def test_bugs_keep_their_traceback(error):
-    """What nobody foresaw is raised as it is."""
+    """An unexpected error is raised unchanged."""
     with pytest.raises(type(error)), clean_exit("prog"):
         raise error
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path, closed):
-    """Started with closed streams a command still ends with its exit code, and its messages go into no other file."""
+    """A command started with closed streams keeps its exit code, and its messages go into no other file."""
     program = "from gpt.console import *\nwith clean_exit('p'), open('out', 'w') as f: raise UserError('wrong')"
     done = subprocess.run(
         f'cd {tmp_path} && PYTHONPATH={ROOT} {sys.executable} -c "{program}" {closed}', shell=True, capture_output=True
@@ -73,7 +72,7 @@ def test_closed_streams(tmp_path, closed):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED: Windows has another Ctrl-C")
 def test_ctrl_c_that_an_import_swallows(tmp_path):
-    """A library that catches Ctrl-C while it is imported fails at something else later: the command ends before."""
+    """A library that catches Ctrl-C during its import would fail later. The command ends before."""
     fragile = "try: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: pass\nraise ImportError('half')"
     (tmp_path / "fragile.py").write_text(f"import signal\n{fragile}")
     start = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)\nfrom gpt.console import *\n"
@@ -85,7 +84,7 @@ def test_ctrl_c_that_an_import_swallows(tmp_path):
 
 
 def test_reader_gone_on_windows(monkeypatch):
-    """Windows calls a pipe that nobody reads an invalid argument: the command ends as elsewhere."""
+    """A pipe without a reader is an invalid argument on Windows. The command ends as on other systems."""
     muted = []
     monkeypatch.setattr("gpt.console._mute", muted.append)
     with pytest.raises(SystemExit) as end, clean_exit("prog"):
@@ -98,12 +97,12 @@ def test_reader_gone_on_windows(monkeypatch):
 
     print_line("hello", Closed())
     assert len(muted) == 2
-    with pytest.raises(OSError), clean_exit("prog"):  # elsewhere it is a bug
+    with pytest.raises(OSError), clean_exit("prog"):  # a bug on other systems
         raise OSError(errno.EINVAL, "Invalid argument")
 
 
 class Broken(io.StringIO):
-    """A stream that cannot be written: its terminal was closed, or its disk is full."""
+    """A stream whose terminal was closed, or whose disk is full."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -115,8 +114,8 @@ class Broken(io.StringIO):
 
 @pytest.mark.promise("runs.md#closed terminal")
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_output_ends_no_training(monkeypatch, number):
-    """A closed terminal or a full disk of the log: a training ends well; other commands have lost their result."""
+def test_a_training_survives_lost_output(monkeypatch, number):
+    """With a closed terminal or a full disk for the log, a training succeeds. Other commands have lost their result."""
     muted = []
     monkeypatch.setattr("gpt.console._mute", muted.append)
     for program, code in (("train.py", None), ("gpt.compare", 2)):
@@ -132,7 +131,7 @@ def test_output_ends_no_training(monkeypatch, number):
 @pytest.mark.skipif(sys.platform == "win32", reason="NOT TESTED without pseudo terminals")
 @pytest.mark.promise("security.md#escape sequences")
 def test_no_escape_codes_on_a_terminal():
-    """Whatever made a text, a terminal gets no code that it would obey; a pipe gets none that begins others."""
+    """A terminal gets no control characters. A pipe gets none that start an escape sequence."""
     code = "from gpt.console import *\nwith clean_exit('p'):"
     code += " print('a\\x1b]0;b\\x07\\x9bc\\td\\f'); print_line('\\x1b[31m')"
     controller, terminal = os.openpty()
@@ -145,7 +144,7 @@ def test_no_escape_codes_on_a_terminal():
 
 
 def test_quote(monkeypatch):
-    """Commands to type are quoted for the shell of the system: only double quotes mean anything to that of Windows."""
+    """Commands to type are quoted for the system's shell. The shell of Windows has only double quotes."""
     assert [shell_quote(word) for word in ("plain", "it's two", "")] == ["plain", "'it'\"'\"'s two'", "''"]
     monkeypatch.setattr("os.name", "nt")
     assert [shell_quote(word) for word in (r"runs\a", "it's two", "")] == [r"runs\a", '"it\'s two"', '""']

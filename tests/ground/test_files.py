@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and locks."""
+"""Atomic files and locks."""
 
 import errno
 import os
@@ -25,8 +25,8 @@ from gpt.loading import find_path, open_tokenizer
 from gpt.sampling.arguments import parse_arguments
 
 
-def test_home_path(tmp_path, monkeypatch):
-    """`~` is the home directory in every option that names a file, and from Python; elsewhere it is a letter."""
+def test_expand_path(tmp_path, monkeypatch):
+    """`~` is the home directory in every option that names a file, and from Python. Inside a name it is a letter."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a~").write_text("a")
     assert expand_path("~/a~") == expand_path(tmp_path / "a~") == find_path("~/a~") == tmp_path / "a~"
@@ -38,11 +38,11 @@ def test_home_path(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=str(tmp_path)):
         open_tokenizer("~/model")
     bare = [file for file in PACKAGE.rglob("*.py") if "type=Path" in file.read_text(encoding="utf-8")]
-    assert not bare, "these options do not know the home directory: use expand_path"
+    assert not bare, "these options do not expand ~: use expand_path"
 
 
-def test_replacing_publishes_the_whole_file(tmp_path):
-    """Until the block ends the old contents stay; then the new ones are there, and nothing else."""
+def test_atomic_write_replaces_the_whole_file(tmp_path):
+    """The old content stays until the block ends. Then only the new content is there."""
     file = tmp_path / "a.txt"
     file.write_text("old")
     with atomic_write(file) as temporary:
@@ -52,7 +52,7 @@ def test_replacing_publishes_the_whole_file(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_replacing_leaves_nothing_after_an_error(tmp_path):
+def test_atomic_write_leaves_nothing_after_an_error(tmp_path):
     """The old file is intact and the half-written one is gone."""
     file = tmp_path / "a.txt"
     file.write_text("old")
@@ -64,8 +64,8 @@ def test_replacing_leaves_nothing_after_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with names")
-def test_replacing_writes_into_a_pipe(tmp_path):
-    """What is no regular file stays what it is, and its reader gets the text; a folder is refused."""
+def test_atomic_write_writes_into_a_pipe(tmp_path):
+    """A pipe stays a pipe, and its reader gets the text. A folder is refused."""
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
         write_text(tmp_path / "pipe", "new")
@@ -76,7 +76,7 @@ def test_replacing_writes_into_a_pipe(tmp_path):
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-def test_replacing_follows_a_link(tmp_path):
+def test_atomic_write_follows_a_link(tmp_path):
     """A link to a file stays a link."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder/a.txt")
@@ -87,7 +87,7 @@ def test_replacing_follows_a_link(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL])
 def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
-    """Windows cannot open a folder and some file systems cannot sync one, which does not matter; for files it does."""
+    """A folder that a system cannot sync is no error. A file is."""
 
     def refuse(*arguments) -> int:
         raise OSError(number, "no")
@@ -100,7 +100,7 @@ def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
 
 
 def test_a_disk_that_fails_is_noticed(tmp_path, monkeypatch):
-    """An error of the disk is raised for folders, too."""
+    """A disk error is raised for folders too."""
 
     def fail(descriptor) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -111,8 +111,8 @@ def test_a_disk_that_fails_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("times", "on_windows"), [(3, True), (3, False), (10**9, True)])
-def test_publish_waits_for_other_programs(tmp_path, monkeypatch, times, on_windows):
-    """Windows refuses to replace a file that another program looks into; elsewhere a refusal is final."""
+def test_atomic_rename_waits_for_other_programs(tmp_path, monkeypatch, times, on_windows):
+    """Windows refuses to replace a file that another program has open. On other systems a refusal is final."""
     replace, refused, slept = os.replace, [], []
 
     def refuse(source, target) -> None:
@@ -137,10 +137,10 @@ def test_publish_waits_for_other_programs(tmp_path, monkeypatch, times, on_windo
 
 
 @pytest.mark.parametrize("possible", [True, False])
-def test_link(tmp_path, monkeypatch, possible):
-    """Both names are one file, also when linked twice, or equal ones where the file system has no hard links.
+def test_hard_link(tmp_path, monkeypatch, possible):
+    """Both names are one file, also when linked twice. Without hard links, the files are equal.
 
-    What the target named before keeps its other name.
+    The target's former file keeps its other name.
     """
 
     def refuse(*names) -> None:
@@ -158,22 +158,22 @@ def test_link(tmp_path, monkeypatch, possible):
     assert sorted(os.listdir(tmp_path)) == ["best", "last", "previous"]
 
 
-def test_hold_names_the_owner(tmp_path):
-    """A second holder is refused and told the first one's process id, also from another process; then it is free."""
+def test_a_lock_names_its_owner(tmp_path):
+    """A second holder is refused with the first holder's process id, also from another process. Then it is free."""
     file = tmp_path / ".lock"
-    held = acquire_lock(file)
+    lock = acquire_lock(file)
     with pytest.raises(LockedError, match=str(os.getpid())):
         acquire_lock(file)
     program = f"from pathlib import Path; from gpt.files import acquire_lock; acquire_lock(Path({str(file)!r}))"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert f"LockedError: {os.getpid()}" in other.stderr
-    held.release()
+    lock.release()
     acquire_lock(file).release()
 
 
 @pytest.fixture(params=["with locks", "without locks"])
 def file_system(request, monkeypatch) -> str:
-    """Python that starts a process on a file system with locks, or one that answers as Lustre without -o flock."""
+    """Return Python code for a file system with locks, or without, like Lustre without -o flock."""
     if request.param == "with locks":
         return "import os\n"
     fcntl = pytest.importorskip("fcntl")
@@ -185,8 +185,8 @@ def file_system(request, monkeypatch) -> str:
     return "import fcntl, os\ndef flock(*given): raise OSError(38, 'no')\nfcntl.flock = flock\n"
 
 
-def test_lock_ends_with_its_process(tmp_path, file_system):
-    """A process that is killed leaves a file, not a lock; until then others are told that it holds it."""
+def test_a_lock_ends_with_its_process(tmp_path, file_system):
+    """A killed process leaves a file, but no lock."""
     file = tmp_path / ".lock"
     program = f"{file_system}import gpt.files, pathlib; held = gpt.files.acquire_lock(pathlib.Path({str(file)!r}))\n"
     first = subprocess.Popen(
@@ -204,8 +204,8 @@ def test_lock_ends_with_its_process(tmp_path, file_system):
     acquire_lock(file).release()
 
 
-def test_hold_where_nothing_can_be_written(tmp_path):
-    """A place that cannot acquire_lock a file is an `OSError`, not a lock that somebody holds."""
+def test_a_lock_that_cannot_be_written_is_an_error(tmp_path):
+    """A path that cannot be written is an `OSError`, not a held lock."""
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         acquire_lock(tmp_path / "file" / ".lock")

@@ -28,5 +28,5 @@ def test_other_output_is_found(tmp_path):
     """A page is refused if its code prints something else."""
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(2 + 3)\n```\n```\n7\n```\n")
-    with pytest.raises(ValueError, match=r"says '7\\n' where its code prints '5\\n'"):
+    with pytest.raises(ValueError, match=r"shows '7\\n', but its code prints '5\\n'"):
         DRAW.pictures(page)

@@ -1,4 +1,4 @@
-"""Attention against hand-computed numbers, and every route of the module against the formula."""
+"""Attention equals hand-computed numbers, and every route of the module equals the formula."""
 
 import math
 
@@ -15,7 +15,7 @@ BOTH_PATHS = pytest.mark.parametrize("fused_kernel", [True, False])
 
 
 def make_module(fused_kernel: bool | None = None, dropout: float = 0.0, qkv_bias: bool = True) -> MultiHeadAttention:
-    """A module with weights large enough for its attention to be far from even."""
+    """Return a module whose weights are large, so that its attention is far from even."""
     torch.manual_seed(3)
     module = MultiHeadAttention(D_IN, C, CONTEXT, dropout, H, qkv_bias)
     for parameter in module.parameters():
@@ -25,7 +25,7 @@ def make_module(fused_kernel: bool | None = None, dropout: float = 0.0, qkv_bias
 
 
 def make_input(T: int) -> Tensor:
-    """Seeded input (B, T, d_in)."""
+    """Return seeded input (B, T, d_in)."""
     return torch.randn(B, T, D_IN, generator=torch.Generator().manual_seed(T))
 
 
@@ -59,13 +59,13 @@ def test_paths_agree(T, qkv_bias):
 @BOTH_PATHS
 @pytest.mark.parametrize("changed", [1, 5, CONTEXT - 1])
 def test_the_future_changes_nothing(fused_kernel, changed):
-    """Another token at one place alters the output there and later, never before."""
+    """Another token at one position changes the output there and later, never before."""
     module, x = make_module(fused_kernel), make_input(CONTEXT)
     other = x.clone()
     other[:, changed] += 1.0
-    before, after = module(x), module(other)
-    torch.testing.assert_close(after[:, :changed], before[:, :changed], atol=1e-6, rtol=0.0)
-    assert ((after - before)[:, changed:].abs().amax(dim=-1) > 1e-3).all()
+    original, after = module(x), module(other)
+    torch.testing.assert_close(after[:, :changed], original[:, :changed], atol=1e-6, rtol=0.0)
+    assert ((after - original)[:, changed:].abs().amax(dim=-1) > 1e-3).all()
 
 
 @BOTH_PATHS
@@ -76,7 +76,7 @@ def test_the_future_changes_nothing(fused_kernel, changed):
 )
 @torch.no_grad()
 def test_cache_equals_uncached(fused_kernel, pieces):
-    """However the tokens are cut, the cached outputs are those of one uncached pass."""
+    """Cached outputs equal one uncached pass, for any split of the tokens."""
     module, x = make_module(fused_kernel), make_input(CONTEXT)
     cache = KVCache(CONTEXT)
     outputs = [module(piece, cache) for piece in x.split(pieces, dim=1)]
@@ -87,13 +87,13 @@ def test_cache_equals_uncached(fused_kernel, pieces):
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @pytest.mark.parametrize("with_mask", [True, False])
 def test_notes_state_dict_loads(qkv_bias, with_mask):
-    """Separate projections load unchanged, also inside another module; a saved mask is ignored."""
+    """Separate projections load unchanged, also inside another module. A saved mask is ignored."""
     torch.manual_seed(5)
     state = {"out_proj.weight": torch.randn(C, C), "out_proj.bias": torch.randn(C)}
     for name in ("W_query", "W_key", "W_value"):
         state |= {f"{name}.weight": torch.randn(C, D_IN)} | ({f"{name}.bias": torch.randn(C)} if qkv_bias else {})
     if with_mask:
-        state["mask"] = torch.ones(CONTEXT, CONTEXT).triu(diagonal=1)  # of floats, as the notes save it
+        state["mask"] = torch.ones(CONTEXT, CONTEXT).triu(diagonal=1)  # the notes save floats
     names = set(state)
     outer = nn.ModuleList(MultiHeadAttention(D_IN, C, CONTEXT, 0.0, H, qkv_bias) for _ in range(2))
     outer.load_state_dict({f"{i}.{name}": tensor + i for i in range(2) for name, tensor in state.items()})
@@ -108,14 +108,14 @@ def test_notes_state_dict_loads(qkv_bias, with_mask):
         nn.functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias")).view(B, 7, H, D).transpose(1, 2)
         for name in ("W_query", "W_key", "W_value")
     ]
-    blocked = torch.ones(7, 7, dtype=torch.bool).triu(diagonal=1)
-    context = attention(*projected, blocked).transpose(1, 2).reshape(B, 7, C)
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(diagonal=1)
+    context = attention(*projected, mask).transpose(1, 2).reshape(B, 7, C)
     expected = nn.functional.linear(context, state["out_proj.weight"], state["out_proj.bias"])
     torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_mask_buffer():
-    """The mask, which test_notes.py compares, is a bool buffer that follows the module and keeps its type."""
+    """The mask is a bool buffer that follows the module and keeps its type. test_notes.py compares its values."""
     module = make_module()
     assert dict(module.named_buffers()).keys() == {"mask"}
     assert module.to(torch.bfloat16).mask.dtype == torch.bool
@@ -130,8 +130,8 @@ def test_indivisible_width_is_refused():
 
 @BOTH_PATHS
 @pytest.mark.parametrize("tokens", [53, 300])
-def test_dropout_share_and_scale(fused_kernel, tokens):
-    """Training drops about that share of the weights and scales those kept; evaluation drops none."""
+def test_dropout_drops_and_scales(fused_kernel, tokens):
+    """Training drops the given fraction of the weights and scales the others. Evaluation drops none."""
     dropout = 0.3
     torch.manual_seed(11)
     module = MultiHeadAttention(tokens, tokens, tokens, dropout, num_heads=1)
@@ -142,17 +142,17 @@ def test_dropout_share_and_scale(fused_kernel, tokens):
         module.out_proj.weight.copy_(torch.eye(tokens))
         module.out_proj.bias.zero_()
         after, weights = module(x)[0], module.weights(x)[0, 0]
-    kept, allowed = after != 0, ~module.mask
-    assert not kept[~allowed].any()
-    assert 1 - kept[allowed].float().mean().item() == pytest.approx(dropout, abs=0.06)  # five standard deviations
-    torch.testing.assert_close(after[kept], weights[kept] / (1 - dropout))
+    survivors, allowed = after != 0, ~module.mask
+    assert not survivors[~allowed].any()
+    assert 1 - survivors[allowed].float().mean().item() == pytest.approx(dropout, abs=0.06)  # five standard deviations
+    torch.testing.assert_close(after[survivors], weights[survivors] / (1 - dropout))
     torch.testing.assert_close(module.eval()(x)[0], weights)
 
 
 @BOTH_PATHS
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_bfloat16(fused_kernel, given):
-    """With matrices in bfloat16 both paths run forward and backward, near the exact output, whatever they are given."""
+    """With bfloat16 matrices and any input, both paths run forward and backward, near the exact output."""
     exact = make_module(fused_kernel=False)(make_input(7)).detach()
     module, x = make_module(fused_kernel).bfloat16(), make_input(7).to(given)
     output = module(x)
@@ -172,7 +172,7 @@ def test_bfloat16(fused_kernel, given):
     ],
 )
 def test_path_taken(fused_kernel, dtype, expected):
-    """The module takes the preferred route, or the one it is told to take, as its autograd graph shows."""
+    """The module takes the preferred or the chosen route, as its autograd graph shows."""
     nodes = [make_module(fused_kernel).to(dtype)(make_input(7).to(dtype)).grad_fn]
     names = set()
     while nodes:

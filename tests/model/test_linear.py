@@ -1,4 +1,4 @@
-"""Matrices multiply in bfloat16 while the weights that learn and are saved stay in fp32."""
+"""Matrices multiply in bfloat16, while the trained and saved weights stay in fp32."""
 
 import pytest
 import torch
@@ -29,27 +29,27 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def make_linear(bias: bool = True) -> tuple[Linear, Tensor, Tensor]:
-    """A map of 6 to 4, an input (2, 3, 6) to be differentiated, a gradient (2, 3, 4): all as bfloat16 holds them."""
+    """Return a map of 6 to 4, an input (2, 3, 6) that needs gradients, and a gradient (2, 3, 4), all as bfloat16."""
     torch.manual_seed(7)
     linear = Linear(6, 4, bias=bias)
     x = torch.randn(2, 3, 6).bfloat16()
     return linear, x.float().requires_grad_(), torch.randn(2, 3, 4).bfloat16()
 
 
-def test_in_the_precision_of_its_weights():
-    """Without anything set it is `nn.Linear`, but takes any precision."""
+def test_a_plain_linear_has_the_precision_of_its_weights():
+    """It equals `nn.Linear`, but accepts any precision."""
     linear, x, _ = make_linear()
     plain = torch.nn.Linear(6, 4)
     plain.load_state_dict(linear.state_dict())
     assert linear.dtype == torch.float32
     assert torch.equal(linear(x), plain(x))
-    assert torch.equal(linear(x.bfloat16()), plain(x))  # x is one that bfloat16 holds
+    assert torch.equal(linear(x.bfloat16()), plain(x))  # bfloat16 represents x exactly
     assert linear.to(torch.bfloat16).dtype == linear(x).dtype == torch.bfloat16
 
 
 @pytest.fixture(params=[False, True], ids=["small", "large"])
 def large(request, monkeypatch) -> bool:
-    """Whether the matrices of a test count as large."""
+    """Return True if the matrices of a test count as large."""
     if request.param:
         monkeypatch.setattr(module, "MIN_RECAST_ELEMENTS", 0)
     return request.param
@@ -57,8 +57,8 @@ def large(request, monkeypatch) -> bool:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
-def test_rounded(into, bias, large):
-    """Result and gradients are those of weights rounded to bfloat16; each gradient has the precision of its tensor."""
+def test_weights_are_rounded(into, bias, large):
+    """Result and gradients equal weights rounded to bfloat16. Each gradient has the precision of its tensor."""
     linear, x, grad = make_linear(bias)
     x = x.detach().to(into).requires_grad_()
     rounded = torch.nn.Linear(6, 4, bias=bias, dtype=torch.bfloat16)
@@ -78,19 +78,21 @@ def test_rounded(into, bias, large):
         assert torch.equal(linear.bias.grad.bfloat16(), rounded.bias.grad)
 
 
-def test_what_is_kept_of_the_weights(large):
-    """The backward pass keeps a rounded copy of a small matrix, and only the matrix itself if it is large."""
+def test_large_matrices_keep_no_rounded_copy(large):
+    """The backward pass keeps a rounded copy of a small matrix, but not of a large one."""
     linear, x, _ = make_linear()
     linear.compute_dtype = torch.bfloat16
-    kept = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved_tensors = []
+    with saved_tensors_hooks(lambda tensor: saved_tensors.append(tensor) or tensor, lambda tensor: tensor):
         linear(x).sum()
-    weights = {(tensor.dtype, tensor is linear.weight) for tensor in kept if tensor.numel() == linear.weight.numel()}
+    weights = {
+        (tensor.dtype, tensor is linear.weight) for tensor in saved_tensors if tensor.numel() == linear.weight.numel()
+    }
     assert weights == ({(torch.float32, True)} if large else {(torch.bfloat16, False)})
 
 
-def test_what_is_rounded():
-    """The linear maps of the blocks multiply in bfloat16; weights and everything else stay in fp32."""
+def test_only_linear_maps_of_blocks_are_rounded():
+    """They multiply in bfloat16. Weights and everything else stay in fp32."""
     exact, model = make_model(), make_model(torch.bfloat16)
     assert (exact.dtype, model.dtype) == (torch.float32, torch.bfloat16)
     assert {name for name, module in model.named_modules() if isinstance(module, Linear)} == {
@@ -103,7 +105,7 @@ def test_what_is_rounded():
         assert torch.equal(parameter, exact.get_parameter(name))
     results = {}
     hooks = [module.register_forward_hook(lambda m, _, out: results.update({m: out})) for module in model.modules()]
-    model.hidden(torch.arange(7)[None])
+    model.forward_features(torch.arange(7)[None])
     for hook in hooks:
         hook.remove()
     in_fp32 = {type(module).__name__ for module, out in results.items() if out.dtype == torch.float32}
@@ -112,8 +114,8 @@ def test_what_is_rounded():
     assert in_bf16 == {"Linear", "MultiHeadAttention", "FeedForward", "Dropout"}
 
 
-def test_gradients(large):
-    """Gradients of several micro-batches add up in fp32, close to those of an fp32 model."""
+def test_gradients_accumulate_in_fp32(large):
+    """Gradients of several micro-batches are close to the gradients of an fp32 model."""
     exact, model = make_model(), make_model(torch.bfloat16)
     total: dict[str, Tensor] = {}
     for seed in range(3):
@@ -127,5 +129,5 @@ def test_gradients(large):
         collected = model.get_parameter(name).grad
         assert collected.dtype == torch.float32
         assert torch.equal(collected, total[name])
-        if "W_qkv.bias" not in name:  # a third of it, the keys', has no gradient but rounding
+        if "W_qkv.bias" not in name:  # the keys' third has only a rounding error as gradient
             assert relative_error(collected, parameter.grad) < 0.03, name

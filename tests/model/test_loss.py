@@ -1,4 +1,4 @@
-"""The plain loss against numbers by hand and `F.cross_entropy`; test_chunked_loss.py holds its fast twin to it."""
+"""The plain loss equals numbers by hand and `F.cross_entropy`. test_chunked_loss.py compares its fast twin."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_hand_computed():
 @pytest.mark.parametrize("shape", [(N,), (2, 3), (2, 3, 5)])
 @pytest.mark.parametrize("ignored", [slice(0), slice(None, None, 3)], ids=["none", "some"])
 def test_equals_cross_entropy(shape, ignored):
-    """A mean over the targets that count, wherever they lie."""
+    """The loss is a mean over the targets that count."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(*shape, C, generator=generator)
     weight = torch.randn(V, C, generator=generator)
@@ -41,7 +41,7 @@ def test_equals_cross_entropy(shape, ignored):
 
 
 def test_bfloat16():
-    """Products are in the precision of the hidden states; softmax and the result are in fp32."""
+    """Products have the precision of the hidden states. Softmax and the result are in fp32."""
     generator = torch.Generator().manual_seed(5)
     hidden, weight = torch.randn(N, C, generator=generator).bfloat16(), torch.randn(V, C, generator=generator)
     targets = torch.randint(V, (N,), generator=generator)
@@ -52,8 +52,8 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("n", [0, N])
-def test_nothing_counts(n):
-    """With no target that counts, the loss and its gradients are zero, where a mean over nothing would be nan."""
+def test_the_loss_of_no_targets_is_zero(n):
+    """Its gradients are zero too, not nan."""
     hidden, weight = torch.randn(n, C, requires_grad=True), torch.randn(V, C, requires_grad=True)
     loss = next_token_loss(hidden, weight, torch.full((n,), IGNORE_INDEX))
     loss.backward()
@@ -71,8 +71,8 @@ def test_nothing_counts(n):
         ((2, 2), 0, "need targets"),
     ],
 )
-def test_mistakes_are_named(loss, shape, target, message):
-    """Invalid token ids and targets of another shape are errors."""
+def test_invalid_targets_are_refused(loss, shape, target, message):
+    """The error names invalid token ids, and a wrong shape."""
     targets = torch.zeros(shape, dtype=torch.long)
     targets[-1] = target
     with pytest.raises(ValueError, match=message):

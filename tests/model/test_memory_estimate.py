@@ -1,4 +1,4 @@
-"""The memory of training, by arithmetic: what the tensors of a real model take."""
+"""The estimated memory of training equals the memory of a real model's tensors."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("dtype", "context_length"), [(BF16, 131), (BF16, 262), (FP32, 131)])
 def test_activations_are_what_autograd_keeps(dtype, context_length, dropout):
-    """Two more blocks keep as many bytes more as the formula says."""
+    """Two more blocks keep as many more bytes as estimated."""
     counted, computed = [], []
     for num_layers in (2, 4):
         shape = dataclasses.replace(SHAPE, num_layers=num_layers, context_length=context_length, dropout=dropout)
@@ -26,13 +26,13 @@ def test_activations_are_what_autograd_keeps(dtype, context_length, dropout):
 
 
 def kept_bytes(shape: GPTConfig, dtype: torch.dtype) -> int:
-    """The memory of all tensors that the backward pass of three windows needs, but for the weights."""
+    """Return the memory of all tensors that the backward pass of three sequences needs, except for the weights."""
     model = GPT(shape).set_compute_dtype(dtype).train()
-    ours = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
+    parameter_storages = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in ours:
+        if tensor.untyped_storage().data_ptr() not in parameter_storages:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -46,9 +46,9 @@ def kept_bytes(shape: GPTConfig, dtype: torch.dtype) -> int:
 def test_micro_batch_by_memory(device):
     """Activations and logits take half of what the state leaves, in equal parts of a step; one window in any case."""
 
-    def choose(windows: int, fits: int, state: int = 16) -> int:
+    def choose(num_sequences: int, fits: int, state: int = 16) -> int:
         room = activation_bytes(SHAPE, fits, FP32, device) if fits else 0
-        return choose_micro_batch(SHAPE, windows, state * SHAPE.num_parameters + 2 * room, FP32, device)
+        return choose_micro_batch(SHAPE, num_sequences, state * SHAPE.num_parameters + 2 * room, FP32, device)
 
     for fits, expected in [(0, 1), (1, 1), (2, 2), (5, 4), (6, 6), (11, 6), (12, 12), (100, 12)]:
         assert choose(12, fits) == expected
@@ -57,11 +57,11 @@ def test_micro_batch_by_memory(device):
 
 
 @pytest.mark.parametrize(
-    ("windows", "context_length", "device", "expected"),
+    ("num_sequences", "context_length", "device", "expected"),
     [(8, 128, "cpu", 8), (128, 64, "cpu", 64), (128, 65, "cpu", 32), (7, 5000, "cpu", 1), (128, 64, "cuda", 128)],
 )
-def test_micro_batch_where_memory_is_plentiful(windows, context_length, device, expected):
-    """Not more than 4,096 tokens on a CPU, or one window where it is longer; a GPU takes what it can hold."""
+def test_micro_batch_where_memory_is_plentiful(num_sequences, context_length, device, expected):
+    """A CPU gets at most 4,096 tokens, or one longer sequence. A GPU gets what fits."""
     shape = GPTConfig(context_length=context_length)
     for dtype in (FP32, BF16):
-        assert choose_micro_batch(shape, windows, 8e9, dtype, device) == expected
+        assert choose_micro_batch(shape, num_sequences, 8e9, dtype, device) == expected

@@ -1,8 +1,8 @@
-"""Every number printed in the five attention notes (notes.json), out of the project's own attention.
+"""The project's attention reproduces every number printed in the five attention notes (notes.json).
 
-The notes grow attention in steps; here each step is a special case of `attention_weights`, `attention` or
-`MultiHeadAttention`. Plain tensor operations stand only where a note prints what those do not show: projections, raw
-scores. Numbers hold to half a unit of their last printed digit.
+The notes build attention in steps. Each step is a special case of `attention_weights`, `attention` or
+`MultiHeadAttention`. Plain tensor operations compute only projections and raw scores, which these do not show. Numbers
+agree to half a unit of their last printed digit.
 """
 
 import json
@@ -30,12 +30,12 @@ def assert_prints(actual: Tensor, name: str) -> None:
 
 
 def causal(tokens: int) -> Tensor:
-    """The causal mask, True where blocked."""
+    """Return the causal mask, True where blocked."""
     return torch.ones(tokens, tokens, dtype=torch.bool).triu(diagonal=1)
 
 
 def heads_module(projections: list[Tensor], num_heads: int, context_length: int) -> MultiHeadAttention:
-    """The module with the notes' separate projections (d_out, d_in) loaded, and nothing after the heads."""
+    """Return the module with the notes' separate projections (d_out, d_in), and an identity after the heads."""
     d_out, d_in = projections[0].shape
     module = MultiHeadAttention(d_in, d_out, context_length, 0.0, num_heads)
     names = ("W_query.weight", "W_key.weight", "W_value.weight")
@@ -164,7 +164,7 @@ COMPUTED: dict[str, Callable[[], Tensor]] = {
     "004 linear weights after dropout": lambda: linear_weights(causal(6)) * NOTES["004 dropout pattern"],
     "004 products of heads": lambda: NOTES["004 heads"] @ NOTES["004 heads"].mT,
 }
-MODULES: dict[str, Callable[[], MultiHeadAttention]] = {  # in which the notes' whole attention is one special case
+MODULES: dict[str, Callable[[], MultiHeadAttention]] = {  # the notes' whole attention is a special case of each
     "000 context": lambda: heads_module([W.T for W in kid_projections()], 2, 3),
     "004 uniform context": lambda: heads_module([W.T for W in uniform()], 1, 6),
     "004 linear context": lambda: heads_module(linear_layers(789, 3), 1, 6),
@@ -187,10 +187,10 @@ def drawn_module() -> MultiHeadAttention:
 
 
 def test_every_printed_number_is_computed():
-    """What no test computes is what a test starts from."""
-    given = {"000 x", "001 example", "001 values", "002 x", "004 x", "004 dropout pattern", "004 heads"}
+    """The other numbers are inputs of tests."""
+    inputs = {"000 x", "001 example", "001 values", "002 x", "004 x", "004 dropout pattern", "004 heads"}
     elsewhere = {"002 masked scores", "002 output", "002 output by head"}
-    assert COMPUTED.keys() | MODULES.keys() | given | elsewhere == NOTES.keys()
+    assert COMPUTED.keys() | MODULES.keys() | inputs | elsewhere == NOTES.keys()
 
 
 @pytest.mark.parametrize("name", COMPUTED)
@@ -223,14 +223,14 @@ def test_mask(tokens):
 
 
 def test_weights_of_the_module():
-    """The weights that it uses are those of the formula, masked as the notes mask."""
+    """The module's weights equal the formula with the notes' mask."""
     kid = heads_module([W.T for W in kid_projections()], 2, 3).weights(NOTES["000 x"][None])
     assert_prints(kid[0], "000 weights")
     assert_prints(heads_module(linear_layers(789, 3), 1, 6).weights(STEP[None])[0, 0], "004 linear causal weights")
 
 
 def test_masking_by_multiplication():
-    """Zeroing later weights and dividing by the rows' sums is the same as blocking their scores."""
+    """Zeroing later weights and dividing by the rows' sums equals blocking their scores."""
     multiplied = linear_weights() * torch.ones(6, 6).tril()
     assert_prints(multiplied / multiplied.sum(dim=1, keepdim=True), "004 linear causal weights")
 
@@ -261,7 +261,7 @@ def test_002_output():
 
 
 def test_002_heads_are_the_module_without_mask():
-    """The note orders its fused rows by head first; reordered, they are the module's, with nothing blocked."""
+    """The note orders its fused rows by head first. Reordered, they equal the module's rows, without a mask."""
     torch.manual_seed(2)
     x, layer = NOTES["002 x"][None], nn.Linear(8, 24)
     queries, keys, values = layer(x).reshape(1, 4, 2, 12).chunk(3, dim=-1)  # each (1, 4, 2, 4)
@@ -284,7 +284,7 @@ def test_002_heads_are_the_module_without_mask():
 
 @pytest.mark.parametrize("d_k", [5, 100])
 def test_scaling_keeps_the_variance_at_one(d_k):
-    """The variance of dot products grows as d_k; that of the scores behind the weights stays near one."""
+    """The variance of dot products grows as d_k. The variance of scaled scores stays near one."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(2, 20_011, 1, d_k, generator=generator)
     dots = (queries * keys).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""GPT-2 exactly: the model against `transformers`' GPT2LMHeadModel, published sizes and hand counts."""
+"""The model equals `transformers`' GPT2LMHeadModel, published sizes and hand counts."""
 
 import copy
 import dataclasses
@@ -29,13 +29,13 @@ D_MODEL = HEADS * 7
 
 
 def make_config(**changes) -> GPTConfig:
-    """The tests' small model; every size is a prime or a multiple of one."""
+    """Return a small shape. Every size is a prime or a multiple of one."""
     shape = GPTConfig(CONTEXT, D_MODEL, LAYERS, HEADS, vocab_size=VOCAB)
     return dataclasses.replace(shape, **changes)
 
 
 def make_model(**changes) -> GPT:
-    """A small model in which every parameter, biases and gains included, is random and large enough to matter."""
+    """Return a small model. Every parameter, including biases and gains, is random and large enough to matter."""
     return small_models.make_model(make_config(**changes), std=0.2, unit_embeddings=False)
 
 
@@ -45,8 +45,8 @@ def make_idx(T: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def models() -> tuple[GPT, GPT2LMHeadModel]:
-    """The small model and its twin from `transformers`, with the same weights."""
-    ours = make_model()
+    """Return the small model and its twin from `transformers`, with the same weights."""
+    model = make_model()
     config = GPT2Config(
         vocab_size=VOCAB,
         n_positions=CONTEXT,
@@ -57,13 +57,13 @@ def models() -> tuple[GPT, GPT2LMHeadModel]:
         eos_token_id=0,
         attn_implementation="eager",
     )
-    theirs = GPT2LMHeadModel(config).eval()
-    theirs.load_state_dict(in_their_layout(ours))
-    return ours, theirs
+    reference = GPT2LMHeadModel(config).eval()
+    reference.load_state_dict(in_their_layout(model))
+    return model, reference
 
 
 def in_their_layout(model: GPT) -> dict[str, Tensor]:
-    """Every weight of GPT2LMHeadModel, the tied head too."""
+    """Return every weight of GPT2LMHeadModel, including the tied head."""
     weights = to_huggingface_weights(model)
     return weights | {"lm_head.weight": weights["transformer.wte.weight"]}
 
@@ -72,54 +72,45 @@ def in_their_layout(model: GPT) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_logits_equal_transformers(models, T):
     """The same weights give the same logits."""
-    ours, theirs = models
+    model, reference = models
     idx = make_idx(T)
-    expected = theirs(idx).logits
+    expected = reference(idx).logits
     assert expected.std() > 0.5
-    torch.testing.assert_close(ours(idx), expected, atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=0.0)
 
 
 def test_gradients_equal_transformers(models):
     """The next-token loss and its gradient in every parameter are the same too."""
-    ours, theirs = models
+    model, reference = models
     idx = make_idx(CONTEXT)
-    ours.zero_grad()
-    theirs.zero_grad()
-    loss = F.cross_entropy(ours(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
-    expected_loss = theirs(idx, labels=idx).loss
+    model.zero_grad()
+    reference.zero_grad()
+    loss = F.cross_entropy(model(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
+    expected_loss = reference(idx, labels=idx).loss
     loss.backward()
     expected_loss.backward()
     torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=0.0)
-    gradients = copy.deepcopy(ours)
-    for copied, parameter in zip(gradients.parameters(), ours.parameters(), strict=True):
+    gradients = copy.deepcopy(model)
+    for copied, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
         copied.data = parameter.grad
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    found = {name: gradient for name, gradient in in_their_layout(gradients).items() if name in expected}
-    assert all(gradient.abs().max() > 1e-3 for gradient in found.values())
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    actual = {name: gradient for name, gradient in in_their_layout(gradients).items() if name in expected}
+    assert all(gradient.abs().max() > 1e-3 for gradient in actual.values())
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0.0)
 
 
 def test_attention_maps_equal_transformers(models):
-    """Each layer's and head's weights."""
-    ours, theirs = models
-    maps = ours.attention_maps(make_idx(7))
+    """The attention weights of each layer and head are the same."""
+    model, reference = models
+    maps = model.attention_maps(make_idx(7))
     assert not maps.requires_grad
     with torch.no_grad():
-        expected = torch.stack(theirs(make_idx(7), output_attentions=True).attentions, dim=1)
+        expected = torch.stack(reference(make_idx(7), output_attentions=True).attentions, dim=1)
     torch.testing.assert_close(maps, expected, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_heads", "d_model", "expected"),
-    [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080), (48, 25, 1600, 1557611200)],
-)
-def test_gpt2_parameter_counts(num_layers, num_heads, d_model, expected):
-    """GPT-2's published sizes; `test_head_is_tied` holds the count to that of a model."""
-    assert GPTConfig(1024, d_model, num_layers, num_heads).num_parameters == expected
-
-
 def test_init_statistics():
-    """Every parameter is drawn as `init_weights` documents, whatever it held before."""
+    """`init_weights` draws every parameter as it documents, and overwrites earlier values."""
     torch.manual_seed(19)
     config = make_config(d_model=91, num_heads=7, num_layers=3, vocab_size=211, context_length=97)
     model = GPT(config)
@@ -138,11 +129,11 @@ def test_init_statistics():
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
             assert parameter.mean().item() == pytest.approx(0.0, abs=0.05 * std), name
             beyond = (parameter.abs() > 2 * std).float().mean().item()
-            assert beyond == pytest.approx(0.0455, abs=0.01), name  # a normal variable's share
+            assert beyond == pytest.approx(0.0455, abs=0.01), name  # as in a normal distribution
 
 
-def test_from_state_dict():
-    """The same model from the same tensors: nothing is drawn and nothing copied but what was not in fp32."""
+def test_a_state_dict_is_used_without_copying():
+    """Nothing is drawn, and only tensors of another precision are copied."""
     model, idx = make_model(), make_idx(5)
     state = model.state_dict()
     generator = torch.get_rng_state()
@@ -160,11 +151,11 @@ def test_head_is_tied():
     model = make_model()
     idx = make_idx(7)
     assert not [name for name in model.state_dict() if "head" in name]
-    for one in (model, make_model(qkv_bias=False)):
-        assert sum(tensor.numel() for tensor in one.state_dict().values()) == one.config.num_parameters
-    expected = torch.einsum("btc,vc->btv", model.hidden(idx), model.token_embedding.weight)
+    for other in (model, make_model(qkv_bias=False)):
+        assert sum(tensor.numel() for tensor in other.state_dict().values()) == other.config.num_parameters
+    expected = torch.einsum("btc,vc->btv", model.forward_features(idx), model.token_embedding.weight)
     torch.testing.assert_close(model(idx), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(model.head(model.hidden(idx)), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.head(model.forward_features(idx)), expected, atol=1e-5, rtol=1e-5)
     absent = next(v for v in range(VOCAB) if v not in idx)
     model(idx).square().mean().backward()
     assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
@@ -175,23 +166,24 @@ def test_head_is_tied():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.slow
 def test_compiled_once(checkpointing):
-    """All blocks share one graph, compiled once with gradients and once without, in whatever order training,
-    validation and samples follow one another.
+    """All blocks share one graph, compiled once with gradients and once without.
+
+    The order of training, validation and samples does not matter.
     """
     model, idx = make_model().set_compute_dtype(torch.bfloat16).train(), make_idx(CONTEXT)
     model.checkpointing = checkpointing
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.compile(backend=counter, fullgraph=True)
-    text = idx.flatten().repeat(4)[: 6 * CONTEXT + 2].numpy()  # seven windows, of which the last batch has one
+    text = idx.flatten().repeat(4)[: 6 * CONTEXT + 2].numpy()  # seven sequences: the last batch has one
     counts = []
     for _ in range(3):
         for _ in range(2):
             chunked_next_token_loss(*model.features_and_head(idx), idx).backward()
         counts.append(counter.frame_count)
         score(model, validation_batches(text, 3, CONTEXT, IGNORE_INDEX), num_bytes=1)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as the samples of a run are made
-            model.eval().hidden(idx[:1, :7])
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as in the samples of a run
+            model.eval().forward_features(idx[:1, :7])
         model.train()
         counts.append(counter.frame_count)
     assert counts == [1, 2, 2, 2, 2, 2]
@@ -199,10 +191,10 @@ def test_compiled_once(checkpointing):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_elsewhere(name, fused):
-    """On the meta device, which has shapes but no numbers, steps and sampling never meet a CPU tensor.
+def test_no_cpu_tensor_on_another_device(name, fused):
+    """Training and sampling on the meta device, which has shapes but no numbers, use no CPU tensor.
 
-    The code does there what it does on a GPU, so this checks the GPU's route without one.
+    The code takes the route of a GPU there.
     """
     model = make_model().set_compute_dtype(torch.bfloat16).to("meta")
     for block in model.blocks:
@@ -221,27 +213,28 @@ def test_elsewhere(name, fused):
     caches, starts = model.init_kv_caches(), torch.zeros(len(idx), dtype=torch.long, device="meta")
     with torch.no_grad():
         for tokens in (idx[:, :-1], idx[:, -1:]):
-            assert model.head(model.hidden(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
+            assert model.head(model.forward_features(tokens, caches, starts)).shape == (*tokens.shape, VOCAB)
     assert model.attention_maps(idx).device.type == "meta"
 
 
-def test_short_windows_stand_at_all_places():
-    """Of three rows, each is what it would be at the beginning of a context whose positions were its own."""
+def test_short_sequences_have_all_positions():
+    """Each of three rows has the next positions of the context."""
     model, T = make_model(), CONTEXT // 3
     idx = make_idx(T).repeat(3, 1)
-    hidden, _ = model.features_and_head(idx, places=3)
+    hidden, _ = model.features_and_head(idx, num_offsets=3)
     positions = model.position_embedding.weight.detach().clone()
-    for place in range(3):
+    for row in range(3):
         with torch.no_grad():
-            model.position_embedding.weight[:T] = positions[place * T : (place + 1) * T]
-        torch.testing.assert_close(hidden[place::3], model.hidden(idx)[place::3])
+            model.position_embedding.weight[:T] = positions[row * T : (row + 1) * T]
+        torch.testing.assert_close(hidden[row::3], model.forward_features(idx)[row::3])
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("device", DEVICES)
-def test_hidden_and_head(device, scale):
-    """Training's route to the loss gives the same value and gradients, also for repeated tokens and the head,
-    whether gradients are returned or accumulated.
+def test_features_and_head(device, scale):
+    """The training loss has the plain value and gradients, also for repeated tokens and the head.
+
+    Gradients may be returned or accumulated.
     """
     model = make_model().to(device)
     idx, targets = make_idx(CONTEXT).to(device), make_idx(CONTEXT).flip(1).to(device)
@@ -261,7 +254,7 @@ def test_hidden_and_head(device, scale):
 
 
 def test_too_long_input_is_refused():
-    """The error names the length and the limit, for a whole input and for one that a cache has made too long."""
+    """The error names the length and the limit, for an input alone and for an input after cached tokens."""
     model = make_model()
     with pytest.raises(ValueError, match=r"\b17 tokens .*\b13\b"):
         model(make_idx(17))
@@ -289,14 +282,14 @@ def test_too_long_input_is_refused():
     ],
 )
 def test_config_ranges(changes, message):
-    """A value out of its range is an error that names it and the limit; the least of all models runs."""
+    """The error names the value and the limit. The smallest model runs."""
     assert re.search(message, refusal(GPTConfig, **changes))
-    least = GPTConfig(context_length=1, d_model=1, num_layers=1, num_heads=1, vocab_size=1)
-    assert GPT(least)(torch.zeros(1, 1, dtype=torch.long)).shape == (1, 1, 1)
+    smallest = GPTConfig(context_length=1, d_model=1, num_layers=1, num_heads=1, vocab_size=1)
+    assert GPT(smallest)(torch.zeros(1, 1, dtype=torch.long)).shape == (1, 1, 1)
 
 
 def test_dropout_is_for_training():
-    """Two passes differ in training and are the same in evaluation, where they equal a model without dropout."""
+    """Two passes differ in training. In evaluation they equal a model without dropout."""
     model, idx = make_model(dropout=0.3), make_idx(7)
     torch.testing.assert_close(model(idx), make_model()(idx), atol=0.0, rtol=0.0)
     model.train()
@@ -306,18 +299,22 @@ def test_dropout_is_for_training():
 
 
 def test_flops_per_token():
-    """A model small enough to count by hand."""
-    model = GPT(GPTConfig(context_length=7, d_model=6, num_layers=2, num_heads=3, vocab_size=11))
+    """The count by hand of a small model."""
+    config = GPTConfig(context_length=7, d_model=6, num_layers=2, num_heads=3, vocab_size=11)
     head = 11 * 6
     block = 6 * 18 + 6 * 6 + 6 * 24 + 24 * 6  # queries, keys and values; output; expand; contract
-    scores_and_mixing = 2 * 5 * 6  # each of five tokens costs a product of 6 with a key and one with a value
-    assert model.flops_per_token(5) == 6 * (head + 2 * block + 2 * scores_and_mixing) == 6300
+    scores_and_mixing = 2 * 5 * 6  # each of five tokens has one product of 6 with a key and one with a value
+    assert config.costs().flops_per_token(5) == 6 * (head + 2 * block + 2 * scores_and_mixing) == 6300
+
+
+def test_a_model_too_large_for_pytorch_is_refused():
+    assert "d_model=1099511627776" in refusal(GPTConfig(d_model=2**40, num_heads=1).costs)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing(dropout):
-    """Recomputed activations give the same gradients, bit for bit, and fewer of them are kept."""
-    kept, gradients = [], []
+    """Recomputed activations give the same gradients, bit for bit, and take less memory."""
+    num_stored, gradients = [], []
     for checkpointing in (False, True):
         model = make_model(dropout=dropout).train()
         model.checkpointing = checkpointing
@@ -331,7 +328,7 @@ def test_checkpointing(dropout):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(make_idx(5)).square().mean()
         loss.backward()
-        kept.append(len(storages))
+        num_stored.append(len(storages))
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
-    assert kept[1] < kept[0] / 2
+    assert num_stored[1] < num_stored[0] / 2

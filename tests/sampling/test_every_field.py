@@ -1,6 +1,6 @@
-"""Each field of `ModelConfig`, turned away from its default: every way to run the model agrees with it, or refuses.
+"""Every way to run the model agrees with the plain model for another value of each field, or refuses it.
 
-A new field that a cache, a packed weight, a page or an export does not know about would otherwise be ignored there.
+Otherwise a cache, packed weights or an export could ignore a new field.
 """
 
 import dataclasses
@@ -33,21 +33,23 @@ T = 23
 
 
 def test_every_field_has_another_value():
-    """A new field gets its line in the table above, with a value that is not its default."""
+    """A new field gets a line in the table above, with a value that is not its default."""
     fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    assert OTHER.keys() == fields.keys(), "add each new field of ModelConfig to OTHER, with another value than usual"
+    assert OTHER.keys() == fields.keys(), (
+        "add each new field of ModelConfig to OTHER, with a value that is not the default"
+    )
     assert [name for name, value in OTHER.items() if value in (fields[name], getattr(SMALL, name))] == []
 
 
 def plain(config: GPTConfig, idx: Tensor) -> Tensor:
-    """The logits as the attention notes compute them, by no kernel but the plain one."""
+    """Return the logits of the plain attention of the notes."""
     model = make_model(config, std=0.15)
     for block in model.blocks:
         block.attention.fused_kernel = False
     return model(idx)
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER if name != "dropout"])  # which acts in training only
+@pytest.mark.parametrize("name", [name for name in OTHER if name != "dropout"])  # it acts in training only
 @torch.no_grad()
 def test_every_field_changes_the_model(name):
     idx = make_idx(257, 1, T)
@@ -65,9 +67,9 @@ def cached_in_parts(model: GPT, idx: Tensor, folder: Path) -> Tensor:
 
 
 def padded(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    shorter, starts = torch.cat([idx[:, :1], idx[:, :-1]], dim=1), torch.tensor([1])
-    logits = model.head(model.hidden(shorter, starts=starts))[:, 1:]
-    return torch.cat([logits, model(idx)[:, -1:]], dim=1)  # of the padded row, the last token has no room
+    shorter, pad_lengths = torch.cat([idx[:, :1], idx[:, :-1]], dim=1), torch.tensor([1])
+    logits = model.head(model.forward_features(shorter, pad_lengths=pad_lengths))[:, 1:]
+    return torch.cat([logits, model(idx)[:, -1:]], dim=1)  # the padded row has no room for the last token
 
 
 def for_training(model: GPT, idx: Tensor, folder: Path) -> Tensor:
@@ -84,7 +86,7 @@ def packed_int8(model: GPT, idx: Tensor, folder: Path) -> Tensor:
 
 
 def compiled(model: GPT, idx: Tensor, folder: Path) -> Tensor:
-    with torch.compiler.set_stance("force_eager"):  # what is compiled, and not the compiler
+    with torch.compiler.set_stance("force_eager"):  # torch.compile is not tested
         return cached(pack_weights(model, "fp32", compiled=True), idx, folder)
 
 
@@ -93,7 +95,7 @@ def in_transformers(model: GPT, idx: Tensor, folder: Path) -> Tensor:
     return AutoModelForCausalLM.from_pretrained(folder)(idx).logits
 
 
-WAYS: dict[Callable[[GPT, Tensor, Path], Tensor], float] = {  # and how far off they may be
+WAYS: dict[Callable[[GPT, Tensor, Path], Tensor], float] = {  # and the mean error that is allowed
     **dict.fromkeys([cached, cached_in_parts, padded, for_training, compiled, in_transformers], 1e-5),
     **dict.fromkeys([packed_bf16, packed_int8], 0.03),
 }
@@ -104,7 +106,7 @@ WAYS: dict[Callable[[GPT, Tensor, Path], Tensor], float] = {  # and how far off 
 @pytest.mark.parametrize("name", OTHER)
 @torch.no_grad()
 def test_every_way_agrees_or_refuses(name, way, tmp_path):
-    """The mean error of its logits, in standard deviations of the plain model's."""
+    """The mean error of logits is in standard deviations of the plain model's logits."""
     config = dataclasses.replace(SMALL, **{name: OTHER[name]})
     idx = make_idx(257, 1, T)
     expected = plain(config, idx)
@@ -117,8 +119,8 @@ def test_every_way_agrees_or_refuses(name, way, tmp_path):
 
 
 @dataclasses.dataclass
-class WithWindow(GPTConfig):
-    """A configuration with a field that GPT-2 does not have, as somebody may add one."""
+class ConfigWithNewField(GPTConfig):
+    """A configuration with a new field that GPT-2 does not have."""
 
     other_field: int = 0
 
@@ -136,14 +138,14 @@ def compile_it(model: GPT, tokenizer, path: Path) -> None:
     ],
     ids=["hf", "gguf", "compiled"],
 )
-def test_unknown_fields(tmp_path, use: Callable, what):
-    """A field that nobody has compared with GPT-2 is no obstacle at its default; away from it, nothing is written."""
+def test_new_fields_are_refused_by_exports_and_compile(tmp_path, use: Callable, what):
+    """A new field at its default is accepted. Otherwise nothing is written."""
     model = GPT(GPTConfig(16, 32, 1, 4, vocab_size=257))
     shape = dataclasses.asdict(model.config)
-    model.config = WithWindow(**shape, other_field=3)
+    model.config = ConfigWithNewField(**shape, other_field=3)
     line = refusal(use, model, byte_tokenizer(), tmp_path / "model")
-    assert line == f"model.other_field=3 is nothing that GPT-2 has, and all that {what} knows is GPT-2"
+    assert line == f"{what} supports only GPT-2, which has no model.other_field=3"
     assert not list(tmp_path.iterdir())
-    model.config = WithWindow(**shape)
+    model.config = ConfigWithNewField(**shape)
     (tmp_path / "model").mkdir()
     use(model, byte_tokenizer(), tmp_path / "model")

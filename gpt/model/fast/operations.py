@@ -1,4 +1,4 @@
-"""Twins of plain operations that compute the same numbers in less memory or time.
+"""Fast twins of plain operations: the same numbers in less memory or time.
 
 `split_query_attention` is `gpt.model.attention.attention`; `recast_linear` is `F.linear` with rounded weights, as in
 gpt/model/linear.py; `tied_embedding` is `F.embedding(idx, weight)` and `weight` itself; `SkipInit` is building a model
@@ -14,43 +14,50 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 
-def prefers_fused_kernel(queries: Tensor) -> bool:
-    """Whether `scaled_dot_product_attention` is the fastest route for these queries (B, H, T, D).
+def prefers_fused_kernel(device: str, dtype: torch.dtype, num_queries: int, is_training: bool) -> bool:
+    """Return True if `scaled_dot_product_attention` is the fastest route.
 
-    It is, except for bfloat16 training on a CPU, where its backward pass is slow: writing attention out saves 7% of a
-    GPT-2 124M step on 4 x 1,024 tokens, and holds 0.9 GB of weights. Longer windows would need too much memory.
+    It is, except for bfloat16 training on a CPU, where its backward pass is slow. Writing attention out saves 7% of a
+    GPT-2 124M step on 4 x 1,024 tokens, and holds 0.9 GB of weights. Longer sequences would need too much memory.
     """
-    bf16_training = queries.dtype == torch.bfloat16 and queries.requires_grad
-    return not (queries.device.type == "cpu" and bf16_training and queries.shape[-2] <= 1024)
+    return not (device == "cpu" and dtype == torch.bfloat16 and is_training and num_queries <= 1024)
 
 
 def split_query_attention(
     attention: Callable[..., Tensor], queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, dropout: float = 0.0
 ) -> Tensor:
-    """Causal `attention`, computed separately for the early and the late half of the queries.
+    """Return causal `attention`, computed separately for the early and the late half of the queries.
 
-    The early half needs no key of the late one, which saves a quarter of the scores. More and smaller parts gain
-    nothing, and neither does splitting 256 tokens or fewer.
+    The early half needs no key of the late half. That saves a quarter of the scores. More parts gain nothing, and
+    neither does splitting 256 tokens or fewer.
+
+    Args:
+        attention: Computes the context vectors of a part.
+        queries: (..., T, D).
+        keys: (..., S, D).
+        values: (..., S, D).
+        mask: Broadcastable to (..., T, S), True where blocked.
+        dropout: The probability of dropping a weight.
     """
     T, S = mask.shape[-2:]
     if T <= 256:
         return attention(queries, keys, values, mask, dropout)
-    half, seen = T // 2, S - T + T // 2
-    keys_seen, values_seen = keys[..., :seen, :], values[..., :seen, :]  # (..., seen, D)
-    early = attention(queries[..., :half, :], keys_seen, values_seen, mask[..., :half, :seen], dropout)
+    half = T // 2
+    end = S - T + half  # of the keys that the early half may attend to
+    early = attention(queries[..., :half, :], keys[..., :end, :], values[..., :end, :], mask[..., :half, :end], dropout)
     late = attention(queries[..., half:, :], keys, values, mask[..., half:, :], dropout)
     return torch.cat([early, late], dim=-2)  # (..., T, D)
 
 
 def recast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in the precision of x, which rounds the weights again in the backward pass instead of keeping them.
+    """Return F.linear in the precision of x. The backward pass rounds the weights again instead of keeping a copy.
 
-    Autograd would keep the rounded copies: 170 MB for GPT-2 124M, where rounding again takes 15 ms of a 2.5 s step.
+    Autograd would keep the rounded copies, 170 MB for GPT-2 124M. Rounding again takes 15 ms of a 2.5 s step.
     """
-    return _LinearRoundingTwice.apply(x, weight, bias)
+    return _RecastLinear.apply(x, weight, bias)
 
 
-class _LinearRoundingTwice(torch.autograd.Function):
+class _RecastLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -68,15 +75,15 @@ class _LinearRoundingTwice(torch.autograd.Function):
 
 
 def tied_embedding(idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of an embedding (V, C) for the tokens idx, and the whole of it for the output head.
+    """Return the rows of an embedding (V, C) for the tokens idx, and the embedding itself for the output head.
 
-    The two gradients are summed in the memory of the head's, where autograd would make a second tensor of that size.
-    Nobody else may hold the head's gradient: `chunked_next_token_loss` gives its own away.
+    Both gradients are summed in the memory of the head's gradient. Autograd would allocate a second tensor of that
+    size. Nothing else may use the head's gradient: `chunked_next_token_loss` gives its own away.
     """
-    return _TiedLookup.apply(idx, weight)
+    return _TiedEmbedding.apply(idx, weight)
 
 
-class _TiedLookup(torch.autograd.Function):
+class _TiedEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, idx: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(idx)
@@ -93,12 +100,15 @@ class _TiedLookup(torch.autograd.Function):
 
 
 class SkipInit(TorchFunctionMode):
-    """Skip the drawing of random weights; their memory is not even touched.
+    """Build modules without drawing their weights. The memory of the weights is not even touched.
 
-    The meta device does the same, but drawing there imports PyTorch's compiler, which takes longer than it saves.
+    On the meta device, PyTorch would import its compiler to compute the causal mask, which takes seconds. A tensor
+    without numbers needs no computation, so that is skipped too.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func.__name__ in ("normal_", "uniform_", "kaiming_uniform_"):
             return None
+        if func.__name__ == "triu" and args[0].is_meta:
+            return args[0]
         return func(*args, **(kwargs or {}))

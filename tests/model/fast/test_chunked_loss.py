@@ -1,4 +1,4 @@
-"""The chunked loss against its plain twin and `F.cross_entropy`: its value, its gradients, its memory."""
+"""The chunked loss equals its plain twin and `F.cross_entropy`, in less memory."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
 
 
 def make_problem(ignored: slice = slice(0), n: int = N, v: int = V) -> tuple[Tensor, Tensor, Tensor]:
-    """Seeded hidden (n, C) and head weight (v, C), both to be differentiated, and targets (n), some of them ignored."""
+    """Return seeded hidden (n, C) and head weight (v, C), which need gradients, and targets (n), some ignored."""
     generator = torch.Generator().manual_seed(n)
     hidden = torch.randn(n, C, generator=generator).requires_grad_()
     weight = torch.randn(v, C, generator=generator).requires_grad_()
@@ -43,13 +43,13 @@ def make_problem(ignored: slice = slice(0), n: int = N, v: int = V) -> tuple[Ten
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The same loss from all logits at once, independent of both twins."""
+    """Return the same loss from all logits at once, independent of both twins."""
     return F.cross_entropy((hidden @ weight.T).flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX)
 
 
 @pytest.fixture
 def set_rows(monkeypatch) -> Callable[..., None]:
-    """Have the loss compute that many rows of logits (v) at a time."""
+    """Let the loss compute this many rows of logits (v) at a time."""
     return lambda rows, v=V, itemsize=4: monkeypatch.setitem(module.LOGITS_CHUNK_BYTES, "cpu", rows * v * itemsize)
 
 
@@ -63,10 +63,10 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     [slice(0), slice(None, None, 3), slice(5), slice(3, N), slice(1, None), slice(None)],
     ids=["none", "some", "first-chunk", "later-chunks", "all-but-one", "all"],
 )
-@pytest.mark.parametrize("rows", [0.1, 5, N, 170])  # with less memory than a row takes, one at a time
+@pytest.mark.parametrize("rows", [0.1, 5, N, 170])  # 0.1: less memory than one row needs
 @pytest.mark.parametrize("width", [7, 2048])
 def test_equals_its_plain_twin(dtype, ignored, rows, width, monkeypatch, set_rows):
-    """However rows and vocabulary are cut, whatever is ignored, value and gradients are those of `next_token_loss`."""
+    """Value and gradients equal `next_token_loss` for any chunks, slices and ignored targets."""
     monkeypatch.setattr(module, "VOCAB_SLICE", width)
     set_rows(rows, itemsize=dtype.itemsize)
     results = []
@@ -86,7 +86,7 @@ def test_equals_its_plain_twin(dtype, ignored, rows, width, monkeypatch, set_row
 
 
 def test_gradients_are_given_once():
-    """They may be added to where they stand, so a second pass over the same loss is refused and not wrong."""
+    """The caller may change them in place, so a second pass over the same loss is refused."""
     hidden, weight, targets = make_problem()
     loss = chunked_next_token_loss(hidden, weight, targets)
     loss.backward(retain_graph=True)
@@ -107,7 +107,7 @@ def test_large_logits(set_rows):
 
 
 def test_upstream_gradient(set_rows):
-    """What is done to the loss afterwards scales the gradients, and what came before receives them."""
+    """Operations after the loss scale the gradients, and operations before it receive them."""
     set_rows(5)
     hidden, weight, targets = make_problem()
     mixer = torch.randn(C, C, generator=torch.Generator().manual_seed(3)).requires_grad_()
@@ -119,7 +119,7 @@ def test_upstream_gradient(set_rows):
 
 @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
 def test_bfloat16(of_weight, monkeypatch, set_rows):
-    """With hidden states in bfloat16 the products are, but softmax and sums are in fp32, and so is the loss."""
+    """With bfloat16 hidden states, products are in bfloat16. Softmax, sums and the loss are in fp32."""
     set_rows(5, itemsize=2)
     monkeypatch.setattr(module, "VOCAB_SLICE", 7)
     hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
@@ -135,27 +135,27 @@ def test_bfloat16(of_weight, monkeypatch, set_rows):
     assert set(recorder.products) == {torch.bfloat16}
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, atol=0.0, rtol=2e-4)
-    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near that of fp32, but not the same
+    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near fp32, but not the same
     assert [gradient.dtype for gradient in gradients] == [hidden.dtype, weight.dtype]
-    tolerance = 0.004 if of_weight == torch.float32 else 0.02  # bfloat16 weights have theirs summed in bfloat16
+    tolerance = 0.004 if of_weight == torch.float32 else 0.02  # gradients of bfloat16 weights are summed in bfloat16
     assert all(relative_error(*pair) < tolerance for pair in zip(gradients, expected_gradients, strict=True))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context, set_rows):
-    """Where no gradients are wanted the value is the same, and nothing is kept for a backward pass."""
+    """Without gradients the value is the same, and nothing is kept for a backward pass."""
     set_rows(5)
     hidden, weight, targets = make_problem(slice(5))
     with context(), Recorder() as recorder:
         loss = chunked_next_token_loss(hidden, weight, targets)
     assert not loss.requires_grad
-    assert len(recorder.products) == 3  # one of each chunk
+    assert len(recorder.products) == 3  # one per chunk
     assert torch.equal(loss, chunked_next_token_loss(hidden, weight, targets).detach())
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_frozen_input(frozen, set_rows):
-    """Only what requires a gradient gets one."""
+    """Only tensors that require a gradient get one."""
     set_rows(5)
     problem = make_problem()
     problem[frozen].requires_grad_(False)
@@ -166,7 +166,7 @@ def test_frozen_input(frozen, set_rows):
 
 
 def test_arguments_are_left_alone(set_rows):
-    """The loss works in place, but never on what it was given."""
+    """The loss never changes its arguments."""
     set_rows(5)
     problem = make_problem(slice(5))
     copies = [tensor.detach().clone() for tensor in problem]
@@ -175,7 +175,7 @@ def test_arguments_are_left_alone(set_rows):
 
 
 def test_second_derivative_is_refused():
-    """Gradients are made in the forward pass, so they have none of their own: an error, not silent zeros."""
+    """Gradients are computed in the forward pass, so they cannot be differentiated. That is an error, not zero."""
     hidden, weight, targets = make_problem()
     (gradient,) = torch.autograd.grad(
         chunked_next_token_loss(hidden, weight, targets).square(), hidden, create_graph=True
@@ -186,7 +186,7 @@ def test_second_derivative_is_refused():
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 2048), (torch.bfloat16, 128)])
 def test_never_holds_all_logits(dtype, width, monkeypatch, set_rows):
-    """No tensor of forward and backward is larger than a chunk of logits, also where they are made in slices."""
+    """No tensor of forward and backward is larger than a chunk of logits, also with slices."""
     set_rows(11, 1009, itemsize=dtype.itemsize)
     monkeypatch.setattr(module, "VOCAB_SLICE", width)
     hidden, weight, targets = make_problem(n=203, v=1009)
@@ -197,7 +197,7 @@ def test_never_holds_all_logits(dtype, width, monkeypatch, set_rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scored_slice_by_slice(dtype, monkeypatch):
-    """Without gradients no slice has to wait for the others, so a chunk is one of a slice's logits."""
+    """Without gradients a chunk holds the logits of one slice."""
     monkeypatch.setattr(module, "VOCAB_SLICE", 128)
     monkeypatch.setitem(module.LOGITS_CHUNK_BYTES, "cpu", dtype.itemsize * 53 * 128)
     hidden, weight, targets = make_problem(slice(5), n=53, v=1009)
@@ -211,7 +211,7 @@ def test_scored_slice_by_slice(dtype, monkeypatch):
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1536, 50257])
 @pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
 def test_slices(vocab_size, device, widest):
-    """They cover the vocabulary once; on a GPU all but fewer than 64 tokens are in one whose rows are aligned."""
+    """Slices cover the vocabulary once. On a GPU all but fewer than 64 tokens are in one slice with aligned rows."""
     slices = module.vocab_slices(vocab_size, device)
     assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
     widths = [part.stop - part.start for part in slices]
@@ -221,7 +221,7 @@ def test_slices(vocab_size, device, widest):
 
 
 def test_scale():
-    """In fp16, whose smallest number is 6e-8, the gradients of many logits need the scale of the loss."""
+    """In fp16 the gradients of many logits need the scale of the loss: its smallest number is 6e-8."""
     hidden, weight, targets = make_problem(n=4001, v=5003)
     weight = (weight * 0.02).detach().requires_grad_()  # all tokens nearly as likely, as at the start of a training
     half = hidden.detach().half().requires_grad_()
@@ -231,7 +231,7 @@ def test_scale():
         loss = chunked_next_token_loss(half, weight, targets, scale=scale)
         gradients = torch.autograd.grad(loss * 65536 / 3, (half, weight))  # a third, as if gradients accumulated
         pairs = zip(gradients, expected, strict=True)
-        errors[scale] = [relative_error(own.float() * 3 / 65536, right.float()) for own, right in pairs]
+        errors[scale] = [relative_error(gradient.float() * 3 / 65536, expected.float()) for gradient, expected in pairs]
     unscaled, scaled, as_tensor = errors.values()
     assert as_tensor == scaled
     assert max(scaled) < 0.006 < 0.012 < min(unscaled)
@@ -240,5 +240,5 @@ def test_scale():
         torch.autograd.grad(chunked_next_token_loss(hidden, weight, targets, scale=scale) * factor, (hidden, weight))
         for scale, factor in ((1.0, 1.0), (64.0, 64.0))
     )
-    for own, right in zip(with_scale, plain, strict=True):
-        assert torch.equal(own / 64, right)
+    for gradient, expected in zip(with_scale, plain, strict=True):
+        assert torch.equal(gradient / 64, expected)

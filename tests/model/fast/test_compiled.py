@@ -1,4 +1,4 @@
-"""A model compiled for training learns what the plain one learns; for sampling, it says what the plain one says."""
+"""Functions compiled for sampling equal the plain model."""
 
 import copy
 import shutil
@@ -30,20 +30,20 @@ needs_gcc = pytest.mark.skipif(
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-6), ("bf16", 0.02), ("int8", 0.02)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_single_token(precision, error, shape, threads):
-    """The compiled functions say what the model says, as nearly as its precision allows; widths need no alignment."""
-    before, plain = torch.get_num_threads(), []
+    """The compiled functions equal the model as closely as the precision allows. Any width works."""
+    num_threads, plain_calls = torch.get_num_threads(), []
     torch.set_num_threads(threads)
     try:
         exact = make_initial_model(shape, scale=5.0)
         model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
         for block in model.blocks:
-            block.attention.register_forward_hook(lambda *_: plain.append(True))
+            block.attention.register_forward_hook(lambda *_: plain_calls.append(True))
         idx = make_idx(101, 1, 23)
         with torch.no_grad():
             expected = exact(idx)
             caches = model.init_kv_caches()
             steps = torch.cat([model(idx[:, t : t + 1], caches).float() for t in range(23)], dim=1)
-            assert len(plain) == 2  # the blocks, for the first token only
+            assert len(plain_calls) == 2  # the blocks, for the first token only
             together = model(idx).float()
         bound = error * expected.std().item()
         assert 0 < (steps - expected).abs().mean().item() < bound
@@ -56,13 +56,13 @@ def test_single_token(precision, error, shape, threads):
         if precision == "fp32":
             assert tokens.tolist() == [torch.stack(list(generate(exact, idx[:, :5], 31, GREEDY)), dim=1)[0].tolist()]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 @needs_gcc
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_damaged_weights_stay_visible(precision):
-    """One NaN in a block makes every logit one, also where activations are rounded to integers."""
+    """One NaN in a block makes every logit NaN, also if activations are rounded to integers."""
     model = make_initial_model(SHAPE)
     model.blocks[0].feed_forward.expand.weight.data[3, 5] = torch.nan
     pack_weights(model, precision, compiled=True)
@@ -74,7 +74,7 @@ def test_damaged_weights_stay_visible(precision):
 
 @needs_gcc
 def test_integers_do_not_overflow():
-    """The largest products of 8 and 16 bits, as many as GPT-2 XL has in a row, add up to what they should."""
+    """The largest products of 8 and 16 bits add up correctly, as many as a row of GPT-2 XL has."""
     head = torch.nn.Linear(6400, 7, bias=False)
     head.weight.data[:] = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.25, 1.0, 1.0])[:, None]
     packed = Int8Linear(head.weight, None, compiled=True)
@@ -94,5 +94,5 @@ def test_without_a_compiler(compiler, problem, tmp_path, monkeypatch):
 
 
 def test_not_for_fp16():
-    """What the compiled functions do not take is one line."""
+    """fp16 is refused in one line."""
     assert "--compile is for a CPU" in refusal(pack_weights, make_initial_model(SHAPE), "fp16", compiled=True)

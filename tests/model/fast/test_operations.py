@@ -1,4 +1,4 @@
-"""Operations that save memory or time, against their plain twins."""
+"""Operations that save memory or time equal their plain twins."""
 
 from functools import partial
 
@@ -12,14 +12,14 @@ from gpt.model.fast.operations import SkipInit, prefers_fused_kernel, split_quer
 V, C, D = 11, 6, 5
 
 
-def test_tied_lookup():
-    """The rows, the whole, and the sum of the gradients of both uses, repeated tokens included."""
+def test_tied_embedding():
+    """The rows, the embedding and the sum of both gradients are the same, also for repeated tokens."""
     torch.manual_seed(5)
     idx = torch.tensor([[3, 3, 0], [10, 3, 7]])
-    mixer, given = torch.randn(C), torch.randn(V, C)
+    mixer, embedding = torch.randn(C), torch.randn(V, C)
     results = []
     for plain in (False, True):
-        weight = given.clone().requires_grad_()
+        weight = embedding.clone().requires_grad_()
         rows, head = (F.embedding(idx, weight), weight) if plain else tied_embedding(idx, weight)
         loss = (rows * mixer).sin().sum() + head.exp().sum()
         results.append((rows, head, *torch.autograd.grad(loss, weight)))
@@ -27,22 +27,22 @@ def test_tied_lookup():
 
 
 def test_skip_init():
-    """Nothing is drawn inside it, so the generator stays where it was; outside, drawing is as ever."""
+    """Nothing is drawn inside it, so the generator's state stays. Outside, drawing is unchanged."""
     torch.manual_seed(7)
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     with SkipInit():
         module = torch.nn.Sequential(torch.nn.Linear(C, V), torch.nn.Embedding(V, C))
         module[1].weight.normal_(0.0, 0.02)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
     drawn = torch.nn.Linear(C, V)
     torch.manual_seed(7)
     assert torch.equal(drawn.weight, torch.nn.Linear(C, V).weight)
-    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (256, 256), (257, 257), (300, 400)])
-def test_halves_are_the_whole(T, S):
-    """Splitting the queries gives the output and gradients of the formula, with or without earlier keys."""
+def test_split_queries_equal_the_formula(T, S):
+    """Output and gradients are the same, with or without earlier keys."""
     torch.manual_seed(5)
     inputs = [torch.randn(2, length, D, dtype=torch.float64, requires_grad=True) for length in (T, S, S)]
     mask = torch.ones(S, S, dtype=torch.bool).triu(1)[S - T :]
@@ -51,13 +51,13 @@ def test_halves_are_the_whole(T, S):
         output = function(*inputs, mask)
         results.append([output, *torch.autograd.grad(output.sin().sum(), inputs)])
     torch.testing.assert_close(results[0], results[1])
-    every = split_query_attention(attention, *inputs, mask[None].expand(2, -1, -1))  # a mask of its own for each row
+    every = split_query_attention(attention, *inputs, mask[None].expand(2, -1, -1))  # one mask per row
     torch.testing.assert_close(every, results[0][0])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_halves_are_split_only_when_long(dropout):
-    """Up to 256 queries one call does all of it; beyond, two calls do, and the first needs no late key."""
+def test_only_long_sequences_are_split(dropout):
+    """Up to 256 queries need one call. More need two calls, and the first uses no late key."""
     calls = []
 
     def recording(queries, keys, values, mask, dropout):
@@ -77,7 +77,7 @@ def test_halves_are_split_only_when_long(dropout):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "requires_grad", "T", "expected"),
+    ("dtype", "is_training", "T", "expected"),
     [
         (torch.float32, True, 7, True),
         (torch.bfloat16, False, 7, True),
@@ -85,6 +85,7 @@ def test_halves_are_split_only_when_long(dropout):
         (torch.bfloat16, True, 1024, False),
     ],
 )
-def test_preferred_path(dtype, requires_grad, T, expected):
-    """On a CPU the fused kernel is preferred, except for bfloat16 training on at most 1,024 tokens."""
-    assert prefers_fused_kernel(torch.zeros(1, 1, T, 2, dtype=dtype, requires_grad=requires_grad)) is expected
+def test_preferred_path(dtype, is_training, T, expected):
+    """The fused kernel is preferred, except for bfloat16 training on a CPU on at most 1,024 tokens."""
+    assert prefers_fused_kernel("cpu", dtype, T, is_training) is expected
+    assert prefers_fused_kernel("cuda", dtype, T, is_training)
