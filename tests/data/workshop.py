@@ -123,7 +123,7 @@ def split_documents(data: DataConfig) -> tuple[list[str], list[str]]:
     characters = 0
     for whole in pieces:
         for piece, validates in split.assign(whole, characters):
-            parts[validates].extend([""] * piece.begins)
+            parts[validates].extend([""] * piece.starts_document)
             parts[validates][-1] += piece.text
         characters += len(whole.text)
     return parts
