@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "Megatron, cut off": ("a.bin", lambda f: [write_megatron(f, IDS), cut(f, 2)], "bytes, not [0-9,]+, for ids of 2"),
     "Megatron, other index": ("a.bin", damaged_index, "not an index of Megatron-LM of version 1"),
     "Megatron, floats": ("a.bin", lambda f: write_megatron(f, IDS, 6, "<f8"), "of version 1 with whole numbers"),
-    "Megatron, negative": ("a.bin", lambda f: write_megatron(f, [5, -1, 7], 4, "<i4"), "has the id 4,294,967,295, and"),
+    "Megatron, negative": ("a.bin", lambda f: write_megatron(f, [5, -1, 7], 4, "<i4"), "has the id 4,294,967,295, but"),
 }
 
 
