@@ -68,7 +68,8 @@ class GPTConfig(ModelConfig):
 
         This takes milliseconds: one block is built, without memory. `UserError` if the model is too large for PyTorch.
         """
-        return _count_costs(type(self), tuple(vars(self).values()))
+        config_type: Any = type(self)
+        return _count_costs(config_type, tuple(vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ class GPT(nn.Module):
 
 
 @functools.lru_cache(maxsize=256)
-def _count_costs(config_type: type[GPTConfig], values: tuple) -> ModelCosts:
+def _count_costs(config_type: Any, values: tuple) -> ModelCosts:
     config = config_type(*values)
     L = config.num_layers
     try:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import time
@@ -244,7 +245,7 @@ def require_empty(run_dir: Path) -> None:
     A run that was killed at its start may have left its lock, its command, and a file that was half written.
     """
     names = [file.name for file in run_dir.iterdir()] if run_dir.is_dir() else []
-    remains = (".lock", f".{COMMANDS_FILE}.", ".config.yaml.")
+    remains: tuple[str, ...] = (".lock", f".{COMMANDS_FILE}.", ".config.yaml.")
     if ".lock" in names:
         remains += (COMMANDS_FILE,)
     if any(not name.startswith(remains) for name in names):
@@ -255,7 +256,9 @@ def repeat_command(run_dir: Path, *changes: str) -> str:
     """Return the command that starts a run again, in a new directory, with changes appended."""
     file = run_dir / COMMANDS_FILE
     command = read_text(file).split("\n")[0] if file.exists() else "python train.py"
-    return " ".join([command, "run_dir=null resume=null", *changes])
+    keys = {word.partition("=")[0] for word in shlex.split(command)}
+    resets = [f"{key}=null" for key in ("run_dir", "resume") if key in keys]
+    return " ".join([command, *resets, *changes])
 
 
 def text_name(data: DataConfig) -> str:

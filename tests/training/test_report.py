@@ -84,7 +84,7 @@ def test_model_that_memorizes_gets_a_line(copied, passage):
         (
             "500steps",
             "2200steps",
-            "python train.py run_dir=null resume=null horizon=500steps",
+            "python train.py horizon=500steps",
             "gpt.train(..., horizon='500steps')",
         ),
     ],

@@ -146,7 +146,7 @@ def test_patience_ends_a_run(corpus_folder, tmp_path, overfitting, capfd):
     assert "a shorter run, such as horizon=6steps, will probably do better\n" in printed
     assert re.search(r"^trained +12  steps: 1,152 tokens, ", printed, re.M)
     assert re.search(r"^best validation +\d\.\d{4}  nats per token, at step 6, in best.ckpt$", printed, re.M)
-    assert "\nrun shorter:  python train.py run_dir=null resume=null horizon=6steps\n" in printed
+    assert "\nrun shorter:  python train.py horizon=6steps\n" in printed
     stored = json.loads((training.path / "metrics.json").read_text())
     assert (stored["steps"], stored["best_step"]) == (12, 6)
     steps = {name: load_checkpoint(training.path / f"checkpoints/{name}.ckpt")["step"] for name in ("best", "last")}
@@ -217,7 +217,7 @@ def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys, stop):
     losses = dict(read_table(tmp_path / "run")["train/loss"])
     warning = re.fullmatch(
         r"train.py: training loss has been far above its average since step (\d+) \((.*), and (.*) before\): "
-        r"best.ckpt of step 20 is from before; .* with python train.py run_dir=null resume=null optim.lr=1 "
+        r"best.ckpt of step 20 is from before; .* with python train.py optim.lr=1 "
         r"optim.matrix_lr=1",
         *lines,
     )

@@ -65,7 +65,7 @@ def compile_block(block: TransformerBlock) -> None:
     library = _library()
     attention, feed_forward = block.attention, block.feed_forward
     linears: list[Any] = [attention.W_qkv, attention.out_proj, feed_forward.expand, feed_forward.contract]
-    tensors = [block.norm1.weight, block.norm1.bias, block.norm2.weight, block.norm2.bias]
+    tensors: list[Any] = [block.norm1.weight, block.norm1.bias, block.norm2.weight, block.norm2.bias]
     for linear in linears:
         tensors += _stored_tensors(linear)
     weights = _Addresses(*tensors)
