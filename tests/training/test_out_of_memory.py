@@ -91,7 +91,7 @@ def test_run_continues_from_its_last_whole_step(corpus_folder, tmp_path, monkeyp
 @pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.parametrize(
     ("size", "max_sequences", "words"),
-    [(6, 3, "=6: try trainer.micro_batch_size=3"), (1, 0, "=1, the least: choose a smaller model")],
+    [(6, 3, "=6: try trainer.micro_batch_size=3"), (1, 0, "=1, the smallest: choose a smaller model")],
 )
 def test_size_that_was_given_does_not_shrink(corpus_folder, tmp_path, monkeypatch, size, max_sequences, words):
     """The line has the next size to try."""
