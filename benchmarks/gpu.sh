@@ -120,15 +120,15 @@ sys.path.insert(0, ".")
 import numpy as np, torch
 from gpt.hardware.device import choose_device
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.sampling.scoring import score, tokens_at_once
+from gpt.sampling.scoring import score, eval_batch_tokens
 from gpt.data.batches import validation_batches
 
 T, sizes, config = 1024, (4096, 16384, 65536), GPTConfig(1024, 768, 12, 12)
 if os.environ["CPU"]:
     T, sizes, config = 16, (64, 256), GPTConfig(16, 16, 1, 1, vocab_size=101)
-model = GPT(config).compute_in(torch.bfloat16).to(choose_device())
+model = GPT(config).set_compute_dtype(torch.bfloat16).to(choose_device())
 tokens = np.random.default_rng(0).integers(config.vocab_size, size=4 * sizes[-1])
-print(f"chosen\t{tokens_at_once(model):,} tokens at once", flush=True)
+print(f"chosen\t{eval_batch_tokens(model):,} tokens at once", flush=True)
 for size in sizes:
     times = []
     for _ in range(3):

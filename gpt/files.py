@@ -36,7 +36,7 @@ def user_errors(path: Path, action: str = "read", hint: str = "fix that, or move
     Args:
         path: The file or folder that the message names.
         action: The participle of what failed, "read" or "written".
-        remedy: Ends the message.
+        hint: Ends the message.
     """
     try:
         yield

@@ -65,7 +65,7 @@ def exclusive_lock(lock_file: Path, task: str, print_line: Callable[[str], None]
     Args:
         lock_file: The file.
         task: The work under the lock, for the printed line, such as "preparing this text".
-        say: Prints a line.
+        print_line: Prints a line.
     """
     lock_file.parent.mkdir(parents=True, exist_ok=True)
     lock = acquire_lock(lock_file, lambda holder: print_line(f"process {holder} is {task}: waiting for it"))

@@ -238,7 +238,7 @@ def retry(request: Callable[[int], Any], url: str, print_line: Callable[[str], N
     Args:
         request: Takes the number of the attempt, from 0.
         url: The URL, for a line that reports the wait.
-        say: Prints a line.
+        print_line: Prints a line.
         wait: The number of seconds after which to give up, at most `MAX_WAIT_SECONDS`.
     """
     begin = time.monotonic()

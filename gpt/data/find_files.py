@@ -81,7 +81,7 @@ def find_remote_files(
         url: The URL.
         cache: The folder for copies and listings.
         cache_bytes: The space that copies may take there.
-        say: Prints a line.
+        print_line: Prints a line.
     """
     remembered = cache / f"downloads/.{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
     wait = QUIET_SECONDS if remembered.is_file() else MAX_WAIT_SECONDS

@@ -69,7 +69,7 @@ def open_tokens(
         data: The paths.
         tokenizer: The tokenizer of the files, or which one it is.
         cache: The folder for copies of remote files and for hashes.
-        say: Prints a line.
+        print_line: Prints a line.
     """
     directory = as_directory(data.paths[0])
     if len(data.paths) == 1 and _is_prepared(directory):

@@ -89,7 +89,7 @@ def prepare(
         tokenizer: A tokenizer, for example of a model to fine-tune, or which one to take or to train.
         context_length: A text that does not fill one sequence of this length raises `TooShortError`.
         cache: The folder for prepared text and for copies of remote files.
-        say: Prints a line.
+        print_line: Prints a line.
         to: A directory or URL for the result, instead of a folder of the cache.
         executor: Encodes the shards, instead of the threads of this process. It has Python's `concurrent.futures`
             interface (processes, Dask, MPI). Each worker must reach the text, the cache and the result.

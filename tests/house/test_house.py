@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def read_imports(file: Path) -> list[str]:
 
 
 MODULES = {module_of(file) for file in FILES}
+PACKAGES = {module_of(file) for file in FILES if file.name == "__init__.py"}
 GRAPH = {module_of(file): {name for name in read_imports(file) if name in MODULES} for file in FILES}
 
 
@@ -114,6 +116,25 @@ def test_no_circles():
 
     for module in GRAPH:
         follow(module, [])
+
+
+def test_every_module_is_used():
+    """Another module imports each module of a folder of gpt/. Those beside the folders may be commands."""
+    imported = set[str]().union(*GRAPH.values())
+    in_folders = {module_of(file) for file in FILES if len(file.relative_to(ROOT).parts) > 2} - PACKAGES
+    assert in_folders - imported == set()
+
+
+def test_documented_arguments_exist():
+    """What an `Args:` list names is a parameter of the function, or a field of the class."""
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                described = re.search(r"^Args:\n((?: .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE)
+                names = re.findall(r"^    \**(\w+):", described[1], re.MULTILINE) if described else []
+                defined = {item.arg for item in ast.walk(node) if isinstance(item, ast.arg)}
+                defined |= {ast.unparse(item.target) for item in ast.walk(node) if isinstance(item, ast.AnnAssign)}
+                assert set(names) <= defined, f"{relative(file)}: {node.name}"
 
 
 @pytest.mark.parametrize("folder", ["gpt", "tests", "benchmarks"])
