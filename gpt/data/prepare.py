@@ -43,7 +43,7 @@ from gpt.data.shards import (
     write_shard,
 )
 from gpt.data.split import SAMPLE_BYTES
-from gpt.data.storage import Directory, as_directory, read_bytes, write_bytes, write_sealed
+from gpt.data.storage import Directory, as_directory, read_bytes, store_checked_json, write_bytes
 from gpt.data.token_dataset import (
     COUNTS,
     DATASET_FILE,
@@ -304,7 +304,7 @@ def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_leng
     identity = corpus.identity(hashes[str(number)] for number in range(len(corpus.files)))
     key = _dataset_key(identity, plan.content["tokenizer_key"], plan.content["data"]["validation_bytes"])
     metadata = {"key": key, "corpus": corpus.name, "tokenizer": plan.tokenizer.sha256, "splits": splits}
-    write_sealed(directory, DATASET_FILE, metadata)
+    store_checked_json(directory, DATASET_FILE, metadata)
     return metadata
 
 

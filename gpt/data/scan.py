@@ -48,9 +48,8 @@ class CorpusScanner:
         if stride > 1 and not self.corpus.validation_files:
             corpus = replace(self.corpus, files=self.corpus.files[::stride])
             sampled = self._read(corpus, self.fingerprints[::stride])
-            if (
-                sampled.split.threshold
-            ):  # otherwise validation text is the end of the text: only a full reading finds it
+            # Without a threshold, the validation text is the end of the text. Only a full reading finds it.
+            if sampled.split.threshold:
                 split = replace(sampled.split, threshold=sampled.split.threshold // stride)
                 return replace(sampled, bytes=0, split=split, shard_starts=_starts_at_files(sizes))
         return self._read(self.corpus, self.fingerprints)

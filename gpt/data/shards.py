@@ -29,12 +29,12 @@ from gpt.data.split import Split
 from gpt.data.storage import (
     Directory,
     as_directory,
+    fetch_checked_json,
     file_size,
     new_file,
     read_bytes,
-    read_sealed,
+    store_checked_json,
     write_bytes,
-    write_sealed,
 )
 from gpt.data.token_dataset import COUNTS, DAMAGE_HINT, SPLITS, TOKENIZER_FILE
 from gpt.data.token_files import token_dtype
@@ -80,7 +80,7 @@ class ShardPlan:
 
     def write(self, directory: Directory) -> None:
         write_bytes(directory, TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()).encode())
-        write_sealed(directory, PLAN_FILE, self.content)
+        store_checked_json(directory, PLAN_FILE, self.content)
 
     def matches(self, scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer) -> bool:
         """Return True if this is the plan of a corpus and its files have not changed."""
@@ -171,7 +171,7 @@ def _hash_by_number(numbers: Sequence[int], corpus: Corpus, cache: Path) -> dict
 
 def read_shard_plan(directory: Directory) -> ShardPlan | None:
     """Return the plan in a directory, or None without one; `UserError` if it is damaged or of another version."""
-    content = read_sealed(directory, PLAN_FILE, DAMAGE_HINT)
+    content = fetch_checked_json(directory, PLAN_FILE, DAMAGE_HINT)
     tokenizer_json = read_bytes(directory, TOKENIZER_FILE)
     if content is None or tokenizer_json is None:
         return None
@@ -263,7 +263,7 @@ def write_shard(
     corpus.require_unchanged(plan.fingerprints, files)
     splits = {split: {**counts[split], "sha256": digests[split].hexdigest()} for split in SPLITS}
     record = {"plan": plan.digest, "hashes": hashes, "splits": splits}
-    write_sealed(directory, _record_file(number), record)
+    store_checked_json(directory, _record_file(number), record)
     return record
 
 

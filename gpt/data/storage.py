@@ -56,8 +56,12 @@ def _none_if_missing(request: Callable[[], Any]) -> Any:
         return None
 
 
-def read_sealed(directory: Directory, name: str, hint: str) -> dict | None:
-    """Return what `write_sealed` wrote, or None if nothing is there; `ExternalError` with the hint if it is damaged."""
+def fetch_checked_json(directory: Directory, name: str, hint: str) -> dict | None:
+    """Return what `store_checked_json` wrote, or None if nothing is there.
+
+    Raises:
+        ExternalError: It is damaged. The error ends with the hint.
+    """
     content = read_bytes(directory, name)
     try:
         return None if content is None else parse_checked_json(content.decode("utf-8"), name)
@@ -75,8 +79,8 @@ def write_bytes(directory: Directory, name: str, content: bytes) -> None:
     _access(directory, name, lambda: fs.pipe_file(f"{path}/{name}", content))
 
 
-def write_sealed(directory: Directory, name: str, content: dict) -> None:
-    """Write JSON with a hash of its content, so that `read_sealed` detects damage."""
+def store_checked_json(directory: Directory, name: str, content: dict) -> None:
+    """Write JSON with a hash of its content, so that `fetch_checked_json` detects damage."""
     write_bytes(directory, name, dump_checked_json(content).encode())
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from gpt.data.dataset_cache import read_checked_json
 from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
-from gpt.data.storage import Directory, read_bytes, read_sealed
+from gpt.data.storage import Directory, fetch_checked_json, read_bytes
 from gpt.data.token_files import TokenSequence, hash_tokens, map_tokens, raise_open_file_limit, token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import ExternalError, UserError, summarize_error
@@ -153,8 +153,8 @@ def require_in_vocabulary(highest: int, vocab_size: int) -> None:
 
 def read_metadata(directory: Directory, hint: str = DAMAGE_HINT) -> tuple[dict, Tokenizer]:
     """Return the content of dataset.json, and the tokenizer; `UserError` if they are missing or damaged."""
-    metadata = read_sealed(directory, DATASET_FILE, hint)
-    manifest = read_sealed(directory, MANIFEST_FILE, hint) if metadata is None else None
+    metadata = fetch_checked_json(directory, DATASET_FILE, hint)
+    manifest = fetch_checked_json(directory, MANIFEST_FILE, hint) if metadata is None else None
     tokenizer_json = read_bytes(directory, TOKENIZER_FILE)
     if (metadata or manifest) is None or tokenizer_json is None:
         raise UserError(f"{directory}: holds no prepared text: make it with prepare() of gpt.data.prepare")

@@ -27,12 +27,7 @@ LLM_C_HEADER_BYTES = 1024
 MEGATRON_DTYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}  # by code; signed types become unsigned
 TOKEN_SUFFIXES = (".bin", ".ds")
 INDEX_SUFFIXES = (".idx", ".index", ".metadata")  # of files that describe a token file
-VALIDATION_WORDS = {
-    "val",
-    "valid",
-    "validation",
-    "dev",
-}  # a file or a folder with one of these in its name is for validation
+VALIDATION_WORDS = {"val", "valid", "validation", "dev"}  # in the name of a file or folder that is for validation
 HASH_BLOCK_BYTES = 1 << 22  # bytes to read at once
 OTHER_OPEN_FILES = 1024  # that a process may need besides the token files
 

@@ -193,7 +193,6 @@ class MetricLogger:
 def _sample_rows(module: GPTModule) -> Tensor:
     """Return a copy of every n-th row of the matrices of each layer: (layers, weights)."""
     matrices = [p for block in module.model.blocks for p in block.parameters() if p.dim() == 2]
-    stride = -(
-        -max(map(len, matrices)) // MAX_SAMPLED_ROWS
-    )  # the same for all matrices, so that each has its weight in the norm
+    # The stride is the same for all matrices, so that each has its weight in the norm.
+    stride = -(-max(map(len, matrices)) // MAX_SAMPLED_ROWS)
     return torch.cat([p[::stride].flatten() for p in matrices]).view(len(module.model.blocks), -1)

@@ -80,7 +80,7 @@ def test_shards_are_synced_before_their_record(tmp_path, many, monkeypatch):
     """The files of a shard are synced before its record is written, so a power cut loses nothing."""
     synced: dict[int, int] = {}
     safe: list[bool] = []
-    fsync, write = os.fsync, shards.write_sealed
+    fsync, write = os.fsync, shards.store_checked_json
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -93,7 +93,7 @@ def test_shards_are_synced_before_their_record(tmp_path, many, monkeypatch):
         write(folder, name, stored)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(shards, "write_sealed", watched_write)
+    monkeypatch.setattr(shards, "store_checked_json", watched_write)
     with constants(SMALL):
         make(many, tmp_path / "cache")
     assert len(safe) >= 4 and all(safe)

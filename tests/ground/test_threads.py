@@ -19,9 +19,8 @@ from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.transformer import GPT, GPTConfig
 from harness import begin_run, fit, tiny_config, write_corpus
 
-SLEEPERS = (
-    len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else 0
-)  # besides the thread that leads them
+# OpenMP's threads, besides the thread that leads them.
+SLEEPERS = len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else 0
 
 
 @pytest.fixture
