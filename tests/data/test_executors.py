@@ -23,7 +23,7 @@ from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from harness import import_or_skip, refusal
-from workshop import DOCUMENTS, content, lists, write_documents, write_files
+from workshop import DOCUMENTS, read_files, split_ids, write_documents, write_files
 
 BPE = TokenizerConfig("bpe", 307)
 SPAWN = multiprocessing.get_context("spawn")
@@ -54,7 +54,7 @@ def into(to: Path | str, text: str, cache: Path, executor: Executor | None = Non
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in content(folder).items() if not name.startswith(".")}
+    return {name: data for name, data in read_files(folder).items() if not name.startswith(".")}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_cache_holds_the_same(request, tmp_path, name):
         cache = tmp_path / f"cache {executor is None}"
         data = DataConfig("text", path)
         [here] = prepare(data, BPE, 13, cache, [].append, executor=executor).sources
-        assert lists(here) == lists(there)
+        assert split_ids(here) == split_ids(there)
         assert here.metadata == there.metadata
 
 
@@ -106,7 +106,7 @@ def test_into_a_store(s3, tmp_path, text, undisturbed):
     assert made == {name: data for name, data in undisturbed.items() if name != "CACHEDIR.TAG"}
     data = DataConfig("tokens", "s3://texts/made", cache_bytes=10**6)
     [again] = prepare(data, TokenizerConfig(), 13, tmp_path / "other", [].append).sources
-    assert lists(again) == lists(there)
+    assert split_ids(again) == split_ids(there)
     little = DataConfig("tokens", "s3://texts/made", cache_bytes=1000)
     line = refusal(prepare, little, TokenizerConfig(), 13, tmp_path / "other", [].append)
     assert re.match(
@@ -160,7 +160,7 @@ def test_shards_that_fail(tmp_path, text, undisturbed):
     into(made, str(copy), cache)
     assert {name: (made / name).stat().st_mtime_ns for name in kept} == kept
     names = [name for name in undisturbed if name.endswith(".bin")]
-    assert {name: content(made)[name] for name in names} == {name: undisturbed[name] for name in names}
+    assert {name: read_files(made)[name] for name in names} == {name: undisturbed[name] for name in names}
 
 
 def kill_after(made: Path, count: int, kill: Callable[[], object]) -> threading.Thread:

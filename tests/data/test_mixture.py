@@ -23,11 +23,11 @@ from workshop import (
     CONTEXT,
     EXAMPLES,
     cache_entries,
-    constants,
     expected_ids,
-    lists,
-    make,
+    patched_constants,
+    prepare_source,
     split_documents,
+    split_ids,
     write_documents,
     write_text,
 )
@@ -116,15 +116,17 @@ FIRST = ["reading", "the", "prepared"]  # the first words of the printed lines
 def test_mixture_of_what_is_there(tmp_path, name):
     """Its corpora are those that each would be alone, in the same folders, so one that is there is not made again."""
     data, cache, printed = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
-    alone = make(parts_of(data)[1], cache, TokenizerConfig(name))
+    alone = prepare_source(parts_of(data)[1], cache, TokenizerConfig(name))
     mixture = mix(data, cache, TokenizerConfig(name), print_line=printed.append)
     assert [line.split()[0] for line in printed] == [*FIRST, "text", "reading", "prepared"]
     assert mixture.names == ("text", "text-2", "text-3")
     assert mixture.sources[1].metadata == alone.metadata
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
-        assert lists(source) == tuple(expected_ids(documents, source.tokenizer) for documents in split_documents(part))
+        assert split_ids(source) == tuple(
+            expected_ids(documents, source.tokenizer) for documents in split_documents(part)
+        )
     assert len(cache_entries(cache)) == 3
-    assert mixture.train_tokens == sum(len(lists(source)[0]) for source in mixture.sources)
+    assert mixture.train_tokens == sum(len(split_ids(source)[0]) for source in mixture.sources)
 
 
 def test_joint_tokenizer(tmp_path):
@@ -135,7 +137,7 @@ def test_joint_tokenizer(tmp_path):
     expected = train_bpe([text for part in parts_of(data) for text in split_documents(part)[0]], 307)
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
         assert source.tokenizer.to_dict() == expected.to_dict()
-        assert lists(source) == tuple(expected_ids(documents, expected) for documents in split_documents(part))
+        assert split_ids(source) == tuple(expected_ids(documents, expected) for documents in split_documents(part))
     assert mixture.tokenizer.sha256 == expected.sha256
     assert sorted(entry.name.split("-")[0] for entry in cache_entries(cache)) == ["text", "text", "text", "tokenizer"]
     [file] = cache.glob("tokenizer-*.json")
@@ -175,7 +177,7 @@ def test_sample_for_the_joint_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(gpt.data.prepare, "train_bpe", watched)
     documents = [[f"{name} {i:04} " + "word " * 20 for i in range(997)] for name in "ab"]
     paths = [write_documents(tmp_path / name, part).path for name, part in zip("ab", documents, strict=True)]
-    with constants({"gpt.data.split.SAMPLE_BYTES": 200_000, "gpt.data.prepare.SAMPLE_BYTES": 50_000}):
+    with patched_constants({"gpt.data.split.SAMPLE_BYTES": 200_000, "gpt.data.prepare.SAMPLE_BYTES": 50_000}):
         mix(DataConfig("mix", paths, [4, 1]), tmp_path / "cache", TokenizerConfig("bpe", 307))
     for name, share in (("a", 40_000), ("b", 10_000)):
         part = [text for text in learnt[0] if text.startswith(name)]
