@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import open_corpus
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import TooShortError
@@ -26,6 +24,7 @@ from workshop import (
     cache_entries,
     dataset_folder,
     expected_ids,
+    expected_split_ids,
     patched_constants,
     prepare_source,
     read_files,
@@ -52,21 +51,6 @@ def test_tokens_are_the_split(tmp_path, name, values):
     assert prepared.tokenizer.to_dict() == expected.to_dict()
     assert split_ids(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
     assert len(train) > 40 and len(validation) > 1
-
-
-@pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
-def test_tokens_of_a_long_text(tmp_path, name):
-    """A text of several chunks has the ids of the undivided text, also with a run of a million letters."""
-    chooser = random.Random(7)
-    words = "".join(chooser.choice([" café", " the", "\n\n\n", "  42", "\t😀", " it's"]) for _ in range(60_000))
-    text = words + "".join(chooser.choice("abc") for _ in range(600_000)) + words
-    prepared = prepare_source(write_text(tmp_path, text), tmp_path / "cache", TokenizerConfig(name, 263))
-    end = len(text) * 9 // 10
-    assert len(list(split_into_chunks([text[:end]]))) == 4
-    assert split_ids(prepared) == (
-        expected_ids([text[:end]], prepared.tokenizer),
-        expected_ids([text[end:]], prepared.tokenizer),
-    )
 
 
 def test_tokens_computed_by_hand(tmp_path):
@@ -143,8 +127,15 @@ def test_mistaken_validation_text(tmp_path):
     )
 
 
-@pytest.mark.parametrize("write", [write_documents, write_files])
-@pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
+@pytest.mark.parametrize(
+    ("write", "documents"),
+    [
+        (write_documents, DOCUMENTS),
+        (write_files, DOCUMENTS[:11]),
+        (write_files, ["".join(DOCUMENTS[:31])]),
+    ],
+    ids=["many in one file", "files", "one"],
+)
 def test_sizes_of_portions_do_not_change_tokens(tmp_path, documents, write):
     """Sample size, task size and shard size do not change the tokens."""
     data = write(tmp_path / "text", documents)
@@ -214,39 +205,25 @@ def test_a_likely_separator_is_reported(tmp_path):
     assert [line.split()[0] for line in printed[3:]] == ["reading", "prepared"]
     train, validation = split_documents(data)
     assert sorted([*train, *validation]) == sorted(stories)
-    assert split_ids(parted) == (expected_ids(train, byte_tokenizer()), expected_ids(validation, byte_tokenizer()))
+    assert split_ids(parted) == expected_split_ids(data, byte_tokenizer())
 
 
 def test_every_change_is_another_folder(tmp_path):
     """Each change of text, tokenizer, vocabulary or validation size has a folder of its own."""
     cache, data = tmp_path / "cache", write_documents(tmp_path)
     limited = DataConfig("text", data.path, validation_bytes=101)
-    changes = [
+    sources = [
         prepare_source(data, cache),
-        prepare_source(data, cache, TokenizerConfig("gpt2")),
+        prepare_source(limited, cache),
         prepare_source(data, cache, TokenizerConfig("bpe", 263)),
         prepare_source(data, cache, TokenizerConfig("bpe", 269)),
-        prepare_source(limited, cache),
         prepare_source(data, cache, tokenizer=byte_tokenizer()),
         prepare_source(write_documents(tmp_path, DOCUMENTS[::-1]), cache),
-        prepare_source(write_documents(tmp_path, [*DOCUMENTS, "x"]), cache),
     ]
-    assert len(cache_entries(cache)) == len(changes)
-    assert [prepared.tokenizer.vocab_size for prepared in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
-    sizes = [prepared.metadata["splits"]["validation"]["bytes"] for prepared in changes]
-    assert sizes[4] <= 101 < sizes[0]
-
-
-def test_tokenizer_of_a_model(tmp_path):
-    """A given tokenizer is used unchanged. Another tokenizer has another folder."""
-    data, cache = write_documents(tmp_path), tmp_path / "cache"
-    model = train_bpe(["Document café seats " * 7], 293)
-    prepared = prepare_source(data, cache, model)
-    assert prepared.tokenizer.to_dict() == model.to_dict()
-    assert split_ids(prepared) == tuple(expected_ids(documents, model) for documents in split_documents(data))
-    assert dataset_folder(cache).name.startswith("text-bpe-")
-    prepare_source(data, cache, tokenizer=train_bpe(["another text " * 7], 293))
-    assert len(cache_entries(cache)) == 2
+    assert len(cache_entries(cache)) == len(sources)
+    assert [source.tokenizer.vocab_size for source in sources] == [257, 257, 263, 269, 257, 257]
+    sizes = [source.metadata["splits"]["validation"]["bytes"] for source in sources]
+    assert sizes[1] <= 101 < sizes[0]
 
 
 # --- too short ---
