@@ -385,7 +385,7 @@ def test_end_of_text_ends_a_text(tmp_path, capsys):
     ("content", "prompt"),
     [
         (b"2 3 5\r\n", "2 3 5"),
-        (b"2\r\n3", "2\r\n3"),
+        (b"2\r\n3", "2\n3"),
         (b"2 3 5\n\n", "2 3 5\n"),
         ("é\n5".encode(), "é\n5"),
         (b"", ""),
@@ -393,7 +393,7 @@ def test_end_of_text_ends_a_text(tmp_path, capsys):
     ],
 )
 def test_prompt_from_a_file_or_standard_input(tmp_path, monkeypatch, capsys, content, prompt):
-    """A newline at the end and a byte order mark at the beginning are dropped."""
+    """A byte order mark at the beginning, a newline at the end and the carriage returns of Windows are dropped."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
     set_stdin(monkeypatch, content)

@@ -68,6 +68,18 @@ def test_a_folder_of_every_format(tmp_path, fill):
     assert printed[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
 
 
+def test_a_page_behind_a_url_is_named(tmp_path, server):
+    """The address of a page that shows a text gives HTML. A line reports it once, when the copy is read."""
+    server.content = b"<!DOCTYPE html>\n<html><body>The quiet river.</body></html>"
+    printed: list[str] = []
+    corpus = open_corpus(DataConfig("text", [server.url("whole"), server.url("moved")]), tmp_path, printed.append)
+    for _ in range(2):
+        assert "The quiet river." in "".join(chunk.text for _, _, chunk in corpus.chunks())
+    [line] = printed
+    assert line.startswith(f"{server.url('whole')}: HTML, read as raw text with its markup; ")
+    assert line.endswith("give the URL of the text itself")
+
+
 def test_text_field_and_errors(tmp_path, fill):
     """What is configured reaches the reader."""
     fill(tmp_path, a__jsonl=b'{"body": "caf\xe9", "text": "no"}')
