@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import threading
@@ -23,7 +22,7 @@ from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import TokenizerConfig
 from gpt.errors import UserError
 from harness import import_or_skip, refusal
-from workshop import DOCUMENTS, read_files, split_ids, write_documents, write_files
+from workshop import DOCUMENTS, read_files, split_ids, write_files
 
 BPE = TokenizerConfig("bpe", 307)
 SPAWN = multiprocessing.get_context("spawn")
@@ -95,23 +94,6 @@ def test_the_cache_holds_the_same(request, tmp_path, name):
         [here] = prepare(data, BPE, 13, cache, [].append, executor=executor).sources
         assert split_ids(here) == split_ids(there)
         assert here.metadata == there.metadata
-
-
-@pytest.mark.slow
-def test_into_a_store(s3, tmp_path, text, undisturbed):
-    """Processes write the same files to an S3 server, and they can be opened there."""
-    with ENGINES["processes"]() as executor:
-        there = into("s3://texts/made", text, tmp_path / "cache", executor)
-    made = {Path(name).name: s3.cat_file(name) for name in s3.find("texts/made")}
-    assert made == {name: data for name, data in undisturbed.items() if name != "CACHEDIR.TAG"}
-    data = DataConfig("tokens", "s3://texts/made", cache_bytes=10**6)
-    [again] = prepare(data, TokenizerConfig(), 13, tmp_path / "other", [].append).sources
-    assert split_ids(again) == split_ids(there)
-    little = DataConfig("tokens", "s3://texts/made", cache_bytes=1000)
-    line = refusal(prepare, little, TokenizerConfig(), 13, tmp_path / "other", [].append)
-    assert re.match(
-        r"data\.cache_bytes=1,000 does not hold the \d+ files of this dataset, [\d,]+ bytes: raise it", line
-    )
 
 
 def test_shards_from_anywhere(tmp_path, text, undisturbed):
@@ -216,8 +198,16 @@ def test_another_text_in_the_directory(tmp_path, text, long_texts):
         printed = refusal(other)
         assert printed == f"{made}: holds another text, or one that has changed since: name an empty folder"
     assert made_files(made) == before
+
+
+def test_a_folder_of_ones_own_takes_one_text(tmp_path, text):
+    """A mixture and a URL are refused before anything is read."""
     data = DataConfig("mix", ["python_docs", text], [1, 1])
-    assert "takes one text, not a mixture" in refusal(prepare, data, BPE, 13, cache, to=made)
+    assert "takes one text, not a mixture" in refusal(prepare, data, BPE, 13, tmp_path, to=tmp_path / "made")
+    assert "to='s3://texts/made' is a URL: name a folder" in refusal(
+        prepare, text, BPE, 13, tmp_path, to="s3://texts/made"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_separators_and_encodings(tmp_path):
@@ -233,21 +223,6 @@ def test_separators_and_encodings(tmp_path):
     [here] = prepare(data, BPE, 13, tmp_path / "cache", [].append).sources
     assert sum(split["documents"] for split in here.metadata["splits"].values()) == 7 * 31
     assert there.metadata == here.metadata
-
-
-def test_of_a_large_text_the_scan_reads_some(tmp_path, monkeypatch, text):
-    """Of a very large text the scan reads files at even distances. The validation text has about the usual size."""
-    monkeypatch.setattr("gpt.data.scan.MAX_SCAN_BYTES", 4000)
-    for i in range(20):
-        write_documents(tmp_path / f"text/{i:02}", [f"{i} {document}" for document in DOCUMENTS])
-    splits = into(tmp_path / "made", str(tmp_path / "text"), tmp_path / "cache").metadata["splits"]
-    share = splits["validation"]["bytes"] / (splits["train"]["bytes"] + splits["validation"]["bytes"])
-    assert 0.001 < share < 0.02  # a tenth of one file in about twenty
-    assert sum(split["documents"] for split in splits.values()) == 20 * len(DOCUMENTS)
-    monkeypatch.setattr("gpt.data.split.MIN_DOCUMENTS", 10**6)  # now the end of the text validates
-    [whole] = prepare(DataConfig("text", str(tmp_path / "text")), BPE, 13, tmp_path / "cache", [].append).sources
-    splits = whole.metadata["splits"]
-    assert splits["validation"]["bytes"] == pytest.approx(splits["train"]["bytes"] / 9, rel=0.01)
 
 
 @pytest.mark.slow

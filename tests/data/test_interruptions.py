@@ -79,20 +79,20 @@ def test_shards_are_synced_before_their_record(tmp_path, many_files, monkeypatch
     """The files of a shard are synced before its record is written, so a power cut loses nothing."""
     synced: dict[int, int] = {}
     safe: list[bool] = []
-    fsync, write = os.fsync, shards.store_checked_json
+    fsync, write = os.fsync, shards.write_checked_json
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
         synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def watched_write(folder: Path, name: str, stored: dict) -> None:
-        for split in SPLITS if "shard" in name else ():
-            file = folder / f"{split}-{name[6:12]}.bin"
-            safe.append(synced[file.stat().st_ino] == 2 * stored["splits"][split]["tokens"])
-        write(folder, name, stored)
+    def watched_write(file: Path, stored: dict) -> None:
+        for split in SPLITS if "shard" in file.name else ():
+            token_file = file.with_name(f"{split}-{file.name[6:12]}.bin")
+            safe.append(synced[token_file.stat().st_ino] == 2 * stored["splits"][split]["tokens"])
+        write(file, stored)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(shards, "store_checked_json", watched_write)
+    monkeypatch.setattr(shards, "write_checked_json", watched_write)
     with patched_constants(SMALL_SHARDS):
         prepare_source(many_files, tmp_path / "cache")
     assert len(safe) >= 4 and all(safe)
