@@ -118,12 +118,6 @@ def test_mistakes_are_value_errors_of_one_line(language_model, tmp_path):
         gpt.load(tmp_path)
 
 
-def test_repr_is_one_line(language_model):
-    count = language_model.model.config.num_parameters
-    size = f"{count:,} parameters, a context of 17 tokens"
-    assert repr(language_model) == f"LanguageModel({size}, tokenizer byte, on cpu)"
-
-
 def test_the_model_is_an_ordinary_module(language_model):
     """It is in fp32, in evaluation mode, and can be trained further."""
     assert isinstance(language_model.model, gpt.GPT)

@@ -1,20 +1,16 @@
 """Scoring: the loss of a text against slow sums and numbers by hand."""
 
-import io
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from gpt.data.batches import validation_batches
 from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPTConfig
-from gpt.sampling import scoring
 from gpt.sampling.scoring import score, strided_score
 from small_models import make_idx, make_model
 
@@ -89,20 +85,3 @@ def test_stride_of_the_context_length_is_validation():
     assert strided_score(model, tokens, 211, CONTEXT) == score(
         model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE_INDEX), 211
     )
-
-
-def test_terminals_show_a_bar_and_then_erase_it(monkeypatch):
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 4099)[0].numpy()
-    monkeypatch.setattr(
-        scoring, "import_tqdm", lambda: lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0}))
-    )
-    for is_terminal in (True, False):
-        screen = io.StringIO()
-        screen.isatty = lambda answer=is_terminal: answer  # type: ignore[method-assign]
-        monkeypatch.setattr(sys, "stderr", screen)
-        strided_score(model, tokens, 211, CONTEXT)
-        if is_terminal:
-            *_, erased, _ = screen.getvalue().split("\r")
-            assert "| 2/2 [" in screen.getvalue() and not erased.strip()
-        else:
-            assert screen.getvalue() == ""
