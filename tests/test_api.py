@@ -12,9 +12,10 @@ import generate
 import gpt
 from gpt.errors import UserError
 from gpt.sampling.language_model import LanguageModel, TokenLogprob
-from small_models import CONTEXT, EOT
+from models import EOT, WRITER_SHAPE
 
 ROOT = Path(__file__).resolve().parents[1]
+CONTEXT = WRITER_SHAPE.context_length
 NAMES = {"GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load", "train"}
 TEXT = "2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59"  # longer than two contexts
 

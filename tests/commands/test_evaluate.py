@@ -18,9 +18,10 @@ from gpt.data.prepare import prepare
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
 from gpt.loading import open_model
 from gpt.model.loss import IGNORE_INDEX
+from gpt.model.transformer import GPTConfig
 from gpt.sampling.scoring import score, sum_scores
 from harness import TINY_RUN, train, write_corpus
-from model_files import SHAPE, make_checkpoint, small_model
+from models import SHAPE, gpt2_twin, make_checkpoint, small_model
 
 T = SHAPE.context_length
 EOT = byte_tokenizer().end_of_text
@@ -48,10 +49,10 @@ def prepare_corpus(home: Path, name: str, path, **changes):
     return prepare(data, TokenizerConfig("byte"), T, home / "cache", lambda line: None)
 
 
-def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, scale: float = 0.3) -> Path:
+def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, std: float = 0.3) -> Path:
     """Save a checkpoint of a model that was trained on a corpus, and return the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    model = small_model(tokenizer=tokenizer, scale=scale)
+    model = small_model(tokenizer=tokenizer, std=std)
     save_checkpoint(make_checkpoint(model, tokenizer, corpus=corpus), file)
     return file
 
@@ -146,14 +147,7 @@ def test_files_are_scored_as_one_text(home, capsys, tmp_path):
 @pytest.fixture(scope="module")
 def gpt2(home) -> Path:
     """A folder with a small GPT-2 with GPT-2's vocabulary and large random weights, as `transformers` saves it."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(n_positions=29, n_embd=15, n_layer=2, n_head=3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.save_pretrained(home / "gpt2")
+    gpt2_twin(GPTConfig(29, 15, 2, 3)).save_pretrained(home / "gpt2")
     return home / "gpt2"
 
 
@@ -250,7 +244,7 @@ def test_only_the_text_of_the_run_is_its_validation_text(home, gpt2, tmp_path, c
 
 
 def test_a_model_that_predicts_nothing_finite_is_refused(home):
-    line = refusal("--checkpoint", save(home / "wild.ckpt", None, scale=1e19), "--text", home / "corpus.txt")
+    line = refusal("--checkpoint", save(home / "wild.ckpt", None, std=1e19), "--text", home / "corpus.txt")
     reason = "so its weights are probably damaged: use another checkpoint"
     assert re.fullmatch(rf"the model needs \S+ nats per token, {reason}", line)
 

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 import harness
-import model_files
+import models
 from gpt import export
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from gpt.interop.huggingface import write_huggingface
@@ -30,7 +30,9 @@ transformers.logging.disable_progress_bar()
 
 def write_run(folder: Path, shape: ModelConfig = ODD_SHAPE, tokenizer: Tokenizer = BPE) -> GPT:
     """Write a run whose weights are all random, and return its model."""
-    return model_files.write_run(folder, shape, tokenizer=tokenizer, seed=29, scale=0.1)
+    model = models.small_model(shape, tokenizer)
+    models.write_run(folder, model, tokenizer)
+    return model
 
 
 def run(*arguments: object) -> None:
@@ -204,7 +206,7 @@ def test_a_lack_of_memory_or_disk_leaves_nothing(trained, capsys, monkeypatch):
 
     files = list_files(trained.parent)
     arguments = ["--checkpoint", trained, "--to", trained.parent / "out"]
-    with model_files.limit_file_size(100_000):
+    with models.limit_file_size(100_000):
         assert "the weights cannot be written" in refusal(*arguments)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
     line = harness.command_refusal(capsys, "gpt.export", *arguments)

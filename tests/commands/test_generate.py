@@ -23,10 +23,11 @@ from gpt.sampling.arguments import unescape
 from gpt.sampling.generation import SamplingParams
 from gpt.sampling.packed import pack_weights
 from harness import set_stdin
-from small_models import CONTEXT, EOT, make_writer, write_run
+from models import EOT, WRITER_SHAPE, make_writer, write_run
 
 PROGRAM = Path(generate.__file__).resolve()
 NOTE = r"generate\.py: sampling .+ with seed \d+\n"  # on stderr before each text
+CONTEXT = WRITER_SHAPE.context_length
 GREEDY = ["--temperature", "0"]
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt.checkpoint import load_checkpoint, save_checkpoint
 from gpt.data.data_config import DataConfig
@@ -28,9 +27,9 @@ from gpt.data.tokenizer import Tokenizer, TokenizerConfig
 from gpt.errors import UserError
 from gpt.interop.huggingface import load_huggingface_weights
 from gpt.loading import open_model
-from gpt.model.transformer import GPT
+from gpt.model.transformer import GPT, GPTConfig
 from harness import train
-from model_files import make_trained_checkpoint
+from models import gpt2_twin, make_trained_checkpoint
 
 RUN = ["horizon=23steps", "trainer.validate_every=7", "trainer.checkpoint_every=5", "data.prompts=[]"]
 STOP = 13
@@ -261,9 +260,7 @@ def test_checkpoints(tmp_path, examples):
 @repeat(40, 250)
 def test_huggingface_folders(tmp_path, examples):
     """Values of config.json are changed, or bytes of either file."""
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=101, n_positions=13, n_embd=21, n_layer=2, n_head=3))
-    model.save_pretrained(tmp_path)
+    gpt2_twin(GPTConfig(13, 21, 2, 3, vocab_size=101)).save_pretrained(tmp_path)
     intact = {name: (tmp_path / name).read_bytes() for name in ("config.json", "model.safetensors")}
     expected = load_huggingface_weights(tmp_path).state_dict()
     keys = ["n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "n_inner", "model_type"]

@@ -14,7 +14,7 @@ from gpt.errors import UserError
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling.generation import SamplingParams, filter_logits, generate, left_pad, next_token
 from harness import refusal
-from small_models import make_idx, make_model
+from models import make_idx, random_model
 
 VOCAB, CONTEXT = 101, 13
 SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
@@ -43,7 +43,7 @@ def naive_greedy(model: GPT, idx: Tensor, new: int, slide: int) -> Tensor:
 @pytest.mark.parametrize("T", [1, 7, CONTEXT, CONTEXT + 1, 29])
 def test_cached_tokens_equal_uncached_ones(T, slide):
     """Within the context and far past it."""
-    model, idx, new = make_model(SHAPE), make_idx(VOCAB, 3, T), 31
+    model, idx, new = random_model(SHAPE), make_idx(VOCAB, 3, T), 31
     expected = naive_greedy(model, idx, new, slide)
     assert min(len(row.unique()) for row in expected) >= 5  # no row is stuck on a few tokens
     assert torch.equal(collect(generate(model, idx, new, GREEDY, slide=slide)), expected)
@@ -52,7 +52,7 @@ def test_cached_tokens_equal_uncached_ones(T, slide):
 @pytest.mark.parametrize("slide", [1, 3, CONTEXT])
 def test_each_row_continues_as_it_does_alone(slide):
     """Prompts have different lengths, so that some rows have passed the context when others have not."""
-    model = make_model(SHAPE)
+    model = random_model(SHAPE)
     prompts = [make_idx(VOCAB, 1, T)[0].tolist() for T in (7, 1, CONTEXT, 2, 7)]
     idx, pad_lengths = left_pad(prompts)
     assert pad_lengths == [CONTEXT - 7, CONTEXT - 1, 0, CONTEXT - 2, CONTEXT - 7]
@@ -63,7 +63,7 @@ def test_each_row_continues_as_it_does_alone(slide):
 
 
 def test_the_repetition_penalty_ignores_padding():
-    model, sampling = make_model(SHAPE), SamplingParams(repetition_penalty=2.0, temperature=0.0)
+    model, sampling = random_model(SHAPE), SamplingParams(repetition_penalty=2.0, temperature=0.0)
     prompts = [make_idx(VOCAB, 1, 3)[0].tolist(), make_idx(VOCAB, 1, 11)[0].tolist()]
     idx, pad_lengths = left_pad(prompts)
     together = collect(generate(model, idx, 7, sampling, pad_lengths=pad_lengths))
@@ -73,7 +73,7 @@ def test_the_repetition_penalty_ignores_padding():
 
 def test_a_new_token_takes_a_pass_over_one_token():
     """The prompt and each slide take a pass over several. Nothing runs before a token is requested."""
-    model, passes = make_model(SHAPE), []
+    model, passes = random_model(SHAPE), []
     model.final_norm.register_forward_hook(lambda module, inputs, output: passes.append(output.shape[1]))
     tokens = generate(model, make_idx(VOCAB, 2, 7), 13, GREEDY, slide=3)
     assert passes == []
@@ -84,20 +84,20 @@ def test_a_new_token_takes_a_pass_over_one_token():
 
 
 def test_generation_ignores_dropout():
-    model = make_model(replace(SHAPE, dropout=0.5)).train()
+    model = random_model(replace(SHAPE, dropout=0.5)).train()
     tokens = collect(generate(model, make_idx(VOCAB, 2, 5), 11, GREEDY))
-    assert torch.equal(tokens, naive_greedy(make_model(SHAPE), make_idx(VOCAB, 2, 5), 11, slide=1))
+    assert torch.equal(tokens, naive_greedy(random_model(SHAPE), make_idx(VOCAB, 2, 5), 11, slide=1))
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match=r"at least one token .*end-of-text"):
-        next(generate(make_model(SHAPE), make_idx(VOCAB, 1, 0), 2, GREEDY))
+        next(generate(random_model(SHAPE), make_idx(VOCAB, 1, 0), 2, GREEDY))
 
 
 @pytest.mark.parametrize("slide", [0, -1, CONTEXT + 1])
 def test_slide_is_at_most_the_context(slide):
     with pytest.raises(UserError, match=rf"slide={slide} .*at least 1 .*\b13\b"):
-        next(generate(make_model(SHAPE), make_idx(VOCAB, 1, 2), 2, GREEDY, slide=slide))
+        next(generate(random_model(SHAPE), make_idx(VOCAB, 1, 2), 2, GREEDY, slide=slide))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_frequencies_follow_the_probabilities(sampling, expected):
 
 def test_the_seed_determines_the_tokens():
     """Rows of one batch differ."""
-    model, idx = make_model(SHAPE), make_idx(VOCAB, 1, 5).repeat(3, 1)
+    model, idx = random_model(SHAPE), make_idx(VOCAB, 1, 5).repeat(3, 1)
     runs = [collect(generate(model, idx, 23, PLAIN, torch.Generator().manual_seed(seed))) for seed in (3, 3, 5)]
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])

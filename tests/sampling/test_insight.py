@@ -18,6 +18,7 @@ from gpt.sampling.generation import SamplingParams, filter_logits, generate
 from gpt.sampling.insight import NUM_ALTERNATIVES, NUMBERS, insight_page
 from gpt.sampling.packed import pack_weights
 from harness import import_or_skip
+from models import random_model
 
 PROMPT = "a</script><b>\n"
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.6, repetition_penalty=1.3)
@@ -25,19 +26,15 @@ METADATA = {"seed": 11, "checkpoint": "runs/</script><!--\u2028/best.ckpt"}
 L, H, D, CONTEXT = 2, 3, 7, 29
 
 
-def make_model(head_dim: int = D, scale: float = 1.0) -> GPT:
-    """Return a model of bytes whose parameters are `scale` times as large as before training."""
-    torch.manual_seed(7)
+def make_model(head_dim: int = D, std: float = 0.6) -> GPT:
+    """Return a model of bytes whose predictions differ from each other."""
     config = GPTConfig(vocab_size=257, context_length=CONTEXT, d_model=H * head_dim, num_layers=L, num_heads=H)
-    model = GPT(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.mul_(scale)
-    return model
+    return random_model(config, std, unit_embeddings=False).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    return make_model(scale=7)  # its predictions differ from each other
+    return make_model()
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +122,10 @@ def test_attention(model, ids, page):
 @torch.no_grad()
 def test_what_heads_add(ids, precision):
     """The parts of all heads and the bias sum to what the layer's attention adds to the residual stream."""
-    model = make_model(head_dim=8)
+    model = make_model(head_dim=8, std=0.1)
     x = model._embed(model.token_embedding(torch.tensor([ids[:-1]])))
     expected = []
     for block in model.blocks:
-        torch.nn.init.normal_(block.attention.out_proj.bias)
         expected.append((x[0], block.attention(block.norm1(x))[0]))
         x = block(x)
     page = page_of(model if precision == "fp32" else pack_weights(model, precision), ids, 3)

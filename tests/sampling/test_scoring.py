@@ -12,7 +12,7 @@ from gpt.data.batches import validation_batches
 from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPTConfig
 from gpt.sampling.scoring import score, strided_score
-from small_models import make_idx, make_model
+from models import make_idx, random_model
 
 VOCAB, CONTEXT = 101, 13
 SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
@@ -20,7 +20,7 @@ SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
 
 def test_score_equals_a_slow_sum():
     """Every token but the first counts once, summed one by one over the windows of a text."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0]
+    model, tokens = random_model(SHAPE), make_idx(VOCAB, 1, 59)[0]
     nats = 0.0
     for start in range(0, 58, CONTEXT):
         window = tokens[start : start + CONTEXT + 1]
@@ -37,7 +37,7 @@ def test_score_equals_a_slow_sum():
 
 def test_uniform_model():
     """A model of zeros gives every token the same probability: log(V) nats for each."""
-    model = make_model(SHAPE)
+    model = random_model(SHAPE)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     result = score(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT, IGNORE_INDEX), num_bytes=13)
@@ -50,12 +50,12 @@ def test_uniform_model():
 @pytest.mark.parametrize("training", [True, False])
 def test_a_score_does_not_change_the_model(training):
     """Dropout has no effect on a score, and the model keeps its mode."""
-    model, tokens = make_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
+    model, tokens = random_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
     scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats for _ in range(2)]
     assert (
         scores[0]
         == scores[1]
-        == score(make_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats
+        == score(random_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats
     )
     assert all(module.training is training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -65,7 +65,7 @@ def test_a_score_does_not_change_the_model(training):
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 59])
 def test_strided_score_equals_a_slow_sum(stride, length):
     """Every token but the first counts once, with at least the context length less the stride before it."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, length)[0]
+    model, tokens = random_model(SHAPE), make_idx(VOCAB, 1, length)[0]
     nats = 0.0
     end = 1
     for start in range(0, length, stride):
@@ -81,7 +81,7 @@ def test_strided_score_equals_a_slow_sum(stride, length):
 
 def test_stride_of_the_context_length_is_validation():
     """The windows are the same, and the scores are equal bit for bit."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
+    model, tokens = random_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
     assert strided_score(model, tokens, 211, CONTEXT) == score(
         model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE_INDEX), 211
     )
