@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import csv
 import dataclasses
 import functools
 import importlib
@@ -338,6 +337,24 @@ def wait_for_file(file: Path, seconds: float = 60.0, containing: str = "") -> No
         time.sleep(0.002)
 
 
+def contents(run_dir: str | Path) -> dict[Path, bytes]:
+    """Return every file of a run, except its lock."""
+    return {file: file.read_bytes() for file in Path(run_dir).rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def truncate(file: Path) -> None:
+    """Cut a file in half."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file: Path) -> None:
+    """Change one bit in the middle of a file, and of no other name of it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+
+
 def flatten(value, name: str = "") -> dict:
     """Flatten a nested structure into one dictionary of its leaves."""
     if isinstance(value, dict):
@@ -349,15 +366,6 @@ def flatten(value, name: str = "") -> dict:
     return {key: leaf for inner_name, inner in pairs for key, leaf in flatten(inner, inner_name).items()}
 
 
-def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves in metrics.csv: tag to (step, value) pairs."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    with (run_dir / "metrics.csv").open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
-    return curves
-
-
 def read_events(folder: Path) -> EventAccumulator:
     """Return all that a folder holds for TensorBoard."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
@@ -365,7 +373,7 @@ def read_events(folder: Path) -> EventAccumulator:
     return events
 
 
-def read_curves(run_dir: Path) -> dict:
+def read_tensorboard(run_dir: Path) -> dict:
     """Return all that TensorBoard shows of a run, except speed and memory: tag to (step, content) pairs."""
     events = read_events(run_dir)
     curves: dict = {}
@@ -390,7 +398,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
             is_same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             if not is_same and not any(part in key for part in ignored):
                 differing.append(f"{name}.ckpt{key}: {a} and {b}")
-    first, second = map(read_curves, pair)
+    first, second = map(read_tensorboard, pair)
     differing += [f"curve {tag}" for tag in sorted(first.keys() | second.keys()) if first.get(tag) != second.get(tag)]
     first, second = (file.read_bytes() if file.exists() else None for file in [run / "samples.md" for run in pair])
     if first != second:

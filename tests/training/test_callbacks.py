@@ -13,6 +13,7 @@ import torch
 from lightning import Callback
 
 import gpt
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training.callbacks import HOOKS
 from harness import (
@@ -22,8 +23,7 @@ from harness import (
     begin_run,
     differences,
     fit,
-    read_curves,
-    read_table,
+    read_tensorboard,
     refusal,
     resume_run,
     tiny_arguments,
@@ -137,7 +137,7 @@ def test_hooks_follow_the_steps(trained):
 def test_hooks_receive_the_figures_of_the_curves(trained):
     """The loss is the mean over the micro-batches, the score is of the validation, and gradients still exist."""
     training, recorder = trained
-    curves = read_curves(training.path)
+    curves = read_tensorboard(training.path)
     means = [sum(recorder.losses[i : i + 3]) / len(recorder.losses[i : i + 3]) for i in range(0, 13, 3)]
     assert [loss for _, loss in curves["train/loss"]] == pytest.approx(means)
     assert curves["val/loss"] == [
@@ -184,7 +184,7 @@ def test_hooks_choose_their_arguments(trained, tmp_path):
 def test_log_writes_a_curve(trained):
     """Every call adds a point at its step, to metrics.csv and to TensorBoard."""
     training, recorder = trained
-    table = {tag: points for tag, points in read_table(training.path).items() if tag.startswith("mine/")}
+    table = {tag: points for tag, points in read_curves(training.path).items() if tag.startswith("mine/")}
     assert table == {
         "mine/start": [(0, 1.0)],
         "mine/loss": list(enumerate(recorder.losses, start=1)),
@@ -192,7 +192,7 @@ def test_log_writes_a_curve(trained):
         "mine/double": [(step, 2 * s) for step, s in zip(VALIDATIONS, recorder.scores, strict=True)],
         "mine/end": [(13, 7.0)],
     }
-    shown = {tag: points for tag, points in read_curves(training.path).items() if tag.startswith("mine/")}
+    shown = {tag: points for tag, points in read_tensorboard(training.path).items() if tag.startswith("mine/")}
     assert shown == {tag: [(step, pytest.approx(value)) for step, value in points] for tag, points in table.items()}
 
 
@@ -203,7 +203,7 @@ def test_log_writes_at_once(trained, tmp_path):
     class Reads:
         def on_train_step_end(self, step: int, log) -> None:
             log("mine/step", step)
-            tables.append(read_table(tmp_path / "run")["mine/step"])
+            tables.append(read_curves(tmp_path / "run")["mine/step"])
 
     fit(begin_again(trained[0], tmp_path, horizon="2steps"), [Reads()])
     assert tables == [[(1, 1.0)], [(1, 1.0), (2, 2.0)]]
@@ -213,7 +213,7 @@ def test_resumed_run_has_the_same_points(trained, tmp_path):
     """A run that was stopped between two log points, and killed later, ends with the same files."""
     training = begin_again(trained[0], tmp_path)
     fit(training, [Recorder(), Logging(), Counter(), StopAt(5)])
-    assert read_table(training.path)["mine/end"] == [(5, 7.0)]  # logged after the checkpoint
+    assert read_curves(training.path)["mine/end"] == [(5, 7.0)]  # logged after the checkpoint
     with (training.path / "metrics.csv").open("a") as table:
         table.write("6,mine/loss,7.0\n")  # as if killed later
     fit(resume_run(training.path), [Recorder(), Logging(), Counter()])
@@ -252,7 +252,7 @@ def test_callbacks_stop_a_run(trained, tmp_path, capfd, hook, step, expected):
     fit(training, [Stopper(hook, step)])
     assert training.result.stop_reason == ("callback" if is_early else "horizon")
     assert training.metrics["steps"] == training.result.step == expected
-    assert [at for at, _ in read_table(training.path)["val/loss"]] == sorted(
+    assert [at for at, _ in read_curves(training.path)["val/loss"]] == sorted(
         {at for at in VALIDATIONS if at <= expected} | {expected}
     )
     printed = capfd.readouterr().out

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training import distributed, stop_signals
 from gpt.training.config import load_config, parse_config, with_values
@@ -27,7 +28,7 @@ from harness import (
     command,
     differences,
     import_or_skip,
-    read_curves,
+    read_tensorboard,
     refusal,
     tiny_arguments,
     tiny_config,
@@ -403,7 +404,7 @@ def test_stops_and_continues(settings, tmp_path, undisturbed, launcher, number):
     assert output.count("stopped at step ") == output.count("stopping after this step") == 1
     assert load_checkpoint(run_dir / "checkpoints/last.ckpt")["step"] < 151
     assert train_in_subprocess(f"resume={run_dir}").stderr == ""  # with two processes of its own
-    assert read_curves(run_dir) == read_curves(undisturbed)
+    assert read_tensorboard(run_dir) == read_tensorboard(undisturbed)
 
 
 @pytest.mark.slow
@@ -420,7 +421,7 @@ def test_machines_are_started_again(settings, tmp_path, undisturbed):
     assert [process.returncode for process in second.processes] == [0, 0]
     trainer = load_config(tmp_path / "run/config.yaml").trainer
     assert (trainer.devices, trainer.num_nodes) == (1, 2)
-    assert read_curves(tmp_path / "run") == read_curves(undisturbed)
+    assert read_tensorboard(tmp_path / "run") == read_tensorboard(undisturbed)
 
 
 @pytest.mark.slow

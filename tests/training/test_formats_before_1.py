@@ -12,12 +12,13 @@ import torch
 
 import gpt
 from gpt import checkpoint, evaluate, export
+from gpt.api import read_curves
 from gpt.checkpoint_formats import ADDED_KEYS, upgrade_config
 from gpt.files import flatten, read_yaml
 from gpt.loading import open_model
 from gpt.training.config import Config, config_to_yaml, load_config
 from gpt.training.resume import FIRST_RESUMABLE_FORMAT
-from harness import ROOT, read_table, train, train_refusal
+from harness import ROOT, train, train_refusal
 
 FORMATS = ROOT / "tests/formats"
 BEFORE_1 = range(1, FIRST_RESUMABLE_FORMAT)
@@ -60,7 +61,7 @@ def test_new_run_starts_from_its_weights(earlier, name, number):
     if name == "best":  # the best step of these runs is the last
         file.with_name("last.ckpt").rename(file)
     train(*NEW_RUN, f"init_from={file}")
-    losses = read_table(Path("new"))["val/loss"]
+    losses = read_curves(Path("new"))["val/loss"]
     assert losses[0] == (0, pytest.approx(last_loss(number), rel=1e-5))
     assert losses[1][0] == 1 and losses[1][1] != losses[0][1]
 

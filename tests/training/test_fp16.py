@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.module import GPTModule
-from harness import TINY_RUN, StopAt, begin_run, differences, fit, flatten, read_table, tiny_config, train
+from harness import TINY_RUN, StopAt, begin_run, differences, fit, flatten, tiny_config, train
 
 FP16 = "trainer.precision=fp16"
 FIRST_SCALE = 2.0**22  # every gradient here overflows at this scale
@@ -78,7 +79,7 @@ def test_overflow_skips_the_step(folder, tmp_path, overflowing, monkeypatch):
         assert is_same == skipped[i]
         assert scales[i] == scales[i - 1] * (0.5 if skipped[i] else 2.0 if num_clean % GROWTH == 0 else 1.0)
 
-    curves, in_fp32 = read_table(tmp_path / "fp16"), read_table(tmp_path / "fp32")
+    curves, in_fp32 = read_curves(tmp_path / "fp16"), read_curves(tmp_path / "fp32")
     for tag in ("train/lr", "train/matrix_lr"):
         assert curves[tag] == in_fp32[tag]
     assert json.loads((tmp_path / "fp16/metrics.json").read_text())["steps"] == 13
@@ -105,8 +106,8 @@ def test_learns_as_well(folder, tmp_path):
             f"run_dir={run_dir}",
         )
         fit(begin_run(tiny_config(folder, *settings)))
-        losses[precision] = torch.tensor([value for _, value in read_table(run_dir)["train/loss"]])
-    assert dict(read_table(tmp_path / "fp16")["train/skipped_steps"])[41] == 0
+        losses[precision] = torch.tensor([value for _, value in read_curves(run_dir)["train/loss"]])
+    assert dict(read_curves(tmp_path / "fp16")["train/skipped_steps"])[41] == 0
     worst = {name: (loss / losses["fp32"] - 1).abs().max() for name, loss in losses.items()}
     assert 0 < worst["fp16"] < 1e-3
     assert worst["fp16"] < worst["bf16"]
@@ -172,7 +173,7 @@ def test_several_processes(folder, tmp_path):
     settings += ["trainer.short_sequences=0", f"data.path={folder / 'corpus.txt'}", f"data.cache={folder / 'cache'}"]
     for devices in (1, 2):
         train(*TINY_RUN, *settings, f"trainer.devices={devices}", f"run_dir={tmp_path / str(devices)}")
-    alone, shared = (read_table(tmp_path / name) for name in "12")
+    alone, shared = (read_curves(tmp_path / name) for name in "12")
     assert alone["train/skipped_steps"] == shared["train/skipped_steps"]
     assert 0 < dict(alone["train/skipped_steps"])[17] < 15
     assert dict(shared["train/loss"]) == pytest.approx(dict(alone["train/loss"]), rel=1e-3)

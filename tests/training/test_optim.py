@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.api import read_curves
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.training.config import load_config
 from gpt.training.forecast import optimizer_bytes
@@ -24,7 +25,7 @@ from gpt.training.optim import (
     set_lr,
     unused_settings,
 )
-from harness import begin_run, fit, read_table, tiny_config
+from harness import begin_run, fit, tiny_config
 
 LAYERS, D_MODEL, HEADS = 2, 6, 3
 MATRICES = {
@@ -128,7 +129,7 @@ def test_a_new_optimizer_is_an_entry_in_the_table(corpus_folder, tmp_path, monke
     monkeypatch.setitem(OPTIMIZERS, "signs", dict.fromkeys(OPTIMIZERS["muon"], rule))
     training = begin_run(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
     fit(training)
-    curves = read_table(tmp_path / "run")
+    curves = read_curves(tmp_path / "run")
     assert curves["train/lr"][-1] == (3, pytest.approx(training.config.optim.lr * lr_multiplier(2, 3, OptimConfig())))
     assert "train/matrix_lr" not in curves
     shape = GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11)

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training import training_clock
 from gpt.training.config import load_config
 from gpt.training.module import GPTModule
-from harness import begin_run, fit, read_table, refusal, tiny_config
+from harness import begin_run, fit, refusal, tiny_config
 
 
 def imitate_small_device(monkeypatch, max_sequences: int, number: int = 0) -> list[int]:
@@ -58,7 +59,7 @@ def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monke
     assert load_config(training.path / "config.yaml").trainer.micro_batch_size == 1
     changes = [f"# after step 0: trainer.micro_batch_size={size}" for size in ("3, was 6", "1, was 3")]
     assert (training.path / "command.txt").read_text().splitlines()[1:] == changes
-    assert [step for step, _ in read_table(training.path)["val/loss"]] == [0, 1]  # each is written once
+    assert [step for step, _ in read_curves(training.path)["val/loss"]] == [0, 1]  # each is written once
     start, end = (load_checkpoint(run / "checkpoints/last.ckpt")["state_dict"] for run in (first, training.path))
     for name in start:
         torch.testing.assert_close(end[name], start[name], atol=1e-6, rtol=0.0)

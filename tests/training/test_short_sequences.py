@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from gpt import checkpoint, evaluate
+from gpt.api import read_curves
 from gpt.data.batches import validation_batches
 from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling.scoring import score
 from gpt.training.batch_loader import micro_batch
 from gpt.training.module import GPTModule
 from gpt.training.start import load_dataset
-from harness import StopAt, begin_run, finalize_config, fit, read_table, refusal, resume_run, tiny_config
+from harness import StopAt, begin_run, finalize_config, fit, refusal, resume_run, tiny_config
 
 
 class Lengths:
@@ -78,7 +79,7 @@ def test_validation_has_the_length_of_the_last_step(corpus_folder, tmp_path, cap
     assert "was trained only on sequences of 8 tokens; from 0.6 of its horizon on" in capsys.readouterr().err
     module = GPTModule(training.config, training.spec.dataset.tokenizer, training.schedule)
     module.load_state_dict(checkpoint.load_checkpoint(training.path / "checkpoints/last.ckpt")["state_dict"])
-    [loss] = [value for step, value in read_table(training.path)["val/loss"] if step == 6]
+    [loss] = [value for step, value in read_curves(training.path)["val/loss"] if step == 6]
     [source] = training.spec.dataset.sources
     for length, is_equal in ((8, True), (16, False)):
         expected = score(module.model, validation_batches(source.validation, 1, length, IGNORE_INDEX), 1).nats_per_token
@@ -110,7 +111,7 @@ def test_best_checkpoint_is_the_best_at_full_length(corpus_folder, tmp_path):
     changes = ["horizon=10steps", "trainer.validate_every=2", f"run_dir={tmp_path / 'run'}"]
     training = begin_run(tiny_config(corpus_folder, *changes))
     fit(training, [Spoil()])
-    losses = dict(read_table(training.path)["val/loss"])
+    losses = dict(read_curves(training.path)["val/loss"])
     assert losses.keys() == {2, 4, 6, 8, 10}
     assert max(losses[2], losses[4], losses[6]) < min(losses[8], losses[10])
     best = checkpoint.load_checkpoint(training.path / "checkpoints/best.ckpt")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
@@ -24,8 +25,6 @@ from harness import (
     begin_run,
     differences,
     fit,
-    read_curves,
-    read_table,
     refusal,
     resume_run,
     tiny_config,
@@ -90,7 +89,7 @@ def test_learning_rate_follows_the_clock(corpus_folder, tmp_path, monkeypatch):
     training = begin(corpus_folder, tmp_path, *changes)
     Machine(monkeypatch, (0.0, 0.0625), (5.0, 0.25))
     fit(training)
-    lrs = dict(read_table(training.path)["train/lr"])
+    lrs = dict(read_curves(training.path)["train/lr"])
     config = OptimConfig(lr=0.01, warmup_steps=5)
     for step, progress in ((41, 0.25), (81, 0.5), (91, 0.75), (100, 0.975)):
         assert lrs[step] / 0.01 == pytest.approx(lr_multiplier(round(1e6 * progress), 10**6, config), abs=0.01)
@@ -214,7 +213,7 @@ def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys, stop):
     if stop:
         fit(resume_run(tmp_path / "run"))
     lines = [line for line in capsys.readouterr().err.splitlines() if "above its average" in line]
-    losses = dict(read_table(tmp_path / "run")["train/loss"])
+    losses = dict(read_curves(tmp_path / "run")["train/loss"])
     warning = re.fullmatch(
         r"train.py: training loss has been far above its average since step (\d+) \((.*), and (.*) before\): "
         r"best.ckpt of step 20 is from before; .* with python train.py optim.lr=1 "

@@ -12,8 +12,17 @@ import torch
 import yaml
 
 import gpt.training.loop
+from gpt.api import read_curves
 from gpt.training.cli import name_jobs
-from harness import ROOT, differences, import_or_skip, python_program, read_curves, tiny_arguments, train, train_refusal
+from harness import (
+    ROOT,
+    differences,
+    import_or_skip,
+    python_program,
+    tiny_arguments,
+    train,
+    train_refusal,
+)
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint, restore_model
 from gpt.sampling.pictures import CELL_PX, GAP_PX, LINE_PX
-from harness import ADVICE_LINES, ROOT, read_curves, read_events, tiny_arguments, train, train_refusal
+from harness import ADVICE_LINES, ROOT, read_events, read_tensorboard, tiny_arguments, train, train_refusal
 
 SCALARS = {
     *("train/loss", "train/lr", "train/matrix_lr", "weights/grad_norm"),
@@ -208,7 +209,7 @@ def test_two_processes_learn_as_one_does_in_bf16(settings, tmp_path):
         exact = ["model.dropout=0", "trainer.device=cpu", "trainer.precision=bf16", "horizon=9steps"]
         exact += ["trainer.micro_batch_size=1", f"trainer.devices={devices}"]
         train(*settings, *exact, f"run_dir={run_dir}")
-        curves.append(read_curves(run_dir))
+        curves.append(read_tensorboard(run_dir))
     for tag in ("train/loss", "val/loss"):
         a, b = (torch.tensor([value for _, value in curve[tag]]) for curve in curves)
         torch.testing.assert_close(a, b, atol=0.02, rtol=0.0)
