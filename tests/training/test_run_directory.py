@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from harness import (
     begin_run,
     fit,
     flip_a_bit,
+    python_program,
     refusal,
     resume_run,
     tiny_config,
@@ -145,7 +145,7 @@ child()
 with RunDirectory.open({str(run_dir)!r}):
     print("open", os.getpid())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([python_program(), "-c", program], capture_output=True, text=True, cwd=ROOT)
     error, closed, opened = done.stdout.splitlines()
     assert "is training in it" in error and opened.split()[1] in error, done.stderr
     assert closed == "closed"
