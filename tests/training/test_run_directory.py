@@ -89,9 +89,11 @@ def test_run_is_named_after_its_text(data, name):
     assert OverridesParser.create().parse_override(override).value().endswith("mini")
 
 
-def test_directory_is_for_one_run(run_dir, tmp_path):
-    """A directory that holds a run or a user's file is refused, and so is a file."""
-    assert "is not empty" in refusal(RunDirectory.create, str(run_dir), "", Config(), "")
+def test_directory_is_for_one_run(corpus_folder, run_dir, tmp_path):
+    """A directory that holds a run or a user's file is refused, and so is a file. No text is prepared before that."""
+    config = tiny_config(corpus_folder, f"run_dir={run_dir}", f"data.cache={tmp_path / 'cache'}")
+    assert "is not empty: choose another, or continue the run in it with resume=" in refusal(begin_run, config)
+    assert not (tmp_path / "cache").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
     assert "is not empty" in refusal(require_empty, tmp_path / "mine")
