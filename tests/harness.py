@@ -12,6 +12,7 @@ import random
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -209,6 +210,11 @@ def begin_run(config: Config, model: str = "") -> Training:
     return Training(*start_run(Request(config, model=model)))
 
 
+def begin_again(training: Training, folder: Path, **changes: Any) -> Training:
+    """Prepare the same run in another folder, with a changed configuration."""
+    return begin_run(dataclasses.replace(training.config, run_dir=str(folder / "run"), **changes))
+
+
 def resume_run(path: str | Path, horizon: str = "") -> Training | None:
     """Prepare to resume a run, or return None if it is complete. This process locks it until it is trained."""
     values = {"resume": str(path)} | ({"horizon": horizon} if horizon else {})
@@ -262,20 +268,29 @@ class Process:
 
     Args:
         arguments: the arguments of train.py.
-        env: what is added to the environment. The process is then not forked.
+        env: what is added to the environment.
+        launcher: what stands before train.py in the command, such as -m torch.distributed.run.
+        fork: whether it may be forked from a process that has imported the slow libraries. They read some variables.
     """
 
-    def __init__(self, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        fork: bool = True,
+    ):
         self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115, because it lives as long as this object
         self._position = 0
         self.output = ""  # without the advice on tiny runs, once the process has ended
-        words = command(*arguments)
+        words = [*launcher, *command(*arguments)[1:]]
+        environment = os.environ | (env or {})
         self._process: ForkedProcess | subprocess.Popen
-        if env or not hasattr(os, "fork"):
-            streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
-            self._process = subprocess.Popen(words, cwd=ROOT, env=os.environ | (env or {}), **streams)
+        if fork and hasattr(os, "fork"):
+            self._process = ForkedProcess(fork_server(), words, self._log, ROOT, environment)
         else:
-            self._process = ForkedProcess(fork_server(), words[1:], self._log, ROOT, os.environ)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **streams)
         self.pid = self._process.pid
 
     def _read(self) -> str:
@@ -308,6 +323,34 @@ class Process:
             self.output = ADVICE_LINES.sub("", self._read())
             self._log.close()
         return code
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def torchrun_variables(rank: int, count: int, port: str) -> dict[str, str]:
+    """Return the variables that torchrun sets for a process on a machine with `count` of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = dict(zip(names, map(str, (rank, count, rank, count)), strict=True))
+    return numbers | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+
+def start_ranks(count: int, *arguments: str | Path) -> list[Process]:
+    """Start the processes of one training as torchrun does, without the seconds of their imports."""
+    port = free_port()
+    return [Process(arguments, torchrun_variables(rank, count, port)) for rank in range(count)]
+
+
+def train_on_ranks(count: int, *arguments: str | Path) -> str:
+    """Train on several processes, and return what rank 0 has printed. The others must print nothing."""
+    ranks = start_ranks(count, *arguments)
+    codes = [rank.end() for rank in ranks]
+    outputs = [rank.output for rank in ranks]
+    assert codes == [0] * count, "".join(outputs)
+    assert outputs[1:] == [""] * (count - 1)
+    return outputs[0]
 
 
 class CallAt:

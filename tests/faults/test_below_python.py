@@ -12,7 +12,7 @@ import pytest
 from harness import Process, differences, tiny_arguments, train, train_in_subprocess, wait_for_file
 
 pytestmark = pytest.mark.slow
-RUN = ["horizon=151steps"]
+RUN = ["horizon=101steps"]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,7 @@ def test_failed_save_ends_the_run_in_one_line(faults, settings, reference, tmp_p
     process = Process(
         [*settings, f"run_dir={run_dir}"],
         environment(faults, call, number, str(run_dir / "checkpoints"), when),
+        fork=False,
     )
     wait_for_file(run_dir / "checkpoints/previous.ckpt")
     when.touch()
@@ -116,7 +117,7 @@ def test_power_cut_leaves_what_was_synced(faults, corpus_folder, reference, tmp_
     shadow.mkdir()
     shutil.copy(corpus_folder / "corpus.txt", tmp_path)
     words = [*tiny_arguments(tmp_path, *RUN), f"data.cache={place / 'new/cache'}", f"run_dir={place / 'runs/run'}"]
-    process = Process(words, {"LD_PRELOAD": str(faults), "SHADOW": str(shadow)})
+    process = Process(words, {"LD_PRELOAD": str(faults), "SHADOW": str(shadow)}, fork=False)
     appears = {"preparing": "new/cache", "first checkpoint": "runs/run/checkpoints/last.ckpt"}
     wait_for_file(place / appears.get(moment, "runs/run/checkpoints/previous.ckpt"))
     if moment == "first checkpoint":  # its name appears a moment before its folder is synced
