@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,12 +15,10 @@ import pytest
 from gpt.checkpoint import load_checkpoint
 from gpt.errors import UserError
 from harness import (
-    ROOT,
     TINY_RUN,
     CallAt,
     Process,
     begin_run,
-    command,
     differences,
     fit,
     tiny_config,
@@ -90,16 +87,16 @@ def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argume
 
 @pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [10, 100])
-def test_full_disk_is_one_line(settings, reference, tmp_path, blocks):
-    """`ulimit -f` imitates it. Without that limit, the run continues bit for bit."""
+@pytest.mark.parametrize("kibibytes", [10, 100])
+def test_full_disk_is_one_line(settings, reference, tmp_path, kibibytes):
+    """A limit of the size of files imitates it. Without that limit, the run continues bit for bit."""
     run_dir = tmp_path / "run"
-    words = " ".join(f"'{word}'" for word in command(*settings, f"run_dir={run_dir}"))
-    shell = f"ulimit -f {blocks}; exec {words}"
-    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "the disk is full" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1024 * kibibytes},) * 2)\n"
+    code += "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
+    process = Process([*settings, f"run_dir={run_dir}"], launcher=["-c", code])
+    assert process.end() == 2
+    assert "the disk is full" in process.output.strip().splitlines()[-1]
+    assert "Traceback" not in process.output
     train(f"resume={run_dir}")
     assert differences(run_dir, reference) == []
 

@@ -18,7 +18,7 @@ from gpt.files import flatten, read_yaml
 from gpt.loading import open_model
 from gpt.training.config import Config, config_to_yaml, load_config
 from gpt.training.resume import FIRST_RESUMABLE_FORMAT
-from harness import ROOT, train, train_refusal
+from harness import ROOT, contents, train, train_refusal
 
 FORMATS = ROOT / "tests/formats"
 BEFORE_1 = range(1, FIRST_RESUMABLE_FORMAT)
@@ -31,10 +31,6 @@ def earlier(tmp_path, monkeypatch) -> None:
     """A copy of all formats in the current folder."""
     shutil.copytree(FORMATS, tmp_path / "formats")
     monkeypatch.chdir(tmp_path / "formats")
-
-
-def contents(run_dir: str) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in Path(run_dir).rglob("*") if file.is_file() and file.name != ".lock"}
 
 
 def last_loss(number: int) -> float:
@@ -118,12 +114,6 @@ def test_every_key_that_came_is_known():
     came = upgrade_config({"trainer": {}, "data": {}, "model": {}})
     assert ADDED_KEYS.keys() <= flatten(came).keys() | {"overrides"}
     assert upgrade_config({"trainer": {"short_window": 8}})["trainer"]["short_sequences"] == 8
-
-
-def test_value_that_went_is_renamed():
-    """What is no configuration stays as it is."""
-    assert upgrade_config({"trainer": {"strategy": "fsdp"}})["trainer"]["strategy"] == "auto"
-    assert upgrade_config({"trainer": 3})["trainer"] == 3
 
 
 def test_store_trains_as_it_is(earlier, tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning
@@ -19,7 +18,7 @@ from gpt.training.module import GPTModule
 from gpt.training.request import Request
 from gpt.training.start import plan_run
 from gpt.training.state import RunSpec
-from harness import ROOT, begin_run, fit, refusal, tiny_arguments, tiny_config, train_in_subprocess
+from harness import ROOT, begin_run, fit, python_program, refusal, tiny_arguments, tiny_config, train_on_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -164,12 +163,12 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_trainer_on_two_processes(corpus_folder, tmp_path):
     """Under DDP, each rank trains on its own micro-batches, and the weights equal those of our loop."""
-    two = ("trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=1", "horizon=10steps")
-    train_in_subprocess(*tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
+    two = ("trainer.device=cpu", "trainer.micro_batch_size=1", "horizon=10steps")
+    train_on_ranks(2, *tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
     script = tmp_path / "two_processes.py"
     script.write_text(TWO_PROCESSES)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(script), str(tmp_path), str(corpus_folder)]
+    launcher = [python_program(), "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    command = [*launcher, python_program(), str(script), str(tmp_path), str(corpus_folder)]
     paths = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/training'}"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr

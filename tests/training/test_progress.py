@@ -21,7 +21,7 @@ from gpt.training.config import Config
 from gpt.training.progress import BAR_FORMAT, ProgressDisplay
 from gpt.training.schedule import Schedule
 from gpt.training.state import RunSpec, TrainState
-from harness import ROOT, command, tiny_arguments
+from harness import ROOT, command, python_program, tiny_arguments
 
 FACTS = ["train 2.500 val 3.000", "2.164 bits/byte", "12.3k tok/s"]
 
@@ -144,7 +144,7 @@ def columns(raw: str) -> list[str]:
 def test_on_a_terminal(corpus_folder, tmp_path):
     """Nothing is wider than the terminal, samples are printed above the bar, and the bar is cleared at the end."""
     changes = ["horizon=40steps", "trainer.validate_every=10", "data.prompts=[a\tb]", f"run_dir={tmp_path / 'run'}"]
-    script = command(*tiny_arguments(corpus_folder, *changes))
+    script = [python_program(), *command(*tiny_arguments(corpus_folder, *changes))[1:]]
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (23, 79))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}

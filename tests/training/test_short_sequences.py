@@ -34,17 +34,7 @@ def test_sequences_are_short_from_the_second_step_to_three_fifths(corpus_folder,
     assert lengths.lengths == [16, *[length] * 5, *[16] * 4]
 
 
-def test_short_sequences_end_at_three_fifths_of_a_time(corpus_folder, tmp_path):
-    """The clock decides the step at which they end."""
-    lengths = Lengths()
-    training = begin_run(tiny_config(corpus_folder, "horizon=2s", f"run_dir={tmp_path / 'run'}"))
-    fit(training, [lengths])
-    num_short, steps = training.schedule.full_length_from_step, training.schedule.total_steps
-    assert lengths.lengths == [16, *[8] * (num_short - 1), *[16] * (steps - num_short)][:steps]
-    assert num_short <= steps + 1
-
-
-def test_short_sequences_by_default(corpus_folder, tmp_path):
+def test_short_sequences_by_default(corpus_folder, trained, tmp_path):
     """By default, only a context of 256 with random weights has short sequences."""
     long = [
         "horizon=1steps",
@@ -53,14 +43,10 @@ def test_short_sequences_by_default(corpus_folder, tmp_path):
         "trainer.short_sequences=null",
     ]
     for context, expected in (("256", 128), ("128", 0), ("512", 0)):
-        changes = [*long, f"model.context_length={context}", f"run_dir={tmp_path / context}"]
-        training = begin_run(tiny_config(corpus_folder, *changes))
-        config = training.config
-        assert config.trainer.short_sequences == expected
-        fit(training)
-    changes = [*long, f"init_from={tmp_path / '256'}", f"run_dir={tmp_path / 'tuned'}"]
-    config = begin_run(tiny_config(corpus_folder, *changes)).config
-    assert (config.model.context_length, config.trainer.short_sequences) == (256, 0)
+        changes = [*long, f"model.context_length={context}"]
+        assert finalize_config(tiny_config(corpus_folder, *changes)).trainer.short_sequences == expected
+    tuned = tiny_config(corpus_folder, *long, "model.context_length=256", f"init_from={trained.path}")
+    assert finalize_config(tuned).trainer.short_sequences == 0
 
 
 def test_length_must_divide_the_context(corpus_folder):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,11 +22,13 @@ from gpt.training.run_directory import EVENTS_PATTERN
 from gpt.training.state import TrainState
 from gpt.training.validation import record_beaten_baselines
 from harness import (
+    ROOT,
     StopAt,
     Training,
     begin_run,
     differences,
     fit,
+    python_program,
     read_events,
     resume_run,
     tiny_config,
@@ -185,7 +186,7 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    done = subprocess.run([python_program(), "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("File too large\n", "")
 
 
