@@ -234,9 +234,15 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """Start a process that has imported the libraries of a training, but nothing of gpt. It ends with this process."""
-    server = ForkServer(["torch", "lightning.fabric", "hydra", "tensorboard.summary.writer.event_file_writer"])
+def fork_server(**variables: str) -> ForkServer:
+    """Start a process that has imported the libraries of a training, but nothing of gpt. It ends with this process.
+
+    `variables` are what the libraries read from the environment when they are loaded, such as LD_PRELOAD.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        server = ForkServer(["torch", "lightning.fabric", "hydra", "tensorboard.summary.writer.event_file_writer"])
     atexit.register(server.close)
     return server
 
@@ -270,7 +276,7 @@ class Process:
         arguments: the arguments of train.py.
         env: what is added to the environment.
         launcher: what stands before train.py in the command, such as -m torch.distributed.run.
-        fork: whether it may be forked from a process that has imported the slow libraries. They read some variables.
+        server: what forks the process; by default, the server of most tests.
     """
 
     def __init__(
@@ -278,7 +284,7 @@ class Process:
         arguments: Sequence[str | Path],
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
-        fork: bool = True,
+        server: ForkServer | None = None,
     ):
         self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115, because it lives as long as this object
         self._position = 0
@@ -286,8 +292,8 @@ class Process:
         words = [*launcher, *command(*arguments)[1:]]
         environment = os.environ | (env or {})
         self._process: ForkedProcess | subprocess.Popen
-        if fork and hasattr(os, "fork"):
-            self._process = ForkedProcess(fork_server(), words, self._log, ROOT, environment)
+        if hasattr(os, "fork"):
+            self._process = ForkedProcess(server or fork_server(), words, self._log, ROOT, environment)
         else:
             streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
             self._process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **streams)

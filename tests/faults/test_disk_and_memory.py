@@ -21,6 +21,7 @@ from harness import (
     begin_run,
     differences,
     fit,
+    fork_server,
     tiny_config,
     train,
     train_refusal,
@@ -111,7 +112,7 @@ def train_large(settings, micro_batch, run_dir) -> Process:
     With more than one arena, glibc reserves 64 MB for each thread that happens to allocate while another one does.
     """
     arguments = [*settings, *LARGE, f"trainer.micro_batch_size={micro_batch}", f"run_dir={run_dir}"]
-    return Process(arguments, {"MALLOC_ARENA_MAX": "1"}, fork=False)
+    return Process(arguments, server=fork_server(MALLOC_ARENA_MAX="1"))
 
 
 def measure_peak_memory(process: Process) -> int:

@@ -30,6 +30,7 @@ MODELS = "auto, gpt2_large, gpt2_medium, gpt2_small, gpt2_xl, mini, mini_128"
         (["experiment=mine"], "experiment=mine is not known", "choose from finetune, gpt2_small, shakespeare"),
         (["tokenizer=char"], "tokenizer=char is not known: choose from bpe, byte, gpt2", "byte is the closest"),
         (["data=book"], "data=book is not known", "for your own text use data.path=FILE"),
+        ([f"data={README}"], f"data={README} is not known", f"for your own text use data.path={README}"),
         (["README.md"], "'README.md' is not key=value", "to train on it, write data.path=README.md"),
         (["--seed", "3"], "--seed", "keys are written key=value, such as seed=3"),
         (["data=text", "data.path=a,b"], "'data.path=a,b' has several values", "'data.path=\"a,b.txt\"'"),
