@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt.data.token_dataset import DATASET_FILE, MANIFEST_FILE, read_metadata
+from gpt.data.token_dataset import is_prepared, read_metadata
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
 from gpt.files import TRAIN_COMMAND
@@ -133,6 +133,6 @@ def open_tokenizer(name_or_path: str | Path) -> Tokenizer:
     path = Path(name_or_path)
     if huggingface.is_huggingface_folder(path):
         return huggingface.load_tokenizer(path)[0]
-    if (path / DATASET_FILE).is_file() or (path / MANIFEST_FILE).is_file():
+    if is_prepared(path):
         return read_metadata(path)[1]
     return open_model(path)[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gpt.errors import ExternalError, UserError, summarize_error
-from gpt.files import IS_INSTALLED, PACKAGE, acquire_lock, mark_as_cache, sync_parents, write_text
+from gpt.files import IS_INSTALLED, PACKAGE, acquire_lock, mark_as_cache, sync_parents, user_errors, write_text
 
 if IS_INSTALLED:  # an installed package uses the user's cache folder, a checkout a folder beside the code
     from platformdirs import user_cache_path
@@ -35,23 +35,29 @@ def write_checked_json(file: Path, content: dict) -> None:
 
 def read_checked_json(file: Path) -> dict:
     """Return what `write_checked_json` wrote; raise `ValueError` if it is damaged."""
-    return parse_checked_json(file.read_text(encoding="utf-8"), file.name)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.pop("seal", None) == _hash_json(content):
+            return content
+    except RecursionError as error:
+        raise ValueError(summarize_error(error)) from None
+    raise ValueError(f"the content of {file.name} does not match its seal")
+
+
+def load_checked_json(file: Path, hint: str) -> dict | None:
+    """Return what `write_checked_json` wrote, or None without such a file; `ExternalError` with the hint if damaged."""
+    with user_errors(file):
+        try:
+            return read_checked_json(file)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ExternalError(f"{file.parent}: is damaged ({error}); {hint}") from None
 
 
 def dump_checked_json(content: dict) -> str:
     """Return JSON that includes a hash of its content."""
     return json.dumps({**content, "seal": _hash_json(content)}, indent=2)
-
-
-def parse_checked_json(text: str, name: str) -> dict:
-    """Return the content that `dump_checked_json` was given; raise `ValueError` if it is damaged."""
-    try:
-        content = json.loads(text)
-        if isinstance(content, dict) and content.pop("seal", None) == _hash_json(content):
-            return content
-    except RecursionError as error:
-        raise ValueError(summarize_error(error)) from None
-    raise ValueError(f"the content of {name} does not match its seal")
 
 
 def _hash_json(content: dict) -> str:

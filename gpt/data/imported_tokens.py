@@ -14,13 +14,11 @@ from gpt.console import progress_bar
 from gpt.data.data_config import DataConfig, is_url
 from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
 from gpt.data.find_files import find_remote_files
-from gpt.data.storage import Directory, as_directory, file_size
 from gpt.data.token_dataset import (
-    DATASET_FILE,
     DECODED_TOKENS,
-    MANIFEST_FILE,
     TOKENIZER_FILE,
     TokenSource,
+    is_prepared,
     open_source,
     require_in_vocabulary,
     token_file_errors,
@@ -71,13 +69,13 @@ def open_tokens(
         cache: The folder for copies of remote files and for hashes.
         print_line: Prints a line.
     """
-    directory = as_directory(data.paths[0])
-    if len(data.paths) == 1 and _is_prepared(directory):
+    directory = expand_path(data.paths[0]).absolute()
+    if len(data.paths) == 1 and is_prepared(directory):
         if data.validation_path:
             problem = f"data.path={data.paths[0]!r} has validation text of its own"
             raise UserError(f"{problem}: leave data.validation_path out")
         model_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
-        return open_source(directory, cache, data.cache_bytes, tokenizer=model_tokenizer)
+        return open_source(directory, cache, tokenizer=model_tokenizer)
     files = _find_token_files(data.paths, cache, data.cache_bytes, print_line)
     validation = _find_token_files(data.validation_paths, cache, data.cache_bytes, print_line)
     validation = validation or [file for file in files if file.is_validation]
@@ -98,14 +96,6 @@ def open_tokens(
     arrays = {name: ids for name, (ids, _) in opened.items()}
     train_tokens, validation_tokens = _split(train, validation, arrays, tokenizer.end_of_text, data, print_line)
     return _make_source(train_tokens, validation_tokens, tokenizer, key, print_line)
-
-
-def _is_prepared(directory: Directory) -> bool:
-    if isinstance(directory, Path):
-        is_folder = directory.is_dir()
-    else:
-        is_folder = not directory.endswith(TOKEN_SUFFIXES) and not glob.has_magic(directory)
-    return is_folder and any(file_size(directory, name) is not None for name in (DATASET_FILE, MANIFEST_FILE))
 
 
 def _find_token_files(

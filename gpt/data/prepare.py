@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpt.console import print_line, progress_bar
 from gpt.data.corpus import Chunk, Corpus, Say
-from gpt.data.data_config import DataConfig
+from gpt.data.data_config import DataConfig, is_url
 from gpt.data.dataset_cache import (
     CACHE_WRITE_HINT,
     DEFAULT_CACHE,
@@ -26,6 +26,7 @@ from gpt.data.dataset_cache import (
     exclusive_lock,
     make_cache,
     working_folder,
+    write_checked_json,
 )
 from gpt.data.imported_tokens import open_tokens
 from gpt.data.mixture import integer_weights, source_names, split_mixture
@@ -43,7 +44,6 @@ from gpt.data.shards import (
     write_shard,
 )
 from gpt.data.split import SAMPLE_BYTES
-from gpt.data.storage import Directory, as_directory, read_bytes, store_checked_json, write_bytes
 from gpt.data.token_dataset import (
     COUNTS,
     DATASET_FILE,
@@ -58,7 +58,7 @@ from gpt.data.token_dataset import (
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, tokenizer_key, train_bpe
 from gpt.errors import ExternalError, UserError, summarize_error
 from gpt.files import atomic_rename as publish_folder
-from gpt.files import mark_as_cache, user_errors, write_text
+from gpt.files import atomic_write, expand_path, mark_as_cache, user_errors, write_text
 
 DATASET_LAYOUT = 2  # raise it when a directory holds the same tokens in another way
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -90,7 +90,7 @@ def prepare(
         context_length: A text that does not fill one sequence of this length raises `TooShortError`.
         cache: The folder for prepared text and for copies of remote files.
         print_line: Prints a line.
-        to: A directory or URL for the result, instead of a folder of the cache.
+        to: A folder for the result, instead of one in the cache.
         executor: Encodes the shards, instead of the threads of this process. It has Python's `concurrent.futures`
             interface (processes, Dask, MPI). Each worker must reach the text, the cache and the result.
     """
@@ -105,11 +105,13 @@ def prepare(
         return TokenDataset((source,), names, weights)
     if to is not None and data.name == "mix":
         raise UserError(f"to={str(to)!r} takes one text, not a mixture: prepare each of its texts")
+    if is_url(str(to)):
+        raise UserError(f"to={str(to)!r} is a URL: name a folder, and copy its files to the URL afterwards")
     scanners = [CorpusScanner(part, cache, print_line) for part in split_mixture(data)]
     if len(scanners) > 1 and isinstance(tokenizer, TokenizerConfig) and tokenizer.name == "bpe":
         tokenizer = _joint_tokenizer(scanners, weights, tokenizer.vocab_size, cache)
     if to is not None:
-        sources = [_prepare_into(as_directory(to), scanners[0], tokenizer, context_length, executor)]
+        sources = [_prepare_into(expand_path(to).absolute(), scanners[0], tokenizer, context_length, executor)]
     else:
         sources = [_prepare_in_cache(scanner, tokenizer, context_length, executor) for scanner in scanners]
     return TokenDataset(tuple(sources), names, weights)
@@ -175,28 +177,26 @@ def _delete_intermediate_files(folder: Path) -> None:
 
 
 def _prepare_into(
-    directory: Directory,
+    directory: Path,
     scanner: CorpusScanner,
     tokenizer: TokenizerConfig | Tokenizer,
     context_length: int,
     executor: Executor | None,
 ) -> TokenSource:
     """Prepare a corpus into a directory that the user has named, or resume an interrupted preparation there."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(directory, Path):
-            stack.enter_context(user_errors(directory, "written", "fix that, or name another directory"))
-            directory.mkdir(parents=True, exist_ok=True)
-            mark_as_cache(directory)
-            stack.enter_context(exclusive_lock(directory / ".lock", "preparing this text", scanner.print_line))
+    with user_errors(directory, "written", "fix that, or name another directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+        mark_as_cache(directory)
+        with exclusive_lock(directory / ".lock", "preparing this text", scanner.print_line):
             for file in directory.glob(".*.bin.*"):  # unfinished files of a killed process
                 file.unlink()
-        _make_dataset(directory, scanner, tokenizer, context_length, executor, in_cache=False)
+            _make_dataset(directory, scanner, tokenizer, context_length, executor, in_cache=False)
     scanner.print_line(f"to train on it: data=tokens data.path={directory}")
-    return open_source(directory, scanner.cache, scanner.data.cache_bytes)
+    return open_source(directory, scanner.cache)
 
 
 def _make_dataset(
-    directory: Directory,
+    directory: Path,
     scanner: CorpusScanner,
     tokenizer: TokenizerConfig | Tokenizer,
     context_length: int,
@@ -211,7 +211,7 @@ def _make_dataset(
     bytes_done = sum(text_bytes(record) for record in records if record)
     missing = [number for number, record in enumerate(records) if record is None]
     if bytes_done and missing:
-        scanner.print_line(f"resuming the preparation of {name} at {bytes_done / max(bytes_done, num_bytes):.0%}")
+        scanner.print_line(f"resuming the preparation of {name} at {bytes_done / num_bytes:.0%}")
     with progress_bar(f"tokenizing {name}", num_bytes, bytes_done, delay=1) as bar:
         if executor is not None:
             _run_on_executor(executor, missing, directory, cache, scanner.data.cache_bytes, bar.update)
@@ -228,7 +228,7 @@ def _make_dataset(
 
 
 def _open_or_make_plan(
-    directory: Directory, scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer, in_cache: bool
+    directory: Path, scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer, in_cache: bool
 ) -> tuple[ShardPlan, list[Chunk] | None]:
     """Return the plan of an interrupted preparation, or make one; with it all chunks if they are in memory.
 
@@ -242,7 +242,7 @@ def _open_or_make_plan(
             raise
     if plan is not None and plan.matches(scanner, tokenizer):
         return plan, None
-    if in_cache and isinstance(directory, Path):
+    if in_cache:
         delete_working_folder(directory)
     elif plan is not None:
         raise UserError(f"{directory}: holds another text, or one that has changed since: name an empty folder")
@@ -252,7 +252,7 @@ def _open_or_make_plan(
 
 
 def _run_on_executor(
-    executor: Executor, missing: list[int], directory: Directory, cache: Path, cache_bytes: int, on_progress: Progress
+    executor: Executor, missing: list[int], directory: Path, cache: Path, cache_bytes: int, on_progress: Progress
 ) -> None:
     """Encode shards on an executor. After all were tried, `ExternalError` names the shards that failed."""
     try:
@@ -273,7 +273,7 @@ def _run_on_executor(
         raise ExternalError(f"{directory}: {summary}: fix that and prepare it again, which keeps the others")
 
 
-def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_length: int) -> dict:
+def _publish(directory: Path, plan: ShardPlan, corpus: Corpus, context_length: int) -> dict:
     """Write validation.bin and dataset.json, and return what dataset.json holds.
 
     Raises `UserError` naming the shards that are missing.
@@ -295,7 +295,8 @@ def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_leng
         if part["tokens"]
     ]
     validation = b"".join(_read_validation(directory, number, record) for number, record in enumerate(records))
-    write_bytes(directory, "validation.bin", validation)
+    with atomic_write(directory / "validation.bin") as file:
+        file.write_bytes(validation)
     digest = hashlib.sha256(validation).hexdigest()
     splits["validation"]["files"] = [["validation.bin", splits["validation"]["tokens"], digest]]
     hashes = dict(plan.content["hashes"])
@@ -304,16 +305,16 @@ def _publish(directory: Directory, plan: ShardPlan, corpus: Corpus, context_leng
     identity = corpus.identity(hashes[str(number)] for number in range(len(corpus.files)))
     key = _dataset_key(identity, plan.content["tokenizer_key"], plan.content["data"]["validation_bytes"])
     metadata = {"key": key, "corpus": corpus.name, "tokenizer": plan.tokenizer.sha256, "splits": splits}
-    store_checked_json(directory, DATASET_FILE, metadata)
+    write_checked_json(directory / DATASET_FILE, metadata)
     return metadata
 
 
-def _read_validation(directory: Directory, number: int, record: dict) -> bytes:
+def _read_validation(directory: Path, number: int, record: dict) -> bytes:
     """Return the validation tokens of a shard; raise `ExternalError` unless they have the hash in its record."""
-    name = shard_file("validation", number)
-    content = read_bytes(directory, name) or b""
+    file = directory / shard_file("validation", number)
+    content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != record["splits"]["validation"]["sha256"]:
-        raise ExternalError(f"{directory}/{name}: is damaged: delete it, and prepare the text again")
+        raise ExternalError(f"{file}: is damaged: delete it, and prepare the text again")
     return content
 
 

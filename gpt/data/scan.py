@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
 from gpt.console import progress_bar
@@ -15,7 +14,6 @@ from gpt.data.split import CorpusScan, Split, scan_chunks
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, TokenizerConfig, builtin_tokenizer, train_bpe
 
 SHARD_BYTES = 1 << 28  # the approximate size of the files of a shard
-MAX_SCAN_BYTES = 100 << 30  # of a larger corpus, the scan reads files at even distances
 # What may separate documents in plain text.
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "</s>", "<eos>")
 
@@ -43,28 +41,16 @@ class CorpusScanner:
     @cached_property
     def scan(self) -> CorpusScan:
         """The findings of the scan. `del scanner.scan` frees the memory of its sample."""
-        sizes = [size or 0 for size, _ in self.fingerprints]
-        stride = -(-sum(sizes) // MAX_SCAN_BYTES) or 1
-        if stride > 1 and not self.corpus.validation_files:
-            corpus = replace(self.corpus, files=self.corpus.files[::stride])
-            sampled = self._read(corpus, self.fingerprints[::stride])
-            # Without a threshold, the validation text is the end of the text. Only a full reading finds it.
-            if sampled.split.threshold:
-                split = replace(sampled.split, threshold=sampled.split.threshold // stride)
-                return replace(sampled, bytes=0, split=split, shard_starts=_starts_at_files(sizes))
-        return self._read(self.corpus, self.fingerprints)
-
-    def _read(self, corpus: Corpus, fingerprints: list[tuple]) -> CorpusScan:
-        """Read a corpus, and print what the reader should know of it."""
+        corpus = self.corpus
         self.print_line(f"reading {corpus.name} ({len(corpus.files):,} file{'s' * (len(corpus.files) != 1)})")
-        notes = _Reading(corpus, [size or 0 for size, _ in fingerprints])
+        notes = _Reading(corpus, [size or 0 for size, _ in self.fingerprints])
         with progress_bar(f"reading {corpus.name}", delay=1) as bar:
             scan = scan_chunks(notes.chunks(), self.data.validation_bytes, bar.update)
         corpus.require_text(scan.bytes)
         for separator, count in notes.separators.most_common(1):
             finding = f"the text contains {separator} {count:,} time{'s' * (count > 1)} as ordinary characters"
             self.print_line(f"{finding}: data.separator='{separator}' makes it separate the documents of plain text")
-        corpus.require_unchanged(fingerprints, range(len(corpus.files)))
+        corpus.require_unchanged(self.fingerprints, range(len(corpus.files)))
         if corpus.validation_files:
             start = scan.characters if notes.validation_start is None else notes.validation_start
             scan = replace(scan, split=Split(0, 0, start))
@@ -108,16 +94,6 @@ class _Reading:
                 if count := chunk.text.count(separator):
                     self.separators[separator] += count
             yield chunk
-
-
-def _starts_at_files(sizes: Sequence[int]) -> tuple[ShardStart, ...]:
-    """Return where shards begin if they hold whole files."""
-    shard_starts = [FIRST_SHARD]
-    bytes_before = [0, *accumulate(sizes)]
-    for file in range(len(sizes)):
-        if bytes_before[file] - bytes_before[shard_starts[-1].file] >= SHARD_BYTES:
-            shard_starts.append(ShardStart(file, 0, True, 0))
-    return tuple(shard_starts)
 
 
 def make_tokenizer(tokenizer: TokenizerConfig | Tokenizer, scan: CorpusScan, print_line: Say) -> Tokenizer:

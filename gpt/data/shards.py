@@ -21,26 +21,23 @@ from gpt.console import print_line
 from gpt.data.chunking import utf8_size
 from gpt.data.corpus import Chunk, Corpus, Say, ShardStart, make_corpus, open_corpus
 from gpt.data.data_config import BUILTIN_CORPORA, DataConfig
-from gpt.data.dataset_cache import DEFAULT_CACHE, PLAN_FILE, dump_checked_json, parse_checked_json
+from gpt.data.dataset_cache import (
+    DEFAULT_CACHE,
+    PLAN_FILE,
+    dump_checked_json,
+    load_checked_json,
+    read_checked_json,
+    write_checked_json,
+)
 from gpt.data.download import RemoteFile
 from gpt.data.file_hashes import hash_files
 from gpt.data.scan import CorpusScanner, make_tokenizer
 from gpt.data.split import Split
-from gpt.data.storage import (
-    Directory,
-    as_directory,
-    fetch_checked_json,
-    file_size,
-    new_file,
-    read_bytes,
-    store_checked_json,
-    write_bytes,
-)
 from gpt.data.token_dataset import COUNTS, DAMAGE_HINT, SPLITS, TOKENIZER_FILE
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, tokenizer_key
 from gpt.errors import UserError
-from gpt.files import user_errors
+from gpt.files import atomic_write, expand_path, sync_parents, user_errors, write_text
 
 TOKENS_FORMAT = 3  # raise it when the same text gives other tokens: no run resumes on them
 PLAN_FORMAT = 2  # raise it when a plan is to be read in another way
@@ -55,7 +52,7 @@ class ShardPlan:
     """How a corpus is split, tokenized and cut into shards: the content of plan.json, and the tokenizer.
 
     `content["hashes"]` holds the SHA-256 of files by their numbers, at least of all files that two shards share.
-    `content["bytes"]` is the size of all documents, or 0 if the scan did not read all.
+    `content["bytes"]` is the size of all documents.
     """
 
     content: dict
@@ -78,9 +75,12 @@ class ShardPlan:
         """The hash of the plan. Each shard's record contains it."""
         return hashlib.sha256(dump_checked_json(self.content).encode()).hexdigest()
 
-    def write(self, directory: Directory) -> None:
-        write_bytes(directory, TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()).encode())
-        store_checked_json(directory, PLAN_FILE, self.content)
+    def write(self, directory: Path) -> None:
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            sync_parents(directory)
+        write_text(directory / TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()))
+        write_checked_json(directory / PLAN_FILE, self.content)
 
     def matches(self, scanner: CorpusScanner, tokenizer: TokenizerConfig | Tokenizer) -> bool:
         """Return True if this is the plan of a corpus and its files have not changed."""
@@ -169,16 +169,15 @@ def _hash_by_number(numbers: Sequence[int], corpus: Corpus, cache: Path) -> dict
     return dict(zip(map(str, numbers), hashes, strict=True))
 
 
-def read_shard_plan(directory: Directory) -> ShardPlan | None:
+def read_shard_plan(directory: Path) -> ShardPlan | None:
     """Return the plan in a directory, or None without one; `UserError` if it is damaged or of another version."""
-    content = fetch_checked_json(directory, PLAN_FILE, DAMAGE_HINT)
-    tokenizer_json = read_bytes(directory, TOKENIZER_FILE)
-    if content is None or tokenizer_json is None:
+    content = load_checked_json(directory / PLAN_FILE, DAMAGE_HINT)
+    if content is None or not (directory / TOKENIZER_FILE).exists():
         return None
     if (content.get("plan"), content["format"]) != (PLAN_FORMAT, TOKENS_FORMAT):
         raise UserError(f"{directory}: another version began to prepare it: start again in an empty folder")
     try:
-        tokenizer = Tokenizer.from_dict(json.loads(tokenizer_json))
+        tokenizer = Tokenizer.from_dict(json.loads((directory / TOKENIZER_FILE).read_bytes()))
     except (ValueError, KeyError, TypeError):
         tokenizer = None
     if tokenizer is None or tokenizer.sha256 != content["tokenizer"]:
@@ -201,20 +200,20 @@ def encode_shard(
     This may run on any machine, any number of times. Each file enters the directory whole, and the record last.
 
     Args:
-        directory: The path or URL of the plan, and of the shards.
+        directory: The folder of the plan and of the shards.
         number: The number of the shard.
-        cache: The folder for copies of remote files and for unfinished uploads.
+        cache: The folder for copies of remote files.
         cache_bytes: The space that copies of remote files may take there.
         threads: The number of threads that encode.
     """
-    directory, cache = as_directory(directory), Path(cache)
+    directory = expand_path(directory).absolute()
     plan = read_shard_plan(directory)
     if plan is None:
         raise UserError(f"{directory}: holds no plan: begin with prepare() of gpt.data.prepare")
     record = read_record(directory, plan, number)
     if record is None:
-        corpus = plan.open_corpus(cache, cache_bytes, print_line)
-        record = write_shard(plan, number, corpus, directory, cache, threads)
+        corpus = plan.open_corpus(Path(cache), cache_bytes, print_line)
+        record = write_shard(plan, number, corpus, directory, Path(cache), threads)
     return text_bytes(record)
 
 
@@ -222,7 +221,7 @@ def write_shard(
     plan: ShardPlan,
     number: int,
     corpus: Corpus,
-    directory: Directory,
+    directory: Path,
     cache: Path,
     threads: int,
     on_progress: Progress = lambda size: None,
@@ -235,7 +234,7 @@ def write_shard(
         number: The number of the shard.
         corpus: The corpus of the plan.
         directory: Where the files go.
-        cache: The folder that remembers hashes, and for unfinished uploads.
+        cache: The folder that remembers the hashes of files.
         threads: The number of threads that encode.
         on_progress: Called with numbers of bytes of text.
         chunks: The chunks of the shard if they are in memory.
@@ -250,7 +249,7 @@ def write_shard(
     with contextlib.ExitStack() as stack:
         streams = {}
         for split in SPLITS:
-            path = stack.enter_context(new_file(directory, shard_file(split, number), cache))
+            path = stack.enter_context(atomic_write(directory / shard_file(split, number)))
             streams[split] = stack.enter_context(path.open("wb"))
         for encoded in _encode_in_order(tasks, plan.tokenizer, threads):
             for split, part in encoded.items():
@@ -263,7 +262,7 @@ def write_shard(
     corpus.require_unchanged(plan.fingerprints, files)
     splits = {split: {**counts[split], "sha256": digests[split].hexdigest()} for split in SPLITS}
     record = {"plan": plan.digest, "hashes": hashes, "splits": splits}
-    store_checked_json(directory, _record_file(number), record)
+    write_checked_json(directory / _record_file(number), record)
     return record
 
 
@@ -337,32 +336,32 @@ def _encode_task(task: Task, tokenizer: Tokenizer) -> dict[str, _Encoded]:
 # --- records ---
 
 
-def read_records(directory: Directory, plan: ShardPlan, verify: bool = True) -> list[dict | None]:
+def read_records(directory: Path, plan: ShardPlan, verify: bool = True) -> list[dict | None]:
     """Return the record of each shard, or None for a shard that is incomplete."""
     with ThreadPoolExecutor(16) as threads:
         numbers = range(len(plan.shard_starts))
         return list(threads.map(lambda number: read_record(directory, plan, number, verify), numbers))
 
 
-def read_record(directory: Directory, plan: ShardPlan, number: int, verify: bool = True) -> dict | None:
+def read_record(directory: Path, plan: ShardPlan, number: int, verify: bool = True) -> dict | None:
     """Return the record of a shard, or None if the shard is incomplete.
 
-    A complete shard has files of the recorded sizes. With `verify`, local files must have the recorded hashes too.
+    A complete shard has files of the recorded sizes. With `verify`, they must have the recorded hashes too.
     """
-    content = read_bytes(directory, _record_file(number)) or b""
     try:
-        record = parse_checked_json(content.decode(), _record_file(number))
-    except ValueError:
+        record = read_checked_json(directory / _record_file(number))
+    except (FileNotFoundError, ValueError):
         return None
     if record["plan"] != plan.digest:
         return None
     for split in SPLITS:
-        name = shard_file(split, number)
+        file = directory / shard_file(split, number)
         recorded = record["splits"][split]
-        if file_size(directory, name) != recorded["tokens"] * token_dtype(plan.tokenizer.vocab_size).itemsize:
+        size = recorded["tokens"] * token_dtype(plan.tokenizer.vocab_size).itemsize
+        if not file.exists() or file.stat().st_size != size:
             return None
-        if verify and isinstance(directory, Path):
-            with user_errors(directory / name), (directory / name).open("rb") as stream:
+        if verify:
+            with user_errors(file), file.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != recorded["sha256"]:
                     return None
     return record

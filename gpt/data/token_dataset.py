@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.data.dataset_cache import read_checked_json
-from gpt.data.download import RemoteFile, fetch_if_remote, require_disk_space
-from gpt.data.storage import Directory, fetch_checked_json, read_bytes
+from gpt.data.dataset_cache import load_checked_json, read_checked_json
 from gpt.data.token_files import TokenSequence, hash_tokens, map_tokens, raise_open_file_limit, token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import ExternalError, UserError, summarize_error
+from gpt.files import user_errors
 
 SPLITS = ("train", "validation")
 DATASET_FILE, TOKENIZER_FILE = "dataset.json", "tokenizer.json"
@@ -79,15 +78,19 @@ class TokenDataset:
         return sum(len(source.train) for source in self.sources)
 
 
+def is_prepared(directory: Path) -> bool:
+    """Return True if `prepare` has made this folder."""
+    return (directory / DATASET_FILE).is_file() or (directory / MANIFEST_FILE).is_file()
+
+
 def open_source(
-    directory: Directory, cache: Path, cache_bytes: int = 0, hint: str = DAMAGE_HINT, tokenizer: Tokenizer | None = None
+    directory: Path, cache: Path, hint: str = DAMAGE_HINT, tokenizer: Tokenizer | None = None
 ) -> TokenSource:
-    """Open a prepared text. Raise `UserError` if it is damaged. Files behind a URL are all fetched first.
+    """Open a prepared text. Raise `UserError` if it is damaged.
 
     Args:
-        directory: The path or URL.
-        cache: The folder for copies, and for the hashes of large files.
-        cache_bytes: The space that copies may take there.
+        directory: The folder that `prepare` made.
+        cache: The folder that remembers the hashes of large files.
         hint: The remedy for damage, for the error.
         tokenizer: The text must have been prepared with this tokenizer.
     """
@@ -98,24 +101,16 @@ def open_source(
         )
     dtype = token_dtype(prepared_tokenizer.vocab_size)
     entries = [tuple(entry) for split in SPLITS for entry in metadata["splits"][split]["files"]]
-    files: list[Path | RemoteFile] = [
-        directory / name
-        if isinstance(directory, Path)
-        else RemoteFile(f"{directory}/{name}", tokens * dtype.itemsize, "", cache, cache_bytes, sha256)
-        for name, tokens, sha256 in entries
-    ]
-    require_disk_space(files, cache, cache_bytes)
-    raise_open_file_limit(len(files))
+    raise_open_file_limit(len(entries))
     is_small = sum(tokens for _, tokens, _ in entries) * dtype.itemsize <= VERIFY_BYTES
     arrays = []
-    for file, (_, tokens, sha256) in zip(files, entries, strict=True):
-        local_hint = hint if isinstance(file, Path) else "delete it, and run the command again"
-        path = _fetch(file)
-        with token_file_errors(path, local_hint):
-            if path.resolve().parent != path.parent.resolve():
+    for name, tokens, sha256 in entries:
+        file = directory / name
+        with token_file_errors(file, hint):
+            if file.resolve().parent != directory.resolve():
                 raise ValueError("it is a link out of its folder")
-            arrays.append(map_tokens(path, dtype, 0, tokens))
-            digest, highest = hash_tokens(path, arrays[-1], None if is_small else cache)
+            arrays.append(map_tokens(file, dtype, 0, tokens))
+            digest, highest = hash_tokens(file, arrays[-1], None if is_small else cache)
             if digest != sha256:
                 raise ValueError(f"its SHA-256 is not the one in {DATASET_FILE}")
             require_in_vocabulary(highest, prepared_tokenizer.vocab_size)
@@ -123,13 +118,6 @@ def open_source(
     train = TokenSequence(arrays[:num_train_files])
     validation = TokenSequence(arrays[num_train_files:])[:]
     return TokenSource(train, validation, prepared_tokenizer, metadata)
-
-
-def _fetch(file: Path | RemoteFile) -> Path:
-    try:
-        return fetch_if_remote(file)
-    except UserError as error:  # such as a name that is gone: dataset.json gave it, not the user
-        raise ExternalError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -151,17 +139,18 @@ def require_in_vocabulary(highest: int, vocab_size: int) -> None:
         raise ValueError(f"it has the id {highest:,}, but the vocabulary has only {vocab_size:,} entries")
 
 
-def read_metadata(directory: Directory, hint: str = DAMAGE_HINT) -> tuple[dict, Tokenizer]:
+def read_metadata(directory: Path, hint: str = DAMAGE_HINT) -> tuple[dict, Tokenizer]:
     """Return the content of dataset.json, and the tokenizer; `UserError` if they are missing or damaged."""
-    metadata = fetch_checked_json(directory, DATASET_FILE, hint)
-    manifest = fetch_checked_json(directory, MANIFEST_FILE, hint) if metadata is None else None
-    tokenizer_json = read_bytes(directory, TOKENIZER_FILE)
-    if (metadata or manifest) is None or tokenizer_json is None:
+    metadata = load_checked_json(directory / DATASET_FILE, hint)
+    manifest = load_checked_json(directory / MANIFEST_FILE, hint) if metadata is None else None
+    tokenizer_file = directory / TOKENIZER_FILE
+    if (metadata or manifest) is None or not tokenizer_file.exists():
         raise UserError(f"{directory}: holds no prepared text: make it with prepare() of gpt.data.prepare")
     try:
         metadata = metadata or _from_manifest(manifest or {})
         _require_shape(metadata)
-        tokenizer = Tokenizer.from_dict(json.loads(tokenizer_json))
+        with user_errors(tokenizer_file):
+            tokenizer = Tokenizer.from_dict(json.loads(tokenizer_file.read_bytes()))
         if metadata["tokenizer"] != tokenizer.sha256:
             raise ValueError(f"the tokenizer is not the one in {DATASET_FILE}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

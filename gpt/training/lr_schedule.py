@@ -1,6 +1,6 @@
 """The learning-rate schedule: warmup, plateau, and a decay whose shape has a name.
 
-A new schedule is an entry in `SCHEDULES`: `optim.schedule=NAME` then chooses it.
+A new schedule is a function with an entry in `SCHEDULES`: `optim.schedule=NAME` then chooses it.
 """
 
 import math
@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gpt.training.optim import OptimConfig
 
-# The shape of the decay. Functions from its progress, 0 to 1, to the part of the way from the peak to `final_lr`.
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: progress,
-    "cosine": lambda progress: (1.0 - math.cos(math.pi * progress)) / 2.0,
-    "constant": lambda progress: 0.0,
-}
+
+# The shape of the decay. Each function takes the step, the step at which the decay starts, and the length of the run.
+# It returns how far the learning rate has fallen, from 0 at its peak to 1 at `final_lr`.
+
+
+def linear(step: int, decay_start: float, total_steps: int) -> float:
+    return (step - decay_start) / max(1.0, total_steps - decay_start)
+
+
+def cosine(step: int, decay_start: float, total_steps: int) -> float:
+    return (1.0 - math.cos(math.pi * linear(step, decay_start, total_steps))) / 2.0
+
+
+def constant(step: int, decay_start: float, total_steps: int) -> float:
+    return 0.0
+
+
+SCHEDULES: dict[str, Callable[[int, float, int], float]] = {"linear": linear, "cosine": cosine, "constant": constant}
 
 
 def lr_multiplier(
@@ -36,11 +48,12 @@ def lr_multiplier(
         restart_lr_multiplier: The value at `restart_step`, by the schedule of the old horizon.
     """
     warmup_steps = min(config.warmup_steps, total_steps // 2)
+    decay_start = max(warmup_steps, config.decay_from * total_steps)
     if step < warmup_steps:
         multiplier = (step + 1) / warmup_steps
+    elif step < decay_start:
+        multiplier = 1.0
     else:
-        decay_start = max(warmup_steps, config.decay_from * total_steps)
-        progress = max(0.0, (step - decay_start) / max(1.0, total_steps - decay_start))
-        multiplier = 1.0 - (1.0 - config.final_lr) * SCHEDULES[config.schedule](progress)
+        multiplier = 1.0 - (1.0 - config.final_lr) * SCHEDULES[config.schedule](step, decay_start, total_steps)
     rewarmed = restart_lr_multiplier + (step + 1 - restart_step) / max(1, config.warmup_steps)
     return min(rewarmed, multiplier)

@@ -144,10 +144,16 @@ def print_stop_reason(spec: RunSpec, run: RunDirectory, result: Result) -> None:
         print_line(f"stopped at step {result.step}; continue with: {command}")
     elif result.stop_reason == "patience":
         best_step = result.metrics["best_step"]
+        advice = ""
+        if spec.config.optim.schedule != "constant":
+            horizon = suggest_shorter_horizon(spec.config, spec.dataset, best_step)
+            advice = (
+                f". The learning rate was still falling: a shorter run, such as horizon={horizon}steps, will probably "
+                "do better"
+            )
         print_line(
             f"stopped early at step {result.step}: no improvement in the last {spec.config.patience} validations "
-            f"(best at step {best_step}). The learning rate was still falling: a shorter run, such as "
-            f"horizon={suggest_shorter_horizon(spec.config, spec.dataset, best_step)}steps, will probably do better"
+            f"(best at step {best_step}){advice}"
         )
     elif result.stop_reason == "callback":
         print_line(f"stopped early at step {result.step}, as a callback requested; to continue anyway: {command}")

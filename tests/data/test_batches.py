@@ -46,16 +46,21 @@ def equal(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
 # --- training ---
 
 
-@pytest.mark.parametrize("length", [T + 1, 2 * T, 2 * T + 1, n])
-def test_targets_are_the_next_tokens(length):
-    """Each target is the token after its input, also where the circle closes, as soon as there is one window."""
-    tokens = np.random.default_rng(3).permutation(length)
-    after = dict(zip(tokens.tolist(), np.roll(tokens, -1).tolist(), strict=True))
-    idx, targets = corpus_batch(tokens, 5, 0, 50 * PER_EPOCH, T)
+@pytest.mark.parametrize("lengths", [[T + 1], [2 * T], [2 * T + 1], [n], [n, 53, 17]], ids=str)
+def test_targets_are_the_next_tokens(lengths):
+    """Each target is the token after its input in the same corpus. The end of a corpus is followed by its start."""
+    chooser = np.random.default_rng(3)
+    corpora = [1000 * i + chooser.permutation(length) for i, length in enumerate(lengths)]
+    after = {int(a): int(b) for tokens in corpora for a, b in zip(tokens, np.roll(tokens, -1), strict=True)}
+    weights = (BLOCK,) if len(corpora) == 1 else (500, 300, 200)
+    idx, targets = training_batch([write_token_sequence(tokens) for tokens in corpora], weights, 5, 0, BLOCK, T)
+    assert idx.dtype == targets.dtype == torch.int64
+    assert idx.is_contiguous() and targets.is_contiguous()
     assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
     assert torch.equal(idx[:, 1:], targets[:, :-1])
-    assert any(window[-1] == tokens[-1] for window in idx.tolist())  # a target beyond the end of the array
-    assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window across the end
+    for tokens in corpora:
+        assert any(window[-1] == tokens[-1] for window in idx.tolist())  # a target beyond the end of the array
+        assert any(tokens[-1] in window[:-1] for window in idx.tolist())  # a window across the end
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2, 1000])
@@ -82,14 +87,20 @@ def test_epochs_differ():
     assert {token for epoch in epochs[1:] for window in epoch for token in window} == set(range(n))
 
 
+CORPORA = [np.arange(1000, 1000 + 101), np.arange(2000, 2000 + 311), np.arange(3000, 3000 + 17)]
+MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand windows, of the last one epoch and a half
+
+
+@pytest.mark.parametrize(("corpora", "weights"), [(CORPORA[:1], (BLOCK,)), (CORPORA, MIXTURE)], ids=["one", "mixture"])
 @EXAMPLES
-@given(st.integers(0, 10**12), st.lists(st.integers(1, 2 * PER_EPOCH + 1), min_size=1, max_size=5))
-def test_cuts_into_batches_do_not_matter(first, sizes):
+@given(first=st.integers(0, 10**12), sizes=st.lists(st.integers(1, 2 * PER_EPOCH + 1), min_size=1, max_size=5))
+def test_cuts_into_batches_do_not_matter(corpora, weights, first, sizes):
     """Batches of any sizes, across the ends of epochs too, put together are the one batch of all their windows."""
+    sources = [write_token_sequence(tokens) for tokens in corpora]
     firsts = np.cumsum([first, *sizes])
-    parts = [corpus_batch(np.arange(n), 5, int(at), size, T) for at, size in zip(firsts, sizes, strict=False)]
-    whole = corpus_batch(np.arange(n), 5, first, sum(sizes), T)
-    assert equal(whole, (torch.cat([idx for idx, _ in parts]), torch.cat([targets for _, targets in parts])))
+    parts = [training_batch(sources, weights, 5, int(at), size, T) for at, size in zip(firsts, sizes, strict=False)]
+    joined = training_batch(sources, weights, 5, first, sum(sizes), T)
+    assert equal(joined, (torch.cat([idx for idx, _ in parts]), torch.cat([targets for _, targets in parts])))
 
 
 # --- shards ---
@@ -166,9 +177,6 @@ def test_more_files_than_a_process_may_open(tmp_path):
 
 # --- mixtures ---
 
-CORPORA = [np.arange(1000, 1000 + 101), np.arange(2000, 2000 + 311), np.arange(3000, 3000 + 17)]
-MIXTURE = (211, 786, 3)  # of the first corpus 15 epochs in each thousand windows, of the last one epoch and a half
-
 
 def mixed(first: int, count: int, seed: int = 5) -> list[list[int]]:
     """Return the inputs of windows of a mixture. The thousands of a token are the number of its corpus."""
@@ -200,29 +208,6 @@ def test_mixture_by_epochs():
         own = [window for window in seen if window[0] // 1000 == tokens[0] // 1000]
         assert len(own) == 28 * share
         assert sorted(own) == sorted(windows(0, 28 * share, tokens=tokens))
-
-
-def test_mixture_targets_are_the_next_tokens():
-    """Each target is the token after its input, in the same corpus, also where its circle closes."""
-    after = {int(a): int(b) for tokens in CORPORA for a, b in zip(tokens, np.roll(tokens, -1), strict=True)}
-    idx, targets = training_batch([write_token_sequence(tokens) for tokens in CORPORA], MIXTURE, 5, 0, 3 * BLOCK, T)
-    assert idx.dtype == targets.dtype == torch.int64
-    assert idx.is_contiguous() and targets.is_contiguous()
-    assert targets.tolist() == [[after[token] for token in window] for window in idx.tolist()]
-
-
-@EXAMPLES
-@given(share_lists(), st.integers(0, 2**63 - 1), st.integers(0, 10**12), st.lists(st.integers(1, 1500), max_size=4))
-def test_mixture_place_is_a_function_of_the_number(shares, seed, first, sizes):
-    """Asked for in any batches, or alone and in any order, a window is of the same corpus, and the same one of it."""
-    numbers = np.arange(first, first + sum(sizes), dtype=np.uint64)
-    source, own = assign_sources(numbers, shares, seed)
-    parts = [assign_sources(part, shares, seed) for part in np.split(numbers, np.cumsum(sizes)[:-1])] if sizes else []
-    assert [corpus for part, _ in parts for corpus in part.tolist()] == source.tolist()
-    assert [number for _, part in parts for number in part.tolist()] == own.tolist()
-    some = slice(None, None, -97)
-    again, numbers_again = assign_sources(numbers[some], shares, seed)
-    assert np.array_equal(again, source[some]) and np.array_equal(numbers_again, own[some])
 
 
 def test_mixture_is_in_a_seeded_order():

@@ -23,11 +23,11 @@ from workshop import (
     CONTEXT,
     EXAMPLES,
     cache_entries,
-    constants,
-    expected_ids,
-    lists,
-    make,
+    expected_split_ids,
+    patched_constants,
+    prepare_source,
     split_documents,
+    split_ids,
     write_documents,
     write_text,
 )
@@ -54,18 +54,10 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
     return [DataConfig("text", path) for path in data.paths]
 
 
-@pytest.mark.parametrize(
-    ("weights", "shares"),
-    [
-        ([3, 1], (750, 250)),
-        ([2, 2, 3], (286, 286, 428)),  # 285.7, 285.7 and 428.6
-        ([1, 5, 1], (143, 714, 143)),  # 142.9, 714.3 and 142.9
-        ([1e-9, 2e-9, 3e-9], (167, 333, 500)),
-    ],
-)
-def test_shares_by_largest_remainder(tmp_path, weights, shares):
-    """Of 1000 windows, hand-computed."""
-    assert mix(write_mixture(tmp_path, *weights), tmp_path / "cache").weights == shares
+def test_shares_by_largest_remainder(tmp_path):
+    """Of 1000 windows, hand-computed: 285.7, 285.7 and 428.6."""
+    assert mix(write_mixture(tmp_path, 2, 2, 3), tmp_path / "cache").weights == (286, 286, 428)
+    assert mix(write_mixture(tmp_path, 1e-9, 2e-9, 3e-9), tmp_path / "cache").weights == (167, 333, 500)
 
 
 @EXAMPLES
@@ -82,23 +74,18 @@ def test_shares_are_next_to_exact(weights):
     ("paths", "names"),
     [
         (["python_docs", "/home/me/books/a.txt"], ("python_docs", "a")),
-        (["x/a.txt", "y/a.md", "z/a.jsonl.gz"], ("a", "a-2", "a-3")),
-        (["a-2.txt", "x/a.txt", "y/a.txt", "z/a.txt"], ("a-2", "a", "a-3", "a-4")),
+        (["a-2.txt", "x/a.txt", "y/a.md", "z/a.jsonl.gz"], ("a-2", "a", "a-3", "a-4")),
         (["books/*.txt", "/data/**/*.jsonl", "/*.txt"], ("books", "data", "text")),
         (["some/war and-peace.txt.gz", "~/b.TXT"], ("war_and-peace", "b")),
         (["texts/my novel, part 1.txt", "😀.txt", "Bücher.v2.txt"], ("my_novel_part_1", "text", "Bücher.v2")),
+        (["../v1.2/", "."], ("v1.2", "v1.2-2")),  # folders, of which one is the working directory
     ],
 )
-def test_names_of_a_mixture(paths, names):
+def test_names_of_a_mixture(tmp_path, monkeypatch, paths, names):
     """Names are short, unique, and valid as tags of curves for all paths."""
-    assert source_names(DataConfig("mix", paths, [1] * len(paths))) == names
-
-
-def test_name_of_a_folder_in_a_mixture(tmp_path, monkeypatch):
-    """The whole of its name, also with a dot in it, and also of the folder that one is in."""
     (tmp_path / "v1.2").mkdir()
     monkeypatch.chdir(tmp_path / "v1.2")
-    assert source_names(DataConfig("mix", [f"{tmp_path}/v1.2/", "."], [1, 1])) == ("v1.2", "v1.2-2")
+    assert source_names(DataConfig("mix", paths, [1] * len(paths))) == names
 
 
 def test_weight_that_is_too_small(tmp_path):
@@ -116,15 +103,15 @@ FIRST = ["reading", "the", "prepared"]  # the first words of the printed lines
 def test_mixture_of_what_is_there(tmp_path, name):
     """Its corpora are those that each would be alone, in the same folders, so one that is there is not made again."""
     data, cache, printed = write_mixture(tmp_path, 1, 2, 4), tmp_path / "cache", list[str]()
-    alone = make(parts_of(data)[1], cache, TokenizerConfig(name))
+    alone = prepare_source(parts_of(data)[1], cache, TokenizerConfig(name))
     mixture = mix(data, cache, TokenizerConfig(name), print_line=printed.append)
     assert [line.split()[0] for line in printed] == [*FIRST, "text", "reading", "prepared"]
     assert mixture.names == ("text", "text-2", "text-3")
     assert mixture.sources[1].metadata == alone.metadata
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
-        assert lists(source) == tuple(expected_ids(documents, source.tokenizer) for documents in split_documents(part))
+        assert split_ids(source) == expected_split_ids(part, source.tokenizer)
     assert len(cache_entries(cache)) == 3
-    assert mixture.train_tokens == sum(len(lists(source)[0]) for source in mixture.sources)
+    assert mixture.train_tokens == sum(len(split_ids(source)[0]) for source in mixture.sources)
 
 
 def test_joint_tokenizer(tmp_path):
@@ -135,7 +122,7 @@ def test_joint_tokenizer(tmp_path):
     expected = train_bpe([text for part in parts_of(data) for text in split_documents(part)[0]], 307)
     for part, source in zip(parts_of(data), mixture.sources, strict=True):
         assert source.tokenizer.to_dict() == expected.to_dict()
-        assert lists(source) == tuple(expected_ids(documents, expected) for documents in split_documents(part))
+        assert split_ids(source) == expected_split_ids(part, expected)
     assert mixture.tokenizer.sha256 == expected.sha256
     assert sorted(entry.name.split("-")[0] for entry in cache_entries(cache)) == ["text", "text", "text", "tokenizer"]
     [file] = cache.glob("tokenizer-*.json")
@@ -175,7 +162,7 @@ def test_sample_for_the_joint_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(gpt.data.prepare, "train_bpe", watched)
     documents = [[f"{name} {i:04} " + "word " * 20 for i in range(997)] for name in "ab"]
     paths = [write_documents(tmp_path / name, part).path for name, part in zip("ab", documents, strict=True)]
-    with constants({"gpt.data.split.SAMPLE_BYTES": 200_000, "gpt.data.prepare.SAMPLE_BYTES": 50_000}):
+    with patched_constants({"gpt.data.split.SAMPLE_BYTES": 200_000, "gpt.data.prepare.SAMPLE_BYTES": 50_000}):
         mix(DataConfig("mix", paths, [4, 1]), tmp_path / "cache", TokenizerConfig("bpe", 307))
     for name, share in (("a", 40_000), ("b", 10_000)):
         part = [text for text in learnt[0] if text.startswith(name)]
@@ -186,21 +173,14 @@ def test_sample_for_the_joint_tokenizer(tmp_path, monkeypatch):
     assert len(learnt) == 1
 
 
-def test_tokenizer_of_a_model_and_a_mixture(tmp_path):
-    """A given tokenizer is used for all corpora, and none is trained."""
+def test_tokenizer_of_a_model(tmp_path):
+    """A given tokenizer is used unchanged for all corpora, and none is trained."""
     model = train_bpe(["Document café seats zebra " * 7], 293)
     data, cache = write_mixture(tmp_path, 1, 1), tmp_path / "cache"
-    mixture = mix(data, cache, model)
-    assert [source.tokenizer.sha256 for source in mixture.sources] == [model.sha256] * 2
-    assert list(cache.glob("tokenizer-*")) == []
-
-
-def test_mixture_with_a_text_that_is_too_short(tmp_path):
-    """The others stay for the next time."""
-    data, cache = write_mixture(tmp_path, 1, 1, 1), tmp_path / "cache"
-    Path(data.path[2]).write_text("a short text")
-    assert "the training text has 11 tokens, fewer than a context of 13" in refusal(mix, data, cache)
-    assert len(cache_entries(cache)) == 2
+    for part, source in zip(parts_of(data), mix(data, cache, model).sources, strict=True):
+        assert source.tokenizer.to_dict() == model.to_dict()
+        assert split_ids(source) == expected_split_ids(part, model)
+    assert {entry.name[:9] for entry in cache_entries(cache)} == {"text-bpe-"}
 
 
 def test_mixture_with_a_built_in_corpus(tmp_path, monkeypatch):

@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gpt.data.chunking import split_into_chunks
 from gpt.data.corpus import open_corpus
 from gpt.data.data_config import DataConfig
 from gpt.data.prepare import TooShortError
@@ -21,17 +19,18 @@ from harness import refusal
 from workshop import (
     CONTEXT,
     DOCUMENTS,
-    LARGE,
-    SMALL,
+    LARGE_SHARDS,
+    SMALL_SHARDS,
     cache_entries,
-    constants,
-    content,
+    dataset_folder,
     expected_ids,
-    lists,
-    make,
-    only_folder,
+    expected_split_ids,
+    patched_constants,
+    prepare_source,
+    read_files,
+    read_joined_files,
     split_documents,
-    whole,
+    split_ids,
     write_documents,
     write_files,
     write_text,
@@ -41,41 +40,26 @@ from workshop import (
 
 
 @pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
-@pytest.mark.parametrize("values", [{}, LARGE], ids=["as it is", "in small portions"])
+@pytest.mark.parametrize("values", [{}, LARGE_SHARDS], ids=["as it is", "in small portions"])
 def test_tokens_are_the_split(tmp_path, name, values):
     """Each split is its documents, each after an end-of-text, in ids of the configured tokenizer."""
     data = write_documents(tmp_path)
-    with constants(values):
-        prepared = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
+    with patched_constants(values):
+        prepared = prepare_source(data, tmp_path / "cache", TokenizerConfig(name, 307))
         train, validation = split_documents(data)
     expected = {"bpe": lambda: train_bpe(train, 307), "gpt2": gpt2_tokenizer, "byte": byte_tokenizer}[name]()
     assert prepared.tokenizer.to_dict() == expected.to_dict()
-    assert lists(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
+    assert split_ids(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
     assert len(train) > 40 and len(validation) > 1
-
-
-@pytest.mark.parametrize("name", ["bpe", "gpt2", "byte"])
-def test_tokens_of_a_long_text(tmp_path, name):
-    """A text of several chunks has the ids of the undivided text, also with a run of a million letters."""
-    chooser = random.Random(7)
-    words = "".join(chooser.choice([" café", " the", "\n\n\n", "  42", "\t😀", " it's"]) for _ in range(60_000))
-    text = words + "".join(chooser.choice("abc") for _ in range(600_000)) + words
-    prepared = make(write_text(tmp_path, text), tmp_path / "cache", TokenizerConfig(name, 263))
-    end = len(text) * 9 // 10
-    assert len(list(split_into_chunks([text[:end]]))) == 4
-    assert lists(prepared) == (
-        expected_ids([text[:end]], prepared.tokenizer),
-        expected_ids([text[end:]], prepared.tokenizer),
-    )
 
 
 def test_tokens_computed_by_hand(tmp_path):
     """Of ten characters, nine are for training and one for validation. The printed lines count them."""
     printed: list[str] = []
-    prepared = make(
+    prepared = prepare_source(
         write_text(tmp_path, "abcdefgh\né"), tmp_path / "cache", context_length=7, print_line=printed.append
     )
-    assert lists(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
+    assert split_ids(prepared) == ([256, 97, 98, 99, 100, 101, 102, 103, 104, 10], [256, 0xC3, 0xA9])
     assert printed == [
         "reading text (1 file)",
         "prepared 11 bytes as 13 tokens (0.85 bytes per token, vocabulary 257), of which 2 bytes are for validation",
@@ -85,8 +69,8 @@ def test_tokens_computed_by_hand(tmp_path):
 def test_dataset_json_counts_and_hashes(tmp_path):
     """dataset.json holds the counts of the texts and the hashes of the files."""
     data, cache = write_documents(tmp_path), tmp_path / "cache"
-    prepared = make(data, cache)
-    folder, counts = only_folder(cache), {}
+    prepared = prepare_source(data, cache)
+    folder, counts = dataset_folder(cache), {}
     for name, documents in zip(SPLITS, split_documents(data), strict=True):
         size = sum(len(document.encode()) for document in documents)
         tokens = size + len(documents)
@@ -107,7 +91,7 @@ def test_dataset_json_counts_and_hashes(tmp_path):
     stored = json.loads((folder / "dataset.json").read_text())
     assert len(stored.pop("seal")) == 64
     assert stored == prepared.metadata
-    assert content(folder).keys() == {"dataset.json", "tokenizer.json", "train-000000.bin", "validation.bin"}
+    assert read_files(folder).keys() == {"dataset.json", "tokenizer.json", "train-000000.bin", "validation.bin"}
     assert re.fullmatch("text-byte-[0-9a-f]{16}", folder.name)
 
 
@@ -119,14 +103,14 @@ def test_validation_path_replaces_the_split(tmp_path, name, shard_bytes):
     (tmp_path / "text/007.txt").rename(tmp_path / "text/valid.txt")
     train, validation = DOCUMENTS[:7] + DOCUMENTS[8:40], DOCUMENTS[7:8]
     folder, file = str(tmp_path / "text"), str(tmp_path / "text/valid.txt")
-    with constants({"gpt.data.scan.SHARD_BYTES": shard_bytes}):
+    with patched_constants({"gpt.data.scan.SHARD_BYTES": shard_bytes}):
         data = DataConfig("text", folder, validation_path=file)
-        prepared = make(data, tmp_path / "cache", TokenizerConfig(name, 307))
+        prepared = prepare_source(data, tmp_path / "cache", TokenizerConfig(name, 307))
     expected = train_bpe(train, 307) if name == "bpe" else byte_tokenizer()
     assert prepared.tokenizer.sha256 == expected.sha256
-    assert lists(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
+    assert split_ids(prepared) == (expected_ids(train, expected), expected_ids(validation, expected))
     assert prepared.metadata["splits"]["validation"]["documents"] == 1
-    without = make(DataConfig("text", folder), tmp_path / "cache", TokenizerConfig(name, 307))
+    without = prepare_source(DataConfig("text", folder), tmp_path / "cache", TokenizerConfig(name, 307))
     assert without.metadata["key"]["corpus"] != prepared.metadata["key"]["corpus"]
 
 
@@ -134,15 +118,24 @@ def test_mistaken_validation_text(tmp_path):
     """Nothing to train on, nothing to validate with, or a corpus that has its own."""
     write_files(tmp_path / "text", DOCUMENTS[:3])
     folder = str(tmp_path / "text")
-    printed = refusal(make, DataConfig("text", folder, validation_path=folder), tmp_path / "cache")
+    printed = refusal(prepare_source, DataConfig("text", folder, validation_path=folder), tmp_path / "cache")
     assert printed == f"data.path={folder!r} has no text but that for validation: give text to train on"
     printed = refusal(DataConfig, "python_docs", validation_path=folder)
     assert "works only with data=text and data=tokens: leave it out" in printed
-    assert "names no text file" in refusal(make, DataConfig("text", folder, validation_path="none"), tmp_path / "cache")
+    assert "names no text file" in refusal(
+        prepare_source, DataConfig("text", folder, validation_path="none"), tmp_path / "cache"
+    )
 
 
-@pytest.mark.parametrize("write", [write_documents, write_files])
-@pytest.mark.parametrize("documents", [DOCUMENTS, ["".join(DOCUMENTS)], DOCUMENTS[:11]], ids=["many", "one", "few"])
+@pytest.mark.parametrize(
+    ("write", "documents"),
+    [
+        (write_documents, DOCUMENTS),
+        (write_files, DOCUMENTS[:11]),
+        (write_files, ["".join(DOCUMENTS[:31])]),
+    ],
+    ids=["many in one file", "files", "one"],
+)
 def test_sizes_of_portions_do_not_change_tokens(tmp_path, documents, write):
     """Sample size, task size and shard size do not change the tokens."""
     data = write(tmp_path / "text", documents)
@@ -157,17 +150,17 @@ def test_sizes_of_portions_do_not_change_tokens(tmp_path, documents, write):
             {"gpt.data.scan.SHARD_BYTES": 10**9},
         ]
     ):
-        with constants(SMALL | changes):
-            make(data, tmp_path / str(i))
-        results.append(whole(only_folder(tmp_path / str(i))))
+        with patched_constants(SMALL_SHARDS | changes):
+            prepare_source(data, tmp_path / str(i))
+        results.append(read_joined_files(dataset_folder(tmp_path / str(i))))
     assert results == [results[0]] * 6
 
 
 def test_sample_to_train_the_tokenizer(tmp_path):
     """A large text is sampled at even distances, without its validation text, and a line reports it."""
     data, printed = write_documents(tmp_path), list[str]()
-    with constants(SMALL):
-        prepared = make(data, tmp_path / "cache", TokenizerConfig("bpe", 307), print_line=printed.append)
+    with patched_constants(SMALL_SHARDS):
+        prepared = prepare_source(data, tmp_path / "cache", TokenizerConfig("bpe", 307), print_line=printed.append)
         found = scan_chunks((piece for _, _, piece in open_corpus(data, tmp_path).chunks()), data.validation_bytes)
         sample = list(found.training_sample())
         train, _ = split_documents(data)
@@ -183,14 +176,14 @@ def test_sample_to_train_the_tokenizer(tmp_path):
 def test_second_time_comes_from_the_cache(tmp_path):
     """The cache serves the same text from another folder, and for another context, without a change to its files."""
     printed: list[str] = []
-    first = make(write_documents(tmp_path), tmp_path / "cache", print_line=printed.append)
+    first = prepare_source(write_documents(tmp_path), tmp_path / "cache", print_line=printed.append)
     assert [line.split()[0] for line in printed] == ["reading", "the", "prepared"]
-    folder = only_folder(tmp_path / "cache")
+    folder = dataset_folder(tmp_path / "cache")
     times = {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]}
     for place, context_length in (("", CONTEXT), ("elsewhere", CONTEXT), ("", 101)):
         data = write_documents(tmp_path / place)
-        again = make(data, tmp_path / "cache", context_length=context_length, print_line=printed.append)
-        assert lists(again) == lists(first)
+        again = prepare_source(data, tmp_path / "cache", context_length=context_length, print_line=printed.append)
+        assert split_ids(again) == split_ids(first)
         assert again.metadata == first.metadata
     assert printed[3:] == [f"text is already prepared, in {folder}"] * 3
     assert {file: file.stat().st_mtime_ns for file in [tmp_path / "cache", folder, *folder.iterdir()]} == times
@@ -201,50 +194,36 @@ def test_a_likely_separator_is_reported(tmp_path):
     stories = [f"Story {i}. The river ran under bridge {i * 7 % 31}." for i in range(300)]
     text, printed = "\n<|endoftext|>\n".join(stories), list[str]()
     data = write_text(tmp_path, text)
-    whole = make(data, tmp_path / "cache", print_line=printed.append)
+    whole = prepare_source(data, tmp_path / "cache", print_line=printed.append)
     assert printed[1] == (
         "the text contains <|endoftext|> 299 times as ordinary characters: data.separator='<|endoftext|>' "
         "makes it separate the documents of plain text"
     )
     assert sum(split["documents"] for split in whole.metadata["splits"].values()) == 2
     data = replace(data, separator="<|endoftext|>")
-    parted = make(data, tmp_path / "cache", print_line=printed.append)
+    parted = prepare_source(data, tmp_path / "cache", print_line=printed.append)
     assert [line.split()[0] for line in printed[3:]] == ["reading", "prepared"]
     train, validation = split_documents(data)
     assert sorted([*train, *validation]) == sorted(stories)
-    assert lists(parted) == (expected_ids(train, byte_tokenizer()), expected_ids(validation, byte_tokenizer()))
+    assert split_ids(parted) == expected_split_ids(data, byte_tokenizer())
 
 
 def test_every_change_is_another_folder(tmp_path):
     """Each change of text, tokenizer, vocabulary or validation size has a folder of its own."""
     cache, data = tmp_path / "cache", write_documents(tmp_path)
     limited = DataConfig("text", data.path, validation_bytes=101)
-    changes = [
-        make(data, cache),
-        make(data, cache, TokenizerConfig("gpt2")),
-        make(data, cache, TokenizerConfig("bpe", 263)),
-        make(data, cache, TokenizerConfig("bpe", 269)),
-        make(limited, cache),
-        make(data, cache, tokenizer=byte_tokenizer()),
-        make(write_documents(tmp_path, DOCUMENTS[::-1]), cache),
-        make(write_documents(tmp_path, [*DOCUMENTS, "x"]), cache),
+    sources = [
+        prepare_source(data, cache),
+        prepare_source(limited, cache),
+        prepare_source(data, cache, TokenizerConfig("bpe", 263)),
+        prepare_source(data, cache, TokenizerConfig("bpe", 269)),
+        prepare_source(data, cache, tokenizer=byte_tokenizer()),
+        prepare_source(write_documents(tmp_path, DOCUMENTS[::-1]), cache),
     ]
-    assert len(cache_entries(cache)) == len(changes)
-    assert [prepared.tokenizer.vocab_size for prepared in changes] == [257, 50257, 263, 269, 257, 257, 257, 257]
-    sizes = [prepared.metadata["splits"]["validation"]["bytes"] for prepared in changes]
-    assert sizes[4] <= 101 < sizes[0]
-
-
-def test_tokenizer_of_a_model(tmp_path):
-    """A given tokenizer is used unchanged. Another tokenizer has another folder."""
-    data, cache = write_documents(tmp_path), tmp_path / "cache"
-    model = train_bpe(["Document café seats " * 7], 293)
-    prepared = make(data, cache, model)
-    assert prepared.tokenizer.to_dict() == model.to_dict()
-    assert lists(prepared) == tuple(expected_ids(documents, model) for documents in split_documents(data))
-    assert only_folder(cache).name.startswith("text-bpe-")
-    make(data, cache, tokenizer=train_bpe(["another text " * 7], 293))
-    assert len(cache_entries(cache)) == 2
+    assert len(cache_entries(cache)) == len(sources)
+    assert [source.tokenizer.vocab_size for source in sources] == [257, 257, 263, 269, 257, 257]
+    sizes = [source.metadata["splits"]["validation"]["bytes"] for source in sources]
+    assert sizes[1] <= 101 < sizes[0]
 
 
 # --- too short ---
@@ -257,14 +236,16 @@ def test_a_short_text_is_refused_with_its_longest_context(tmp_path, text, tokens
     """The error holds the longest context that the text fills, if there is one, and that one works; nothing is left."""
     cache, data = tmp_path / "cache", write_text(tmp_path, text)
     with pytest.raises(TooShortError) as caught:
-        make(data, cache)
+        prepare_source(data, cache)
     advice = f"fewer than a context of {CONTEXT} and a target: give more text"
     assert str(caught.value) == f"the training text has {tokens} tokens, {advice}"
     assert caught.value.longest_context == max(0, tokens - 1)
     assert cache_entries(cache) == []
     if tokens:
-        assert len(make(data, cache, context_length=tokens - 1).train) == tokens
-        assert f"has {tokens} tokens" in refusal(make, data, cache, context_length=tokens)  # and what is prepared stays
+        assert len(prepare_source(data, cache, context_length=tokens - 1).train) == tokens
+        assert f"has {tokens} tokens" in refusal(
+            prepare_source, data, cache, context_length=tokens
+        )  # and what is prepared stays
         assert len(cache_entries(cache)) == 1
 
 
@@ -275,5 +256,5 @@ def test_a_text_without_words_is_refused(tmp_path, documents):
     if not documents:
         Path(data.path).write_text("\n\n")
     hint = "give a text, or its key with data.text_field="
-    assert refusal(make, data, cache) == f"{data.path}: every document is empty; {hint}"
+    assert refusal(prepare_source, data, cache) == f"{data.path}: every document is empty; {hint}"
     assert cache_entries(cache) == []

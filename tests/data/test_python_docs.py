@@ -7,8 +7,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from gpt.data import python_docs as stdlib
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import DataConfig
@@ -26,12 +24,6 @@ def documents_of(corpus: Corpus) -> list[str]:
     return documents
 
 
-@pytest.fixture(scope="module")
-def python_docs() -> list[str]:
-    """The documents of the default corpus."""
-    return documents_of(open_corpus(DataConfig(), NOWHERE))
-
-
 def assert_english(documents: list[str]) -> None:
     """Nearly all ASCII, and the commonest words are those of English."""
     text = "".join(documents)
@@ -39,26 +31,22 @@ def assert_english(documents: list[str]) -> None:
     assert "the" in [word for word, _ in Counter(re.findall("[a-z]+", text)).most_common(3)]
 
 
-def test_python_docs(python_docs):
-    """More than a megabyte of English in hundreds of documents, none of them blank."""
-    assert sum(len(document.encode()) for document in python_docs) > 1_000_000
-    assert len(python_docs) > 300
-    assert all(document.strip() for document in python_docs)
-    assert all(document.endswith("\n") for document in python_docs)
-    assert_english(python_docs)
+def test_python_docs():
+    """More than a megabyte of English in hundreds of documents, none of them blank.
 
-
-def test_python_docs_hold_every_kind(python_docs):
-    """Docstrings of Python, the topics of the language reference, and docstrings of what is written in C."""
-    assert sum(document.startswith('The "assert" statement\n') for document in python_docs) == 1
-    assert sum(document.startswith("json\n\nJSON (JavaScript Object Notation)") for document in python_docs) == 1
-    assert sum("\n\nbuiltins.len\n\nReturn the number of items in a container." in d for d in python_docs) == 1
-
-
-def test_built_in_documents_come_last(python_docs):
-    """After those of the last file."""
+    They are docstrings of Python, the topics of the language reference, and last the docstrings of what is in C.
+    """
+    documents = documents_of(open_corpus(DataConfig(), NOWHERE))
+    assert sum(len(document.encode()) for document in documents) > 1_000_000
+    assert len(documents) > 300
+    assert all(document.strip() for document in documents)
+    assert all(document.endswith("\n") for document in documents)
+    assert_english(documents)
+    assert sum(document.startswith('The "assert" statement\n') for document in documents) == 1
+    assert sum(document.startswith("json\n\nJSON (JavaScript Object Notation)") for document in documents) == 1
+    assert sum("\n\nbuiltins.len\n\nReturn the number of items in a container." in text for text in documents) == 1
     builtin = [document for document in builtin_docs() if document]
-    assert python_docs[-len(builtin) - 1 :] == [*read_docstrings(find_modules()[-1]), *builtin]
+    assert documents[-len(builtin) - 1 :] == [*read_docstrings(find_modules()[-1]), *builtin]
 
 
 def test_docstrings_by_hand(tmp_path, monkeypatch):
@@ -91,11 +79,8 @@ def test_python_docs_do_not_depend_on_the_process(monkeypatch):
 
 
 def test_python_stdlib():
-    """More than five megabytes of source, without tests, the same each time."""
-    corpus = open_corpus(DataConfig("python_stdlib"), NOWHERE)
-    documents = documents_of(corpus)
-    same = documents_of(corpus) == documents
-    assert same  # said so, pytest does not print megabytes
+    """More than five megabytes of source, without tests."""
+    documents = documents_of(open_corpus(DataConfig("python_stdlib"), NOWHERE))
     assert sum(len(document.encode()) for document in documents) > 5_000_000
     assert all(documents)
     assert Path(json.__file__).read_text(encoding="utf-8") in documents

@@ -6,7 +6,6 @@ import json
 import lzma
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,10 @@ from gpt.data.data_config import DataConfig
 from gpt.data.readers import detect_markup, format_suffix, looks_like_text, read_documents
 from gpt.errors import UserError
 
-LINES = '{"text": "first", "more": 1}\n\n{"text": "a\\nsecond", "other": "x"}\r\n{"text": ""}\n  \n{"text": "😀"}'
-DOCUMENTS = ["first", "a\nsecond", "", "😀"]
+LINES = (
+    '{"text": "first", "more": 1}\n\n{"text": "a\\nsecond", "other": "x"}\r\n{"text": ""}\n  \n{"text": "\\ud83d 😀"}'
+)
+DOCUMENTS = ["first", "a\nsecond", "", "\ufffd 😀"]  # JSON can spell half a character
 TINY = (2, 3, 5, 7, 1 << 20)  # bytes to read at once: fewer than a character has, and what is used
 
 
@@ -108,27 +109,17 @@ def test_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "suffix"),
     [
         ("a.gz", ""),
         ("A.JSONL.GZ", ".jsonl"),
-        ("c4-train.00000-of-01024.json.gz", ".json"),
-        ("a.parquet.jsonl", ".jsonl"),
-        ("a.parquet.zst", ".parquet"),
+        ("c4-train.00000-of-01024.json.zst", ".json"),
         ("a.jsonl.old", ".old"),
-        ("1.5 years.txt", ".txt"),
     ],
 )
-def test_kind(name, kind):
+def test_suffix_of_the_format(name, suffix):
     """The last suffix that is no packing, whatever its case."""
-    assert format_suffix(Path("a.folder.gz") / name) == kind
-
-
-@EVERY_PACKING
-def test_where_packed_text_is_not_utf8(tmp_path, suffix):
-    """The offset is that in the unpacked text."""
-    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](b"a" * 2_000_003 + b"\xff"))
-    assert refusal(file).startswith("not UTF-8 (byte 0xff at offset 2000003); convert it first")
+    assert format_suffix(Path("a.folder.gz") / name) == suffix
 
 
 WHOLE_CHARACTERS = ["a", "\n", "é", "€", "😀", "\ufeff"]
@@ -199,20 +190,6 @@ def test_binary_file(tmp_path, suffix, errors):
     assert looks_like_text(file)
 
 
-def test_what_looks_like_text(tmp_path):
-    """By its beginning, also where that is packed; what may be damaged is to be read, so that it is named."""
-    for name, content, text in [
-        ("a.txt", b"caf\xe9", True),
-        ("a.txt", b"\xff\xfea\0", False),
-        ("a.pdf.gz", gzip.compress(b"%PDF-1.7\n"), False),
-        ("a.tar.xz", lzma.compress(b"a" * 97 + b"\0"), False),
-        ("a.gz", b"no gzip", True),
-        ("a.zst", b"no zstd", True),
-        ("a.parquet", b"", True),
-    ]:
-        assert looks_like_text(write(tmp_path / name, content)) == text, name
-
-
 @pytest.mark.parametrize("name", ["plain.pdf", "a.txt.gz", "a.docx"])
 def test_no_text_can_come_of_it(tmp_path, name):
     """A PDF and a zip archive, whatever their bytes, are refused with the command that makes text of them."""
@@ -277,15 +254,6 @@ def test_another_encoding(tmp_path):
     assert read(file, encoding="windows-1252", errors="replace") == ["caf\ufffd"]
 
 
-def test_the_printed_iconv_works(tmp_path):
-    """As it is printed, with the name of the file after it."""
-    file = write(tmp_path / "a.txt", "The café € by the río".encode("windows-1252"))
-    found = re.search("iconv -f [^ ]+ -t utf-8", refusal(file))
-    assert found is not None
-    done = subprocess.run([*found[0].split(), file], capture_output=True, check=True)
-    assert done.stdout.decode() == "The café € by the río"
-
-
 # --- chats ---
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": [{"type": "text", "text": "Hi!"}]}]
@@ -293,15 +261,10 @@ SHARED = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": None}]
 
 
 def test_chats(tmp_path):
-    """Lists of messages under the named key, of both kinds, are paragraphs."""
+    """Lists of messages under the named key, of both kinds, are paragraphs: in JSON lines and in a column."""
     file = write(tmp_path / "a.jsonl", "\n".join(json.dumps({"id": 1, "turns": turns}) for turns in (CHAT, SHARED, [])))
     assert read(file, text_field="turns") == ["user: Hello\n\nassistant: Hi!", "human: Hello\n\ngpt: ", ""]
     assert refusal(file) == "line 1 has no text under 'text'; name the key with data.text_field= (id, turns)"
-    assert refusal(file, text_field="id").endswith(" under 'id'; name the key with data.text_field= (id, turns)")
-
-
-def test_chats_in_parquet(tmp_path):
-    """Likewise in a column, whose name is one of those to choose from."""
     turns = [[{"role": "user", "content": "Hello"}, {"role": "system", "content": None}], None]
     file = write_table(tmp_path / "a.parquet", {"n": [1, 2], "turns": turns})
     assert read(file, text_field="turns") == ["user: Hello\n\nsystem: ", ""]
@@ -331,11 +294,6 @@ def test_json_text_field(tmp_path):
     )
 
 
-def test_half_a_pair_is_replaced(tmp_path):
-    """JSON can spell half a character; a pair of halves is one character."""
-    assert read(write(tmp_path / "a.jsonl", r'{"text": "\ud83d \ud83d\ude00"}')) == ["\ufffd 😀"]
-
-
 NO_JSON = "; every line must be one JSON object"
 NO_TEXT = " has no text under 'text'; name the key with data.text_field="
 CONVERT = "; convert it first, for example with iconv -f windows-1252 -t utf-8, or set "
@@ -345,21 +303,14 @@ NO_UTF8 = f"{CONVERT}data.encoding=windows-1252 or data.errors=replace"
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', " is not JSON (Expecting ',' delimiter, column 13)" + NO_JSON),
-        ("plain text", " is not JSON (Expecting value, column 1)" + NO_JSON),
-        ('{"text": "a"} {', " is not JSON (Extra data, column 15)" + NO_JSON),
-        ('{"text": "é\t"}', " is not JSON (Invalid control character, column 12)" + NO_JSON),
+        ('{"text": "é" x}', " is not JSON (Expecting ',' delimiter, column 14)" + NO_JSON),
         ("\ufeff{}", " is not JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), column 1)" + NO_JSON),
         ("[" * 100_000, " is not JSON (too large or too deeply nested)" + NO_JSON),
-        ('{"n": ' + "1" * 5000 + "}", " is not JSON (too large or too deeply nested)" + NO_JSON),
         ('{"body": "a"}', NO_TEXT + " (body)"),
         ('{"text": 7}', NO_TEXT + " (text)"),
-        ('{"text": ["a"]}', NO_TEXT + " (text)"),
         ('{"text": [{"role": 7, "content": "a"}], "n": 7}', NO_TEXT + " (text, n)"),
         ('["text"]', NO_TEXT),
-        ("null", NO_TEXT),
         (b'{"text": "caf\xe9"}', ": not UTF-8 (byte 0xe9 at offset 13)" + NO_UTF8),
-        (b'{"text": "\xe2\x82', ": not UTF-8 (byte 0xe2 at offset 10)" + NO_UTF8),
     ],
     ids=lambda value: ascii(value)[:23],
 )
@@ -385,12 +336,8 @@ def test_replaced_in_json_lines(tmp_path, name, block):
     [
         '{\n  "text": "a"\n}\n',
         '[{"text": "a"},\n {"text": "b"}]',
-        "plain text\n",
-        '{"text": "a"\n',
         '{"text": "a"} {"text": "b"}\n{"text": "c"}',
-        '{"text": "a"},\n{"text": "b"}',
-        "[" * 100_000,
-        "{" * 100_000,
+        '{"a": ' + "[" * 100_000,
         '{"n": ' + "1" * 5000 + "}\n",
     ],
     ids=lambda content: ascii(content)[:23],
@@ -417,30 +364,29 @@ CONTENT = "".join(f"line {i} of the text\n" for i in range(23)).encode()
 
 
 @EVERY_PACKING
-@pytest.mark.parametrize("before", [False, True], ids=["alone", "after another member"])
-def test_cut_short_at_every_length(tmp_path, suffix, before):
-    """A file that is cut at any length is refused as damaged."""
+def test_cut_short_at_every_length(tmp_path, suffix):
+    """A file that is cut at any length, but between its two members, is refused as damaged."""
     file = tmp_path / f"a.txt{suffix}"
-    packed, first = PACKERS[suffix](CONTENT), PACKERS[suffix](b"first\n") * before
+    first, second = PACKERS[suffix](b"first\n"), PACKERS[suffix](CONTENT)
+    packed = first + second
     for length in range(1, len(packed)):
-        message = refusal(write(file, first + packed[:length]))
-        assert is_damage(message), (length, message)
-    assert read(write(file, first + packed)) == [("first\n" * before) + CONTENT.decode()]
+        write(file, packed[:length])
+        assert length == len(first) or is_damage(refusal(file)), length
+    assert read(write(file, packed)) == ["first\n" + CONTENT.decode()]
 
 
 @EVERY_PACKING
-@pytest.mark.parametrize("before", [False, True], ids=["alone", "after another member"])
-def test_every_byte_changed(tmp_path, suffix, before):
+def test_every_byte_changed(tmp_path, suffix):
     """A changed byte is detected, or it is harmless, like gzip's time. It never gives another text."""
     file = tmp_path / f"a.txt{suffix}"
-    packed, first = PACKERS[suffix](CONTENT), PACKERS[suffix](b"first\n") * before
+    first, second = PACKERS[suffix](b"first\n"), PACKERS[suffix](CONTENT)
     harmless = 0
-    for changed in range(len(packed)):
+    for changed in range(len(second)):
         for bits in (1, 128, 255):
-            damaged = bytearray(packed)
+            damaged = bytearray(second)
             damaged[changed] ^= bits
             try:
-                assert read(write(file, first + damaged)) == [("first\n" * before) + CONTENT.decode()]
+                assert read(write(file, first + damaged)) == ["first\n" + CONTENT.decode()]
                 harmless += 1
             except UserError as error:
                 assert is_damage(str(error).removeprefix(f"{file}: "))
@@ -448,7 +394,7 @@ def test_every_byte_changed(tmp_path, suffix, before):
 
 
 @EVERY_PACKING
-@pytest.mark.parametrize("garbage", [b"x", b"gar", b"garbage", b"\xfd7zXZ", bytes(7), b"plain text " * 200])
+@pytest.mark.parametrize("garbage", [b"x", bytes(7), b"plain text " * 200])
 def test_more_after_the_end(tmp_path, suffix, garbage):
     """Bytes after the last member are damage. Only gzip may end in zeros."""
     file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix](CONTENT) + garbage)
@@ -467,20 +413,18 @@ def test_not_packed_that_way(tmp_path, suffix):
 
 
 def test_zstd_of_other_makers(tmp_path):
-    """Frames to be skipped, as pzstd and seekable files have them, without a hash of the content or its size."""
+    """Frames to be skipped, as pzstd and seekable files have them, without a hash of the content or its size.
+
+    A frame by hand has the wide window of zstd --long=31, which large collections are published in.
+    """
     skipped = struct.pack("<II", 0x184D2A50, 5) + b"12345"
     first, second = zst(b"first ", checksum_flag=0), zst(b"second", checksum_flag=0, content_size_flag=0)
-    file = write(tmp_path / "a.txt.zst", skipped + first + skipped * 2 + second + skipped)
-    assert read(file) == ["first second"]
+    raw_block = struct.pack("<I", len(b" third") << 3 | 1)[:3] + b" third"
+    wide = struct.pack("<IBB", 0xFD2FB528, 0, (31 - 10) << 3) + raw_block
+    file = write(tmp_path / "a.txt.zst", skipped + first + skipped * 2 + second + wide + skipped)
+    assert read(file) == ["first second third"]
     assert looks_like_text(file)
     assert is_damage(refusal(write(file, skipped[:-1])), 0)
-
-
-@pytest.mark.parametrize("log", [27, 28, 31])
-def test_zstd_long(tmp_path, log):
-    """The wide windows of zstd --long=31, which large collections are published in: a frame by hand, of a raw block."""
-    frame = struct.pack("<IBB", 0xFD2FB528, 0, (log - 10) << 3) + struct.pack("<I", len(b"hello") << 3 | 1)[:3]
-    assert read(write(tmp_path / "a.txt.zst", frame + b"hello")) == ["hello"]
 
 
 # --- parquet ---
@@ -534,20 +478,14 @@ def test_kinds_of_text(tmp_path, kind, read_as):
 
 
 def test_parquet_without_the_column(tmp_path):
-    """What the columns of text are, at most eight of them."""
-    others = {"n": [7], "bytes": [b"a"], "list": [["a"]], "struct": [{"text": "a"}], "null": [None]}
-    file = write_table(tmp_path / "a.parquet", {"body": ["a"], **others})
+    """The line names the columns of text, at most eight, or else the types of the others."""
+    others = {"n": [7], "bytes": [b"a"], "list": [["a"]], "struct": [{"text": "a"}]}
+    file = write_table(tmp_path / "a.parquet", {f"c{i}": ["a"] for i in range(11)} | others)
     for name in ("text", "struct.text", *others):
-        line = f"{name!r} is not a column of text; name one with data.text_field= (body)"
-        assert refusal(file, text_field=name) == line
-    write_table(file, others)
-    for name in ("text", *others):
-        line = refusal(file, text_field=name)
-        assert line.startswith(
-            f"{name!r} is not a column of text; it has none (n is int64, bytes is binary, list is list<"
-        )
-    write_table(file, {f"c{i}": ["a"] for i in range(11)})
-    assert refusal(file).endswith("; name one with data.text_field= (c0, c1, c2, c3, c4, c5, c6, c7, ...)")
+        hint = "; name one with data.text_field= (c0, c1, c2, c3, c4, c5, c6, c7, ...)"
+        assert refusal(file, text_field=name) == f"{name!r} is not a column of text{hint}"
+    types = "n is int64, bytes is binary, list is list<"
+    assert refusal(write_table(file, others)).startswith(f"'text' is not a column of text; it has none ({types}")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
@@ -571,39 +509,28 @@ def test_not_parquet_at_all(tmp_path, content):
     assert is_parquet_damage(refusal(write(tmp_path / "a.parquet", content)))
 
 
-@pytest.fixture
-def checked_parquet(tmp_path) -> tuple[Path, bytes]:
-    """A file of two row groups whose pages have hashes."""
-    how = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
+def test_parquet_with_any_byte_changed(tmp_path):
+    """Damage ends in documents or in one line, never in an exception of the library. A page's hash finds it in text."""
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     columns = {"text": [f"document {i} " * 3 for i in range(23)]}
-    file = write_table(tmp_path / "a.parquet", columns, row_group_size=13, **how)
-    return file, file.read_bytes()
-
-
-def test_parquet_with_a_changed_page(checked_parquet):
-    """Its hash finds what the text itself cannot show."""
-    file, whole = checked_parquet
-    for text in (b"document 0 " * 3, b"document 13 " * 3):
-        for changed in range(whole.index(text), whole.index(text) + len(text), 5):
-            write(file, whole[:changed] + bytes([whole[changed] ^ 1]) + whole[changed + 1 :])
-            message = refusal(file)
-            assert is_parquet_damage(message)
-            assert message.startswith("cannot be read (could not verify page integrity")
-
-
-def test_parquet_with_any_byte_changed(checked_parquet):
-    """Any damage ends in documents or in one line, never in an exception of the library."""
-    file, whole = checked_parquet
+    file = write_table(tmp_path / "a.parquet", columns, row_group_size=13, **options)
+    content = file.read_bytes()
+    pages = [range(content.index(b"document 0 "), content.index(b"document 12 "))]
+    pages.append(range(content.index(b"document 13 "), content.index(b"document 22 ")))
     refused = 0
-    for changed in range(0, len(whole), 3):
-        write(file, whole[:changed] + bytes([whole[changed] ^ 0xFF]) + whole[changed + 1 :])
+    for position in range(0, len(content), 3):
+        is_text = any(position in page for page in pages)
+        changed = content[position] ^ (1 if is_text else 0xFF)  # one bit leaves the text UTF-8
+        write(file, content[:position] + bytes([changed]) + content[position + 1 :])
         try:
             read(file)
+            assert not is_text
         except UserError as error:
             message = str(error).removeprefix(f"{file}: ")
             assert is_parquet_damage(message) or message.startswith("'text' is not a column of text; ")
+            assert not is_text or message.startswith("cannot be read (could not verify page integrity")
             refused += 1
-    assert refused > len(whole) / 3 / 3
+    assert refused > len(content) / 3 / 3
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from gpt.data.imported_tokens import MAX_VALIDATION_TOKENS
 from gpt.data.prepare import TooShortError, prepare
 from gpt.data.token_dataset import TokenSource
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, gpt2_tokenizer, train_bpe
-from gpt.errors import UserError
 from harness import refusal
 
 GPT2, BYTE = TokenizerConfig("gpt2"), TokenizerConfig("byte")
@@ -241,20 +240,3 @@ def test_mistakes(tmp_path):
     with pytest.raises(TooShortError):
         opened(tmp_path)
     assert "data=tokens needs data.path=DIR" in refusal(DataConfig, "tokens")
-
-
-@pytest.mark.slow
-def test_behind_a_url(s3, tmp_path, cache):
-    """Files and their indices are fetched before anything is opened, if there is room for all of them."""
-    write_megatron(tmp_path / "m/train_text.bin", IDS)
-    write_datatrove(tmp_path / "d/train/0.ds", IDS)
-    write_llm_c(tmp_path / "l/fineweb_train_000001.bin", IDS)
-    write_llm_c(tmp_path / "l/fineweb_val_000000.bin", IDS[:99])
-    for folder in "mdl":
-        s3.put(str(tmp_path / folder), f"texts/{folder}", recursive=True)
-    for path in ("m", "m/*.bin", "d", "d/**/*.ds", "l", "l/*.bin"):
-        there, here = opened(f"s3://texts/{path}"), opened(tmp_path / path)
-        assert there.train[:].tolist() == here.train[:].tolist()
-        assert there.validation.tolist() == here.validation.tolist()
-    with pytest.raises(UserError, match=r"data\.cache_bytes=2,000 does not hold the 2 files of this dataset"):
-        opened("s3://texts/l", cache_bytes=2000, cache=tmp_path / "little")

@@ -35,14 +35,14 @@ BYTE = TokenizerConfig("byte")
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 DOCUMENTS = [f"Document {i} says: the café has {i * i} seats. " * (1 + i % 3) + "😀<|endoftext|>\n" for i in range(53)]
 # A small text then has many chunks, tasks and shards, and is read a second time to encode it.
-SMALL = {
+SMALL_SHARDS = {
     "gpt.data.corpus.split_into_chunks": 31,
     "gpt.data.split.SAMPLE_BYTES": 10_007,
     "gpt.data.shards.TASK_CHARS": 199,
     "gpt.data.scan.SHARD_BYTES": 1511,
 }
 # All chunks stay in memory after the first reading, and are one shard.
-LARGE = SMALL | {"gpt.data.split.SAMPLE_BYTES": 10**9, "gpt.data.scan.SHARD_BYTES": 10**9}
+LARGE_SHARDS = SMALL_SHARDS | {"gpt.data.split.SAMPLE_BYTES": 10**9, "gpt.data.scan.SHARD_BYTES": 10**9}
 
 
 def write_documents(folder: Path, documents: list[str] = DOCUMENTS) -> DataConfig:
@@ -68,16 +68,16 @@ def write_text(folder: Path, text: str) -> DataConfig:
     return DataConfig("text", str(folder / "text.txt"))
 
 
-def make(
+def prepare_source(
     data: DataConfig, cache: Path, tokenizer: TokenizerConfig | Tokenizer = BYTE, context_length: int = CONTEXT, **more
 ) -> TokenSource:
     """Prepare one corpus without printing."""
-    [prepared] = prepare(data, tokenizer, context_length, cache, **({"print_line": [].append} | more)).sources
-    return prepared
+    [source] = prepare(data, tokenizer, context_length, cache, **({"print_line": [].append} | more)).sources
+    return source
 
 
 @contextlib.contextmanager
-def constants(values: dict[str, int]) -> Iterator[None]:
+def patched_constants(values: dict[str, int]) -> Iterator[None]:
     """Replace constants within a block. The value of `split_into_chunks` is its size."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
@@ -86,7 +86,7 @@ def constants(values: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def only_folder(cache: Path) -> Path:
+def dataset_folder(cache: Path) -> Path:
     """Return the only folder in a cache, hidden or not."""
     [folder] = cache_entries(cache)
     return folder
@@ -97,35 +97,36 @@ def cache_entries(cache: Path) -> list[Path]:
     return [entry for entry in cache.iterdir() if entry.suffix != ".lock" and CACHE_TAG not in entry.name]
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Return the content of each file in a folder."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def whole(folder: Path) -> dict[str, bytes]:
+def read_joined_files(folder: Path) -> dict[str, bytes]:
     """Return the content of a folder with its training files joined, so that the number of shards does not matter."""
-    files = sorted(content(folder).items())
-    parts = {name: data for name, data in files if name in ("validation.bin", "tokenizer.json")}
-    return parts | {"train": b"".join(data for name, data in files if name.startswith("train-"))}
+    files = sorted(read_files(folder).items())
+    joined = {name: data for name, data in files if name in ("validation.bin", "tokenizer.json")}
+    joined["train"] = b"".join(data for name, data in files if name.startswith("train-"))
+    return joined
 
 
-def lists(prepared: TokenSource) -> tuple[list[int], list[int]]:
+def split_ids(source: TokenSource) -> tuple[list[int], list[int]]:
     """Return the ids of both splits."""
-    return prepared.train[:].tolist(), prepared.validation.tolist()
+    return source.train[:].tolist(), source.validation.tolist()
 
 
 def split_documents(data: DataConfig) -> tuple[list[str], list[str]]:
     """Return the documents for training and for validation."""
     corpus = open_corpus(data, Path("unused"))
-    pieces = [piece for _, _, piece in corpus.chunks()]
-    split = scan_chunks(pieces, data.validation_bytes).split
+    chunks = [chunk for _, _, chunk in corpus.chunks()]
+    split = scan_chunks(chunks, data.validation_bytes).split
     parts: tuple[list[str], list[str]] = ([], [])
     characters = 0
-    for whole in pieces:
-        for piece, validates in split.assign(whole, characters):
-            parts[validates].extend([""] * piece.starts_document)
-            parts[validates][-1] += piece.text
-        characters += len(whole.text)
+    for chunk in chunks:
+        for part, validates in split.assign(chunk, characters):
+            parts[validates].extend([""] * part.starts_document)
+            parts[validates][-1] += part.text
+        characters += len(chunk.text)
     return parts
 
 
@@ -134,21 +135,27 @@ def expected_ids(documents: list[str], tokenizer: Tokenizer) -> list[int]:
     return [id for document in documents for id in (tokenizer.end_of_text, *tokenizer.encode(document))]
 
 
+def expected_split_ids(data: DataConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that both splits of a prepared text must have."""
+    train, validation = split_documents(data)
+    return expected_ids(train, tokenizer), expected_ids(validation, tokenizer)
+
+
 @contextlib.contextmanager
 def record_chunks(at: int = 0, happens: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
     """Yield a list that collects the encoded chunks of all threads. Call `happens` before chunk number `at`."""
-    pieces: list[str] = []
+    chunks: list[str] = []
     encode_chunk = Tokenizer.encode_chunk
 
-    def watched(tokenizer: Tokenizer, piece: str) -> np.ndarray:
-        pieces.append(piece)
-        if len(pieces) == at:
+    def record_and_encode(tokenizer: Tokenizer, chunk: str) -> np.ndarray:
+        chunks.append(chunk)
+        if len(chunks) == at:
             happens()
-        return encode_chunk(tokenizer, piece)
+        return encode_chunk(tokenizer, chunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tokenizer, "encode_chunk", watched)
-        yield pieces
+        patch.setattr(Tokenizer, "encode_chunk", record_and_encode)
+        yield chunks
 
 
 def raising_function(error: BaseException) -> Callable[[], None]:
@@ -194,7 +201,7 @@ def prepare_as_command(path, cache, output, values, at, events, tokenizer="byte"
         sys.addaudithook(touch)
     code: object = 0
     try:
-        with constants(values), clean_exit("prepare"):
+        with patched_constants(values), clean_exit("prepare"):
             print_line = functools.partial(print, flush=True)
             tokenizer_config = TokenizerConfig(tokenizer, 307)
             prepare(DataConfig("text", path), tokenizer_config, context_length, Path(cache), print_line)
@@ -207,7 +214,9 @@ def prepare_as_command(path, cache, output, values, at, events, tokenizer="byte"
 class Preparation:
     """A process that prepares. `at` gives a system call, its number, and a signal to itself then; SIGSTOP pauses it."""
 
-    def __init__(self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL, at: tuple | None = None, **more):
+    def __init__(
+        self, data: DataConfig, cache: Path, values: dict[str, int] = SMALL_SHARDS, at: tuple | None = None, **more
+    ):
         self._output = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - it lives as long as this object
         self._events = FORKS.Event(), FORKS.Event()
         arguments = (data.path, str(cache), self._output.name, values, at, self._events)

@@ -1,15 +1,11 @@
 """Find and open models and tokenizers: which file a path means, and which paths are refused in one line."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from gpt.loading import find_checkpoint, find_run, open_model, open_tokenizer
 from gpt.model.transformer import GPT
 from harness import ROOT, refusal
 from model_files import make_checkpoint, small_model, write_prepared_corpus
+from web_server import WebServer
 
 STORY = "It was the best of times, it was the worst of times; 2²³ ≠ 10 €, naïve café\r\n"
 GPT2, BPE = gpt2_tokenizer(), train_bpe([STORY * 3], 277)
@@ -124,97 +121,61 @@ def test_names_of_the_hub_are_downloaded(tmp_path, monkeypatch):
 # --- the hub ---
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A Hugging Face hub with the models of a folder. It answers the requests of `snapshot_download`."""
-
-    folder: Path
-    requests: ClassVar[list[str]] = []
-    commit = "23" * 20
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = urlsplit(self.path).path
-        self.requests.append(path)
-        model_path = path.removeprefix("/api/models").lstrip("/").replace("/resolve/", "/revision/")
-        name, _, file = model_path.partition("/revision/")
-        name = name.split("/tree/")[0]
-        files = {file.name: file.read_bytes() for file in (self.folder / name).glob("*")}
-        content, headers = b"", {"X-Repo-Commit": self.commit}
-        if not files:
-            headers["X-Error-Code"] = "RepoNotFound"
-        elif "/tree/" in path:
-            entries = [{"type": "file", "path": k, "size": len(v), "oid": k} for k, v in files.items()]
-            content = json.dumps(entries).encode()
-        elif path.startswith("/api"):
-            content = json.dumps({"id": name, "sha": self.commit, "siblings": []}).encode()
-        else:
-            content = files[file.split("/")[-1]]
-            headers["ETag"] = '"' + hashlib.sha256(content).hexdigest() + '"'
-        self.send_response(200 if files else 404)
-        for key, value in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
+@pytest.fixture
+def hub() -> Iterator[WebServer]:
+    server = WebServer()
+    yield server
+    server.stop()
 
 
 @pytest.fixture
-def hub(tmp_path):
+def environment(hub, tmp_path) -> dict[str, str]:
     """The environment of a process that uses this hub instead of Hugging Face's."""
-    Hub.folder = tmp_path / "hub"
-    Hub.requests.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        cache = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
-        yield os.environ | cache | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-        server.shutdown()
+    settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    return os.environ | settings | {"HF_ENDPOINT": hub.url(), "no_proxy": "127.0.0.1"}
 
 
-def open_in_subprocess(name: str, env: dict) -> subprocess.CompletedProcess:
-    """Open a model in a process of its own, because the hub's address is read once."""
+def open_in_subprocess(environment: dict, *names: str) -> list[str]:
+    """Return the size of each model, or the line that refuses it. A process reads the hub's address only once."""
     code = (
-        "import sys; from gpt.console import clean_exit; from gpt.loading import open_model\n"
-        "with clean_exit('opening'): print(open_model(sys.argv[1])[0].config.num_parameters)"
+        "import sys; from gpt.errors import UserError; from gpt.loading import open_model\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: print(open_model(name)[0].config.num_parameters)\n"
+        "    except UserError as error: print(error)"
     )
-    return subprocess.run([sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, env=env)
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(names), done.stdout + done.stderr
+    return lines
 
 
 @pytest.mark.promise("security.md#Downloads")
 @pytest.mark.slow
-def test_hub(tmp_path, hub):
+def test_hub(tmp_path, hub, environment):
     """A model is downloaded once, without its code and other files that are not needed."""
     torch.manual_seed(31)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=6, n_layer=2, n_head=2, n_positions=16))
-    gpt2.save_pretrained(tmp_path / "hub/tiny/model")
-    torch.save(gpt2.state_dict(), tmp_path / "hub/tiny/model/pytorch_model.bin")
-    (tmp_path / "hub/tiny/model/modeling.py").write_text("raise SystemExit('run')")
-    for env in (hub, hub | {"HF_HUB_OFFLINE": "1"}):
-        done = open_in_subprocess("tiny/model", env)
-        assert (done.returncode, done.stdout) == (0, f"{gpt2.num_parameters()}\n"), done.stderr
-    downloaded = {path.split("/")[-1] for path in Hub.requests if "/resolve/" in path}
+    gpt2.save_pretrained(tmp_path / "model")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    hub.add_repository("tiny/model", files | {"pytorch_model.bin": b"2 3 5", "modeling.py": b"raise SystemExit('run')"})
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        assert open_in_subprocess(environment | more, "tiny/model") == [str(gpt2.num_parameters())]
+    downloaded = {request.split()[0].split("/")[-1] for request in hub.requests if "/resolve/" in request}
     assert downloaded == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.slow
-def test_models_that_the_hub_does_not_have_are_refused(tmp_path, hub):
+def test_models_that_the_hub_does_not_have_are_refused(hub, environment):
     """Another architecture, an unknown name, an impossible name, or no network."""
-    (tmp_path / "hub/other").mkdir(parents=True)
-    folder = write_huggingface_config(tmp_path / "hub/other/model", model_type="llama")
-    (folder / "model.safetensors").write_text("2 3 5 7")
-    done = open_in_subprocess("other/model", hub)
-    assert done.stderr.endswith(": its model_type is 'llama', and only 'gpt2' is supported\n")
-    assert not any(path.endswith("model.safetensors") for path in Hub.requests)
-    start = "there is no such path or run, and the Hugging Face hub does not give such a model ("
-    no_network = hub | {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    for name, env in (("no/model", hub), ("a..b/c", hub), ("tiny/model", no_network)):
-        done = open_in_subprocess(name, env)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-        assert done.stderr.startswith(f"opening: {name}: {start}")
+    hub.add_repository("other/model", {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"2 3 5 7"})
+    llama, *unknown = open_in_subprocess(environment, "other/model", "no/model", "a..b/c")
+    assert llama.endswith(": its model_type is 'llama', and only 'gpt2' is supported")
+    assert not any("model.safetensors" in request for request in hub.requests)
+    unknown += open_in_subprocess(environment | {"HF_ENDPOINT": "http://127.0.0.1:9"}, "tiny/model")
+    for name, line in zip(("no/model", "a..b/c", "tiny/model"), unknown, strict=True):
+        reason = "there is no such path or run, and the Hugging Face hub does not give such a model ("
+        assert line.startswith(f"{name}: {reason}")
 
 
 def test_without_its_library_the_hub_is_refused(monkeypatch):
@@ -240,14 +201,6 @@ def test_every_path_of_a_run_opens_the_same_model(tmp_path):
     assert not torch.equal(open_model(run / "checkpoints/last.ckpt")[0](idx), model(idx))
 
 
-def test_files_that_are_no_model_are_refused(tmp_path):
-    (tmp_path / "text").write_text("2 3 5 7")
-    assert refusal(open_model, tmp_path / "text").startswith(f"{tmp_path / 'text'}: not a checkpoint of this project")
-    file = tmp_path / "odd.ckpt"
-    write_checkpoint(file, byte_tokenizer())
-    assert refusal(open_model, file).startswith(f"{file}: the checkpoint's tokenizer, configuration and weights do not")
-
-
 # --- tokenizers ---
 
 
@@ -268,18 +221,6 @@ def test_other_names_are_no_tokenizer(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     choices = "choose gpt2, byte, or the path of a run, a checkpoint, a Hugging Face GPT-2 or a prepared corpus"
     assert refusal(open_tokenizer, name) == f"{name!r} is not a tokenizer: {choices}"
-
-
-@pytest.mark.parametrize("open_function", [open_tokenizer, open_model])
-def test_other_huggingface_models_are_refused(tmp_path, open_function):
-    """The weights are not needed to refuse them."""
-    for changes, reason in (
-        ({"model_type": "llama"}, "model_type is 'llama', and only 'gpt2' is supported"),
-        ({"vocab_size": 50265}, "vocab_size is 50265, and GPT-2's own tokenizer has 50257 tokens"),
-        ({"vocab_size": None}, "vocab_size is None, and GPT-2's own tokenizer has 50257 tokens"),
-    ):
-        folder = write_huggingface_config(tmp_path / "other", **changes)
-        assert refusal(open_function, folder) == f"{folder}: its {reason}"
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path):

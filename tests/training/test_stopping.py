@@ -143,6 +143,12 @@ def test_patience_ends_a_run(corpus_folder, tmp_path, overfitting, capfd):
     assert resume_run(training.path, "31steps").schedule.total_steps == 31
 
 
+def test_a_constant_learning_rate_was_not_still_falling(corpus_folder, tmp_path, overfitting, capfd):
+    """A shorter run would reach the same best weights, so none is suggested when patience ends the run."""
+    fit(begin(corpus_folder, tmp_path, "patience=2", "optim.schedule=constant"))
+    assert "no improvement in the last 2 validations (best at step 6)\n" in capfd.readouterr().out
+
+
 def test_patience_after_an_interruption(corpus_folder, tmp_path, overfitting):
     """A resumed run stops where an uninterrupted one does, with the same files."""
     (tmp_path / "other").mkdir()
