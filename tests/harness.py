@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import csv
 import dataclasses
 import functools
 import importlib
@@ -13,6 +12,7 @@ import random
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -210,6 +210,11 @@ def begin_run(config: Config, model: str = "") -> Training:
     return Training(*start_run(Request(config, model=model)))
 
 
+def begin_again(training: Training, folder: Path, **changes: Any) -> Training:
+    """Prepare the same run in another folder, with a changed configuration."""
+    return begin_run(dataclasses.replace(training.config, run_dir=str(folder / "run"), **changes))
+
+
 def resume_run(path: str | Path, horizon: str = "") -> Training | None:
     """Prepare to resume a run, or return None if it is complete. This process locks it until it is trained."""
     values = {"resume": str(path)} | ({"horizon": horizon} if horizon else {})
@@ -229,9 +234,15 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """Start a process that has imported the libraries of a training, but nothing of gpt. It ends with this process."""
-    server = ForkServer(["torch", "lightning.fabric", "hydra", "tensorboard.summary.writer.event_file_writer"])
+def fork_server(**variables: str) -> ForkServer:
+    """Start a process that has imported the libraries of a training, but nothing of gpt. It ends with this process.
+
+    `variables` are what the libraries read from the environment when they are loaded, such as LD_PRELOAD.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        server = ForkServer(["torch", "lightning.fabric", "hydra", "tensorboard.summary.writer.event_file_writer"])
     atexit.register(server.close)
     return server
 
@@ -263,20 +274,29 @@ class Process:
 
     Args:
         arguments: the arguments of train.py.
-        env: what is added to the environment. The process is then not forked.
+        env: what is added to the environment.
+        launcher: what stands before train.py in the command, such as -m torch.distributed.run.
+        server: what forks the process; by default, the server of most tests.
     """
 
-    def __init__(self, arguments: Sequence[str | Path], env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        server: ForkServer | None = None,
+    ):
         self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115, because it lives as long as this object
         self._position = 0
         self.output = ""  # without the advice on tiny runs, once the process has ended
-        words = command(*arguments)
+        words = [*launcher, *command(*arguments)[1:]]
+        environment = os.environ | (env or {})
         self._process: ForkedProcess | subprocess.Popen
-        if env or not hasattr(os, "fork"):
-            streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
-            self._process = subprocess.Popen(words, cwd=ROOT, env=os.environ | (env or {}), **streams)
+        if hasattr(os, "fork"):
+            self._process = ForkedProcess(server or fork_server(), words, self._log, ROOT, environment)
         else:
-            self._process = ForkedProcess(fork_server(), words[1:], self._log, ROOT, os.environ)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **streams)
         self.pid = self._process.pid
 
     def _read(self) -> str:
@@ -311,6 +331,34 @@ class Process:
         return code
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def torchrun_variables(rank: int, count: int, port: str) -> dict[str, str]:
+    """Return the variables that torchrun sets for a process on a machine with `count` of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = dict(zip(names, map(str, (rank, count, rank, count)), strict=True))
+    return numbers | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+
+
+def start_ranks(count: int, *arguments: str | Path) -> list[Process]:
+    """Start the processes of one training as torchrun does, without the seconds of their imports."""
+    port = free_port()
+    return [Process(arguments, torchrun_variables(rank, count, port)) for rank in range(count)]
+
+
+def train_on_ranks(count: int, *arguments: str | Path) -> str:
+    """Train on several processes, and return what rank 0 has printed. The others must print nothing."""
+    ranks = start_ranks(count, *arguments)
+    codes = [rank.end() for rank in ranks]
+    outputs = [rank.output for rank in ranks]
+    assert codes == [0] * count, "".join(outputs)
+    assert outputs[1:] == [""] * (count - 1)
+    return outputs[0]
+
+
 class CallAt:
     """Calls a function once, after a step."""
 
@@ -338,6 +386,24 @@ def wait_for_file(file: Path, seconds: float = 60.0, containing: str = "") -> No
         time.sleep(0.002)
 
 
+def contents(run_dir: str | Path) -> dict[Path, bytes]:
+    """Return every file of a run, except its lock."""
+    return {file: file.read_bytes() for file in Path(run_dir).rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def truncate(file: Path) -> None:
+    """Cut a file in half."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file: Path) -> None:
+    """Change one bit in the middle of a file, and of no other name of it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+
+
 def flatten(value, name: str = "") -> dict:
     """Flatten a nested structure into one dictionary of its leaves."""
     if isinstance(value, dict):
@@ -349,15 +415,6 @@ def flatten(value, name: str = "") -> dict:
     return {key: leaf for inner_name, inner in pairs for key, leaf in flatten(inner, inner_name).items()}
 
 
-def read_table(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves in metrics.csv: tag to (step, value) pairs."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    with (run_dir / "metrics.csv").open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            curves.setdefault(row["tag"], []).append((int(row["step"]), float(row["value"])))
-    return curves
-
-
 def read_events(folder: Path) -> EventAccumulator:
     """Return all that a folder holds for TensorBoard."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
@@ -365,7 +422,7 @@ def read_events(folder: Path) -> EventAccumulator:
     return events
 
 
-def read_curves(run_dir: Path) -> dict:
+def read_tensorboard(run_dir: Path) -> dict:
     """Return all that TensorBoard shows of a run, except speed and memory: tag to (step, content) pairs."""
     events = read_events(run_dir)
     curves: dict = {}
@@ -390,7 +447,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
             is_same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             if not is_same and not any(part in key for part in ignored):
                 differing.append(f"{name}.ckpt{key}: {a} and {b}")
-    first, second = map(read_curves, pair)
+    first, second = map(read_tensorboard, pair)
     differing += [f"curve {tag}" for tag in sorted(first.keys() | second.keys()) if first.get(tag) != second.get(tag)]
     first, second = (file.read_bytes() if file.exists() else None for file in [run / "samples.md" for run in pair])
     if first != second:

@@ -9,27 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from harness import Process, differences, tiny_arguments, train, train_in_subprocess, wait_for_file
+from harness import Process, differences, fork_server, tiny_arguments, train, wait_for_file
+from processes import ForkServer
 
 pytestmark = pytest.mark.slow
-RUN = ["horizon=151steps"]
+RUN = ["horizon=101steps"]
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory) -> Path:
-    """The library that fails calls, compiled."""
+def faults(tmp_path_factory) -> ForkServer:
+    """The server of processes whose calls fail. It has loaded the compiled library."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or not Path("/proc/self/fd").exists():
         pytest.skip("NOT TESTED: errors below Python need a C compiler and Linux's /proc")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
     source = Path(__file__).with_name("below_python.c")
     subprocess.run([compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
-    return library
+    return fork_server(LD_PRELOAD=str(library))
 
 
-def environment(library: Path, call: str, number: int, path: str, when: Path) -> dict[str, str]:
-    fault = {"CALL": call, "ERRNO": str(number), "PATH": path, "WHEN": str(when)}
-    return {"LD_PRELOAD": str(library)} | {f"FAULT_{key}": value for key, value in fault.items()}
+def fault(call: str, number: int, path: str, when: Path) -> dict[str, str]:
+    """Return the variables with which a call fails."""
+    return {"FAULT_CALL": call, "FAULT_ERRNO": str(number), "FAULT_PATH": path, "FAULT_WHEN": str(when)}
 
 
 @pytest.mark.parametrize(
@@ -44,10 +45,8 @@ def environment(library: Path, call: str, number: int, path: str, when: Path) ->
 def test_failed_save_ends_the_run_in_one_line(faults, settings, reference, tmp_path, call, number):
     """Earlier checkpoints are intact, and the run continues from the last of them."""
     run_dir, when = tmp_path / "run", tmp_path / "now"
-    process = Process(
-        [*settings, f"run_dir={run_dir}"],
-        environment(faults, call, number, str(run_dir / "checkpoints"), when),
-    )
+    variables = fault(call, number, str(run_dir / "checkpoints"), when)
+    process = Process([*settings, f"run_dir={run_dir}"], variables, server=faults)
     wait_for_file(run_dir / "checkpoints/previous.ckpt")
     when.touch()
     assert process.end() == 2, process.output
@@ -76,17 +75,17 @@ def test_failed_read_is_one_line_or_an_older_checkpoint(faults, corpus_folder, r
     shutil.copy(corpus_folder / "corpus.txt", tmp_path)
     when = tmp_path / "now"
     when.touch()
-    broken = os.environ | environment(faults, "read", number, f"/{file}", when)
     if file == "corpus.txt":  # prepared text would do
         shutil.rmtree(tmp_path / "cache")
     command = None
     if file in ("corpus.txt", "dataset.json"):
         command = tiny_arguments(tmp_path, *RUN, f"run_dir={tmp_path / 'new'}")
-    done = train_in_subprocess(*(command or [f"resume={run_dir}"]), code=None, env=broken)
-    assert "Traceback" not in done.stderr
-    assert done.returncode in (0, 2)
-    if done.returncode == 2:
-        (line,) = done.stderr.strip().splitlines()
+    process = Process(command or [f"resume={run_dir}"], fault("read", number, f"/{file}", when), server=faults)
+    code = process.end()
+    assert "Traceback" not in process.output
+    assert code in (0, 2)
+    if code == 2:
+        [line] = [line for line in process.output.splitlines() if line.startswith("train.py: ")]
         assert file.removesuffix(".json") in line
     when.unlink()
     train(*(command or [f"resume={run_dir}"]))
@@ -116,7 +115,7 @@ def test_power_cut_leaves_what_was_synced(faults, corpus_folder, reference, tmp_
     shadow.mkdir()
     shutil.copy(corpus_folder / "corpus.txt", tmp_path)
     words = [*tiny_arguments(tmp_path, *RUN), f"data.cache={place / 'new/cache'}", f"run_dir={place / 'runs/run'}"]
-    process = Process(words, {"LD_PRELOAD": str(faults), "SHADOW": str(shadow)})
+    process = Process(words, {"SHADOW": str(shadow)}, server=faults)
     appears = {"preparing": "new/cache", "first checkpoint": "runs/run/checkpoints/last.ckpt"}
     wait_for_file(place / appears.get(moment, "runs/run/checkpoints/previous.ckpt"))
     if moment == "first checkpoint":  # its name appears a moment before its folder is synced

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +16,15 @@ from harness import (
     wait_for_file,
 )
 
-RUN, STOP = ["horizon=101steps"], 29
+RUN = ["horizon=101steps"]
+STOP = 29
+
+
+def start(arguments: list[str], file: Path, env: dict[str, str] | None = None) -> Process:
+    """Start a training, and wait until it has written a file."""
+    process = Process(arguments, env)
+    wait_for_file(file)
+    return process
 
 
 @pytest.mark.promise("runs.md#continues bit for bit", "runs.md#Weights, optimizer, curves, samples")
@@ -24,8 +33,7 @@ RUN, STOP = ["horizon=101steps"], 29
 def test_run_that_is_stopped_and_killed_again_and_again_ends_as_the_reference(settings, reference, tmp_path):
     """It gets SIGTERM, SIGINT once and twice, and SIGKILL during a save."""
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    process = Process([*settings, f"run_dir={run_dir}"], {"TMPDIR": "/dev/shm"})
-    wait_for_file(folder / "last.ckpt")
+    process = start([*settings, f"run_dir={run_dir}"], folder / "last.ckpt", {"TMPDIR": "/dev/shm"})
     process.send(signal.SIGTERM)
     assert process.end() == 143
     assert f"continue with: python train.py resume={run_dir}" in process.output
@@ -61,8 +69,7 @@ def test_run_that_is_stopped_and_killed_again_and_again_ends_as_the_reference(se
 def test_run_killed_before_its_first_checkpoint_starts_again(settings, reference, tmp_path):
     """It needs only its configuration."""
     run_dir = tmp_path / "run"
-    process = Process([*settings, f"run_dir={run_dir}"])
-    wait_for_file(run_dir / "config.yaml")
+    process = start([*settings, f"run_dir={run_dir}"], run_dir / "config.yaml")
     process.send(signal.SIGKILL)
     process.end()
     assert not list(run_dir.glob("checkpoints/*"))
@@ -96,8 +103,7 @@ def test_run_on_a_mixture_continues_bit_for_bit(settings, tmp_path):
 def test_suspending_changes_only_the_time(settings, reference, tmp_path):
     """Ctrl-Z and fg send these signals."""
     run_dir = tmp_path / "run"
-    process = Process([*settings, f"run_dir={run_dir}"])
-    wait_for_file(run_dir / "checkpoints/last.ckpt")
+    process = start([*settings, f"run_dir={run_dir}"], run_dir / "checkpoints/last.ckpt")
     process.send(signal.SIGTSTP)
     time.sleep(0.5)
     assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED

@@ -1,8 +1,28 @@
-"""Validation losses that overfit."""
+"""A finished run that tests copy, and validation losses that overfit."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 
 from gpt.sampling.scoring import Score
+from harness import Training, begin_run, fit, tiny_config, write_corpus
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Training:
+    """Return a finished run of 13 steps, with its text in the folder above it. Tests change only copies of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_corpus(folder)
+    training = begin_run(tiny_config(folder, "horizon=13steps", f"run_dir={folder / 'run'}"))
+    fit(training)
+    return training
+
+
+@pytest.fixture
+def run_copy(trained, tmp_path) -> Path:
+    """Return a copy of the finished run."""
+    return Path(shutil.copytree(trained.path, tmp_path / "run"))
 
 
 @pytest.fixture

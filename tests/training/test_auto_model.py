@@ -22,19 +22,6 @@ LAW = ScalingLaw(1_000_003)
 MINI = ModelConfig()
 
 
-def test_candidates_grow_and_one_is_as_large_as_mini():
-    sizes = [model.num_layers * model.d_model**2 for model in (PROBE_MODEL, *CANDIDATE_MODELS)]
-    assert sizes == sorted(set(sizes))
-    assert [(model.num_layers, model.d_model) for model in CANDIDATE_MODELS].count((MINI.num_layers, MINI.d_model)) == 1
-
-
-def test_best_tokens_end_before_a_model_overfits():
-    """A small amount of training is used completely, and a larger model overfits earlier."""
-    assert LAW.best_tokens(MINI, 1e6) == 1e6
-    assert LAW.best_tokens(MINI, 1e9) == pytest.approx(LAW.best_tokens(MINI, 2e8), rel=0.05)
-    assert LAW.best_tokens(CANDIDATE_MODELS[-1], 1e9) < LAW.best_tokens(MINI, 1e9) < 2e8
-
-
 @pytest.mark.parametrize("tokens", [2e5, 1e6])
 def test_calibrated_law_predicts_the_measured_loss(tokens):
     for bits in (1.3, 2.6):
@@ -146,9 +133,3 @@ def test_text_shorter_than_the_smallest_context_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("too short " * 9)
     path = [f"data.path={tmp_path / 'short.txt'}", f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     assert "model.context_length=" in train_refusal("model=auto", "horizon=1min", *path)
-
-
-def test_each_job_of_a_sweep_chooses_its_model(arguments, tmp_path):
-    folders = [f"hydra.sweep.dir={tmp_path}", f"run_dir={tmp_path}/${{horizon}}"]
-    done = train("-m", "model=auto", "horizon=1s,2s", *folders, *arguments)
-    assert done.stdout.count("model=auto: ") >= 2

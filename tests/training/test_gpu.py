@@ -3,8 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from gpt.training.loop import train_step
 from gpt.training.module import GPTModule
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
-from harness import ROOT, Training, begin_run, differences, fit, resume_run, tiny_config
+from harness import Training, begin_run, fit, resume_run, tiny_config
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
 QUIET = ["data.prompts=[]", "logger=[csv]"]
@@ -170,63 +168,6 @@ def test_workspace_of_cublas(monkeypatch):
         assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == value
         choose_device("cuda")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == expected
-
-
-class Watch:
-    """Records the settings in a step."""
-
-    def on_train_step_end(self) -> None:
-        self.settings = settings()
-
-
-@pytest.mark.slow
-def test_deterministic_on_a_cpu_changes_no_bits(corpus_folder, tmp_path):
-    """The two runs differ only in their configurations. Samples are equal."""
-    watches = []
-    for value in ("false", "true"):
-        watches.append(Watch())
-        fit(begin(corpus_folder, tmp_path / value, "data.prompts=[x]", f"trainer.deterministic={value}"), [watches[-1]])
-    assert [watch.settings[1] for watch in watches] == [False, True]
-    lines = differences(tmp_path / "true", tmp_path / "false")
-    assert lines and all(".config.trainer.deterministic: True and False" in line for line in lines)
-
-
-# --- the script that measures all of this ---
-
-
-def gpu_sh(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run benchmarks/gpu.sh from another folder, as if there were no GPU."""
-    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), *arguments]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "finds no CUDA GPU, or no PyTorch: run this where it does, or test the script with --cpu"),
-        (["--cpu", "speed"], "gpu.sh: speed is not known: the first lines of this file say what it takes"),
-        (["--cpu", "--text", "missing.txt"], "missing.txt: No such file"),
-    ],
-)
-def test_script_mistakes(tmp_path, arguments, message):
-    """A mistake prints one line, exits with code 2, and nothing is measured."""
-    done = gpu_sh(tmp_path, *arguments)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "out/rows.tsv").exists()
-
-
-@pytest.mark.slow
-def test_script(corpus_folder, tmp_path):
-    """The parts that train and score run to their end, and print their rows and write them to a file."""
-    done = gpu_sh(tmp_path, "--cpu", "--text", str(corpus_folder / "corpus.txt"), "score", "resume", "learn")
-    rows = [line.split("\t") for line in (tmp_path / "out/rows.tsv").read_text().splitlines()]
-    assert done.returncode == 0, done.stderr
-    assert [row[0] for row in rows] == ["machine", "resume", "learn", "score", "score", "score"]
-    assert rows[1][2] == "at step 40 of 40: equals the uninterrupted run bit for bit"
-    assert "nats per byte in" in rows[2][2]
-    assert done.stdout.splitlines()[-1].split()[-1] == rows[-1][2].split()[-1] == "tokens/s"
 
 
 # --- on a GPU ---

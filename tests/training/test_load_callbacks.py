@@ -11,7 +11,7 @@ import yaml
 from gpt.checkpoint import load_checkpoint, save_checkpoint
 from gpt.training.callbacks import load_callbacks
 from gpt.training.config import parse_config
-from harness import TINY_RUN, begin_run, fit, refusal, resume_run, tiny_arguments, tiny_config, train, train_refusal
+from harness import TINY_RUN, refusal, resume_run, tiny_arguments, train, train_refusal
 
 MODULE = """
 class Counter:
@@ -67,8 +67,6 @@ def test_functions_classes_and_objects_are_loaded(place):
     ("names", "words"),
     [
         (["of_mine"], "'of_mine' is not of the form module:name, as in my_callbacks:PrintNorm"),
-        ([":make"], "':make' is not of the form module:name, .*"),
-        (["nowhere:make"], r"nowhere:make cannot be .* \(ModuleNotFoundError: No module named 'nowhere'\)"),
         (["of_mine:missing"], r"of_mine:missing cannot be .* \(AttributeError: .* has no attribute 'missing'\)"),
         (["broken:make"], r"broken:make cannot be .* \(SyntaxError: .*\)"),
         (["of_mine:fails"], r"of_mine:fails cannot be .* \(RuntimeError: no luck\)"),
@@ -105,21 +103,19 @@ def test_names_are_given_again_on_resuming(place, corpus_folder):
     assert "counted 7" in done.stdout
 
 
-def test_runs_name_no_callbacks(place, corpus_folder):
+def test_runs_name_no_callbacks(place, trained, run_copy):
     """A forged checkpoint or config.yaml that names a callback is refused, and nothing is imported."""
     (place / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
-    training = begin_run(tiny_config(corpus_folder, "horizon=2steps", f"run_dir={place / 'run'}"))
-    training.run.close()
-    file = training.path / "config.yaml"
+    file = run_copy / "config.yaml"
     stored = yaml.safe_load(file.read_text())
     file.write_text(yaml.safe_dump(stored | {"callbacks": ["evil:make"]}))
-    assert "there is no key 'callbacks'" in refusal(resume_run, training.path)
+    assert "there is no key 'callbacks'" in refusal(resume_run, run_copy)
     file.write_text(yaml.safe_dump(stored))
-    fit(resume_run(training.path))
-    last = training.path / "checkpoints/last.ckpt"
+    last = run_copy / "checkpoints/last.ckpt"
     forged = load_checkpoint(last)
     forged["config"]["callbacks"] = ["evil:make"]
+    (run_copy / "checkpoints/best.ckpt").unlink()
     save_checkpoint(forged, last)
-    assert "cannot be resumed: there is no key 'callbacks'" in refusal(resume_run, training.path)
-    assert "there is no key 'callbacks'" in refusal(parse_config, asdict(training.config) | {"callbacks": []})
+    assert "cannot be resumed: there is no key 'callbacks'" in refusal(resume_run, run_copy, "15steps")
+    assert "there is no key 'callbacks'" in refusal(parse_config, asdict(trained.config) | {"callbacks": []})
     assert not (place / "ran").exists()

@@ -46,3 +46,10 @@ def test_every_schedule_rises_to_its_peak_and_then_falls(schedule, total_steps):
         assert multipliers[peak:] == sorted(multipliers[peak:], reverse=True)
         if total_steps > 10 and decay_from < 1.0 and schedule != "constant":
             assert multipliers[-1] > lr_multiplier(total_steps, total_steps, config) == final_lr
+
+
+def test_learning_rate_rises_to_the_schedule_of_a_longer_horizon():
+    """From a tenth of the peak at step 20 it rises by a quarter a step, and meets the schedule of 40 steps."""
+    config = OptimConfig(warmup_steps=4, schedule="linear", decay_from=0.5, final_lr=0.0)
+    multipliers = [lr_multiplier(step, 40, config, 20, 0.1) for step in (20, 21, 22, 23, 24, 30, 39, 40)]
+    assert multipliers == pytest.approx([0.35, 0.6, 0.85, 17 / 20, 16 / 20, 0.5, 0.05, 0.0], abs=1e-12)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.api import read_curves
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
-from gpt.training.config import load_config
 from gpt.training.forecast import optimizer_bytes
 from gpt.training.lr_schedule import lr_multiplier
 from gpt.training.optim import (
@@ -24,7 +24,7 @@ from gpt.training.optim import (
     set_lr,
     unused_settings,
 )
-from harness import begin_run, fit, read_table, tiny_config
+from harness import begin_run, fit, tiny_config
 
 LAYERS, D_MODEL, HEADS = 2, 6, 3
 MATRICES = {
@@ -128,7 +128,7 @@ def test_a_new_optimizer_is_an_entry_in_the_table(corpus_folder, tmp_path, monke
     monkeypatch.setitem(OPTIMIZERS, "signs", dict.fromkeys(OPTIMIZERS["muon"], rule))
     training = begin_run(tiny_config(corpus_folder, "optim=signs", "horizon=3steps", f"run_dir={tmp_path / 'run'}"))
     fit(training)
-    curves = read_table(tmp_path / "run")
+    curves = read_curves(tmp_path / "run")
     assert curves["train/lr"][-1] == (3, pytest.approx(training.config.optim.lr * lr_multiplier(2, 3, OptimConfig())))
     assert "train/matrix_lr" not in curves
     shape = GPTConfig(7, D_MODEL, LAYERS, HEADS, vocab_size=11)
@@ -178,11 +178,12 @@ def test_adamw_equals_pytorch(name):
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 11), (13, 13), (31, 97)])
 def test_orthogonalize(shape):
-    """The singular vectors stay, and the polynomials map the singular values."""
+    """The singular vectors stay, and the polynomials map the singular values. The scale does not matter."""
     matrices = torch.randn(5, *shape, generator=torch.Generator().manual_seed(7))
     U, S, Vh = torch.linalg.svd(matrices, full_matrices=False)
     expected = U @ torch.diag_embed(polar_express(S)) @ Vh
-    torch.testing.assert_close(orthogonalize(matrices), expected, atol=1e-4, rtol=0.0)
+    for scale in (1e-2, 1.0, 1e6):
+        torch.testing.assert_close(orthogonalize(scale * matrices), expected, atol=1e-3, rtol=0.0)
 
 
 @pytest.mark.parametrize("rows", [256, 257])
@@ -204,28 +205,6 @@ def test_polar_express(polynomials, weakest, low):
     for a, b, c in polynomials:
         singular = a * singular + b * singular**3 + c * singular**5
     assert low < singular.min() < singular.max() < 2.0 - low
-
-
-@pytest.mark.parametrize("shape", [(1, 7), (31, 97)])
-def test_orthogonalize_in_bfloat16(shape):
-    """A direction thirty times weaker than others ends about as strong, and keeps its singular vectors."""
-    random = torch.randn(5, *shape, generator=torch.Generator().manual_seed(7))
-    U, _, Vh = torch.linalg.svd(random, full_matrices=False)
-    matrices = U @ torch.diag(torch.logspace(0.0, -1.5, shape[0])) @ Vh
-    result = orthogonalize(matrices.bfloat16())
-    assert (result.shape, result.dtype) == (matrices.shape, torch.bfloat16)
-    in_old_vectors = U.mT @ result.float() @ Vh.mT  # (5, rows, rows): diagonal where the vectors are the same
-    strengths = in_old_vectors.diagonal(dim1=1, dim2=2)
-    assert 0.35 < strengths.min() < strengths.max() < 1.65
-    assert (in_old_vectors - torch.diag_embed(strengths)).abs().max() < 0.15
-
-
-@pytest.mark.parametrize("size", [1e-2, -1.0, 1e6])
-def test_orthogonalize_ignores_the_norm(size):
-    """A matrix with equal singular values keeps its direction at any scale, and its negative gets the opposite."""
-    rows = torch.linalg.qr(torch.randn(11, 7, generator=torch.Generator().manual_seed(7))).Q.mT  # (7, 11)
-    expected = math.copysign(polar_express(torch.ones(7))[0].item(), size) * rows
-    torch.testing.assert_close(orthogonalize(size * rows[None])[0], expected, atol=1e-3, rtol=0.0)
 
 
 @pytest.mark.parametrize("first_step", [0, 150, 298])
@@ -351,27 +330,13 @@ def test_state_follows_the_parameters():
 # --- the configuration ---
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_config_limits_are_accepted(name):
-    """Steps are finite at the limits of the learning rates, and without warmup, decay and momentum."""
-    limits = {"betas": [0.0, 0.0], "momentum": 0.0, "warmup_steps": 0, "decay_from": 1.0, "final_lr": 1.0}
-    for lr, decay in itertools.product((1e-9, 10.0), (0.0, 0.1)):
-        model = make_model()
-        optimizer = make_optimizer(model, name=name, lr=lr, matrix_lr=lr, weight_decay=decay, **limits)
-        continue_training(model, optimizer, range(2))
-        assert all(value.isfinite().all() for value in values(model).values())
-
-
 @pytest.mark.parametrize(
     ("layers", "channels", "matrix_lr", "lr"),
     [(4, 128, 0.02, 0.006), (64, 512, 0.0025, 0.003), (2, 64, 0.02, 0.012), (1, 8, 0.02, 0.012)],
 )
-def test_default_learning_rates_are_scaled_to_the_model(corpus_folder, tmp_path, layers, channels, matrix_lr, lr):
+def test_default_learning_rates_are_scaled_to_the_model(layers, channels, matrix_lr, lr):
     """They depend on depth and width. Learning rates that the user chose do not change."""
     shape = ModelConfig(num_layers=layers, d_model=channels)
     config = OptimConfig().for_model(shape)
     assert (config.matrix_lr, config.lr) == pytest.approx((matrix_lr, lr))
     assert OptimConfig(matrix_lr=0.5, lr=0.25).for_model(shape) == OptimConfig(matrix_lr=0.5, lr=0.25)
-    changes = ["horizon=1steps", "optim.lr=0.125", f"run_dir={tmp_path / 'run'}"]
-    stored = load_config(begin_run(tiny_config(corpus_folder, *changes)).path / "config.yaml")
-    assert (stored.optim.matrix_lr, stored.optim.lr) == (OptimConfig().for_model(stored.model).matrix_lr, 0.125)

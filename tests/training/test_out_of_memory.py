@@ -2,17 +2,17 @@
 
 import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training import training_clock
 from gpt.training.config import load_config
 from gpt.training.module import GPTModule
-from harness import begin_run, fit, read_table, refusal, tiny_config
+from harness import begin_run, fit, refusal, tiny_config
 
 
 def imitate_small_device(monkeypatch, max_sequences: int, number: int = 0) -> list[int]:
@@ -37,18 +37,11 @@ def imitate_small_device(monkeypatch, max_sequences: int, number: int = 0) -> li
     return sizes
 
 
-@pytest.fixture(scope="module")
-def first(corpus_folder) -> Path:
-    """Return the directory of a run of one step."""
-    fit(begin_run(tiny_config(corpus_folder, "horizon=1steps", f"run_dir={corpus_folder / 'first'}")))
-    return corpus_folder / "first"
-
-
 @pytest.mark.promise("runs.md#micro_batch_size=auto")
-def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monkeypatch, capsys):
+def test_micro_batch_shrinks_until_it_fits(corpus_folder, trained, tmp_path, monkeypatch, capsys):
     """A warning has both sizes, and the run still starts from the weights of `init_from`."""
     sizes = imitate_small_device(monkeypatch, max_sequences=2)
-    changes = ["trainer.micro_batch_size=auto", "horizon=1steps", f"init_from={first}", "optim.lr=1e-9"]
+    changes = ["trainer.micro_batch_size=auto", "horizon=1steps", f"init_from={trained.path}", "optim.lr=1e-9"]
     training = begin_run(tiny_config(corpus_folder, *changes, "optim.matrix_lr=1e-9", f"run_dir={tmp_path / 'run'}"))
     fit(training)
     assert sizes == [6, 3, 1]
@@ -58,8 +51,8 @@ def test_micro_batch_shrinks_until_it_fits(corpus_folder, first, tmp_path, monke
     assert load_config(training.path / "config.yaml").trainer.micro_batch_size == 1
     changes = [f"# after step 0: trainer.micro_batch_size={size}" for size in ("3, was 6", "1, was 3")]
     assert (training.path / "command.txt").read_text().splitlines()[1:] == changes
-    assert [step for step, _ in read_table(training.path)["val/loss"]] == [0, 1]  # each is written once
-    start, end = (load_checkpoint(run / "checkpoints/last.ckpt")["state_dict"] for run in (first, training.path))
+    assert [step for step, _ in read_curves(training.path)["val/loss"]] == [0, 1]  # each is written once
+    start, end = (load_checkpoint(run / "checkpoints/last.ckpt")["state_dict"] for run in (trained.path, training.path))
     for name in start:
         torch.testing.assert_close(end[name], start[name], atol=1e-6, rtol=0.0)
 
@@ -131,7 +124,7 @@ def test_memory_runs_out_as_time_is_up(corpus_folder, tmp_path, monkeypatch):
                 raise torch.OutOfMemoryError("imitated")
 
     monkeypatch.setattr(training_clock, "time", SimpleNamespace(perf_counter=read_time, process_time=read_time))
-    changes = ["trainer.micro_batch_size=auto", "horizon=60s", f"run_dir={tmp_path / 'run'}"]
+    changes = ["trainer.micro_batch_size=auto", "horizon=30s", f"run_dir={tmp_path / 'run'}"]
     training, fails_once = begin_run(tiny_config(corpus_folder, *changes)), FailsOnce()
     fit(training, [fails_once])
     assert training.metrics["steps"] > fails_once.failed_at > 0

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import lightning
@@ -11,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.errors import NonFiniteError
 from gpt.training.batch_loader import TrainBatches, ValidationBatches
@@ -18,7 +18,7 @@ from gpt.training.module import GPTModule
 from gpt.training.request import Request
 from gpt.training.start import plan_run
 from gpt.training.state import RunSpec
-from harness import ROOT, begin_run, fit, read_table, refusal, tiny_arguments, tiny_config, train_in_subprocess
+from harness import ROOT, begin_run, fit, python_program, refusal, tiny_arguments, tiny_config, train_on_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -96,14 +96,14 @@ def test_lightnings_callbacks_work(corpus_folder, tmp_path):
     )
     trainer.fit(make_module(spec), TrainBatches(spec), ValidationBatches(spec))
     assert (folder / "checkpoints/last.ckpt").is_file() and Path(saver.best_model_path).is_file()
-    expected = dict(read_table(tmp_path / "run")["val/loss"])[10]
+    expected = dict(read_curves(tmp_path / "run")["val/loss"])[10]
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-5)
     rows = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
     columns = rows[0].split(",")
     lr_columns = [name for name in columns if name.startswith("lr-")]
     assert len(lr_columns) == 3  # matrices, embeddings, vectors
     logged = {float(value) for row in rows[1:] if (value := row.split(",")[columns.index(lr_columns[0])])}
-    expected_rates = {value for _, value in read_table(tmp_path / "run")["train/matrix_lr"]}
+    expected_rates = {value for _, value in read_curves(tmp_path / "run")["train/matrix_lr"]}
     assert sorted(logged) == pytest.approx(sorted(expected_rates), rel=1e-6)
 
 
@@ -163,12 +163,12 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_trainer_on_two_processes(corpus_folder, tmp_path):
     """Under DDP, each rank trains on its own micro-batches, and the weights equal those of our loop."""
-    two = ("trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=1", "horizon=10steps")
-    train_in_subprocess(*tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
+    two = ("trainer.device=cpu", "trainer.micro_batch_size=1", "horizon=10steps")
+    train_on_ranks(2, *tiny_arguments(corpus_folder, *two, f"run_dir={tmp_path / 'run'}"))
     script = tmp_path / "two_processes.py"
     script.write_text(TWO_PROCESSES)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(script), str(tmp_path), str(corpus_folder)]
+    launcher = [python_program(), "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    command = [*launcher, python_program(), str(script), str(tmp_path), str(corpus_folder)]
     paths = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/training'}"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr

@@ -114,9 +114,7 @@ UNBEATEN = {"baselines": {"unigram": 3.5}, "beaten_at_step": {"unigram": None}}
         ({}, "500steps"),
         ({"best_val_loss": FIGURES["val_loss"] / 1.009}, ""),  # less is noise
         ({"train_loss": 0.09, "val_loss": 8.01, "best_val_loss": 8.01, "steps": 145}, "72steps"),
-        ({"train_loss": 0.09, "val_loss": 8.01, "best_val_loss": 8.01, "steps": 2000}, "500steps"),
         ({"train_loss": 0.09, "val_loss": 8.01, "best_val_loss": 8.01, "steps": 1}, "1steps"),
-        ({"train_loss": 1.0, "val_loss": 1.9, "best_val_loss": 1.9}, ""),
         ({"train_loss": 3.0, "val_loss": 3.9, "best_val_loss": 3.9} | UNBEATEN, "500steps"),
         ({"train_loss": 3.0, "val_loss": 3.7, "best_val_loss": 3.7} | UNBEATEN, ""),
         ({"train_loss": 3.0, "val_loss": 3.9, "best_val_loss": 3.9, "beaten_at_step": {}}, ""),
@@ -131,11 +129,9 @@ def test_shorter_run_is_suggested_if_the_model_overfits_or_memorizes(changes, ho
     ("text", "width", "line"),
     [
         ("\n one  two \n\n  three\n", 23, "one  two ⏎ three"),
-        ("thirteen char", 13, "thirteen char"),
         ("thirteen char", 11, "thirteen c…"),
         ("tab\tbell\x07\x9b·\u202e", 31, "tab→bell<07><c2><9b>·<e2><80><ae>"[:30] + "…"),
         ("犬も歩けば棒に当たる", 11, "犬も歩けば…"),
-        ("犬も歩けば棒に当たる", 20, "犬も歩けば棒に当たる"),
         ("", 7, ""),
     ],
 )

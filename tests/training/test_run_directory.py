@@ -3,10 +3,11 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
-import sys
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,15 +25,15 @@ from harness import (
     ROOT,
     StopAt,
     begin_run,
-    differences,
     fit,
+    flip_a_bit,
+    python_program,
     refusal,
     resume_run,
-    tiny_arguments,
     tiny_config,
     train,
     train_refusal,
-    write_corpus,
+    truncate,
 )
 
 
@@ -46,11 +47,15 @@ def run_dir(tmp_path):
 # --- a new directory ---
 
 
-def test_new_run_has_a_configuration_and_a_lock(run_dir):
-    """Its command is there too, and nothing else."""
+def test_new_run_has_a_configuration_a_command_and_a_lock(run_dir):
+    """Nobody else can open it until it is closed, by another name or in the same process."""
     assert sorted(os.listdir(run_dir)) == [".lock", "command.txt", "config.yaml"]
     assert (run_dir / "command.txt").read_text() == "python train.py seed=7\n"
     assert load_config(run_dir / "config.yaml") == Config(seed=7)
+    with RunDirectory.open(run_dir):
+        line = refusal(RunDirectory.open, run_dir.parent / "." / run_dir.name)
+        assert f"process {os.getpid()} is training in it: wait, or stop that one" in line
+    RunDirectory.open(run_dir).close()
 
 
 def test_names_do_not_collide(tmp_path, monkeypatch):
@@ -63,38 +68,32 @@ def test_names_do_not_collide(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "name"),
+    ("data", "name"),
     [
-        ("book.txt", "book"),
-        ("/a/b/book.v1.2.jsonl.gz", "book.v1.2"),
-        ("~/My Book (1st).md", "My_Book_1st"),
-        ("books/", "books"),
-        ("articles/*.jsonl", "articles"),
-        ("news/part-*.parquet", "part"),
-        ("https://example.org/a/book.txt?raw=1&x=/y", "book"),
-        (["a/one.txt", "b/two.txt", "c"], "one+2"),
-        ("红楼梦.txt", "text"),
-        ("x" * 99 + ".txt", "x" * 40),
-        ("..", "text"),
+        (DataConfig("text", "/a/b/book.v1.2.jsonl.gz"), "book.v1.2"),
+        (DataConfig("text", "~/My Book (1st).md"), "My_Book_1st"),
+        (DataConfig("text", "news/part-*.parquet"), "part"),
+        (DataConfig("text", "https://example.org/a/book.txt?raw=1&x=/y"), "book"),
+        (DataConfig("text", ["a/one.txt", "b/two.txt", "c"]), "one+2"),
+        (DataConfig("text", "红楼梦.txt"), "text"),
+        (DataConfig("text", "x" * 99 + ".txt"), "x" * 40),
+        (DataConfig("text", "hf://datasets/someone/TinyStories"), "TinyStories"),
+        (DataConfig("python_docs"), "python_docs"),
+        (DataConfig("mix", ["python_docs", "b.txt"], [1, 1]), "python_docs+1"),
     ],
 )
-def test_run_is_named_after_its_text(path, name):
+def test_run_is_named_after_its_text(data, name):
     """The name has only characters that are safe everywhere, also on Hydra's command line."""
-    assert text_name(DataConfig("text", path)) == name
+    assert text_name(data) == name
     override = f"resume=runs/2026-01-01_00-00-00_{name}-mini"
     assert OverridesParser.create().parse_override(override).value().endswith("mini")
 
 
-def test_run_is_named_after_other_data():
-    """A built-in corpus and a data set keep their names. A mixture has the name of its first part."""
-    names = [DataConfig("python_docs"), DataConfig("text", "hf://datasets/someone/TinyStories")]
-    names.append(DataConfig("mix", ["python_docs", "b.txt"], [1, 1]))
-    assert [text_name(data) for data in names] == ["python_docs", "TinyStories", "python_docs+1"]
-
-
-def test_directory_is_for_one_run(run_dir, tmp_path):
-    """A directory that holds a run or a user's file is refused, and so is a file."""
-    assert "is not empty" in refusal(RunDirectory.create, str(run_dir), "", Config(), "")
+def test_directory_is_for_one_run(corpus_folder, run_dir, tmp_path):
+    """A directory that holds a run or a user's file is refused, and so is a file. No text is prepared before that."""
+    config = tiny_config(corpus_folder, f"run_dir={run_dir}", f"data.cache={tmp_path / 'cache'}")
+    assert "is not empty: choose another, or continue the run in it with resume=" in refusal(begin_run, config)
+    assert not (tmp_path / "cache").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
     assert "is not empty" in refusal(require_empty, tmp_path / "mine")
@@ -123,19 +122,8 @@ def test_run_is_found_by_path_and_by_name(run_dir, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/book-mini").symlink_to(run_dir)
     paths = [run_dir, run_dir / "checkpoints", run_dir / "checkpoints/last.ckpt"]
-    for path in (*paths, "book-mini", "book-mini/checkpoints", "runs/book-mini"):
+    for path in (*paths, "book-mini", "book-mini/checkpoints"):
         assert find_run(path).resolve() == run_dir.resolve()
-    assert "not a run directory" in refusal(find_run, run_dir.parent)
-    line = refusal(find_run, "poem")
-    assert line.startswith("poem: not a run directory (it does not exist); give one of those below runs/")
-
-
-def test_run_is_locked_until_it_is_closed(run_dir):
-    """Nobody else can open it meanwhile, by another name or in the same process."""
-    with RunDirectory.open(run_dir):
-        line = refusal(RunDirectory.open, run_dir.parent / "." / run_dir.name)
-        assert f"process {os.getpid()} is training in it: wait, or stop that one" in line
-    RunDirectory.open(run_dir).close()
 
 
 def test_lock_does_not_pass_to_a_child_of_a_fork(run_dir):
@@ -159,7 +147,7 @@ child()
 with RunDirectory.open({str(run_dir)!r}):
     print("open", os.getpid())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([python_program(), "-c", program], capture_output=True, text=True, cwd=ROOT)
     error, closed, opened = done.stdout.splitlines()
     assert "is training in it" in error and opened.split()[1] in error, done.stderr
     assert closed == "closed"
@@ -168,67 +156,88 @@ with RunDirectory.open({str(run_dir)!r}):
 # --- checkpoints ---
 
 
-def test_run_may_have_no_checkpoint_yet(run_dir, capsys):
-    """That is not an error. A file that a kill left half written is removed."""
-    (run_dir / "checkpoints").mkdir()
-    (run_dir / "checkpoints/.last.ckpt.123").touch()
-    with RunDirectory.open(run_dir) as run:
-        assert run.load_newest() is None
-    assert capsys.readouterr().err == ""
-    assert list((run_dir / "checkpoints").iterdir()) == []
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
 
 
-def test_damaged_checkpoint_replaces_an_earlier_damaged_one(run_dir, monkeypatch, capsys):
-    """Windows never renames onto a file, so that needs another call."""
+# Names and steps of checkpoints, in the order in which they are written; damage to some of them; the checkpoint from
+# which the run resumes; and what the warning says.
+NEWEST: list[tuple[dict[str, int], dict[str, Callable], tuple[str, int] | None, str]] = [
+    ({}, {}, None, ""),
+    ({"previous": 5, "last": 7, "best": 9}, {}, ("best", 9), ""),  # killed before last.ckpt was written
+    ({"last": 9, "previous": 5, "best": 7}, {}, ("last", 9), ""),  # a copy: the times of the files do not matter
+    ({"best": 9, "last": 9}, {}, ("last", 9), ""),
+    ({"previous": 5, "best": 9}, {}, ("best", 9), "is missing; resuming from best.ckpt of step 9"),
+    ({"step-00000005": 5}, {}, ("step-00000005", 5), "is missing; resuming from step-00000005.ckpt of step 5"),
+    ({"previous": 5, "last": 7}, {"last": truncate}, ("previous", 5), "cut short"),
+    ({"previous": 5, "last": 7}, {"last": flip_a_bit}, ("previous", 5), "damaged"),
+    ({"previous": 5, "last": 7}, {"last": empty}, ("previous", 5), "cut short"),
+    ({"best": 5, "previous": 7, "last": 9}, {"last": empty, "previous": empty}, ("best", 5), "cut short"),
+]
+
+
+@pytest.mark.promise("runs.md#verified by its checksum", "runs.md#the intact checkpoint with the greatest step")
+@pytest.mark.promise("runs.md#*.damaged", "security.md#CRC-32")
+@pytest.mark.parametrize(("steps", "damage", "expected", "warning"), NEWEST)
+def test_run_resumes_from_its_newest_intact_checkpoint(
+    trained, run_dir, monkeypatch, capsys, steps, damage, expected, warning
+):
+    """One warning has the first damaged or missing file. What a kill left half written is removed.
+
+    A damaged file replaces an earlier damaged one. Windows never renames onto a file, so that needs another call.
+    """
 
     def rename(source, target) -> None:
         raise FileExistsError(17, "File exists", str(target))
 
     monkeypatch.setattr(os, "rename", rename)
-    (run_dir / "checkpoints").mkdir()
+    folder = run_dir / "checkpoints"
+    folder.mkdir()
+    (folder / ".last.ckpt.123").touch()
+    (folder / "last.ckpt.damaged").write_text("earlier")
+    stored = load_checkpoint(trained.path / "checkpoints/last.ckpt")
+    for name, step in steps.items():
+        save_checkpoint(stored | {"step": step}, folder / f"{name}.ckpt")
+    for name, damage_file in damage.items():
+        damage_file(folder / f"{name}.ckpt")
     with RunDirectory.open(run_dir) as run:
-        for text in ("first", "second"):
-            (run_dir / "checkpoints/last.ckpt").write_text(text)
-            assert "no other checkpoint of the run can be read" in refusal(run.load_newest)
-    assert capsys.readouterr().err == ""
-    assert (run_dir / "checkpoints/last.ckpt.damaged").read_text() == "second"
+        newest = run.load_newest()
+    assert (newest and (newest[0].stem, newest[1]["step"])) == expected
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(warning)
+    assert all(line.startswith(f"train.py: {folder}/last.ckpt") and warning in line for line in lines)
+    assert not (folder / ".last.ckpt.123").exists()
+    for name in damage:
+        assert (folder / f"{name}.ckpt.damaged").exists() and not (folder / f"{name}.ckpt").exists()
+    assert ((folder / "last.ckpt.damaged").read_bytes() == b"earlier") == ("last" not in damage)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run of twelve steps whose best checkpoint is of step 6."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_corpus(folder)
-    changes = ["trainer.checkpoint_every=5", "trainer.validate_every=6", "optim.lr=0.5", "optim.matrix_lr=0.5"]
-    changes += ["trainer.short_sequences=0"]
-    train(*tiny_arguments(folder, "horizon=12steps", f"run_dir={folder / 'run'}", *changes, "optim.final_lr=1"))
-    assert load_checkpoint(folder / "run/checkpoints/best.ckpt")["step"] == 6
-    return folder / "run"
+def test_run_without_an_intact_checkpoint_is_refused(run_dir):
+    """The line has the first of the damaged ones."""
+    (run_dir / "checkpoints").mkdir()
+    for name in ("last", "best"):
+        (run_dir / f"checkpoints/{name}.ckpt").touch()
+    with RunDirectory.open(run_dir) as run:
+        line = refusal(run.load_newest)
+    assert re.search(r"last\.ckpt: .*; and no other checkpoint of the run can be read$", line)
 
 
-@pytest.fixture
-def copied(trained, tmp_path):
-    """A copy of it by `cp -r`: the files have the times of copying, and best.ckpt was copied last."""
-    run = tmp_path / "copied"
-    shutil.copytree(trained, run, copy_function=shutil.copyfile)
-    for i, name in enumerate(("last", "previous", "best")):
-        os.utime(run / f"checkpoints/{name}.ckpt", (10**9 + i, 10**9 + i))
-    return run
+def test_kill_between_best_and_last_checkpoint_leaves_a_complete_run(run_copy, capsys):
+    """The last step was also the best, and the kill came before last.ckpt was written. Resuming writes it."""
+    best, last, previous = (run_copy / f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous"))
+    save_checkpoint(load_checkpoint(last), best)
+    previous.replace(last)
+    step_before = read_checkpoint_step(last)
+    assert resume_run(run_copy) is None
+    assert "is complete" in capsys.readouterr().out
+    assert [read_checkpoint_step(file) for file in (previous, last)] == [step_before, 13]
 
 
-@pytest.mark.promise("runs.md#the intact checkpoint with the greatest step")
-def test_newest_checkpoint_has_the_greatest_step(copied):
-    """The times of the files do not matter."""
-    with RunDirectory.open(copied) as run:
-        file, newest = run.load_newest()
-    assert (file.name, newest["step"]) == ("last.ckpt", 12)
-
-
-def test_newest_run_is_the_one_saved_last(copied, tmp_path, monkeypatch):
-    """It need not be the one copied last. Without a record of that, the time of the files decides."""
+def test_newest_run_is_the_one_saved_last(run_copy, tmp_path, monkeypatch):
+    """It need not be the one run_copy last. Without a record of that, the time of the files decides."""
     monkeypatch.chdir(tmp_path)
     for name, when in (("a", 2000.0), ("b", 1000.0)):
-        shutil.copytree(copied, tmp_path / "runs" / name)
+        shutil.copytree(run_copy, tmp_path / "runs" / name)
         (tmp_path / "runs" / name / SAVE_TIME_FILE).write_text(json.dumps({"step": 12, "saved": when}))
     assert find_checkpoint().parent.parent.name == "a"
     for name in ("a", "b"):
@@ -238,7 +247,7 @@ def test_newest_run_is_the_one_saved_last(copied, tmp_path, monkeypatch):
 
 
 @pytest.mark.promise("runs.md#*.damaged", "runs.md#An error that may pass")
-def test_unreadable_checkpoint_is_kept_and_an_older_one_is_used(copied, monkeypatch, capsys):
+def test_unreadable_checkpoint_is_kept_and_an_older_one_is_used(run_copy, monkeypatch, capsys):
     """That is for an error of the disk. An error that may pass changes nothing."""
     real = zipfile.ZipFile
 
@@ -250,28 +259,27 @@ def test_unreadable_checkpoint_is_kept_and_an_older_one_is_used(copied, monkeypa
 
         return open_archive
 
-    with RunDirectory.open(copied) as run:
+    (run_copy / "checkpoints/best.ckpt").unlink()
+    with RunDirectory.open(run_copy) as run:
         monkeypatch.setattr(zipfile, "ZipFile", failing(errno.ESTALE))
         assert "last.ckpt: cannot be read (Stale file handle)" in refusal(run.load_newest)
-        assert (copied / "checkpoints/last.ckpt").exists()
+        assert (run_copy / "checkpoints/last.ckpt").exists()
         monkeypatch.setattr(zipfile, "ZipFile", failing(errno.EIO))
         _, newest = run.load_newest()
-    assert newest["step"] < 12
+    assert newest["step"] < 13
     assert "last.ckpt: cannot be read (Input/output error); resuming from" in capsys.readouterr().err
-    assert (copied / "checkpoints/last.ckpt.unreadable").exists()
-
-
-KEEP = ["trainer.keep_every=5", "data.prompts=[]"]
+    assert (run_copy / "checkpoints/last.ckpt.unreadable").exists()
 
 
 def test_every_fifth_checkpoint_is_kept(corpus_folder, tmp_path, capfd):
     """An interruption makes no difference. A kept checkpoint opens as a model, and resuming takes the newest one."""
     run_dir = tmp_path / "run"
-    fit(begin_run(tiny_config(corpus_folder, *KEEP, "horizon=13steps", "logger=[]", f"run_dir={run_dir}")), [StopAt(7)])
+    changes = ["trainer.keep_every=5", "horizon=11steps", "data.prompts=[]", "logger=[]", f"run_dir={run_dir}"]
+    fit(begin_run(tiny_config(corpus_folder, *changes)), [StopAt(7)])
     fifth = run_dir / "checkpoints/step-00000005.ckpt"
     content = fifth.read_bytes()
     fit(resume_run(run_dir))
-    assert "at step 7 of 13" in capfd.readouterr().out
+    assert "at step 7 of 11" in capfd.readouterr().out
     kept = sorted(run_dir.glob("checkpoints/step-*"))
     assert [file.name for file in kept] == ["step-00000005.ckpt", "step-00000010.ckpt"]
     assert [load_checkpoint(file)["step"] for file in kept] == [5, 10]
@@ -279,24 +287,6 @@ def test_every_fifth_checkpoint_is_kept(corpus_folder, tmp_path, capfd):
     weights = load_checkpoint(fifth)["state_dict"]
     model = open_model(str(fifth))[0]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-def test_newest_checkpoint_need_not_be_last_ckpt(corpus_folder, tmp_path):
-    """A kill may come between best.ckpt and last.ckpt, and only a kept checkpoint may be left."""
-    run_dir, kept = tmp_path / "run", tmp_path / "run/checkpoints/step-00000005.ckpt"
-    changes = [*KEEP, "horizon=5steps", "trainer.checkpoint_every=3"]
-    fit(begin_run(tiny_config(corpus_folder, *changes, f"run_dir={run_dir}")))
-    last, previous, best = (run_dir / f"checkpoints/{name}.ckpt" for name in ("last", "previous", "best"))
-    assert [read_checkpoint_step(file) for file in (previous, best, last)] == [3, 5, 5]
-    copied = Path(shutil.copytree(run_dir, tmp_path / "copied"))
-    previous.replace(last)
-    kept.unlink()
-    fit(resume_run(run_dir, "7steps"))
-    assert [load_checkpoint(file)["step"] for file in (kept, last)] == [5, 7]
-    for name in ("last", "previous", "best"):
-        (copied / f"checkpoints/{name}.ckpt").unlink()
-    fit(resume_run(copied / "checkpoints" / kept.name, "7steps"))
-    assert differences(copied, run_dir) == []
 
 
 # --- the logs, and other files that a run writes ---
@@ -343,69 +333,70 @@ def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_p
 
 @pytest.mark.promise("security.md#only files of its own")
 @pytest.mark.parametrize("name", ["samples.md", "metrics.csv", "metrics.json", ".lock", "checkpoints"])
-def test_link_out_of_a_run_is_refused(copied, tmp_path, name):
+def test_link_out_of_a_run_is_refused(run_copy, tmp_path, name):
     """A run writes only to its own files. A link in a stranger's run is refused, and its target stays as it was."""
     target = tmp_path / "mine"
     target.write_text("my thesis")
-    file = copied / name
+    file = run_copy / name
     if file.is_dir():
         shutil.rmtree(file)
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     file.symlink_to(target)
-    line = train_refusal(f"resume={copied}", "horizon=15steps")
-    assert line.startswith(f"train.py: {file}: a link to {target}, and a run writes only inside its directory")
+    line = refusal(resume_run, run_copy, "15steps")
+    assert line.startswith(f"{file}: a link to {target}, and a run writes only inside its directory")
     assert target.read_text() == "my thesis"
 
 
-def test_run_does_not_write_into_another_directory_of_its_name(copied, tmp_path):
+def test_run_does_not_write_into_another_directory_of_its_name(run_dir, tmp_path):
     """Its own directory may have been replaced meanwhile."""
-    with RunDirectory.open(copied) as run:
-        copied.rename(tmp_path / "moved")
-        copied.mkdir()
+    with RunDirectory.open(run_dir) as run:
+        run_dir.rename(tmp_path / "moved")
+        run_dir.mkdir()
         line = refusal(run.save_last, lambda path: path.touch(), 13)
     assert "was deleted or replaced while its run was training, so nothing can be saved" in line
-    assert list(copied.iterdir()) == []
+    assert list(run_dir.iterdir()) == []
 
 
 # --- a run that leaves the machine that it began on ---
 
 
 @pytest.mark.promise("runs.md#the code or the libraries")
-def test_resuming_with_other_code_is_reported(copied):
+def test_resuming_with_other_code_is_reported(run_copy):
     """A warning names both versions, and metrics.json tells which of them trained which steps."""
-    last = copied / "checkpoints/last.ckpt"
+    last = run_copy / "checkpoints/last.ckpt"
     payload = load_checkpoint(last)
     payload["git_commit"] = "0" * 40
     payload["state"]["commits"] = {"0": "0" * 40}
     save_checkpoint(payload, last)
-    done = train(f"resume={copied}", "horizon=14steps")
+    done = train(f"resume={run_copy}", "horizon=15steps")
     assert f"so the run may not continue bit for bit (commit {'0' * 40} -> {code_version()})" in done.stderr
-    figures = json.loads((copied / "metrics.json").read_text())
-    assert (figures["commits"], figures["git_commit"]) == ({"0": "0" * 40, "12": code_version()}, code_version())
+    figures = json.loads((run_copy / "metrics.json").read_text())
+    assert (figures["commits"], figures["git_commit"]) == ({"0": "0" * 40, "13": code_version()}, code_version())
 
 
 @pytest.mark.promise("runs.md#from any folder", "runs.md#does not need its text")
-def test_text_may_have_moved(copied, trained, tmp_path, monkeypatch):
+def test_text_may_have_moved(run_copy, trained, tmp_path, monkeypatch):
     """A run continues from any folder, without its text if that is prepared, and otherwise with data.path=."""
     monkeypatch.chdir(tmp_path)
-    text = trained.parent / "corpus.txt"
+    folder = trained.path.parent
+    text = folder / "corpus.txt"
     moved = text.rename(tmp_path / "moved.txt")
     try:
-        done = train(f"resume={copied}", "horizon=13steps")
+        done = train(f"resume={run_copy}", "horizon=14steps")
         assert "continuing with the prepared text in" in done.stdout
-        cache = (trained.parent / "cache").rename(tmp_path / "cache-elsewhere")
-        line = train_refusal(f"resume={copied}", "horizon=14steps")
+        cache = (folder / "cache").rename(tmp_path / "cache-elsewhere")
+        line = train_refusal(f"resume={run_copy}", "horizon=15steps")
         assert line.endswith("if the text is elsewhere now, add data.path=FILE") and str(text) in line
-        assert "extending" in train(f"resume={copied}", "horizon=14steps", "data.path=moved.txt").stdout
-        shutil.rmtree(trained.parent / "cache")
-        cache.rename(trained.parent / "cache")
+        assert "extending" in train(f"resume={run_copy}", "horizon=15steps", "data.path=moved.txt").stdout
+        shutil.rmtree(folder / "cache")
+        cache.rename(folder / "cache")
     finally:
         moved.rename(text)
-    config = load_config(copied / "config.yaml")
+    config = load_config(run_copy / "config.yaml")
     assert config.data.path == str(text)  # the old place
-    lines = (copied / "command.txt").read_text().splitlines()
+    lines = (run_copy / "command.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith("#")] == [
-        f"# after step {n}: horizon={n + 1}steps, was {n}steps" for n in (12, 13)
+        f"# after step {n}: horizon={n + 1}steps, was {n}steps" for n in (13, 14)
     ]
-    assert lines[-2] == f"python train.py resume={copied} horizon=14steps data.path=moved.txt"
+    assert lines[-2] == f"python train.py resume={run_copy} horizon=15steps data.path=moved.txt"

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from gpt import checkpoint, evaluate
+from gpt.api import read_curves
 from gpt.data.batches import validation_batches
 from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling.scoring import score
 from gpt.training.batch_loader import micro_batch
 from gpt.training.module import GPTModule
 from gpt.training.start import load_dataset
-from harness import StopAt, begin_run, finalize_config, fit, read_table, refusal, resume_run, tiny_config
+from harness import StopAt, begin_run, finalize_config, fit, refusal, resume_run, tiny_config
 
 
 class Lengths:
@@ -33,17 +34,7 @@ def test_sequences_are_short_from_the_second_step_to_three_fifths(corpus_folder,
     assert lengths.lengths == [16, *[length] * 5, *[16] * 4]
 
 
-def test_short_sequences_end_at_three_fifths_of_a_time(corpus_folder, tmp_path):
-    """The clock decides the step at which they end."""
-    lengths = Lengths()
-    training = begin_run(tiny_config(corpus_folder, "horizon=2s", f"run_dir={tmp_path / 'run'}"))
-    fit(training, [lengths])
-    num_short, steps = training.schedule.full_length_from_step, training.schedule.total_steps
-    assert lengths.lengths == [16, *[8] * (num_short - 1), *[16] * (steps - num_short)][:steps]
-    assert num_short <= steps + 1
-
-
-def test_short_sequences_by_default(corpus_folder, tmp_path):
+def test_short_sequences_by_default(corpus_folder, trained, tmp_path):
     """By default, only a context of 256 with random weights has short sequences."""
     long = [
         "horizon=1steps",
@@ -52,14 +43,10 @@ def test_short_sequences_by_default(corpus_folder, tmp_path):
         "trainer.short_sequences=null",
     ]
     for context, expected in (("256", 128), ("128", 0), ("512", 0)):
-        changes = [*long, f"model.context_length={context}", f"run_dir={tmp_path / context}"]
-        training = begin_run(tiny_config(corpus_folder, *changes))
-        config = training.config
-        assert config.trainer.short_sequences == expected
-        fit(training)
-    changes = [*long, f"init_from={tmp_path / '256'}", f"run_dir={tmp_path / 'tuned'}"]
-    config = begin_run(tiny_config(corpus_folder, *changes)).config
-    assert (config.model.context_length, config.trainer.short_sequences) == (256, 0)
+        changes = [*long, f"model.context_length={context}"]
+        assert finalize_config(tiny_config(corpus_folder, *changes)).trainer.short_sequences == expected
+    tuned = tiny_config(corpus_folder, *long, "model.context_length=256", f"init_from={trained.path}")
+    assert finalize_config(tuned).trainer.short_sequences == 0
 
 
 def test_length_must_divide_the_context(corpus_folder):
@@ -78,7 +65,7 @@ def test_validation_has_the_length_of_the_last_step(corpus_folder, tmp_path, cap
     assert "was trained only on sequences of 8 tokens; from 0.6 of its horizon on" in capsys.readouterr().err
     module = GPTModule(training.config, training.spec.dataset.tokenizer, training.schedule)
     module.load_state_dict(checkpoint.load_checkpoint(training.path / "checkpoints/last.ckpt")["state_dict"])
-    [loss] = [value for step, value in read_table(training.path)["val/loss"] if step == 6]
+    [loss] = [value for step, value in read_curves(training.path)["val/loss"] if step == 6]
     [source] = training.spec.dataset.sources
     for length, is_equal in ((8, True), (16, False)):
         expected = score(module.model, validation_batches(source.validation, 1, length, IGNORE_INDEX), 1).nats_per_token
@@ -110,7 +97,7 @@ def test_best_checkpoint_is_the_best_at_full_length(corpus_folder, tmp_path):
     changes = ["horizon=10steps", "trainer.validate_every=2", f"run_dir={tmp_path / 'run'}"]
     training = begin_run(tiny_config(corpus_folder, *changes))
     fit(training, [Spoil()])
-    losses = dict(read_table(training.path)["val/loss"])
+    losses = dict(read_curves(training.path)["val/loss"])
     assert losses.keys() == {2, 4, 6, 8, 10}
     assert max(losses[2], losses[4], losses[6]) < min(losses[8], losses[10])
     best = checkpoint.load_checkpoint(training.path / "checkpoints/best.ckpt")

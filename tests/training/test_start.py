@@ -2,7 +2,6 @@
 
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,6 @@ from gpt.training.request import Request
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
 from harness import CallAt, begin_run, finalize_config, fit, refusal, resume_run, tiny_config
-
-
-@pytest.fixture(scope="module")
-def folder(corpus_folder) -> Path:
-    """A folder with a corpus and a run of six steps on it."""
-    fit(begin_run(tiny_config(corpus_folder, "horizon=6steps", f"run_dir={corpus_folder / 'first'}")))
-    return corpus_folder
 
 
 def test_every_setting_is_final_and_recorded(corpus_folder, tmp_path):
@@ -63,7 +55,7 @@ def test_seeds_draw_weights_and_order(corpus_folder):
 
 
 @pytest.mark.promise("runs.md#released before the first step")
-def test_initial_weights_are_released(folder, tmp_path, monkeypatch):
+def test_initial_weights_are_released(corpus_folder, trained, tmp_path, monkeypatch):
     """The model that a run starts from takes no memory while the run trains."""
     references: list[weakref.ref] = []
 
@@ -75,8 +67,8 @@ def test_initial_weights_are_released(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "open_model", open_and_refer)
     exists: list[bool] = []
     count = CallAt(1, lambda: exists.extend(reference() is not None for reference in references))
-    changes = [f"init_from={folder / 'first'}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
-    fit(begin_run(tiny_config(folder, *changes)), [count])
+    changes = [f"init_from={trained.path}", "horizon=1steps", f"run_dir={tmp_path / 'run'}"]
+    fit(begin_run(tiny_config(corpus_folder, *changes)), [count])
     assert exists == [False]
 
 
@@ -85,14 +77,14 @@ def test_initial_weights_are_released(folder, tmp_path, monkeypatch):
     [
         ([], 0.5),
         (["horizon=9min"], 0.5),
-        (["init_from=first"], 0.0),
-        (["init_from=first", "data.bpe_dropout=0.3"], 0.3),
+        (["init_from=run"], 0.0),
+        (["init_from=run", "data.bpe_dropout=0.3"], 0.3),
     ],
 )
-def test_bpe_dropout_suits_the_epochs(folder, tmp_path, monkeypatch, changes, probability):
+def test_bpe_dropout_suits_the_epochs(corpus_folder, trained, tmp_path, monkeypatch, changes, probability):
     """A text that is seen often has some. Trained weights have none unless the user gives it."""
-    monkeypatch.chdir(folder)
-    training = begin_run(tiny_config(folder, "horizon=900steps", f"run_dir={tmp_path / 'run'}", *changes))
+    monkeypatch.chdir(trained.path.parent)
+    training = begin_run(tiny_config(corpus_folder, "horizon=900steps", f"run_dir={tmp_path / 'run'}", *changes))
     training.run.close()
     assert training.config.data.bpe_dropout == probability
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
-from gpt.training.lr_schedule import lr_multiplier
-from gpt.training.optim import OptimConfig
 from gpt.training.report import print_report
 from gpt.training.schedule import Schedule
 from gpt.training.stop_signals import REPEATED_SIGNAL_SECONDS, StopSignals
@@ -24,8 +23,6 @@ from harness import (
     begin_run,
     differences,
     fit,
-    read_curves,
-    read_table,
     refusal,
     resume_run,
     tiny_config,
@@ -60,21 +57,26 @@ class Machine:
 @pytest.mark.parametrize(
     ("seconds", "paces", "steps"),
     [
-        (10.0, [(0.0, 0.125)], 80),
-        (10.0, [(0.0, 0.125), (5.0, 0.5)], 50),  # the machine becomes four times slower
-        (10.0, [(0.0, 0.5), (5.0, 0.125)], 50),
+        (10.0, [(0.0, 0.25), (5.0, 1.0)], 25),  # the machine becomes four times slower
+        (10.0, [(0.0, 1.0), (5.0, 0.25)], 25),
         (10.0, [(0.0, 11.0)], 1),  # the time is shorter than a step
-        (3.0, [(0.0, 1.0)], 3),
     ],
 )
 def test_a_time_is_met(corpus_folder, tmp_path, monkeypatch, seconds, paces, steps):
-    """A run ends within a step of its time at any speed. It validates and saves at each quarter."""
+    """A run ends within a step of its time at any speed. Its learning rate follows the clock.
+
+    It validates and saves at each quarter.
+    """
     quiet = [f"horizon={seconds}s", "trainer.validate_every=100000", "trainer.checkpoint_every=100000"]
     training = begin(corpus_folder, tmp_path, *quiet)
     machine = Machine(monkeypatch, *paces)
     fit(training)
     assert seconds <= machine.now < seconds + paces[-1][1] + 1e-9
     assert training.metrics["steps"] == training.schedule.total_steps == steps
+    lr = dict(read_curves(training.path)["train/lr"])[steps]
+    optim = training.config.optim
+    progress = (machine.now - paces[-1][1]) / seconds  # before the last step
+    assert lr == pytest.approx(optim.lr * Schedule(seconds=seconds).lr_multiplier(steps - 1, progress, optim))
     points = [step for step, _ in read_curves(training.path)["val/loss"]]
     assert len(points) == min(4, steps)
     assert points[-1] == steps
@@ -82,19 +84,6 @@ def test_a_time_is_met(corpus_folder, tmp_path, monkeypatch, seconds, paces, ste
     assert last["step"] == last["state"]["total_steps"] == steps
     assert load_config(training.path / "config.yaml").horizon == last["config"]["horizon"] == f"{seconds}s"
     assert resume_run(training.path) is None
-
-
-def test_learning_rate_follows_the_clock(corpus_folder, tmp_path, monkeypatch):
-    """After a fraction of the time it equals that of a run after this fraction of its steps. It ends near zero."""
-    changes = ["horizon=10s", "optim=adamw", "optim.lr=0.01", "optim.warmup_steps=5", "trainer.log_every=1"]
-    training = begin(corpus_folder, tmp_path, *changes)
-    Machine(monkeypatch, (0.0, 0.0625), (5.0, 0.25))
-    fit(training)
-    lrs = dict(read_table(training.path)["train/lr"])
-    config = OptimConfig(lr=0.01, warmup_steps=5)
-    for step, progress in ((41, 0.25), (81, 0.5), (91, 0.75), (100, 0.975)):
-        assert lrs[step] / 0.01 == pytest.approx(lr_multiplier(round(1e6 * progress), 10**6, config), abs=0.01)
-    assert lrs[100] < 0.05 * 0.01
 
 
 @pytest.mark.promise("runs.md#the horizon is a time")
@@ -123,9 +112,7 @@ def test_stopped_and_resumed_it_ends_in_time(corpus_folder, tmp_path, monkeypatc
         (0, 1000, 3, 0, False),
         (2, 8, 3, 0, False),
         (2, 9, 3, 0, True),
-        (2, 10, 3, 0, True),  # had there been a step after the stop
         (3, 9, -1, 0, True),
-        (2, 14, 3, 11, False),
         (2, 15, 3, 11, True),
     ],
 )
@@ -211,16 +198,15 @@ def test_signal_in_the_last_step(corpus_folder, tmp_path, monkeypatch):
 # --- divergence ---
 
 
-@pytest.mark.parametrize("stop", [0, 58, 80])
-def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys, stop):
-    """The warning names learning rates to try. It comes once, whether or not the run is stopped meanwhile."""
+def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys):
+    """The warning names learning rates to try. It comes once, although the run is stopped before and after it."""
     lrs = ["optim.lr=2", "optim.matrix_lr=2", "optim.warmup_steps=100", "trainer.log_every=2"]
     run = ["horizon=120steps", "trainer.validate_every=20", "data.prompts=[]", f"run_dir={tmp_path / 'run'}"]
-    fit(begin_run(tiny_config(corpus_folder, *run, *lrs)), [StopAt(stop)] if stop else [])
-    if stop:
-        fit(resume_run(tmp_path / "run"))
+    fit(begin_run(tiny_config(corpus_folder, *run, *lrs)), [StopAt(58)])
+    fit(resume_run(tmp_path / "run"), [StopAt(80)])
+    fit(resume_run(tmp_path / "run"))
     lines = [line for line in capsys.readouterr().err.splitlines() if "above its average" in line]
-    losses = dict(read_table(tmp_path / "run")["train/loss"])
+    losses = dict(read_curves(tmp_path / "run")["train/loss"])
     warning = re.fullmatch(
         r"train.py: training loss has been far above its average since step (\d+) \((.*), and (.*) before\): "
         r"best.ckpt of step 20 is from before; .* with python train.py optim.lr=1 "

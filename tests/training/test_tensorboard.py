@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.training.config import Config
 from gpt.training.loggers import open_event_file
@@ -22,13 +22,14 @@ from gpt.training.run_directory import EVENTS_PATTERN
 from gpt.training.state import TrainState
 from gpt.training.validation import record_beaten_baselines
 from harness import (
+    ROOT,
     StopAt,
     Training,
     begin_run,
     differences,
     fit,
+    python_program,
     read_events,
-    read_table,
     resume_run,
     tiny_config,
 )
@@ -67,7 +68,7 @@ def events(run) -> EventAccumulator:
 def test_files_events_and_closing_lines_agree(run, events, capsys):
     """Every point is in metrics.csv and, rounded to float32, in TensorBoard. metrics.json has the last of them."""
     training, _ = run
-    table = read_table(training.path)
+    table = read_curves(training.path)
     shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     expected = {tag: [(step, float(np.float32(value))) for step, value in points] for tag, points in table.items()}
     assert expected == shown
@@ -100,7 +101,7 @@ def test_every_metric_has_an_entry(run):
     curves = [metric.curve for metric in METRICS.values() if metric.curve]
     unknown = [
         tag
-        for tag in read_table(run[0].path)
+        for tag in read_curves(run[0].path)
         if not any(tag.startswith(curve) if curve.endswith("/") else tag == curve for curve in curves)
     ]
     assert unknown == []
@@ -144,7 +145,7 @@ def test_a_resumed_run_keeps_its_beaten_baselines_and_training_loss(run, corpus_
     beaten_at_step = run[0].metrics["beaten_at_step"]["unigram"]
     state = load_checkpoint(training.path / "checkpoints/last.ckpt")["state"]
     assert state["beaten_at_step"] == {"unigram": beaten_at_step}
-    last = dict(read_table(run[0].path)["train/loss"])[33]
+    last = dict(read_curves(run[0].path)["train/loss"])[33]
     assert json.loads((training.path / "metrics.json").read_text())["train_loss"] == last
     fit(resume_run(training.path))
     assert differences(training.path, run[0].path) == []
@@ -185,7 +186,7 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    done = subprocess.run([python_program(), "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("File too large\n", "")
 
 

@@ -13,9 +13,18 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint, restore_model
 from gpt.sampling.pictures import CELL_PX, GAP_PX, LINE_PX
-from harness import ADVICE_LINES, ROOT, read_curves, read_events, tiny_arguments, train, train_refusal
+from harness import (
+    ADVICE_LINES,
+    ROOT,
+    python_program,
+    read_events,
+    tiny_arguments,
+    train,
+    train_refusal,
+)
 
 SCALARS = {
     *("train/loss", "train/lr", "train/matrix_lr", "weights/grad_norm"),
@@ -57,17 +66,9 @@ def test_run_prints_its_figures_and_the_next_commands(run):
     assert (
         f"its curves:   tensorboard --logdir {run_dir.parent}, and http://localhost:6006/?smoothing=0\n" in done.stdout
     )
+    samples = (run_dir / "samples.md").read_text()
+    assert re.findall(r"^## Step (\d+)$", samples, re.M) == ["10", "20", "30", "40"]
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.stdout)  # a log, in which no terminal acts
-
-
-def test_run_writes_its_files(run):
-    """docs/runs.md has a line about each (tests/house/)."""
-    names = {str(file.relative_to(run[0])) for file in run[0].rglob("*") if file.is_file()}
-    events = {name for name in names if name.startswith("events.out.tfevents.")}
-    checkpoints = {f"checkpoints/{name}.ckpt" for name in ("best", "last", "previous")}
-    assert len(events) == 1
-    files = {"config.yaml", "metrics.csv", "metrics.json", "samples.md", ".lock"}
-    assert names >= checkpoints | files
 
 
 def test_metrics_agree_with_each_other(run):
@@ -91,12 +92,6 @@ def test_tensorboard_reads_scalars_samples_and_a_picture(run):
     image = events.Images("weights/attention")[0]  # two layers of three heads of 16 x 16 weights, and words
     words = image.width - 3 * (16 * CELL_PX + GAP_PX)
     assert words > 0 and image.height == 2 * LINE_PX + words + 2 * (16 * CELL_PX + GAP_PX + LINE_PX)
-
-
-def test_samples_are_listed_by_step(run):
-    """They continue the fixed prompts."""
-    text = (run[0] / "samples.md").read_text()
-    assert re.findall(r"^## Step (\d+)$", text, re.M) == ["10", "20", "30", "40"]
 
 
 def test_checkpoint_needs_no_other_file(run):
@@ -165,8 +160,10 @@ def test_micro_batches_make_no_difference(settings, tmp_path):
     torch.testing.assert_close(curves[0], curves[1], atol=1e-4, rtol=0.0)
 
 
-def test_run_needs_no_prompts(settings, tmp_path):
-    """It has no samples then, and the command to sample it still works."""
+def test_run_needs_neither_prompts_nor_srun(settings, monkeypatch, tmp_path):
+    """Without prompts, it has no samples, and the command to sample it works. In an allocation, it is one process."""
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash_1"}.items():
+        monkeypatch.setenv(name, value)
     done = train(*settings, "data.prompts=[]", "horizon=1steps", f"run_dir={tmp_path / 'run'}")
     assert done.stderr == ""
     assert f"sample it:    python generate.py --checkpoint {tmp_path / 'run'} --prompt ''" in done.stdout
@@ -199,87 +196,19 @@ def test_run_starts_from_hugging_face(settings, tmp_path):
     assert 0 < moved < 0.01
 
 
-@pytest.mark.slow
-def test_two_processes_learn_as_one_does_in_bf16(settings, tmp_path):
-    """Each adds up the gradients of several micro-batches before they exchange them."""
-    curves = []
-    for devices in (1, 2):
-        run_dir = tmp_path / str(devices)
-        exact = ["model.dropout=0", "trainer.device=cpu", "trainer.precision=bf16", "horizon=9steps"]
-        exact += ["trainer.micro_batch_size=1", f"trainer.devices={devices}"]
-        train(*settings, *exact, f"run_dir={run_dir}")
-        curves.append(read_curves(run_dir))
-    for tag in ("train/loss", "val/loss"):
-        a, b = (torch.tensor([value for _, value in curve[tag]]) for curve in curves)
-        torch.testing.assert_close(a, b, atol=0.02, rtol=0.0)
-
-
 # --- mistakes ---
 
 
-@pytest.fixture
-def refuse(tmp_path):
-    """A function that runs train.py on arguments that it must refuse, and returns its one line."""
-
-    def call(*arguments: str | Path) -> str:
-        words = " ".join(map(str, arguments))
-        places = [] if "resume" in words or "data.cache" in words else [f"data.cache={tmp_path / 'cache'}"]
-        places += [] if "resume" in words or "run_dir" in words else [f"run_dir={tmp_path / 'run'}"]
-        line = train_refusal(*arguments, *places)
-        assert not (tmp_path / "run").exists()
-        assert not [file for file in tmp_path.glob("cache/*") if not file.name.endswith((".lock", ".TAG"))]
-        return line
-
-    return call
+def test_mistake_is_refused_before_anything_is_written(tmp_path):
+    places = [f"data.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
+    assert "data.path='a b.txt' names no text file" in train_refusal("data.path=a b.txt", *places)
+    assert [file for file in tmp_path.rglob("*") if not file.name.endswith((".lock", ".TAG", "cache"))] == []
 
 
-@pytest.mark.parametrize(
-    ("argument", "problem"),
-    [
-        ("optim.lr=-1", "optim.lr=-1.0 is out of range"),
-        ("data.path=x.txt", "data.path='x.txt' names no text file"),
-        ("data.path=a b.txt", "data.path='a b.txt' names no text file"),
-        ("init_from=/nowhere", "/nowhere: there is no such checkpoint or run directory"),
-        ("resume=/nowhere", "/nowhere: not a run directory"),
-    ],
-)
-def test_mistake_is_refused_before_anything_is_written(refuse, argument, problem):
-    assert problem in refuse(argument)
-
-
-def test_mistake_in_a_text_is_refused(refuse, tmp_path):
-    """The line has the file, the place and the remedy."""
-    file = tmp_path / "latin.txt"
-    file.write_bytes("caf\u00e9".encode("latin-1"))
-    assert f"{file}: not UTF-8 (byte 0xe9 at offset 3); convert it first" in refuse(f"data.path={file}")
-
-
-def test_slurm_allocation_makes_no_difference(settings, monkeypatch, tmp_path):
-    """A plain start, without srun, trains in one process."""
-    for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash_1"}.items():
-        monkeypatch.setenv(name, value)
-    assert train(*settings, "horizon=2steps", f"run_dir={tmp_path / 'run'}").stderr == ""
-
-
-def test_directory_of_another_run_is_refused(refuse, run, settings):
-    """It is refused before any text is prepared."""
-    line = refuse(*settings[:-1], f"run_dir={run[0]}")
-    assert "is not empty: choose another, or continue the run in it with resume=" in line
-
-
-def test_cache_that_cannot_be_written_is_refused(refuse, settings, tmp_path):
-    """The line has the key to choose another folder."""
-    (tmp_path / "file").touch()
-    line = refuse(*settings[:-1], f"data.cache={tmp_path / 'file'}")
-    assert "cannot be written" in line
-    assert "data.cache=" in line
-
-
-def test_model_keys_do_not_go_with_init_from(refuse, run):
+def test_model_keys_do_not_go_with_init_from(run):
     """Keys that would change the shapes of the weights are refused in one line."""
-    assert "model.num_layers=5: the weights of init_from=" in refuse(f"init_from={run[0]}", "model.num_layers=5")
-    assert "model=gpt2_small does not go with init_from" in refuse(f"init_from={run[0]}", "model=gpt2_small")
-    assert "model.num_heads=5" in refuse(f"init_from={run[0]}", "model.num_heads=5")
+    assert "model.num_layers=5: the weights of init_from=" in train_refusal(f"init_from={run[0]}", "model.num_layers=5")
+    assert "model.num_heads=5" in train_refusal(f"init_from={run[0]}", "model.num_heads=5")
 
 
 @pytest.mark.promise("runs.md#NaN or infinite gradient")
@@ -297,7 +226,7 @@ def test_run_survives_the_reader_of_its_output(settings, tmp_path):
     """Its output is piped to a program that ends early, and the run trains to its horizon."""
     words = " ".join(f"'{argument}'" for argument in [*settings, "horizon=9steps", f"run_dir={tmp_path / 'run'}"])
     done = subprocess.run(
-        f"{sys.executable} train.py {words} | head -c 3; echo ${{PIPESTATUS[0]}}",
+        f"{python_program()} train.py {words} | head -c 3; echo ${{PIPESTATUS[0]}}",
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, executable="/bin/bash",
     )  # fmt: skip
     assert done.stdout.endswith("0\n")

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from gpt.api import read_curves
 from gpt.errors import NonFiniteError
 from gpt.sampling.scoring import Score
-from harness import begin_run, fit, read_table, tiny_config
+from harness import begin_run, fit, tiny_config
 
 
 def test_validation_that_is_not_finite(corpus_folder, tmp_path, monkeypatch):
@@ -17,4 +18,4 @@ def test_validation_that_is_not_finite(corpus_folder, tmp_path, monkeypatch):
         fit(training)
     assert not (training.path / "metrics.json").exists()
     assert not list(training.path.glob("checkpoints/*"))
-    assert "val/loss" not in read_table(training.path)
+    assert "val/loss" not in read_curves(training.path)
