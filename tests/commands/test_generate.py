@@ -359,8 +359,11 @@ INTERACTIVE = ["--interactive", "--max-new-tokens", "7"]
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_interactive_lines_are_prompts(monkeypatch, capsys, encoding):
-    """An empty line begins a document, and the end of input ends the session. Input is UTF-8 in every locale."""
-    stdin = io.TextIOWrapper(io.BytesIO("\ufeff2 3 5\n\n7é\n".encode()), encoding=encoding)
+    """An empty line begins a document, and the end of input ends the session.
+
+    Input is UTF-8 in every locale, with the line ends of every system.
+    """
+    stdin = io.TextIOWrapper(io.BytesIO("\ufeff2 3 5\r\n\n7é\r\n".encode()), encoding=encoding, newline="\n")
     monkeypatch.setattr(sys, "stdin", stdin)
     texts = [expected_text(prompt.encode(), 7) for prompt in ("2 3 5", "", "7é")]
     assert output(capsys, *INTERACTIVE, *GREEDY) == "".join(f"> {text}\n" for text in texts) + "> \n"
