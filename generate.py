@@ -13,9 +13,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command, with the options of `sys.argv` by default."""
     args = parse_arguments(arguments)
     # Importing torch takes seconds. A mistake in the options is reported before that.
-    from gpt.hardware.threads import yield_to_other_processes
+    from gpt.hardware.threads import limit_threads
 
-    with yield_to_other_processes():
+    with limit_threads():
         sample(args)
 
 

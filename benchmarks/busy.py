@@ -18,7 +18,7 @@ import torch
 from measuring import Worker, describe_machine, format_table, make_parser, write_report
 from train_step import PRESETS, make_config, ours
 
-from gpt.hardware.threads import yield_to_other_processes
+from gpt.hardware.threads import limit_threads
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import pack_weights
@@ -51,7 +51,7 @@ def work(task: str, variant: str, seconds: float) -> Callable[[], dict]:
 
     def step() -> dict:
         count, start = 0, time.perf_counter()
-        with yield_to_other_processes() if variant == "giving way" else contextlib.nullcontext():
+        with limit_threads() if variant == "giving way" else contextlib.nullcontext():
             while time.perf_counter() - start < seconds:
                 do_task()
                 count += tokens

@@ -38,9 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
         corpus = open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: print_line(line, sys.stderr))
     path = find_checkpoint(args.checkpoint)
 
-    from gpt.hardware.threads import yield_to_other_processes
+    from gpt.hardware.threads import limit_threads
 
-    with yield_to_other_processes():
+    with limit_threads():
         report = evaluate(args, path, corpus)
     if args.json:
         print(json.dumps(report, indent=2))

@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 from gpt.console import Parser, clean_exit
 from gpt.data.chunking import (
+    decode_argument,
     decode_stream,
-    replace_surrogates,
     show_token,
     split_into_chunks,
     strip_byte_order_mark,
@@ -48,7 +48,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def open_text(args: argparse.Namespace) -> BinaryIO:
     """Open the text as a stream of bytes."""
     if args.text is not None:
-        return io.BytesIO(replace_surrogates(args.text).encode("utf-8"))
+        return io.BytesIO(decode_argument(args.text).encode("utf-8"))
     if args.file is None:
         if sys.stdin.isatty():
             raise UserError("there is no text: give --text TEXT or --file FILE, or pipe one in")

@@ -23,7 +23,7 @@ def corpus_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """Return a folder with one run in runs/, of a tiny model that never ends a text."""
-    from small_models import make_writer, write_run
+    from models import make_writer, write_run
 
     folder = tmp_path_factory.mktemp("project")
     write_run(folder / "runs" / "tiny", make_writer())

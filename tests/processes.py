@@ -25,18 +25,13 @@ HEADER_BYTES = 9
 
 
 class ForkServer:
-    """A server of forked processes.
+    """A server of forked processes. It imports modules. None of them may start a thread."""
 
-    Args:
-        modules: what it imports. None of them may start a thread.
-        options: options of its Python.
-    """
-
-    def __init__(self, modules: Sequence[str], options: Sequence[str] = ()):
+    def __init__(self, modules: Sequence[str]):
         self._folder = tempfile.TemporaryDirectory(prefix="gpt-")  # a socket's path has at most 107 characters
         self.socket = f"{self._folder.name}/socket"
         self._server = subprocess.Popen(
-            [sys.executable, *options, __file__, self.socket, json.dumps(sys.path), *modules],
+            [sys.executable, __file__, self.socket, json.dumps(sys.path), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -12,9 +12,10 @@ import generate
 import gpt
 from gpt.errors import UserError
 from gpt.sampling.language_model import LanguageModel, TokenLogprob
-from small_models import CONTEXT, EOT
+from models import EOT, WRITER_SHAPE
 
 ROOT = Path(__file__).resolve().parents[1]
+CONTEXT = WRITER_SHAPE.context_length
 NAMES = {"GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load", "train"}
 TEXT = "2 3 5 7 11 13 17 19 23 29 31 37 41 43 47 53 59"  # longer than two contexts
 
@@ -116,12 +117,6 @@ def test_mistakes_are_value_errors_of_one_line(language_model, tmp_path):
         language_model.generate("a", stop=["b", ""])
     with pytest.raises(ValueError, match=r"a folder without checkpoints/best\.ckpt"):
         gpt.load(tmp_path)
-
-
-def test_repr_is_one_line(language_model):
-    count = language_model.model.config.num_parameters
-    size = f"{count:,} parameters, a context of 17 tokens"
-    assert repr(language_model) == f"LanguageModel({size}, tokenizer byte, on cpu)"
 
 
 def test_the_model_is_an_ordinary_module(language_model):

@@ -3,8 +3,9 @@
 import codecs
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from gpt.data.encodings import guess_encodings
 from gpt.errors import UserError
 
 CHUNK_CHARS = 1 << 17  # a chunk takes some milliseconds to encode, so threads rarely contend
@@ -14,7 +15,6 @@ WHITESPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LAST_SPACE = re.compile(f"[{WHITESPACE}](?=[^{WHITESPACE}])")
 
 _VISIBLE_WHITESPACE = {" ": "·", "\t": "→", "\n": "⏎\n"}
-_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _KEEP_BYTES = ("utf-8", "surrogateescape")  # bytes that are not UTF-8 survive decoding and encoding
 
 
@@ -27,13 +27,36 @@ def replace_surrogates(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def decode_argument(text: str) -> str:
+    """Return a command's argument as the UTF-8 text that the shell passed, in every locale.
+
+    Python leaves bytes undecoded that are not of the locale's encoding; the locale C has only ASCII. Bytes that are not
+    UTF-8 either become U+FFFD.
+    """
+    try:
+        return text.encode(*_KEEP_BYTES).decode("utf-8", "replace")
+    except UnicodeEncodeError:  # half a character of Windows, which is no byte
+        return replace_surrogates(text)
+
+
 def utf8_size(text: str) -> int:
     """Return the bytes that a text takes in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
+def suggest_conversion(text: bytes, position: int) -> str:
+    """Return the remedy for a text that is not UTF-8: a command that converts it."""
+    guesses = [encoding for encoding, _ in guess_encodings(text, position)] or ["ITS_ENCODING"]
+    return f"convert it first, for example with iconv -f {guesses[0]} -t utf-8"
+
+
 def decode_stream(
-    blocks: Iterable[bytes], place: str, errors: str = "strict", hint: str = "", encoding: str = "utf-8", start: int = 0
+    blocks: Iterable[bytes],
+    place: str,
+    errors: str = "strict",
+    remedy: Callable[[bytes, int], str] = suggest_conversion,
+    encoding: str = "utf-8",
+    start: int = 0,
 ) -> Iterator[str]:
     """Decode blocks of any size, and yield one text for each. `UserError` names the first byte that is invalid.
 
@@ -41,7 +64,7 @@ def decode_stream(
         blocks: The bytes.
         place: Where they come from, for the error.
         errors: `strict`, or `replace` for U+FFFD in place of invalid bytes.
-        hint: A remedy besides converting the text, for the error.
+        remedy: Returns the end of the error, from a block that is not UTF-8 and the position of its first invalid byte.
         encoding: The encoding.
         start: The offset of the first byte.
     """
@@ -57,9 +80,7 @@ def decode_stream(
             if encoding != "utf-8":
                 hint = "set another data.encoding=, or data.errors=replace"
                 raise UserError(f"{place}: not {encoding} ({invalid}); {hint}") from None
-            guess = "utf-16" if position == 0 and error.object.startswith(_UTF16_MARKS) else "windows-1252"
-            convert = f"convert it first, for example with iconv -f {guess} -t utf-8"
-            raise UserError(f"{place}: not UTF-8 ({invalid}); {convert}{hint}") from None
+            raise UserError(f"{place}: not UTF-8 ({invalid}); {remedy(error.object, error.start)}") from None
         offset += len(block)
 
 

@@ -13,7 +13,7 @@ from gpt.console import print_line, shell_quote
 from gpt.data import python_docs
 from gpt.data.chunking import split_into_chunks, utf8_size
 from gpt.data.data_config import DataConfig, is_url
-from gpt.data.download import RemoteFile, fetch_if_remote
+from gpt.data.download import RemoteFile
 from gpt.data.file_hashes import hash_files
 from gpt.data.find_files import drop_duplicate_files, find_remote_files, find_text_files
 from gpt.data.readers import Document, detect_markup, read_documents, reader_for
@@ -177,9 +177,18 @@ def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validati
     settings = [f"{key}={value}" for key, value in data.reader_settings.items()]
     version = "\n".join([data.text_field, data.errors, *settings])
 
+    formats_of_pages: set[str] = set()
+
     def read(file: Path | RemoteFile, start: int) -> Iterator[Document]:
-        documents = read_documents(fetch_if_remote(file), data, start)
-        return (Document(blocks) for blocks, _ in documents) if isinstance(file, RemoteFile) else documents
+        if isinstance(file, Path):
+            return read_documents(file, data, start)
+        copy = file.fetch()
+        format_name, _ = detect_markup(copy, data) or ("", "")
+        if format_name and format_name not in formats_of_pages:
+            formats_of_pages.add(format_name)
+            advice = "if that is a page about the text, give the URL of the text itself"
+            file.print_line(f"{file}: {format_name}, read as raw text with its markup; {advice}")
+        return (Document(blocks) for blocks, _ in read_documents(copy, data))
 
     return Corpus(data.name, files, read, version, validation_files)
 

@@ -19,7 +19,7 @@ READER_OPTIONS = {  # how to read files: keys of `data`, which are also options 
     "text_field": "the key or column that holds the text in .jsonl and .parquet (default: text)",
     "errors": "strict, or replace: U+FFFD for bytes that are not of the encoding (default: strict)",
     "separator": "the text between documents of plain text (default: a file is one document)",
-    "encoding": "the encoding of plain text and JSON lines (default: utf-8)",
+    "encoding": "the encoding of plain text and JSON lines, or several to try in order: utf-8,gb18030 (default: utf-8)",
 }
 
 
@@ -38,7 +38,7 @@ class DataConfig:
     text_field: str = "text"  # the key or column that holds the text in .jsonl and .parquet
     errors: str = "strict"  # or replace: U+FFFD for bytes that are not of the encoding
     separator: str | None = None  # the text between documents of plain text, such as <|endoftext|>
-    encoding: str = "utf-8"  # of plain text and JSON lines: any encoding of Python, such as windows-1252 or utf-16
+    encoding: Any = "utf-8"  # of plain text and JSON lines: an encoding of Python, or a list to try file by file
     sha256: str | None = None  # the required hash of the file behind a URL
     cache: str | None = None  # the folder for prepared text; by default data/cache
     cache_bytes: int = 100_000_000_000  # the space there for copies of remote files
@@ -51,12 +51,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         require_choice("data.name", self.name, DATA_NAMES)
         require_choice("data.errors", self.errors, ("strict", "replace"))
-        try:
-            "".encode(self.encoding)
-            self.encoding = codecs.lookup(self.encoding).name  # an encoding has several names
-        except (LookupError, ValueError):
-            problem = f"data.encoding={self.encoding!r} is not a text encoding of Python"
-            raise UserError(f"{problem}: give one such as utf-8, windows-1252, utf-16, gb18030 or shift_jis") from None
+        names = [_canonical_encoding(name) for name in self.encodings]
+        self.encoding = names[0] if len(names) == 1 else names
         if self.separator == "":
             raise UserError("data.separator= is empty: give the text between two documents, or leave it out")
         if self.name == "text" and not self.paths:
@@ -106,10 +102,15 @@ class DataConfig:
         return replace(self, **paths)
 
     @property
-    def reader_settings(self) -> dict[str, str]:
+    def reader_settings(self) -> dict[str, Any]:
         """The separator and the encoding if they are set. Without them, older prepared text keeps its hash."""
         keys = ("separator", "encoding")
         return {key: getattr(self, key) for key in keys if getattr(self, key) != getattr(DataConfig, key)}
+
+    @property
+    def encodings(self) -> list[str]:
+        """`encoding` as a list."""
+        return self.encoding if isinstance(self.encoding, list) else str(self.encoding).split(",")
 
     @property
     def paths(self) -> list[str]:
@@ -120,6 +121,16 @@ class DataConfig:
     def validation_paths(self) -> list[str]:
         """`validation_path` as a list."""
         return _as_list(self.validation_path)
+
+
+def _canonical_encoding(name: Any) -> str:
+    """Return Python's name of an encoding: an encoding has several."""
+    try:
+        "".encode(name)
+        return codecs.lookup(name).name
+    except (LookupError, ValueError, TypeError):
+        problem = f"data.encoding={name!r} is not a text encoding of Python"
+        raise UserError(f"{problem}: give one such as utf-8, windows-1252, utf-16, gb18030 or shift_jis") from None
 
 
 def _as_list(path: Any) -> list[str]:

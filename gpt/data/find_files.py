@@ -32,8 +32,9 @@ from gpt.files import expand_path, is_program_output, user_errors
 def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = print_line) -> tuple[Path, ...]:
     """Return, sorted, the files that `path` names: one file, all text files below a folder, or the matches of a glob.
 
-    Folders and globs skip hidden files, runs, the cache, and every folder with a CACHEDIR.TAG. Folders also skip empty
-    and binary files; a file that is named explicitly must be text. A file with several links is returned once.
+    Folders and globs skip hidden files, runs, the cache, and every folder below that has a CACHEDIR.TAG or holds
+    installed packages. Folders also skip empty and binary files, and what Hugging Face's datasets writes beside a text.
+    A file that is named explicitly must be text. A file with several links is returned once.
     """
     root = expand_path(path)
     if os.path.isfile(root):
@@ -47,7 +48,8 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
         """Return True if files may come from a folder, which is `top` or below it."""
         if folder != top and (folder.name.startswith(".") or not is_searched(folder.parent)):
             return False
-        if is_program_output(folder) or (cache.is_dir() and folder.samefile(cache)):
+        is_cache = cache.is_dir() and folder.samefile(cache)
+        if is_program_output(folder) or is_cache or (folder != top and _holds_packages(folder)):
             skipped_folders.append(folder)
             return False
         return True
@@ -58,9 +60,9 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
         files = drop_duplicate_files(_match_glob(root.relative_to(top), top, is_searched))
     if skipped_folders:
         count = f"{len(skipped_folders)} folder{'s' * (len(skipped_folders) > 1)}"
-        print_line(f"skipping {count} below {top}, of runs or the cache: {_list_files(skipped_folders, top)}")
+        print_line(f"skipping {count} below {top}, of runs, packages or the cache: {_list_files(skipped_folders, top)}")
     if is_folder:
-        text_files = tuple(file for file in files if looks_like_text(file))
+        text_files = tuple(file for file in files if looks_like_text(file) and not _describes_dataset(file))
         if skipped := sorted(set(files) - set(text_files)):
             count = f"{len(skipped)} of {len(files)} files"
             print_line(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
@@ -68,6 +70,20 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
     if not files:
         raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
     return files
+
+
+def _holds_packages(folder: Path) -> bool:
+    """Return True for a virtual environment, a conda environment, or the packages of Node.js."""
+    return folder.name == "node_modules" or any((folder / name).exists() for name in ("pyvenv.cfg", "conda-meta"))
+
+
+def _describes_dataset(file: Path) -> bool:
+    """Return True for the files that Hugging Face's datasets writes beside the Arrow files of a text."""
+    if file.name == "dataset_dict.json":
+        return any(file.parent.glob("*/state.json"))
+    is_beside_text = (file.parent / "state.json").exists() and any(file.parent.glob("data-*.arrow"))
+    is_cache = file.name.startswith("cache-") and file.suffix == ".arrow"
+    return is_beside_text and (is_cache or file.name in ("dataset_info.json", "state.json"))
 
 
 def find_remote_files(

@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from gpt.console import shell_quote
 from gpt.data.chunking import decode_stream, replace_surrogates, utf8_size
 from gpt.data.compression import COMPRESSED_SUFFIXES, LEADING_BYTES, decompress, read_beginning
 from gpt.data.data_config import DataConfig
+from gpt.data.encodings import encoding_of_mark, file_encoding, guess_encodings
 from gpt.errors import UserError
 from gpt.files import user_errors
 
 READ_BLOCK_BYTES = 1 << 20  # bytes to read at once
-_ENCODING_HINT = ", or set data.encoding=windows-1252 or data.errors=replace"
 # Formats that are refused: how a file begins, the name of the format, and a command that makes text of it.
 _REFUSED_FORMATS = [
     (rb"%PDF-", "a PDF", "pdftotext {0} {0}.txt"),
@@ -54,9 +54,11 @@ def read_text(file: Path, data: DataConfig, start: int = 0) -> Iterator[Document
     Separators and a byte order mark belong to no document. `start` is a byte at which a document or a chunk of one
     begins. The documents from there on are the same as in a reading of the whole file.
     """
-    text = decode_stream(read_blocks(file, data, start), str(file), data.errors, _ENCODING_HINT, start=start)
+    encoding = "utf-8" if start else file_encoding(file, data.encodings)
+    blocks = read_blocks(file, encoding, data.errors, start)
+    text = decode_stream(blocks, str(file), data.errors, _suggest_encodings, start=start)
     is_plain = file.suffix.lower() not in COMPRESSED_SUFFIXES
-    can_begin_within = is_plain and data.encoding == "utf-8" and data.errors == "strict"
+    can_begin_within = is_plain and encoding == "utf-8" and data.errors == "strict"
     first = next(filter(None, text), "")  # a block may be empty if it ends within a character
     if start == 0 and first.startswith("\ufeff"):
         first = first[1:]
@@ -99,7 +101,7 @@ def _split_by_separator(blocks: Iterator[str], separator: str, start: int) -> It
 def read_lines(file: Path, data: DataConfig) -> Iterator[bytes]:
     """Yield lines without their newlines. No other character ends a line."""
     parts: list[bytes] = []
-    for block in read_blocks(file, data):
+    for block in read_blocks(file, file_encoding(file, data.encodings), data.errors):
         *complete, rest = block.split(b"\n")
         for line in complete:
             yield b"".join([*parts, line])
@@ -109,23 +111,20 @@ def read_lines(file: Path, data: DataConfig) -> Iterator[bytes]:
         yield last
 
 
-def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]:
-    """Return the blocks of a text file, converted from `data.encoding` to UTF-8; refuse empty and binary files.
+def read_blocks(file: Path, encoding: str, errors: str, start: int = 0) -> Iterator[bytes]:
+    """Return the blocks of a text file, converted from an encoding to UTF-8; refuse empty and binary files.
 
-    With `data.encoding=utf-8` the bytes are not checked.
+    Bytes that should be UTF-8 already are not checked.
     """
     blocks: Iterator[bytes] = decompress(file, READ_BLOCK_BYTES, start)
     if start:
         return blocks
-    if data.encoding != "utf-8":
-        text = decode_stream(blocks, str(file), data.errors, encoding=data.encoding)
+    if encoding != "utf-8":
+        text = decode_stream(blocks, str(file), errors, encoding=encoding)
         blocks = (replace_surrogates(block).encode() for block in text if block)
     first = next(blocks, b"")
     if not first:
         raise UserError(f"{file}: the file is empty; give a file with text in it")
-    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        convert = "convert it first: iconv -f utf-16 -t utf-8"
-        raise UserError(f"{file}: it begins with the mark of UTF-16; {convert}, or set data.encoding=utf-16")
     if refused := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED_FORMATS):
         name, command = refused
         command = command.format(shell_quote(str(file)))
@@ -133,6 +132,14 @@ def read_blocks(file: Path, data: DataConfig, start: int = 0) -> Iterator[bytes]
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
     return itertools.chain([first], blocks)
+
+
+def _suggest_encodings(text: bytes, position: int) -> str:
+    """Return the remedy for a text that is not UTF-8: encodings to choose from, each with what it makes of the text."""
+    guesses = [f'data.encoding={name} reads "{sample}"' for name, sample in guess_encodings(text, position)]
+    if not guesses:
+        return "set data.encoding= to its encoding, or data.errors=replace"
+    return f"choose the one that reads right: {'; '.join(guesses)}; or set data.errors=replace"
 
 
 def match_beginning(beginning: bytes, formats: list[tuple[bytes, str, str]]) -> tuple[str, str] | None:
@@ -150,7 +157,9 @@ def read_json(file: Path, data: DataConfig) -> Iterator[Document]:
 
 def is_json_lines(file: Path, data: DataConfig) -> bool:
     """Return True if the first line that is not empty is a complete JSON object."""
-    if not read_beginning(file, data.encoding).startswith(b"{"):  # do not read an array, which may be one endless line
+    if not read_beginning(file, file_encoding(file, data.encodings)).startswith(
+        b"{"
+    ):  # do not read an array, which may be one endless line
         return False
     first = next(line for line in read_lines(file, data) if line.strip(LEADING_BYTES))
     try:
@@ -163,7 +172,7 @@ def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
     """Read a document from each line."""
     for number, encoded in enumerate(read_lines(file, data), start=1):
         place = f"{file}: line {number}"
-        line = "".join(decode_stream([encoded], place, data.errors, _ENCODING_HINT))
+        line = "".join(decode_stream([encoded], place, data.errors, _suggest_encodings))
         if number == 1:
             line = line.removeprefix("\ufeff")
         if not line.strip():
@@ -207,19 +216,29 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
-    """Read a document from each row."""
+    """Read a document from each row of a parquet file."""
+    return _read_table(file, data, "parquet")
+
+
+def read_arrow(file: Path, data: DataConfig) -> Iterator[Document]:
+    """Read a document from each row of an Arrow file, such as save_to_disk of Hugging Face's datasets writes."""
+    return _read_table(file, data, "Arrow")
+
+
+def _read_table(file: Path, data: DataConfig, format_name: str) -> Iterator[Document]:
     try:
         import pyarrow
-        from pyarrow.parquet import ParquetFile
+        import pyarrow.ipc
+        import pyarrow.parquet
     except ImportError:
         raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
     with user_errors(file), file.open("rb") as stream:
         try:
-            table = ParquetFile(stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
-            names = _text_columns(table.schema_arrow, str(file), data.text_field)
+            schema, batches = (_open_parquet if format_name == "parquet" else _open_arrow)(stream, data.text_field)
+            names = _text_columns(schema, str(file), data.text_field)
             row = 0
-            for batch in table.iter_batches(64, columns=[data.text_field], use_threads=False):
-                column = batch.column(0)
+            for batch in batches:
+                column = batch.column(data.text_field)
                 if pyarrow.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
                 is_chat = pyarrow.types.is_nested(column.type)
@@ -228,14 +247,34 @@ def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
                     if is_chat:
                         yield Document([_record_text(value, place, data.text_field, names)])
                     else:
-                        blocks = decode_stream([value or b""], place, data.errors, ", or set data.errors=replace")
+                        blocks = decode_stream([value or b""], place, data.errors, lambda *_: "set data.errors=replace")
                         yield Document(blocks)
                     row += 1
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: a damaged column name
             problem = str(error).splitlines()[0].rstrip(".")
-            raise UserError(
-                f"{file}: cannot be read ({problem}): the file is damaged, compressed or not parquet; fetch it again"
-            ) from None
+            cause = f"the file is damaged, compressed or not {format_name}"
+            raise UserError(f"{file}: cannot be read ({problem}): {cause}; fetch it again") from None
+
+
+def _open_parquet(stream: IO[bytes], text_field: str) -> tuple[Any, Iterator[Any]]:
+    """Return the schema of a parquet file, and its rows in batches. A batch has only the column of the text."""
+    from pyarrow.parquet import ParquetFile
+
+    table = ParquetFile(stream, buffer_size=READ_BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True)
+    return table.schema_arrow, table.iter_batches(64, columns=[text_field], use_threads=False)
+
+
+def _open_arrow(stream: IO[bytes], text_field: str) -> tuple[Any, Iterator[Any]]:
+    """Return the schema of an Arrow file or stream, and its rows in batches."""
+    from pyarrow import ipc
+
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    if not is_file:
+        reader = ipc.open_stream(stream)
+        return reader.schema, iter(reader)
+    reader = ipc.open_file(stream)
+    return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _text_columns(schema: Any, file: str, text_field: str) -> list[str]:
@@ -257,6 +296,7 @@ Reader = Callable[[Path, DataConfig], Iterator[Document]]
 # Raise the version when the same file gives other documents. The version enters the hash of every corpus with such
 # files, so text that was prepared before is prepared again. Version 0 belongs to plain text and the first readers.
 READERS: dict[str, tuple[Reader, int]] = {
+    ".arrow": (read_arrow, 1),
     ".jl": (read_json_lines, 1),
     ".jsonl": (read_json_lines, 0),
     ".ndjson": (read_json_lines, 0),
@@ -292,11 +332,13 @@ def reader_for(file: Any) -> tuple[Reader, int]:
 
 def looks_like_text(file: Path) -> bool:
     """Return True unless a file is empty or begins like a binary file."""
-    if format_suffix(file) == ".parquet":  # binary by design
+    if format_suffix(file) in (".arrow", ".parquet"):  # binary by design
         return True
     try:
         beginning = read_beginning(file)
     except UserError:  # report it later rather than skip it
+        return True
+    if encoding_of_mark(beginning):
         return True
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_BINARY_BEGINNINGS)
 
@@ -311,7 +353,7 @@ def detect_markup(file: Any, data: DataConfig) -> tuple[str, str] | None:
         return "a table", "convert it to .jsonl or .parquet and set data.text_field=COLUMN"
     if reader_for(file)[0] not in (read_text, read_json) or not isinstance(file, Path):
         return None
-    beginning = read_beginning(file, data.encoding)
+    beginning = read_beginning(file, file_encoding(file, data.encodings))
     if beginning.startswith(b"{") and is_json_lines(file, data):
         return None if suffix == ".json" else ("JSON lines", "mv {0} {0}.jsonl")
     if suffix == ".json" and beginning.startswith(b"["):

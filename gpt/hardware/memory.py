@@ -5,9 +5,11 @@ import gc
 import platform
 import sys
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
+
+from gpt.hardware.control_groups import control_groups
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float:
@@ -37,26 +39,18 @@ def _free_bytes_of_containers(root: Path) -> Iterator[int]:
 
     Inactive pages of files count as used, but the kernel drops them when memory runs short.
     """
-    try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()]
-    except OSError:
-        return
-    for _, controllers, path in groups:
-        if "memory" in controllers.split(","):  # version 1
-            mount, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cached = "total_inactive_file"
-        else:
-            mount, limit, used = "sys/fs/cgroup", "memory.max", "memory.current"
-            cached = "inactive_file"
-        group = PurePosixPath(path.lstrip("/"))
-        for part in (group, *group.parents):
-            folder = root / mount / part
-            try:
-                free = int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8"))
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
-            except (OSError, ValueError):  # there is no such group, or no limit: "max"
-                continue
-            yield free + int(stat.get(cached, 0))
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    for folder, version in control_groups("memory", root):
+        limit, used, cached = names[version]
+        try:
+            free = int((folder / limit).read_text("utf-8")) - int((folder / used).read_text("utf-8"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
+        except (OSError, ValueError):  # there is no such group, or no limit: "max"
+            continue
+        yield free + int(stat.get(cached, 0))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

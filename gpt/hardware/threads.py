@@ -1,4 +1,7 @@
-"""Let OpenMP's threads sleep at barriers while other programs use the processors.
+"""Threads that take no more than this process's share of the processors.
+
+A container's quota limits time. All processors stay visible, and with a thread on each of them the threads would mostly
+wait. So no more threads compute than fit into the quota.
 
 libgomp's threads spin at the end of every parallel operation. That makes small steps faster on an idle machine. If
 another program needs a core, a thread spins on it while another thread with work waits: training falls to a quarter of
@@ -9,6 +12,7 @@ same, and so does every result.
 
 import contextlib
 import ctypes
+import math
 import os
 import threading
 import time
@@ -17,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from gpt.hardware.control_groups import control_groups
+
 POLL_SECONDS = 0.2
 MAX_WAITING_THREADS = 0.4  # on average, without a processor: with more, sleeping is faster than spinning
 SLEEP_SECONDS = 5.0  # then the threads spin again, because contention shows best while spinning
@@ -24,24 +30,50 @@ _TASKS = Path("/proc/self/task")
 _PAUSE_HARD = 2  # ends the calling thread's team
 
 
-@contextlib.contextmanager
-def yield_to_other_processes() -> Iterator[None]:
-    """Run the block with threads that sleep at barriers while other programs use their processors.
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Return how many processors' time the control groups of this process allow; infinity without a limit."""
+    quotas = [math.inf]
+    for folder, version in control_groups("cpu", root):
+        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit: "max"
+            quota, period = map(int, " ".join((folder / name).read_text("utf-8") for name in names).split())
+            if quota > 0:  # version 1 has -1 for no limit
+                quotas.append(quota / period)
+    return min(quotas)
 
-    Does nothing without libgomp or Linux, with one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
+
+@contextlib.contextmanager
+def limit_threads() -> Iterator[None]:
+    """Run the block with at most `available_threads()`, which sleep at barriers while others use their processors.
+
+    They never sleep without libgomp or Linux, with one thread, or if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(available_threads())
     library = _libgomp()
-    if library is None:
-        yield
-        return
     done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(library, done), name="pace", daemon=True)
-    watcher.start()
+    watcher = None
+    if library is not None:
+        watcher = threading.Thread(target=_watch, args=(library, done), name="pace", daemon=True)
+        watcher.start()
     try:
         yield
     finally:
         done.set()
-        watcher.join()
+        if watcher is not None:
+            watcher.join()
+        torch.set_num_threads(num_threads)
+
+
+def available_threads() -> int:
+    """Return PyTorch's number of threads, or fewer if the quota of a container is lower.
+
+    OMP_NUM_THREADS has precedence over the quota.
+    """
+    num_threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ:
+        return num_threads
+    return min(num_threads, max(1, math.floor(min(cpu_quota(), num_threads))))
 
 
 def _libgomp() -> ctypes.CDLL | None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from gpt.console import Parser
-from gpt.data.chunking import decode_stream, replace_surrogates, strip_byte_order_mark
+from gpt.data.chunking import decode_argument, decode_stream, strip_byte_order_mark
 from gpt.errors import UserError, require_range
 from gpt.files import expand_path, user_errors
 
@@ -76,14 +76,14 @@ def parse_arguments(arguments: list[str] | None, args: argparse.Namespace | None
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line. Without any, return the one in a file or on standard input."""
     if args.prompt is not None:
-        return [replace_surrogates(prompt) for prompt in args.prompt]
+        return [decode_argument(prompt) for prompt in args.prompt]
     source = args.prompt_file or Path("standard input")
     with user_errors(source), args.prompt_file.open("rb") if args.prompt_file else sys.stdin.buffer as stream:
         content = b"" if stream.isatty() else stream.read()
     prompt = "".join(strip_byte_order_mark(decode_stream([content], str(source))))
-    return [re.sub(r"\r?\n\Z", "", prompt)]
+    return [prompt.replace("\r\n", "\n").removesuffix("\n")]
 
 
 def unescape(text: str) -> str:
     r"""Replace the escapes \n, \t, \r and \\. Any other backslash stays."""
-    return re.sub(r"\\([ntr\\])", lambda match: match[1].translate(ESCAPES), text)
+    return re.sub(r"\\([ntr\\])", lambda match: match[1].translate(ESCAPES), decode_argument(text))

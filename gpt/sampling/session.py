@@ -72,7 +72,8 @@ def repl(session: Session) -> None:
         keys = "Ctrl-D (on Windows Ctrl-Z and Enter) leaves, Ctrl-C ends a text"
         print_line(f"{keys}, and a line such as /temperature 0.5 changes an option", sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")  # as for other prompts, in every locale
+        # As for other prompts, in every locale and with the line ends of every system.
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace", newline=None)
     text = ""  # with --keep-context all prompts and completions of the document, else the latest
     while True:
         try:

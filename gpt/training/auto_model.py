@@ -10,7 +10,7 @@ from gpt.data.baselines import measure_novelty
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import UserError
 from gpt.hardware.device import numerics
-from gpt.hardware.threads import yield_to_other_processes
+from gpt.hardware.threads import limit_threads
 from gpt.model.transformer import GPTConfig, ModelConfig
 from gpt.sampling.scoring import strided_score, sum_scores
 from gpt.training.advice import EPOCHS_WITHOUT_BPE_DROPOUT
@@ -108,7 +108,7 @@ def probe_dataset(config: Config, schedule: Schedule, dataset: TokenDataset, sec
     steps = round(max(MIN_PROBE_STEPS, max_steps))
     probe_time = format_duration(steps * step_seconds)
     print_line(f"model=auto: learning the text with a small model for about {probe_time}, then timing larger ones")
-    with numerics(config.trainer.device, config.trainer.deterministic), yield_to_other_processes():
+    with numerics(config.trainer.device, config.trainer.deterministic), limit_threads():
         for module, _ in run_throwaway_steps(config, replace(schedule, total_steps=steps), dataset):
             model = module.model
         T = config.model.context_length

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpt.console import clean_exit, print_line, print_warning
+from gpt.hardware.threads import available_threads
 from gpt.training.distributed import distributed_errors
 from gpt.training.stop_signals import STOP_SIGNALS, is_handled
 
@@ -31,7 +32,7 @@ def launch(function: Callable[[Any], T], request: Any, num_processes: int) -> T:
     try:
         with unchanged_environment(), tempfile.TemporaryDirectory(prefix="mini-gpt-") as error_files:
             os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_processes)))
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_threads() // num_processes)))
             if sys.platform == "linux":
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             config = LaunchConfig(

@@ -24,7 +24,7 @@ from gpt.console import print_warning
 from gpt.errors import is_out_of_memory
 from gpt.hardware.device import numerics
 from gpt.hardware.memory import keep_freed_memory, release_memory
-from gpt.hardware.threads import yield_to_other_processes
+from gpt.hardware.threads import limit_threads
 from gpt.loading import open_model
 from gpt.training import distributed
 from gpt.training.batch_loader import Batch, read_micro_batches, sequence_length
@@ -324,7 +324,7 @@ def run_training(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any] = ()
                 with (
                     unchanged_environment(),
                     numerics(spec.config.trainer.device, spec.config.trainer.deterministic),
-                    yield_to_other_processes(),
+                    limit_threads(),
                 ):
                     result = train(spec, run, callbacks, signals)
                 break

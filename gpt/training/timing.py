@@ -15,7 +15,7 @@ from gpt.data.token_dataset import TokenDataset
 from gpt.errors import is_out_of_memory
 from gpt.hardware.device import numerics
 from gpt.hardware.memory import keep_freed_memory, release_memory
-from gpt.hardware.threads import yield_to_other_processes
+from gpt.hardware.threads import limit_threads
 from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling.scoring import eval_batch_tokens, score
 from gpt.training.batch_loader import micro_batch
@@ -62,7 +62,7 @@ def measure_step(
     keep_freed_memory()  # as training does
     while True:
         try:
-            with numerics(config.trainer.device, config.trainer.deterministic), yield_to_other_processes():
+            with numerics(config.trainer.device, config.trainer.deterministic), limit_threads():
                 return config, seconds_per_step(config, schedule, dataset, max_seconds)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -122,7 +122,7 @@ def measure_validation_seconds(config: Config, schedule: Schedule, dataset: Toke
     batch_size = max(1, eval_batch_tokens(module.model, world_size) // T)
     batches = list(islice(validation_batches(dataset.sources[0].validation, batch_size, T, IGNORE_INDEX), 2))
     generator = torch.Generator(module.device).manual_seed(config.seed)
-    with numerics(config.trainer.device, deterministic=False), yield_to_other_processes():
+    with numerics(config.trainer.device, deterministic=False), limit_threads():
         _time_call(score, module.model, [batches[0]], 1)  # warmup
         batch_seconds, _ = _time_call(score, module.model, [batches[-1]], 1)
         sampling_seconds = 0.0

@@ -66,16 +66,14 @@ def test_runs_are_sorted_by_their_best_validation(runs, capsys):
 
 def test_each_dataset_has_a_table(runs, capsys):
     """A table has 80 columns. The settings that differ within it are below each run."""
-    long_path = "text/" + "x" * 60 + ".txt"
-    write_run(runs / "other", [(2, 3.75)], {"data": {"name": "text", "path": long_path}})
-    write_run(runs / "book", [(2, 3.6)], {"data": {"name": "text", "path": "\x1b[31m"}})
+    write_run(runs / "book", [(2, 3.75)], {"data": {"name": "text", "path": "\x1b[31m" + "x" * 60 + ".txt"}})
     (runs / "new/metrics.json").write_text((runs / "fast/metrics.json").read_text().replace("a" * 40, "b-dirty"))
     assert read_lines(capsys) == [
         "validation in bits per byte, best first",
         "",
-        "data.name=text  data.path=\\u001b[31m",
+        "data.name=text  data.path=\\u001b[31mxxxxxxxx...xxxxxxxxxxxxxxx.txt",
         "    best     std    runs   steps seconds  run",
-        "  3.6000       -       1       2     4.0  book",
+        "  3.7500       -       1       2     4.0  book",
         "",
         "data.name=docs",
         "    best     std    runs   steps seconds  run",
@@ -85,10 +83,6 @@ def test_each_dataset_has_a_table(runs, capsys):
         "          optim.lr=0.006  code=aaaaaaa",
         "  3.5000       -       1       4     8.0  new",
         "          optim.lr=0.006  code=b-dirty",
-        "",
-        "data.name=text  data.path=text/xxxxxxxxxxxxx...xxxxxxxxxxxxxxx.txt",
-        "    best     std    runs   steps seconds  run",
-        "  3.7500       -       1       2     4.0  other",
     ]
 
 
@@ -156,11 +150,7 @@ def test_if_no_run_can_be_read_every_damaged_one_is_named(runs, capsys):
     [
         ("config.yaml", "trainer: [", "cannot be read (while parsing"),
         ("config.yaml", "- 1", "damaged ('list' object has no attribute"),
-        ("metrics.json", "", "damaged (Expecting"),
         ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
-        ("metrics.json", "[]", "damaged (list indices"),
-        ("metrics.json", '{"val_loss": "low"}', "damaged (could not convert"),
-        ("metrics.json", '{"val_loss": null}', "damaged (float"),
         ("metrics.json", "[" * 10**5, "damaged (it is nested too deeply"),
     ],
 )

@@ -15,14 +15,13 @@ from gpt.checkpoint import save_checkpoint
 from gpt.data.batches import validation_batches
 from gpt.data.corpus import DataConfig
 from gpt.data.prepare import prepare
-from gpt.data.readers import Document
 from gpt.data.tokenizer import Tokenizer, TokenizerConfig, byte_tokenizer, train_bpe
 from gpt.loading import open_model
 from gpt.model.loss import IGNORE_INDEX
-from gpt.sampling import scoring
+from gpt.model.transformer import GPTConfig
 from gpt.sampling.scoring import score, sum_scores
 from harness import TINY_RUN, train, write_corpus
-from model_files import SHAPE, make_checkpoint, small_model
+from models import SHAPE, gpt2_twin, make_checkpoint, small_model
 
 T = SHAPE.context_length
 EOT = byte_tokenizer().end_of_text
@@ -50,10 +49,10 @@ def prepare_corpus(home: Path, name: str, path, **changes):
     return prepare(data, TokenizerConfig("byte"), T, home / "cache", lambda line: None)
 
 
-def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, scale: float = 0.3) -> Path:
+def save(file: Path, corpus: object, tokenizer: Tokenizer | None = None, std: float = 0.3) -> Path:
     """Save a checkpoint of a model that was trained on a corpus, and return the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    model = small_model(tokenizer=tokenizer, scale=scale)
+    model = small_model(tokenizer=tokenizer, std=std)
     save_checkpoint(make_checkpoint(model, tokenizer, corpus=corpus), file)
     return file
 
@@ -87,20 +86,11 @@ def test_without_a_text_the_score_is_that_of_validation(home, capsys):
     figures = read_figures(capsys, "--checkpoint", home / "run")
     assert (figures["documents"], figures["bytes"], figures["tokens"]) == (1, num_bytes, len(source.validation) - 1)
     assert [figures[name] for name in FIGURES] == [getattr(expected, name) for name in FIGURES]
-    assert run(capsys, "--checkpoint", home / "run")[0] == (
-        f"checkpoint      {home}/run/checkpoints/best.ckpt\n"
-        "precision       fp32\n"
-        "text            the run's validation text\n"
-        "context         13\n"
-        "stride          13\n"
-        "documents       1\n"
-        f"bytes           {num_bytes}\n"
-        f"tokens          {num_bytes}\n"
-        f"nats per token  {expected.nats_per_token:.4f}\n"
-        f"perplexity      {expected.perplexity:,.4f}\n"
-        f"nats per byte   {expected.nats_per_byte:.4f}\n"
-        f"bits per byte   {expected.bits_per_byte:.4f}\n"
-    )
+    lines = run(capsys, "--checkpoint", home / "run")[0].splitlines()
+    assert lines == [
+        f"{name.replace('_', ' '):<16}{f'{value:,.4f}' if isinstance(value, float) else value}"
+        for name, value in figures.items()
+    ]
     text = home / "validation.txt"
     text.write_bytes(b"".join(source.validation_text()))
     assert read_figures(capsys, "--checkpoint", home / "run", "--text", text) == figures | {"text": str(text)}
@@ -151,31 +141,13 @@ def test_files_are_scored_as_one_text(home, capsys, tmp_path):
         assert figures["nats_per_byte"] == pytest.approx(nats / num_bytes, rel=1e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [257, 65537])
-def test_ids_take_as_many_bytes_as_the_vocabulary_needs(vocab_size):
-    """A text of one byte is long enough."""
-    tokenizer = byte_tokenizer()
-    tokenizer.vocab_size, tokenizer.end_of_text = vocab_size, vocab_size - 1
-    corpus = evaluate.Corpus("text", (Path("a"),), lambda file, start: map(Document, [["x"], [], ["", "yz"]]))
-    text = evaluate.encode_corpus(corpus, tokenizer)
-    assert text.tokens.tolist() == [vocab_size - 1, ord("x"), vocab_size - 1, ord("y"), ord("z")]
-    assert (text.tokens.dtype, text.documents, text.bytes) == ("uint16" if vocab_size == 257 else "uint32", 2, 3)
-
-
 # --- figures ---
 
 
 @pytest.fixture(scope="module")
 def gpt2(home) -> Path:
     """A folder with a small GPT-2 with GPT-2's vocabulary and large random weights, as `transformers` saves it."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(5)
-    model = GPT2LMHeadModel(GPT2Config(n_positions=29, n_embd=15, n_layer=2, n_head=3))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.save_pretrained(home / "gpt2")
+    gpt2_twin(GPTConfig(29, 15, 2, 3)).save_pretrained(home / "gpt2")
     return home / "gpt2"
 
 
@@ -253,16 +225,6 @@ def test_mistakes_are_reported_with_an_option_of_this_command(home, capsys, argu
     assert refused == f"gpt.evaluate: {line.format(home=home)}"
 
 
-def test_a_lack_of_memory_is_one_line(home, capsys, monkeypatch):
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes")
-
-    monkeypatch.setattr(scoring, "strided_score", fail)
-    arguments = ["--checkpoint", home / "run", "--text", home / "corpus.txt"]
-    line = harness.command_refusal(capsys, "gpt.evaluate", *arguments)
-    assert line.startswith("gpt.evaluate: memory has run out: choose a smaller model")
-
-
 def test_only_the_text_of_the_run_is_its_validation_text(home, gpt2, tmp_path, capsys):
     """The cache has text of another run, or with another tokenizer; the key is damaged, or there is no run."""
     key = prepare_corpus(home, "text", str(home / "corpus.txt")).key
@@ -282,7 +244,7 @@ def test_only_the_text_of_the_run_is_its_validation_text(home, gpt2, tmp_path, c
 
 
 def test_a_model_that_predicts_nothing_finite_is_refused(home):
-    line = refusal("--checkpoint", save(home / "wild.ckpt", None, scale=1e19), "--text", home / "corpus.txt")
+    line = refusal("--checkpoint", save(home / "wild.ckpt", None, std=1e19), "--text", home / "corpus.txt")
     reason = "so its weights are probably damaged: use another checkpoint"
     assert re.fullmatch(rf"the model needs \S+ nats per token, {reason}", line)
 

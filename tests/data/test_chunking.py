@@ -9,7 +9,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpt.data.chunking import CHUNK_CHARS, WHITESPACE, replace_surrogates, split_into_chunks
+from gpt.data.chunking import CHUNK_CHARS, WHITESPACE, decode_argument, replace_surrogates, split_into_chunks
 
 WHITE = regex.compile(r"\p{White_Space}")
 EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
@@ -135,3 +135,11 @@ def test_well_formed(text):
 def _join(high: str, low: str) -> str:
     """The character of a surrogate pair (Unicode 3.9, D91)."""
     return chr(0x10000 + (ord(high) - 0xD800) * 0x400 + ord(low) - 0xDC00)
+
+
+def test_arguments_are_utf8_in_every_locale():
+    """The locale C leaves the bytes of a character undecoded. Other text stays, and half a character is replaced."""
+    assert decode_argument("caf\udcc3\udca9") == "café"
+    assert decode_argument("café\n😀") == "café\n😀"
+    assert decode_argument("a\udcff") == "a\ufffd"
+    assert decode_argument("a\ud83d") == "a\ufffd"

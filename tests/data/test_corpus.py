@@ -41,7 +41,7 @@ def open_quietly(path: object, **more) -> Corpus:
 
 def documents_of(corpus: Corpus) -> list[str]:
     """Return the documents of a corpus."""
-    return [text for _, text in whole(list(corpus.chunks()))]
+    return [text for _, text in join_chunks(list(corpus.chunks()))]
 
 
 def read(path: object, **more) -> list[str]:
@@ -66,6 +66,18 @@ def test_a_folder_of_every_format(tmp_path, fill):
     fill(tmp_path, h__csv="ten,11")
     open_corpus(DataConfig("text", str(tmp_path)), NOWHERE, printed.append)
     assert printed[2:] == [json_line, f"g.csv and 1 more: {table_line}"]
+
+
+def test_a_page_behind_a_url_is_named(tmp_path, server):
+    """The address of a page that shows a text gives HTML. A line reports it once, when the copy is read."""
+    server.content = b"<!DOCTYPE html>\n<html><body>The quiet river.</body></html>"
+    printed: list[str] = []
+    corpus = open_corpus(DataConfig("text", [server.url("whole"), server.url("moved")]), tmp_path, printed.append)
+    for _ in range(2):
+        assert "The quiet river." in "".join(chunk.text for _, _, chunk in corpus.chunks())
+    [line] = printed
+    assert line.startswith(f"{server.url('whole')}: HTML, read as raw text with its markup; ")
+    assert line.endswith("give the URL of the text itself")
 
 
 def test_text_field_and_errors(tmp_path, fill):
@@ -293,18 +305,18 @@ def test_memory_that_cannot_be_written(tmp_path, clock, large):
 # --- pieces ---
 
 
-def whole(pieces: list[tuple[int, int | None, Chunk]]) -> list[tuple[int, str]]:
-    """The documents that pieces make, each with the number of its file, after a check of their order and flags."""
+def join_chunks(chunks: list[tuple[int, int | None, Chunk]]) -> list[tuple[int, str]]:
+    """Return the documents that chunks make, each with the number of its file. Check their order and flags."""
     documents: list[tuple[int, str]] = []
-    open_document = False
-    for number, _, piece in pieces:
+    is_open = False
+    for number, _, chunk in chunks:
         assert not documents or number >= documents[-1][0]
-        assert piece.starts_document != open_document
-        documents.append((number, piece.text) if piece.starts_document else (number, documents.pop()[1] + piece.text))
-        assert documents[-1][0] == number
-        assert piece.text
-        open_document = not piece.ends_document
-    assert not open_document
+        assert chunk.starts_document != is_open
+        text = chunk.text if chunk.starts_document else documents.pop()[1] + chunk.text
+        documents.append((number, text))
+        assert chunk.text
+        is_open = not chunk.ends_document
+    assert not is_open
     return documents
 
 
@@ -327,7 +339,7 @@ def test_pieces_are_the_documents(files):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt.data.corpus, "split_into_chunks", functools.partial(split_into_chunks, size=5))
         pieces = list(corpus.chunks())
-        assert whole(pieces) == documents
+        assert join_chunks(pieces) == documents
         assert all(len(piece.text) <= 20 for _, _, piece in pieces)
         for start in range(len(files) + 1):
             place = ShardStart(start, 0, True, 0)

@@ -9,6 +9,7 @@ import re
 import socket
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from gpt.data.corpus import open_corpus
@@ -121,8 +122,49 @@ def test_runs_and_caches_are_not_corpus(tmp_path, monkeypatch, fill, way):
         printed: list[str] = []
         assert found(place + way, printed.append, tmp_path / "cache") == ["a", "mine"]
         [line] = printed
-        assert re.fullmatch(rf"skipping 3 folders below {place}/?, of runs or the cache: (\S+, ){{2}}\S+", line)
+        assert re.fullmatch(
+            rf"skipping 3 folders below {place}/?, of runs, packages or the cache: (\S+, ){{2}}\S+", line
+        )
         assert {*line.split(": ")[1].split(", ")} == {"b/moved", "cache", "runs/1"}
+
+
+def test_installed_packages_are_not_corpus(tmp_path, fill):
+    """Environments and node_modules below a folder are skipped and named. They are read if the user names them."""
+    fill(
+        tmp_path,
+        a__txt="a",
+        venv_in_pyvenv__cfg="home = /usr",
+        venv_in_lib_in_b__py="b",
+        app_in_node_modules_in_c__js="c",
+    )
+    fill(tmp_path / "env", d__py="d")
+    (tmp_path / "env/conda-meta").mkdir()
+    for way in ("", "/**/*"):
+        printed: list[str] = []
+        assert found(f"{tmp_path}{way}", printed.append) == ["a"]
+        assert {*printed[0].split(": ")[1].split(", ")} == {"venv", "env", "app/node_modules"}
+    assert found(tmp_path / "venv/lib") == ["b"]
+    assert sorted(found(tmp_path / "venv")) == ["b", "home = /usr"]
+    assert found(tmp_path / "app/node_modules") == ["c"]
+
+
+def test_what_datasets_writes_beside_a_text(tmp_path):
+    """A folder of `save_to_disk` has its Arrow files read, and not the JSON files about them, nor cached copies."""
+    table = pa.table({"text": ["first", "second"]})
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for name in ("data-00000-of-00001.arrow", "cache-12ab.arrow"):
+            with pa.ipc.new_stream(tmp_path / split / name, table.schema) as writer:
+                writer.write_table(table)
+        for name in ("dataset_info.json", "state.json"):
+            (tmp_path / split / name).write_text('{"a": 1}')
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    (tmp_path / "state.json").write_text('{"text": "a text of the user"}')
+    printed: list[str] = []
+    files = find_text_files(str(tmp_path), NOWHERE, printed.append)
+    arrow = "data-00000-of-00001.arrow"
+    assert [str(file.relative_to(tmp_path)) for file in files] == ["state.json", f"test/{arrow}", f"train/{arrow}"]
+    assert printed[0].startswith(f"skipping 7 of 10 files below {tmp_path}, ")
 
 
 def test_a_run_that_is_named(tmp_path, fill):
@@ -133,7 +175,7 @@ def test_a_run_that_is_named(tmp_path, fill):
     assert found(run / "notes") == ["mine"]
     printed: list[str] = []
     assert refused(run, printed.append) == refused(f"{run}/*.md", printed.append) == NOTHING
-    assert printed == [f"skipping 1 folder below {run}, of runs or the cache: ."] * 2
+    assert printed == [f"skipping 1 folder below {run}, of runs, packages or the cache: ."] * 2
 
 
 # --- links ---

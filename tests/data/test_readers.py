@@ -20,6 +20,7 @@ import gpt.data.readers
 import harness
 from gpt.data.compression import COMPRESSED_SUFFIXES, zstd
 from gpt.data.data_config import DataConfig
+from gpt.data.encodings import encoding_of_mark
 from gpt.data.readers import detect_markup, format_suffix, looks_like_text, read_documents
 from gpt.errors import UserError
 
@@ -135,9 +136,8 @@ FRAGMENTS = [character.encode() for character in WHOLE_CHARACTERS] + BROKEN
 def test_any_bytes(folder, content, block):
     """In blocks as Python makes of them at once: the text without its mark, the error or the replacements."""
     file = write(folder / "a.txt", content)
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        assert refusal(file, block, errors="replace").startswith("it begins with the mark of UTF-16")
-        return
+    if encoding_of_mark(content):
+        return  # another encoding: test_encodings
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"%PDF-", b"PK\x03\x04")):
         return  # Hypothesis finds these in the code; test_no_text_can_come_of_it is of them
     if 0 in content:
@@ -152,18 +152,6 @@ def test_any_bytes(folder, content, block):
         assert refusal(file, block).startswith(f"not UTF-8 {where}; ")
     else:
         assert read(file, block) == [expected]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("errors", ["strict", "replace"])
-def test_utf16_is_named(tmp_path, suffix, encoding, errors):
-    """By its mark, with the command that converts it, and never replaced by nonsense."""
-    file = write(tmp_path / f"a.txt{suffix}", PACKERS[suffix]("\ufeffcafé".encode(encoding)))
-    assert refusal(file, errors=errors) == (
-        "it begins with the mark of UTF-16; convert it first: iconv -f utf-16 -t utf-8, or set data.encoding=utf-16"
-    )
-    assert read(file, errors=errors, encoding="utf-16") == ["café"]
 
 
 @EVERY_TEXT
@@ -296,8 +284,6 @@ def test_json_text_field(tmp_path):
 
 NO_JSON = "; every line must be one JSON object"
 NO_TEXT = " has no text under 'text'; name the key with data.text_field="
-CONVERT = "; convert it first, for example with iconv -f windows-1252 -t utf-8, or set "
-NO_UTF8 = f"{CONVERT}data.encoding=windows-1252 or data.errors=replace"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +296,10 @@ NO_UTF8 = f"{CONVERT}data.encoding=windows-1252 or data.errors=replace"
         ('{"text": 7}', NO_TEXT + " (text)"),
         ('{"text": [{"role": 7, "content": "a"}], "n": 7}', NO_TEXT + " (text, n)"),
         ('["text"]', NO_TEXT),
-        (b'{"text": "caf\xe9"}', ": not UTF-8 (byte 0xe9 at offset 13)" + NO_UTF8),
+        (
+            b'{"text": "caf\xe9"}',
+            ": not UTF-8 (byte 0xe9 at offset 13); choose the one that reads right: data.encoding=",
+        ),
     ],
     ids=lambda value: ascii(value)[:23],
 )
@@ -318,7 +307,7 @@ def test_broken_json_line(tmp_path, line, message):
     """The line's number counts blank lines too, and the column is that in the line."""
     line = line if isinstance(line, bytes) else line.encode()
     file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
-    assert refusal(file) == f"line 3{message}"
+    assert refusal(file).startswith(f"line 3{message}")
 
 
 @pytest.mark.parametrize("block", [3, None])
@@ -493,7 +482,7 @@ def test_parquet_that_is_not_utf8(tmp_path, kind):
     """The row, counted from 0, and the byte; or what stands for it."""
     content = [b"ok", None] * 71 + ["naïve ".encode() + b"caf\xe9!", b"\xe2\x82"]
     file = write_table(tmp_path / "a.parquet", {"text": as_strings(content, kind)}, row_group_size=73)
-    assert refusal(file) == f"row 142: not UTF-8 (byte 0xe9 at offset 10){CONVERT}data.errors=replace"
+    assert refusal(file) == "row 142: not UTF-8 (byte 0xe9 at offset 10); set data.errors=replace"
     assert read(file, errors="replace") == ["ok", ""] * 71 + ["naïve caf\ufffd!", "\ufffd"]
 
 
@@ -538,6 +527,20 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     file = write_table(tmp_path / "a.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     assert refusal(file) == "this needs pyarrow, which is not installed: pip install pyarrow"
+
+
+def test_arrow(tmp_path):
+    """The files and streams that pyarrow and datasets write: every batch, other columns, and one line for damage."""
+    batches = pa.table({"n": range(7), "text": [f"text {i}" for i in range(7)]}).to_batches(max_chunksize=3)
+    for name, new_writer in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
+        with new_writer(tmp_path / name, batches[0].schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        assert read(tmp_path / name) == [f"text {i}" for i in range(7)]
+        assert refusal(tmp_path / name, text_field="n").startswith("'n' is not a column of text; name one with ")
+        content = (tmp_path / name).read_bytes()
+        damaged = write(tmp_path / f"damaged-{name}", content[: len(content) // 2])
+        assert refusal(damaged).endswith("the file is damaged, compressed or not Arrow; fetch it again")
 
 
 # --- all of them ---

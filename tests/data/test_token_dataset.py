@@ -17,7 +17,7 @@ from gpt.data.token_dataset import SPLITS, TokenDataset, find_cached_dataset, op
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
-from model_files import write_prepared_corpus
+from models import write_prepared_corpus
 
 IDS = {name: np.random.default_rng(7).integers(0, 257, count) for name, count in zip(SPLITS, (103, 31), strict=True)}
 

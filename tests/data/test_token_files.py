@@ -66,18 +66,20 @@ WRITERS: dict[str, tuple[str, Callable[[Path, list[int]], None]]] = {
 }
 
 
-def opened(path, tokenizer: TokenizerConfig | Tokenizer = GPT2, print_line=[].append, **more) -> TokenSource:
-    """What is opened."""
-    cache = more.pop("cache", Path(os.environ["TOKEN_CACHE"]))
-    path = [str(one) for one in path] if isinstance(path, list) else str(path)
-    [source] = prepare(DataConfig("tokens", path, **more), tokenizer, 5, cache, print_line).sources
-    return source
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
+    """The cache of `open_tokens`."""
     monkeypatch.setenv("TOKEN_CACHE", str(tmp_path / "a cache"))
     return tmp_path / "a cache"
+
+
+def open_tokens(
+    path: Path | str, tokenizer: TokenizerConfig | Tokenizer = GPT2, print_line=[].append, **settings
+) -> TokenSource:
+    """Open the token files that a path names."""
+    data = DataConfig("tokens", str(path), **settings)
+    [source] = prepare(data, tokenizer, 5, Path(os.environ["TOKEN_CACHE"]), print_line).sources
+    return source
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -90,7 +92,7 @@ def test_each_format(tmp_path, name):
         write(folder / pattern.format(word), ids)
     printed: list[str] = []
     for path in (folder, f"{folder}/**/*{Path(pattern).suffix}"):
-        source = opened(path, print_line=printed.append)
+        source = open_tokens(path, print_line=printed.append)
         assert source.train[:].tolist() == parts[0] + parts[1]
         assert source.validation.tolist() == parts[2]
         text = gpt2_tokenizer().decode_bytes([token for token in parts[2] if token != END])
@@ -104,7 +106,7 @@ def test_one_file(tmp_path):
     """The last of it validates, at most a tenth, from an end-of-text on, and that is said."""
     write_raw(tmp_path / "train.bin", IDS)
     printed: list[str] = []
-    source = opened(tmp_path / "train.bin", print_line=printed.append)
+    source = open_tokens(tmp_path / "train.bin", print_line=printed.append)
     length = len(source.validation)
     assert source.train[:].tolist() + source.validation.tolist() == IDS
     assert 0 < length <= len(IDS) // 10 < MAX_VALIDATION_TOKENS and source.validation[0] == END
@@ -117,17 +119,19 @@ def test_validation_that_is_named(tmp_path):
     for name, ids in (("a.bin", IDS[:400]), ("val.bin", IDS[400:500]), ("c.bin", IDS[500:])):
         write_raw(tmp_path / name, ids)
     printed: list[str] = []
-    source = opened(tmp_path, print_line=printed.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37)
+    source = open_tokens(
+        tmp_path, print_line=printed.append, validation_path=str(tmp_path / "c.bin"), validation_bytes=37
+    )
     assert source.train[:].tolist() == IDS[:400]
     assert source.validation.tolist() == IDS[500:537]
     what = f"validating on the first 37 of {len(IDS) - 500} tokens of c.bin"
     assert printed == [f"{what}: data.validation_bytes= sets how many"]
     write_raw(tmp_path / "more/d.bin", IDS[300:])
-    source = opened(tmp_path, validation_path=str(tmp_path / "more"))
+    source = open_tokens(tmp_path, validation_path=str(tmp_path / "more"))
     assert source.train[:].tolist() == IDS[:400] + IDS[500:]
     assert source.validation.tolist() == IDS[300:]
     (tmp_path / "a.bin").unlink()
-    assert "names token files for validation only" in refusal(opened, tmp_path / "val.bin")
+    assert "names token files for validation only" in refusal(open_tokens, tmp_path / "val.bin")
 
 
 def test_empty_files_and_others(tmp_path):
@@ -136,7 +140,7 @@ def test_empty_files_and_others(tmp_path):
     write_datatrove(tmp_path / "1.ds", IDS)
     (tmp_path / ".hidden.ds").write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("none")
-    source = opened(tmp_path)
+    source = open_tokens(tmp_path)
     assert source.train[:].tolist() + source.validation.tolist() == IDS
 
 
@@ -144,7 +148,7 @@ def test_without_end_of_text(tmp_path):
     """One line reports it, and the run continues: DocumentTokenizer's default writes none."""
     write_raw(tmp_path / "train.bin", [token for token in IDS if token != END])
     printed: list[str] = []
-    opened(tmp_path / "train.bin", print_line=printed.append)
+    open_tokens(tmp_path / "train.bin", print_line=printed.append)
     assert printed[-1].startswith("no end-of-text (id 50,256) in the first ")
 
 
@@ -152,16 +156,16 @@ def test_without_end_of_text(tmp_path):
 def test_what_identifies_a_dataset(tmp_path, cache):
     """Names, sizes and content, so that no run goes on with files that have changed; not the folder or the times."""
     write_llm_c(tmp_path / "one/a.bin", IDS)
-    key = opened(tmp_path / "one").metadata["key"]
+    key = open_tokens(tmp_path / "one").metadata["key"]
     write_llm_c(tmp_path / "two/a.bin", IDS)
     os.utime(tmp_path / "two/a.bin", (1, 1))
-    assert opened(tmp_path / "two").metadata["key"] == key
+    assert open_tokens(tmp_path / "two").metadata["key"] == key
     changed = [*IDS]
     changed[100] ^= 1
     write_llm_c(tmp_path / "two/a.bin", changed)
-    keys = [key, opened(tmp_path / "two").metadata["key"]]
+    keys = [key, open_tokens(tmp_path / "two").metadata["key"]]
     write_llm_c(tmp_path / "three/b.bin", IDS)
-    keys.append(opened(tmp_path / "three").metadata["key"])
+    keys.append(open_tokens(tmp_path / "three").metadata["key"])
     assert len({json.dumps(one) for one in keys}) == 3
     assert len(list((cache / "checked").iterdir())) == 4
 
@@ -170,18 +174,18 @@ def test_which_tokenizer(tmp_path):
     """No format names one: gpt2, byte, the one of a model, or the tokenizer.json of a prepared text beside them."""
     own = train_bpe(["the café has seats " * 50], 300)
     write_raw(tmp_path / "train.bin", own.encode("the café has seats " * 50))
-    line = refusal(opened, tmp_path / "train.bin", TokenizerConfig())
+    line = refusal(open_tokens, tmp_path / "train.bin", TokenizerConfig())
     assert re.search(
         "a token file does not name its tokenizer.*: set tokenizer=gpt2 or byte, or put the tokenizer", line
     )
-    assert opened(tmp_path / "train.bin", own).metadata["key"]["tokenizer"] == {"given": own.sha256}
+    assert open_tokens(tmp_path / "train.bin", own).metadata["key"]["tokenizer"] == {"given": own.sha256}
     (tmp_path / "tokenizer.json").write_text(json.dumps(own.to_dict()))
-    assert opened(tmp_path / "train.bin", TokenizerConfig()).tokenizer.sha256 == own.sha256
+    assert open_tokens(tmp_path / "train.bin", TokenizerConfig()).tokenizer.sha256 == own.sha256
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
-    line = refusal(opened, tmp_path / "train.bin", TokenizerConfig())
+    line = refusal(open_tokens, tmp_path / "train.bin", TokenizerConfig())
     assert "tokenizer.json: is not a tokenizer of this project" in line
     write_raw(tmp_path / "bytes/train.bin", [*"naïve ".encode()] * 20)
-    assert opened(tmp_path / "bytes", BYTE).tokenizer.sha256 == byte_tokenizer().sha256
+    assert open_tokens(tmp_path / "bytes", BYTE).tokenizer.sha256 == byte_tokenizer().sha256
 
 
 def cut(file: Path, size: int) -> None:
@@ -226,7 +230,7 @@ def test_what_is_wrong_is_one_line(tmp_path, mistake):
     """It names the file, what is wrong, and what to do about it."""
     name, write, reason = WRONG[mistake]
     write(tmp_path / name)
-    line = refusal(opened, tmp_path)
+    line = refusal(open_tokens, tmp_path)
     assert re.search(reason, line), line
     assert line.startswith(f"{tmp_path / name}: cannot be read (") and line.endswith("; fetch or write it again")
 
@@ -235,8 +239,8 @@ def test_mistakes(tmp_path):
     """Nothing of the kind, or too little of it."""
     (tmp_path / "a.txt").write_text("text")
     for path in (tmp_path, tmp_path / "a.txt", tmp_path / "*.bin"):
-        assert f"data.path={str(path)!r} names no file whose name ends in .bin or .ds" in refusal(opened, path)
+        assert f"data.path={str(path)!r} names no file whose name ends in .bin or .ds" in refusal(open_tokens, path)
     write_raw(tmp_path / "train.bin", IDS[:4])
     with pytest.raises(TooShortError):
-        opened(tmp_path)
+        open_tokens(tmp_path)
     assert "data=tokens needs data.path=DIR" in refusal(DataConfig, "tokens")

@@ -18,7 +18,7 @@ from gpt.checkpoint_formats import upgrade_config
 from gpt.data.tokenizer import byte_tokenizer, gpt2_tokenizer
 from gpt.errors import UserError
 from gpt.model.transformer import ModelConfig
-from model_files import Bomb, limit_file_size, make_trained_checkpoint, small_model
+from models import Bomb, limit_file_size, make_trained_checkpoint, small_model
 
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=1, num_heads=7, qkv_bias=False)
 CHECKPOINT = make_trained_checkpoint(SHAPE)

@@ -10,14 +10,13 @@ import pytest
 import tokenizers
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import harness
 from gpt.data.tokenizer import END_OF_TEXT, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from gpt.interop.gguf import GGUF_TYPES, PASSTHROUGH_TEMPLATE, write_gguf
 from gpt.interop.huggingface import from_huggingface_weights
 from gpt.model.transformer import GPT, GPTConfig
-from model_files import limit_file_size
+from models import gpt2_twin, limit_file_size
 
 TEXT = "It's 1,234 naïve cafés, don't you think?\n\n\tself.x  =  3 # 世界 🙂\r\nthe theme there, thethethe    \n"
 BPE = train_bpe([TEXT * 3], 307)
@@ -31,23 +30,12 @@ def make_config(d_model: int = 60, tokenizer: Tokenizer = BPE, **changes) -> GPT
     return GPTConfig(d_model=d_model, **(shape | changes))
 
 
-def make_both(config: GPTConfig) -> tuple[GPT, GPT2LMHeadModel]:
-    """Return a model with random weights, biases and gains as ours and as Hugging Face's."""
-    shape = {"n_positions": config.context_length, "n_embd": config.d_model, "n_layer": config.num_layers}
-    shape |= {"n_head": config.num_heads, "vocab_size": config.vocab_size, "bos_token_id": 0, "eos_token_id": 0}
-    gpt2 = GPT2LMHeadModel(GPT2Config(**shape)).eval()
-    generator = torch.Generator().manual_seed(23)
-    with torch.no_grad():
-        for parameter in gpt2.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return GPT.from_state_dict(config, from_huggingface_weights(gpt2.state_dict(), config.num_layers)), gpt2
-
-
 @pytest.mark.parametrize("gguf_type", GGUF_TYPES)
 def test_weights_have_llama_cpp_names_and_rounded_values(tmp_path, gguf_type):
     """The library translates Hugging Face's names."""
     config = make_config(160 if gguf_type == "q8_0" else 60)
-    model, gpt2 = make_both(config)
+    gpt2 = gpt2_twin(config)
+    model = GPT.from_state_dict(config, from_huggingface_weights(gpt2.state_dict(), config.num_layers))
     write_gguf(model, BPE, tmp_path / "model.gguf", gguf_type)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.num_layers)
     expected = {}

@@ -8,37 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 import harness
 from gpt.interop.huggingface import load_huggingface_weights
 from gpt.model.transformer import GPTConfig
-from model_files import Bomb
+from models import Bomb, gpt2_twin
 
 VOCAB_SIZE, CONTEXT_LENGTH, NUM_HEADS, NUM_LAYERS = 101, 13, 3, 2
 D_MODEL = NUM_HEADS * 7
+CONFIG = GPTConfig(CONTEXT_LENGTH, D_MODEL, NUM_LAYERS, NUM_HEADS, vocab_size=VOCAB_SIZE)
 UNREADABLE = ": cannot be read as a Hugging Face model ("
 NOT_A_GPT2 = ": not a GPT-2 that can be loaded"
-
-
-def make_gpt2(model_class: type = GPT2LMHeadModel):
-    """Return a small model of `transformers` whose parameters, biases and gains included, are random and large."""
-    shape = {"vocab_size": VOCAB_SIZE, "n_positions": CONTEXT_LENGTH, "n_embd": D_MODEL}
-    shape |= {"n_layer": NUM_LAYERS, "n_head": NUM_HEADS, "bos_token_id": 0, "eos_token_id": 0}
-    model = model_class(GPT2Config(**shape)).eval()
-    generator = torch.Generator().manual_seed(17)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            mean = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
-            parameter.copy_(mean + 0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """A folder with a small GPT2LMHeadModel."""
     folder = tmp_path_factory.mktemp("huggingface")
-    make_gpt2().save_pretrained(folder)
+    gpt2_twin(CONFIG).save_pretrained(folder)
     return folder
 
 
@@ -76,16 +63,16 @@ def have_equal_weights(folder: Path, other: Path) -> bool:
 @torch.no_grad()
 def test_logits_are_equal(saved):
     model = load_huggingface_weights(saved).eval()
-    assert model.config == GPTConfig(CONTEXT_LENGTH, D_MODEL, NUM_LAYERS, NUM_HEADS, vocab_size=VOCAB_SIZE)
+    assert model.config == CONFIG
     idx = torch.randint(VOCAB_SIZE, (2, CONTEXT_LENGTH), generator=torch.Generator().manual_seed(3))
-    expected = make_gpt2()(idx).logits
+    expected = gpt2_twin(CONFIG)(idx).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=0.0)
 
 
 def test_a_model_without_a_head_is_loaded(saved, tmp_path):
     """A GPT2Model has no prefix before its names either."""
-    make_gpt2(GPT2Model).save_pretrained(tmp_path)
+    gpt2_twin(CONFIG, model_class="GPT2Model").save_pretrained(tmp_path)
     assert have_equal_weights(tmp_path, saved)
 
 
@@ -99,7 +86,7 @@ def test_half_precision_becomes_fp32(saved, folder):
 
 def test_shards_are_one_model(saved, tmp_path):
     """A missing shard is refused."""
-    make_gpt2().save_pretrained(tmp_path, max_shard_size="5KB")
+    gpt2_twin(CONFIG).save_pretrained(tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     assert have_equal_weights(tmp_path, saved)
     next(tmp_path.glob("model-*.safetensors")).unlink()

@@ -13,6 +13,8 @@ import harness
 from gpt.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer, train_bpe
 from gpt.interop.vocabulary import read_huggingface_tokenizer, to_huggingface_tokenizer, to_printable
 from gpt.loading import open_model, open_tokenizer
+from gpt.model.transformer import GPTConfig
+from models import gpt2_twin
 
 ADDED = {"id": 0, "content": END_OF_TEXT, "special": True, "normalized": False}
 ADDED |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -68,11 +70,8 @@ def find_last_merge(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
 
 def save_gpt2(folder: Path, vocab_size: int) -> GPT2LMHeadModel:
     """Save a model whose rows beyond the tokens would be likely if they could be sampled."""
-    torch.manual_seed(3)
-    shape = {"n_positions": 97, "n_embd": 30, "n_layer": 2, "n_head": 3}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **shape)).eval()
+    model = gpt2_twin(GPTConfig(97, 30, 2, 3, vocab_size=vocab_size))
     with torch.no_grad():
-        model.transformer.wte.weight.mul_(20)
         model.transformer.wte.weight[301:] = 100.0
     model.save_pretrained(folder)
     return model

@@ -17,7 +17,7 @@ from gpt.interop import huggingface
 from gpt.loading import find_checkpoint, find_run, open_model, open_tokenizer
 from gpt.model.transformer import GPT
 from harness import ROOT, refusal
-from model_files import make_checkpoint, small_model, write_prepared_corpus
+from models import make_checkpoint, small_model, write_prepared_corpus
 from web_server import WebServer
 
 STORY = "It was the best of times, it was the worst of times; 2²³ ≠ 10 €, naïve café\r\n"

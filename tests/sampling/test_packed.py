@@ -12,7 +12,7 @@ from gpt.model.linear import Linear
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.sampling import packed
 from gpt.sampling.packed import Int8Linear, PackedLinear, choose_sampling_precision, choose_threads, pack_weights
-from small_models import make_idx, make_initial_model
+from models import make_idx, random_model
 
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
 
@@ -73,7 +73,7 @@ def test_int8_reads_nothing_past_its_weights():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_packed_model_is_near_fp32(precision, bound, rows):
     """Its logits are, in one pass and token by token with the cache. So is its loss."""
-    exact = make_initial_model(SHAPE, scale=5.0)
+    exact = random_model(SHAPE, std=0.1)
     model = pack_weights(copy.deepcopy(exact), precision, rows)
     idx = make_idx(101, rows, 23)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_packed_model_is_near_fp32(precision, bound, rows):
 
 def test_every_matrix_is_replaced():
     """No linear map of a block stays in fp32. The head gets a matrix of its own."""
-    model = pack_weights(make_initial_model(SHAPE, scale=5.0), "int8")
+    model = pack_weights(random_model(SHAPE, std=0.1), "int8")
     linears = [type(module) for module in model.blocks.modules() if isinstance(module, nn.Linear | Int8Linear)]
     assert linears == [Int8Linear] * 8
     assert isinstance(model.output, Int8Linear)
@@ -99,7 +99,7 @@ def test_every_matrix_is_replaced():
 
 def test_defaults_depend_on_the_size_of_the_model():
     """On a CPU a small model is sampled in fp32, by one thread if it is a single text, and a large one in bf16."""
-    small = make_initial_model(SHAPE)
+    small = random_model(SHAPE)
     with SkipInit():
         large = GPT(GPTConfig(64, 512, 4, 4))
     assert [choose_sampling_precision("auto", model) for model in (small, large)] == ["fp32", "bf16"]

@@ -1,22 +1,18 @@
 """Scoring: the loss of a text against slow sums and numbers by hand."""
 
-import io
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from gpt.data.batches import validation_batches
 from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPTConfig
-from gpt.sampling import scoring
 from gpt.sampling.scoring import score, strided_score
-from small_models import make_idx, make_model
+from models import make_idx, random_model
 
 VOCAB, CONTEXT = 101, 13
 SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
@@ -24,7 +20,7 @@ SHAPE = GPTConfig(CONTEXT, 35, 2, 7, vocab_size=VOCAB)
 
 def test_score_equals_a_slow_sum():
     """Every token but the first counts once, summed one by one over the windows of a text."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0]
+    model, tokens = random_model(SHAPE), make_idx(VOCAB, 1, 59)[0]
     nats = 0.0
     for start in range(0, 58, CONTEXT):
         window = tokens[start : start + CONTEXT + 1]
@@ -41,7 +37,7 @@ def test_score_equals_a_slow_sum():
 
 def test_uniform_model():
     """A model of zeros gives every token the same probability: log(V) nats for each."""
-    model = make_model(SHAPE)
+    model = random_model(SHAPE)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     result = score(model, validation_batches(np.arange(53) % VOCAB, 3, CONTEXT, IGNORE_INDEX), num_bytes=13)
@@ -54,12 +50,12 @@ def test_uniform_model():
 @pytest.mark.parametrize("training", [True, False])
 def test_a_score_does_not_change_the_model(training):
     """Dropout has no effect on a score, and the model keeps its mode."""
-    model, tokens = make_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
+    model, tokens = random_model(replace(SHAPE, dropout=0.5)).train(training), make_idx(VOCAB, 1, 59)[0].numpy()
     scores = [score(model, validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats for _ in range(2)]
     assert (
         scores[0]
         == scores[1]
-        == score(make_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats
+        == score(random_model(SHAPE), validation_batches(tokens, 3, CONTEXT, IGNORE_INDEX), 211).nats
     )
     assert all(module.training is training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -69,7 +65,7 @@ def test_a_score_does_not_change_the_model(training):
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 59])
 def test_strided_score_equals_a_slow_sum(stride, length):
     """Every token but the first counts once, with at least the context length less the stride before it."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, length)[0]
+    model, tokens = random_model(SHAPE), make_idx(VOCAB, 1, length)[0]
     nats = 0.0
     end = 1
     for start in range(0, length, stride):
@@ -85,24 +81,7 @@ def test_strided_score_equals_a_slow_sum(stride, length):
 
 def test_stride_of_the_context_length_is_validation():
     """The windows are the same, and the scores are equal bit for bit."""
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
+    model, tokens = random_model(SHAPE), make_idx(VOCAB, 1, 59)[0].numpy()
     assert strided_score(model, tokens, 211, CONTEXT) == score(
         model, validation_batches(tokens, 4096 // CONTEXT, CONTEXT, IGNORE_INDEX), 211
     )
-
-
-def test_terminals_show_a_bar_and_then_erase_it(monkeypatch):
-    model, tokens = make_model(SHAPE), make_idx(VOCAB, 1, 4099)[0].numpy()
-    monkeypatch.setattr(
-        scoring, "import_tqdm", lambda: lambda *a, **k: tqdm(*a, **(k | {"delay": 0, "mininterval": 0}))
-    )
-    for is_terminal in (True, False):
-        screen = io.StringIO()
-        screen.isatty = lambda answer=is_terminal: answer  # type: ignore[method-assign]
-        monkeypatch.setattr(sys, "stderr", screen)
-        strided_score(model, tokens, 211, CONTEXT)
-        if is_terminal:
-            *_, erased, _ = screen.getvalue().split("\r")
-            assert "| 2/2 [" in screen.getvalue() and not erased.strip()
-        else:
-            assert screen.getvalue() == ""

@@ -60,11 +60,10 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "ignored",
-    [slice(0), slice(None, None, 3), slice(5), slice(3, N), slice(1, None), slice(None)],
-    ids=["none", "some", "first-chunk", "later-chunks", "all-but-one", "all"],
+    [slice(None, None, 3), slice(5), slice(1, None), slice(None)],
+    ids=["some", "first-chunk", "all-but-one", "all"],
 )
-@pytest.mark.parametrize("rows", [0.1, 5, N, 170])  # 0.1: less memory than one row needs
-@pytest.mark.parametrize("width", [7, 2048])
+@pytest.mark.parametrize(("rows", "width"), [(0.1, 2048), (5, 7), (170, 7)])  # 0.1: less memory than one row needs
 def test_equals_its_plain_twin(dtype, ignored, rows, width, monkeypatch, set_rows):
     """Value and gradients equal `next_token_loss` for any chunks, slices and ignored targets."""
     monkeypatch.setattr(module, "VOCAB_SLICE", width)
@@ -94,51 +93,23 @@ def test_gradients_are_given_once():
         loss.backward()
 
 
-def test_large_logits(set_rows):
-    """Logits of thousands neither overflow nor lose the loss."""
+@pytest.mark.parametrize("size", [1, 1000])
+def test_upstream_gradient(size, set_rows):
+    """Operations after the loss scale the gradients, and operations before it receive them.
+
+    Logits of thousands neither overflow nor lose the loss.
+    """
     set_rows(5)
     hidden, weight, targets = make_problem()
-    hidden = (1000 * hidden).detach().requires_grad_()
-    loss, expected = chunked_next_token_loss(hidden, weight, targets), reference(hidden, weight, targets)
-    assert expected > 1000
-    torch.testing.assert_close(loss, expected)
-    gradients = torch.autograd.grad(loss, [hidden, weight])
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [hidden, weight]), atol=1e-4, rtol=1e-4)
-
-
-def test_upstream_gradient(set_rows):
-    """Operations after the loss scale the gradients, and operations before it receive them."""
-    set_rows(5)
-    hidden, weight, targets = make_problem()
-    mixer = torch.randn(C, C, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    mixer = (size * torch.randn(C, C, generator=torch.Generator().manual_seed(3))).requires_grad_()
     parameters = [hidden, weight, mixer]
-    gradients = torch.autograd.grad(3 * chunked_next_token_loss(hidden @ mixer, weight, targets), parameters)
-    expected = torch.autograd.grad(reference(hidden @ mixer, weight, targets), parameters)
-    torch.testing.assert_close(gradients, tuple(3 * gradient for gradient in expected), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
-def test_bfloat16(of_weight, monkeypatch, set_rows):
-    """With bfloat16 hidden states, products are in bfloat16. Softmax, sums and the loss are in fp32."""
-    set_rows(5, itemsize=2)
-    monkeypatch.setattr(module, "VOCAB_SLICE", 7)
-    hidden, weight, targets = make_problem(slice(None, None, 3), n=101)
-    exact = reference(hidden, weight, targets).item()
-    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
-    expected = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
-    expected_gradients = torch.autograd.grad(expected, [hidden, weight])
-    hidden = hidden.detach().bfloat16().requires_grad_()
-    weight = weight.detach().to(of_weight).requires_grad_()
-    with Recorder() as recorder:
-        loss = chunked_next_token_loss(hidden, weight, targets)
-    gradients = torch.autograd.grad(loss, [hidden, weight])
-    assert set(recorder.products) == {torch.bfloat16}
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, expected, atol=0.0, rtol=2e-4)
-    assert 0 < abs(loss.item() - exact) < 0.01 * exact  # near fp32, but not the same
-    assert [gradient.dtype for gradient in gradients] == [hidden.dtype, weight.dtype]
-    tolerance = 0.004 if of_weight == torch.float32 else 0.02  # gradients of bfloat16 weights are summed in bfloat16
-    assert all(relative_error(*pair) < tolerance for pair in zip(gradients, expected_gradients, strict=True))
+    loss = chunked_next_token_loss(hidden @ mixer, weight, targets)
+    expected_loss = reference(hidden @ mixer, weight, targets)
+    assert expected_loss > size
+    torch.testing.assert_close(loss, expected_loss)
+    gradients = torch.autograd.grad(3 * loss, parameters)
+    expected = torch.autograd.grad(3 * expected_loss, parameters)
+    torch.testing.assert_close(gradients, expected, atol=1e-5 * size, rtol=1e-5)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -165,15 +136,6 @@ def test_frozen_input(frozen, set_rows):
     torch.testing.assert_close(problem[1 - frozen].grad, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_arguments_are_left_alone(set_rows):
-    """The loss never changes its arguments."""
-    set_rows(5)
-    problem = make_problem(slice(5))
-    copies = [tensor.detach().clone() for tensor in problem]
-    chunked_next_token_loss(*problem).backward()
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(problem, copies, strict=True))
-
-
 def test_second_derivative_is_refused():
     """Gradients are computed in the forward pass, so they cannot be differentiated. That is an error, not zero."""
     hidden, weight, targets = make_problem()
@@ -193,6 +155,7 @@ def test_never_holds_all_logits(dtype, width, monkeypatch, set_rows):
     with Recorder() as recorder:
         chunked_next_token_loss(hidden.to(dtype), weight, targets).backward()
     assert recorder.largest == 11 * 1009
+    assert set(recorder.products) == {dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

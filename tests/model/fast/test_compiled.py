@@ -11,7 +11,7 @@ from gpt.model.transformer import GPTConfig
 from gpt.sampling.generation import SamplingParams, generate
 from gpt.sampling.packed import Int8Linear, pack_weights
 from harness import refusal
-from small_models import make_idx, make_initial_model
+from models import make_idx, random_model
 
 GREEDY = SamplingParams(temperature=0.0)
 SHAPE = GPTConfig(context_length=23, d_model=48, num_layers=2, num_heads=3, vocab_size=101)
@@ -34,7 +34,7 @@ def test_single_token(precision, error, shape, threads):
     num_threads, plain_calls = torch.get_num_threads(), []
     torch.set_num_threads(threads)
     try:
-        exact = make_initial_model(shape, scale=5.0)
+        exact = random_model(shape, std=0.1)
         model = pack_weights(copy.deepcopy(exact), precision, compiled=True)
         for block in model.blocks:
             block.attention.register_forward_hook(lambda *_: plain_calls.append(True))
@@ -63,7 +63,7 @@ def test_single_token(precision, error, shape, threads):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_damaged_weights_stay_visible(precision):
     """One NaN in a block makes every logit NaN, also if activations are rounded to integers."""
-    model = make_initial_model(SHAPE)
+    model = random_model(SHAPE)
     model.blocks[0].feed_forward.expand.weight.data[3, 5] = torch.nan
     pack_weights(model, precision, compiled=True)
     caches = model.init_kv_caches()
@@ -95,4 +95,4 @@ def test_without_a_compiler(compiler, problem, tmp_path, monkeypatch):
 
 def test_not_for_fp16():
     """fp16 is refused in one line."""
-    assert "--compile is for a CPU" in refusal(pack_weights, make_initial_model(SHAPE), "fp16", compiled=True)
+    assert "--compile is for a CPU" in refusal(pack_weights, random_model(SHAPE), "fp16", compiled=True)

@@ -1,4 +1,4 @@
-"""Small models with random weights, their checkpoints, a prepared corpus, and a disk that is too small."""
+"""Small models with random weights, their checkpoints and runs, a prepared corpus, and a disk that is too small."""
 
 import contextlib
 import hashlib
@@ -7,26 +7,77 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from gpt import checkpoint
 from gpt.data.dataset_cache import write_checked_json
 from gpt.data.tokenizer import Tokenizer, byte_tokenizer
 from gpt.model.transformer import GPT, GPTConfig, ModelConfig
 
+EOT = 256  # the byte tokenizer's end-of-text
 SHAPE = ModelConfig(context_length=13, d_model=14, num_layers=2, num_heads=7)
+WRITER_SHAPE = ModelConfig(context_length=17, d_model=22, num_layers=2, num_heads=2)
 
 
-def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, seed: int = 3, scale: float = 0) -> GPT:
-    """Return a model with noise of standard deviation `scale` on all its initial weights, biases and gains."""
-    torch.manual_seed(seed)
+def random_model(config: GPTConfig, std: float = 0.3, seed: int = 17, unit_embeddings: bool = True) -> GPT:
+    """Return a model with normal weights around 0, or around 1 in the norms.
+
+    With `unit_embeddings` all token embeddings have length 1, so that greedy text varies.
+    """
+    model = GPT(config)
+    randomize(model, std, seed)
+    if unit_embeddings:
+        with torch.no_grad():
+            model.token_embedding.weight.copy_(F.normalize(model.token_embedding.weight))
+    return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, std: float, seed: int) -> None:
+    """Draw all parameters of a model, ours or one of `transformers`."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        is_gain = name.endswith("weight") and parameter.dim() == 1
+        parameter.normal_(1.0 if is_gain else 0.0, std, generator=generator)
+
+
+def small_model(shape: ModelConfig = SHAPE, tokenizer: Tokenizer | None = None, seed: int = 3, std: float = 0.3) -> GPT:
+    """Return a random model of a shape, for a tokenizer."""
     vocab_size = (tokenizer or byte_tokenizer()).vocab_size
-    model = GPT(GPTConfig(**asdict(shape), vocab_size=vocab_size)).eval()
+    return random_model(GPTConfig(**asdict(shape), vocab_size=vocab_size), std, seed)
+
+
+def gpt2_twin(config: GPTConfig, std: float = 0.2, seed: int = 17, model_class: str = "GPT2LMHeadModel") -> Any:
+    """Return a random model of `transformers` with the shape of one of ours."""
+    import transformers  # which takes seconds
+
+    shape = {"vocab_size": config.vocab_size, "n_positions": config.context_length, "n_embd": config.d_model}
+    shape |= {"n_layer": config.num_layers, "n_head": config.num_heads, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2_config = transformers.GPT2Config(**shape, attn_implementation="eager")
+    model = getattr(transformers, model_class)(gpt2_config).eval()
+    randomize(model, std, seed)
+    return model
+
+
+def make_idx(vocab_size: int, B: int, T: int) -> Tensor:
+    """Return the same token ids (B, T) in every call."""
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
+
+
+def make_writer() -> GPT:
+    """Return a byte model that never ends a text: its first dimension gives end-of-text a low logit."""
+    model = small_model(WRITER_SHAPE)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
+        embedding = model.token_embedding.weight
+        embedding[:, 0] = 0.0
+        embedding[EOT] = 0.0
+        embedding[EOT, 0] = -1.0
+        model.final_norm.bias[0] = 31.0
     return model
 
 
@@ -57,12 +108,11 @@ class Bomb:
         return os.mkdir, (str(self.folder),)
 
 
-def write_run(folder: Path, *args, tokenizer: Tokenizer | None = None, record: dict | None = None, **options) -> GPT:
-    """Write a run directory whose best checkpoint is `small_model(*args, tokenizer, **options)`; return the model."""
-    model = small_model(*args, tokenizer=tokenizer, **options)
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.save_checkpoint(make_checkpoint(model, tokenizer, **(record or {})), folder / "checkpoints/best.ckpt")
-    return model
+def write_run(run: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
+    """Write a run directory with the model as its best checkpoint, and return the directory."""
+    run.mkdir(parents=True)
+    checkpoint.save_checkpoint(make_checkpoint(model, tokenizer), run / "checkpoints/best.ckpt")
+    return run
 
 
 def write_prepared_corpus(
