@@ -81,5 +81,5 @@ def guess_encodings(text: bytes, position: int) -> Iterable[tuple[str, str]]:
 
 
 def display_name(encoding: str) -> str:
-    """Return the usual name of an encoding: Windows' code pages have another one in Python."""
-    return re.sub(r"^cp(125\d)$", r"windows-\1", encoding)
+    """Return the usual name of an encoding, which iconv takes as well. Python has other names for some."""
+    return re.sub(r"^(koi8|iso8859)_", r"\1-", re.sub(r"^cp(125\d)$", r"windows-\1", encoding))

@@ -136,10 +136,12 @@ def read_blocks(file: Path, encoding: str, errors: str, start: int = 0) -> Itera
 
 def _suggest_encodings(text: bytes, position: int) -> str:
     """Return the remedy for a text that is not UTF-8: encodings to choose from, each with what it makes of the text."""
-    guesses = [f'data.encoding={name} reads "{sample}"' for name, sample in guess_encodings(text, position)]
+    guesses = list(guess_encodings(text, position))
     if not guesses:
         return "set data.encoding= to its encoding, or data.errors=replace"
-    return f"choose the one that reads right: {'; '.join(guesses)}; or set data.errors=replace"
+    choices = "; ".join(f'data.encoding={name} reads "{sample}"' for name, sample in guesses)
+    command = f"convert it with iconv -f {guesses[0][0]} -t utf-8"
+    return f"choose the one that reads right: {choices}; or {command}, or set data.errors=replace"
 
 
 def match_beginning(beginning: bytes, formats: list[tuple[bytes, str, str]]) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ SENTENCES = {
     "big5": "安靜的河水從石橋下流過。小船等著下雨。",
     "shift_jis": "静かな川が石の橋の下を流れる。",
     "windows-1251": "Тихая река течёт под каменным мостом, и лодки ждут дождя.",
-    "koi8_r": "Тихая река течёт под каменным мостом, и лодки ждут дождя.",
+    "koi8-r": "Тихая река течёт под каменным мостом, и лодки ждут дождя.",
     "windows-1252": "Le garçon était fatigué, mais il marchait à côté de la rivière où l'été finissait.",
 }
 BYTE = TokenizerConfig("byte")
@@ -44,7 +44,9 @@ def test_the_refusal_shows_what_each_encoding_reads(tmp_path, encoding):
     file = tmp_path / "book.txt"
     file.write_bytes(text.encode(encoding))
     line = refusal(read, file)
-    remedies = line.split("choose the one that reads right: ")[1].split("; or set ")[0].split("; ")
+    choices, others = line.split("choose the one that reads right: ")[1].split("; or ")
+    assert others == f"convert it with iconv -f {encoding} -t utf-8, or set data.errors=replace"
+    remedies = choices.split("; ")
     assert 1 <= len(remedies) <= 3
     assert remedies[0].startswith(f'data.encoding={encoding} reads "{SENTENCES[encoding][:10]}')
     assert all(len(remedy.split('"')[1]) <= 40 for remedy in remedies)
