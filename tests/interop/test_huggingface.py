@@ -168,6 +168,20 @@ def test_missing_and_special_files_are_refused(folder, tmp_path):
         assert refusal(folder).startswith("/model.safetensors: missing; give a GPT-2 directory")
 
 
+@pytest.mark.slow
+def test_the_remedy_for_weights_in_the_older_form_works(folder):
+    from transformers import AutoModelForCausalLM
+
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    line = harness.refusal(load_huggingface_weights, folder)
+    assert line.startswith(f"{folder}: its weights are in the older form, pytorch_model.bin; rewrite them with ")
+    eval(line.partition(" with ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
+    embedding = state["transformer.wte.weight"]
+    assert load_huggingface_weights(folder).token_embedding.weight.equal(embedding)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
