@@ -125,7 +125,6 @@ def test_a_file_of_a_huggingface_folder_means_the_folder(tmp_path):
         (folder / name).touch()
         assert find_checkpoint(folder / name) == folder
     assert find_checkpoint(folder / "config.json") == folder
-    assert open_tokenizer(str(folder / "config.json")).name == "gpt2"
 
 
 def test_models_of_other_programs_are_named(tmp_path):
