@@ -128,9 +128,10 @@ def default_settings() -> Iterator[None]:
         raise UserError(f"PyTorch's default device is {str(device)!r}, and tensors on the CPU are needed: {hint}")
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
         with (
-            torch.random.fork_rng(range(torch.cuda.device_count())),
+            torch.random.fork_rng(gpus),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
