@@ -8,6 +8,7 @@ from gpt.console import clean_exit  # first, so that Ctrl-C ends the slow import
 import hydra
 from omegaconf import DictConfig
 
+from gpt.files import CONFIGS
 from gpt.training.callbacks import load_callbacks
 from gpt.training.cli import compose_and_run, one_line_errors, parse_composition, print_settings
 from gpt.training.distributed import distributed_errors
@@ -39,7 +40,7 @@ def train(request: Request) -> float | None:
     return result.metrics["val_bits_per_byte"]
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def job(composed: DictConfig) -> float | None:
     """Run one job, as Hydra composed it. Return its bits per byte, which a sweeper minimizes."""
     with one_line_errors():

@@ -6,6 +6,7 @@
 import signal
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ _is_module_command = sys.argv[0] == "-m" and any(word.startswith("gpt.") for wor
 _is_command = _is_module_command or Path(sys.argv[0]).resolve() in _SCRIPTS
 if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+_missing = [name for name in ("torch", "lightning", "hydra", "tiktoken", "yaml") if _is_command and not find_spec(name)]
+if _missing:
+    print(f"{', '.join(_missing)}: not installed; run pip install -e . in {_SCRIPTS[0].parent}", file=sys.stderr)
+    sys.exit(2)
 
 __all__ = ["GPT", "GPTConfig", "MultiHeadAttention", "Tokenizer", "generate", "load", "train"]
 

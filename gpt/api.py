@@ -1,7 +1,9 @@
 """Train from Python, in a notebook or a script. `gpt.train` takes the keys of `python train.py`, without Hydra."""
 
 import csv
-from collections.abc import Iterator, Sequence
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gpt.console import print_line
 from gpt.errors import UserError, require_choice, summarize_error
 from gpt.files import CONFIGS, flatten, read_yaml
-from gpt.hardware.device import choose_device
+from gpt.hardware.device import choose_device, default_settings
 from gpt.loading import find_run, open_model
 from gpt.sampling.language_model import LanguageModel
 from gpt.training.callbacks import check_callbacks
@@ -64,6 +66,7 @@ class TrainedModel(LanguageModel):
         return train(resume=self.run_dir, horizon=horizon)
 
 
+@default_settings()
 def train(
     text: str | Path | Sequence[str | Path] | None = None,
     *,
@@ -161,17 +164,42 @@ def make_request(text: str | Path | Sequence[str | Path] | None = None, **settin
     for name, value in settings.items():
         if value is None:
             continue
-        if name in ("model", "tokenizer", "data", "optim", "trainer"):
-            groups[name] = {"name": value} if isinstance(value, str) else dict(value)
+        value = _to_plain(value)
+        if name not in ("model", "tokenizer", "data", "optim", "trainer"):
+            keys[name] = value
+        elif isinstance(value, str | dict):
+            groups[name] = {"name": value} if isinstance(value, str) else value
         else:
-            keys[name] = str(value) if isinstance(value, Path) else value
+            raise UserError(f"{name}={value!r:.100} is neither a name nor a dictionary of keys: see gpt.train")
     if text is not None:
-        path = str(text) if isinstance(text, str | Path) else [str(file) for file in text]
-        groups["data"] = {"path": path} | groups.get("data", {})
+        groups["data"] = {"path": _to_paths(text)} | groups.get("data", {})
     values = keys | {group: _add_file(group, group_keys) for group, group_keys in groups.items()}
     overrides = {key.removesuffix(".name"): value for key, value in flatten(keys | groups).items()}
     model_name = groups.get("model", {}).get("name", "")
     return resolve_resume_auto(parse_request(values, overrides, model=model_name))
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value with lists for tuples, strings for paths, and Python's own numbers for NumPy's and PyTorch's."""
+    if isinstance(value, dict):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _to_paths(text: Any) -> str | list[str]:
+    """Return the path or the list of paths that `text` of `gpt.train` is; `UserError` if it is anything else."""
+    value = _to_plain(text)
+    if isinstance(value, str) and value:
+        return value
+    is_iterable = isinstance(value, Iterable) and not isinstance(value, str | bytes | dict | io.IOBase)
+    paths = [_to_plain(item) for item in value] if is_iterable else []
+    if paths and all(isinstance(path, str) for path in paths):
+        return paths
+    raise UserError(f"text={text!r:.100} is neither a path nor a list of paths: leave it out for the default text")
 
 
 def _add_file(group: str, keys: dict[str, Any]) -> dict[str, Any]:

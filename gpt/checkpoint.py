@@ -73,17 +73,26 @@ def load_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
 
     With `mmap` its tensors stay in the file until they are copied, and several processes share what they read.
     """
+    return check_checkpoint(read_archive(path, mmap), path)
+
+
+def read_archive(path: Path, mmap: bool = False) -> Any:
+    """Read whatever `torch.save` wrote, as `load_checkpoint` does, without a check of what it is."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: a directory or a device, not a checkpoint; name a file or a run")
         _verify_archive(path)
-        checkpoint = _read_archive(path, mmap)
+        return _load_archive(path, mmap)
     except UserError:
         raise
     except Exception as error:  # zipfile, pickle and torch fail on foreign files in many ways
         if is_out_of_memory(error):
             raise
         raise _explain_read_error(path, error) from None
+
+
+def check_checkpoint(checkpoint: Any, path: Path) -> dict[str, Any]:
+    """Return a checkpoint with the configuration of this version; `UserError` if it is not one of ours."""
     for key, required_type in REQUIRED_TYPES.items():
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), required_type):
             raise UserError(f"{path}: not a checkpoint of this project (its {key!r} is missing or of another type)")
@@ -108,7 +117,7 @@ def _verify_archive(path: Path) -> None:
         raise DamagedError(f"{path}: damaged (its record {damaged!r} is corrupt); use another checkpoint")
 
 
-def _read_archive(path: Path, mmap: bool) -> Any:
+def _load_archive(path: Path, mmap: bool) -> Any:
     with warnings.catch_warnings(action="ignore"):  # about foreign files, for which an error follows
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

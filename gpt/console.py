@@ -132,6 +132,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        if match := re.fullmatch(r"argument (--[\w-]+): expected (one|at least one) argument", message):
+            message += f"; a value that begins with a dash is written {match[1]}=VALUE"
         raise UserError(f"{message}; see {self.prog} --help")
 
 

@@ -12,9 +12,10 @@ from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
 from gpt.files import atomic_rename, expand_path, sync
 from gpt.interop.gguf import GGUF_TYPES, write_gguf
-from gpt.interop.huggingface import load_huggingface, write_huggingface
+from gpt.interop.huggingface import load_huggingface, set_activation_function, write_huggingface
 from gpt.interop.model_card import write_model_card
-from gpt.loading import find_checkpoint, open_model
+from gpt.interop.nanogpt import is_nanogpt
+from gpt.loading import find_checkpoint, open_checkpoint
 
 if TYPE_CHECKING:  # torch takes seconds to import; `main` imports it after it has checked the arguments
     from gpt.model.transformer import GPT
@@ -29,17 +30,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the model and print where it is."""
     args = parse_arguments(arguments)
     path = find_checkpoint(args.checkpoint)
-    model, tokenizer = open_model(path)
+    model, tokenizer, checkpoint = open_checkpoint(path)
     if args.to.suffix == ".gguf":
         gguf_type = args.type or "f32"
         write_gguf(model, tokenizer, args.to, gguf_type)
         print(f"{path} as {gguf_type}: {args.to}, {args.to.stat().st_size:,} bytes")
         print(f"run it:   llama-cli -m {shell_quote(str(args.to))}")
     else:
-        export_folder(model, tokenizer, path, args.to)
+        export_folder(model, tokenizer, path, args.to, has_exact_gelu=is_nanogpt(checkpoint))
 
 
-def export_folder(model: "GPT", tokenizer: Tokenizer, path: Path, target: Path) -> None:
+def export_folder(model: "GPT", tokenizer: Tokenizer, path: Path, target: Path, has_exact_gelu: bool = False) -> None:
     """Write a folder for `transformers`, compare it with the model, and print the results.
 
     Args:
@@ -47,6 +48,8 @@ def export_folder(model: "GPT", tokenizer: Tokenizer, path: Path, target: Path) 
         tokenizer: Its tokenizer.
         path: Where the model was opened; the model card describes that run.
         target: The folder. It appears only after every check has passed.
+        has_exact_gelu: Whether the weights were trained with the exact GELU. The folder then names it, and all that is
+            compared is compared with our own.
     """
     text = "\n".join(builtin_docs()) + "".join(token.decode("utf-8", "replace") for token in tokenizer.ranks)
     ids = tokenizer.encode(text)
@@ -60,6 +63,8 @@ def export_folder(model: "GPT", tokenizer: Tokenizer, path: Path, target: Path) 
             compare_weights(model, tokenizer, folder),
             compare_logits(model, folder, ids),
         ]
+        if has_exact_gelu:
+            set_activation_function(folder, "gelu")
         sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
         for file in folder.iterdir():
             sync(file)

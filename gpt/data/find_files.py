@@ -68,7 +68,10 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
             print_line(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
         files = text_files
     if not files:
-        raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
+        hint = "give the path of a file, a folder or a quoted glob"
+        if len(path) > 1000 or "\n" in path:
+            raise UserError(f"data.path={path!r:.60}... names no text file: {hint}, not the text itself")
+        raise UserError(f"data.path={path!r} names no text file: {hint}")
     return files
 
 

@@ -115,6 +115,33 @@ def numerics(device: str, deterministic: bool) -> Iterator[None]:
         debugging.fill_uninitialized_memory = fills_memory
 
 
+@contextlib.contextmanager
+def default_settings() -> Iterator[None]:
+    """Run this block with PyTorch's default precision and with gradients, whatever a notebook has set.
+
+    The settings are restored afterwards, and so is the state of the global random generators. Raises `UserError` for a
+    default device other than the CPU.
+    """
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        hint = "undo it with torch.set_default_device(None), and choose one with trainer={'device': ...}"
+        raise UserError(f"PyTorch's default device is {str(device)!r}, and tensors on the CPU are needed: {hint}")
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    try:
+        with (
+            torch.random.fork_rng(gpus),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return a known GPU's peak FLOP/s in bf16 or fp16, from its data sheet. None for other devices."""
     if device.type != "cuda":

@@ -1,1 +1,1 @@
-"""Read and write models in the formats of other projects: Hugging Face and GGUF."""
+"""Read and write models in the formats of other projects: Hugging Face, GGUF and nanoGPT."""

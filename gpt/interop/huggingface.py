@@ -116,6 +116,10 @@ def load_huggingface_weights(folder: Path, order: list[int] | None = None) -> "G
     stored_config = _read_config(folder)
     files = sorted(file for pattern in _WEIGHT_FILES for file in folder.glob(pattern) if file.is_file())
     if not files:
+        old_file = min(folder.glob("pytorch_model*.bin"), default=None)
+        if old_file:
+            call = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            raise UserError(f"{folder}: its weights are in the older form, {old_file.name}; rewrite them with {call}")
         hint = "give a GPT-2 directory; transformers' save_pretrained rewrites older weights"
         raise UserError(f"{folder / 'model.safetensors'}: missing; {hint}")
     try:
@@ -162,6 +166,12 @@ def write_huggingface(model: "GPT", tokenizer: Tokenizer, folder: Path) -> None:
     except SafetensorError as error:
         raise UserError(f"{folder}: the weights cannot be written ({error})") from None
     file.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it readable for its owner only
+
+
+def set_activation_function(folder: Path, name: str) -> None:
+    """Change the activation function in a folder's config.json."""
+    config = _read_config(folder) | {"activation_function": name}
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _make_configs(model: "GPT", tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:

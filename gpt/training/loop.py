@@ -66,7 +66,7 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
     fabric = build_fabric(trainer, callbacks)
     module = GPTModule(config, spec.dataset.tokenizer, schedule, clock)
     if spec.initial_weights is not None:
-        module.load_state_dict(open_model(spec.initial_weights)[0].state_dict())
+        module.load_state_dict(open_model(spec.initial_weights, quiet=True)[0].state_dict())
     model = fabric.setup_module(module)  # moved to its device, and wrapped in DDP if there are several processes
     optimizer: Any = fabric.setup_optimizers(module.build_optimizer())
     logger = MetricLogger(spec, run, state)

@@ -236,7 +236,7 @@ def test_mistakes_are_refused_before_a_model_is_loaded(trained, monkeypatch):
     (folder / "file").write_text("2 3 5 7")
     (folder / "dangling").symlink_to("nowhere")
     files = list_files(folder)
-    monkeypatch.setattr(export, "open_model", lambda path: pytest.fail("loaded"))
+    monkeypatch.setattr(export, "open_checkpoint", lambda path: pytest.fail("loaded"))
     for name in ("file", "run", "dangling", "../" + folder.name):
         line = f"--to={folder / name} exists already: give another name, or move it away first"
         assert refusal("--to", folder / name) == line

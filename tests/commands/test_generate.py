@@ -19,7 +19,7 @@ import torch
 import generate
 import gpt.sampling.generation
 import harness
-from gpt.sampling.arguments import unescape
+from gpt.sampling.arguments import parse_arguments, unescape
 from gpt.sampling.generation import SamplingParams
 from gpt.sampling.packed import pack_weights
 from harness import set_stdin
@@ -409,3 +409,13 @@ def test_keep_context_continues_the_text(monkeypatch, capsys):
     set_stdin(monkeypatch, b"2 3\n5\n\n11\n")
     assert output(capsys, *INTERACTIVE, "--keep-context") == "> abc\n> defghij\n> klmnopq\n> rstuvwx\n> \n"
     assert [contexts[i] for i in (0, 4, 11, 18)] == [[*b"2 3"], [*b"2 3abc\n5"], [EOT], [*b"klmnopq\n11"]]
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--stop"])
+@pytest.mark.parametrize("value", ["---", "-x", "--no-such-option"])
+def test_a_value_that_begins_with_a_dash_needs_an_equals_sign(option, value):
+    """The line gives the remedy, and the remedy works."""
+    line = harness.refusal(parse_arguments, [option, value])
+    assert f"a value that begins with a dash is written {option}=VALUE" in line
+    args = parse_arguments([f"{option}={value}"])
+    assert getattr(args, option.removeprefix("--")) == [value]

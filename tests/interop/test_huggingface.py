@@ -133,7 +133,7 @@ def test_pickles_are_not_read(folder, tmp_path):
     """The line names the program that rewrites older weights."""
     (folder / "model.safetensors").unlink()
     torch.save({"transformer.wte.weight": Bomb(tmp_path / "trace")}, folder / "pytorch_model.bin")
-    assert "transformers' save_pretrained rewrites older weights" in refusal(folder)
+    assert "its weights are in the older form, pytorch_model.bin" in refusal(folder)
     assert not (tmp_path / "trace").exists()
 
 
@@ -166,6 +166,20 @@ def test_missing_and_special_files_are_refused(folder, tmp_path):
         weights.unlink()
         create()
         assert refusal(folder).startswith("/model.safetensors: missing; give a GPT-2 directory")
+
+
+@pytest.mark.slow
+def test_the_remedy_for_weights_in_the_older_form_works(folder):
+    from transformers import AutoModelForCausalLM
+
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    line = harness.refusal(load_huggingface_weights, folder)
+    assert line.startswith(f"{folder}: its weights are in the older form, pytorch_model.bin; rewrite them with ")
+    eval(line.partition(" with ")[2], {"AutoModelForCausalLM": AutoModelForCausalLM})
+    embedding = state["transformer.wte.weight"]
+    assert load_huggingface_weights(folder).token_embedding.weight.equal(embedding)
 
 
 @pytest.mark.parametrize(

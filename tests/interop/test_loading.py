@@ -103,6 +103,7 @@ def test_a_name_means_a_path_or_else_a_run(tmp_path, monkeypatch):
     Path("models").mkdir()
     hint = "give a path, a name below runs/, or OWNER/NAME on the Hugging Face hub"
     names = ["typo", "gpt-2-medium", "runs/typo", "models/typo", "typo.ckpt", "../typo", "/typo", "a/b/c", "a\0b"]
+    names += ["out/ckpt.pt", "me/model.safetensors", "me/model.gguf"]
     for name in (*names, "typo" * 1009 + "/"):
         assert refusal(find_checkpoint, name) == f"{name}: there is no such checkpoint or run directory: {hint}"
 
@@ -116,6 +117,38 @@ def test_names_of_the_hub_are_downloaded(tmp_path, monkeypatch):
         (folder / name).parent.mkdir(exist_ok=True)
         write_huggingface_config(folder / name)
         assert find_checkpoint(name) == folder / name
+
+
+def test_a_file_of_a_huggingface_folder_means_the_folder(tmp_path):
+    folder = write_huggingface_config(tmp_path / "gpt2")
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (folder / name).touch()
+        assert find_checkpoint(folder / name) == folder
+    assert find_checkpoint(folder / "config.json") == folder
+
+
+def test_models_of_other_programs_are_named(tmp_path):
+    """The line ends with what to give instead."""
+    trainer = tmp_path / "trainer"
+    for step in (500, 1500, 90):
+        (trainer / f"checkpoint-{step}").mkdir(parents=True)
+        (trainer / f"checkpoint-{step}/config.json").touch()
+    (trainer / "checkpoint-best").mkdir()
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (lora / name).touch()
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    files = [weights / "model.gguf", weights / "model.safetensors", weights / "pytorch_model.bin"]
+    for file in files:
+        file.touch()
+    assert refusal(find_checkpoint, trainer).endswith(f"give a checkpoint in it, such as {trainer}/checkpoint-1500")
+    for path in (lora, lora / "adapter_model.safetensors"):
+        assert "an adapter such as LoRA" in refusal(find_checkpoint, path)
+    assert "a GGUF file" in refusal(find_checkpoint, files[0])
+    for file in files[1:]:
+        assert refusal(find_checkpoint, file).endswith(f"put them into a folder with it, and give {weights}")
 
 
 # --- the hub ---

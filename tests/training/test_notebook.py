@@ -1,19 +1,24 @@
 """`gpt.train` is the training of train.py, in a script or a notebook; and the methods of its result."""
 
+import contextlib
 import inspect
+import io
 import re
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import gpt
 from gpt.api import make_request
 from gpt.training.config import Config
 from gpt.training.start import start_run
-from harness import ROOT, StopAt, differences, import_or_skip, refusal, tiny_arguments, train
+from harness import ROOT, StopAt, differences, import_or_skip, refusal, tiny_arguments, train, write_corpus
 
 MODEL = {"context_length": 16, "d_model": 24, "num_layers": 2, "num_heads": 3, "dropout": 0.1}
 TRAINER = {"tokens_per_step": 96, "micro_batch_size": 3, "short_sequences": 8}
@@ -160,3 +165,92 @@ def test_a_mistake_in_a_cell_has_no_traceback(tmp_path):
     assert len(book.cells[0].outputs[-1]["traceback"]) == 1
     assert book.cells[0].outputs[-1]["traceback"][0].startswith("UserError: ")
     assert "missing.txt" in book.cells[0].outputs[-1]["traceback"][0]
+
+
+def test_values_of_numpy_and_pytorch_are_numbers():
+    """Paths in groups, and tuples, are what they are on the command line too."""
+    request = make_request(
+        [Path("a.txt"), "b.txt"],
+        seed=np.int64(3),
+        patience=torch.tensor(5),
+        model={"d_model": np.arange(20, 21)[0], "num_heads": 2},
+        optim={"lr": np.float32(0.25), "betas": (0.5, np.float64(0.75))},
+        data={"cache": Path("cache"), "prompts": ("The", "river")},
+        run_dir=Path("run"),
+    )
+    config = request.config
+    assert (config.seed, config.patience, config.model.d_model, config.optim.lr) == (3, 5, 20, 0.25)
+    assert {type(value) for value in (config.seed, config.patience, config.model.d_model)} == {int}
+    assert (config.optim.betas, config.data.prompts) == ([0.5, 0.75], ["The", "river"])
+    assert (config.data.path, config.data.cache, config.run_dir) == (["a.txt", "b.txt"], "cache", "run")
+    assert make_request(np.array(["a.txt"])).config.data.path == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "reason"),
+    [
+        ([[]], {}, "text=[] is neither a path nor a list of paths"),
+        ([""], {}, "text='' is neither"),
+        ([b"book.txt"], {}, "text=b'book.txt' is neither"),
+        ([{"text": ["a"]}], {}, "text={'text': ['a']} is neither"),
+        ([7], {}, "text=7 is neither"),
+        ([io.StringIO("a line\n")], {}, "text=<_io.StringIO object"),
+        ([["a.txt", 7]], {}, "text=['a.txt', 7] is neither"),
+        ([], {"model": 3}, "model=3 is neither a name nor a dictionary"),
+        ([], {"trainer": ["cpu"]}, "trainer=['cpu'] is neither a name nor a dictionary"),
+        ([], {"seed": np.float64(1.5)}, "seed=1.5 is not of type int"),
+    ],
+)
+def test_what_is_no_path_and_no_key_is_refused(arguments, settings, reason):
+    line = refusal(make_request, *arguments, **settings)
+    assert line.startswith(reason) and len(line) < 200
+
+
+def test_the_text_itself_is_refused_in_a_short_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("The quiet river.\n" * 999, "The quiet river. " * 999, "two\nlines"):
+        line = refusal(gpt.train, text, data={"cache": "cache"}, run_dir="run")
+        assert line.endswith("not the text itself") and len(line) < 300
+    assert not Path("run").exists()
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+@pytest.mark.slow
+def test_settings_of_pytorch_that_a_notebook_left_behind_change_nothing(tmp_path):
+    """Nor does training change them, or the state of PyTorch's random generator."""
+    text = write_corpus(tmp_path)
+    settings = {"horizon": "3steps", "tokenizer": "byte", "data": {"cache": tmp_path / "cache"}}
+    settings["model"] = {"context_length": 16, "d_model": 24, "num_layers": 1, "num_heads": 2, "dropout": 0.1}
+    settings["trainer"] = {"tokens_per_step": 96}
+    expected = gpt.train(text, run_dir=tmp_path / "plain", **settings).model.state_dict()
+    contexts = {
+        "float64": default_dtype(torch.float64),
+        "no_grad": torch.no_grad(),
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+    }
+    for name, context in contexts.items():
+        with context:
+            torch.manual_seed(7)
+            dtype, has_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+            random_state = torch.get_rng_state()
+            state = gpt.train(text, run_dir=tmp_path / name, **settings).model.state_dict()
+            assert torch.equal(torch.get_rng_state(), random_state)
+            assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (dtype, has_gradients)
+        assert all(torch.equal(weight, expected[key]) for key, weight in state.items()), name
+
+
+def test_another_default_device_is_refused_before_the_run_exists(tmp_path):
+    with torch.device("meta"):
+        line = refusal(gpt.train, write_corpus(tmp_path), run_dir=tmp_path / "run")
+    assert line.startswith("PyTorch's default device is 'meta'")
+    assert not (tmp_path / "run").exists()

@@ -59,8 +59,8 @@ def test_initial_weights_are_released(corpus_folder, trained, tmp_path, monkeypa
     """The model that a run starts from takes no memory while the run trains."""
     references: list[weakref.ref] = []
 
-    def open_and_refer(path):
-        model, tokenizer = open_model(path)
+    def open_and_refer(path, quiet):
+        model, tokenizer = open_model(path, quiet)
         references.append(weakref.ref(model.token_embedding.weight))
         return model, tokenizer
 
