@@ -169,7 +169,7 @@ def is_json_lines(file: Path, data: DataConfig) -> bool:
 
 
 def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
-    """Read a document from each line."""
+    """Read a document from each line: an object with the key `data.text_field`, a string, or a list of messages."""
     for number, encoded in enumerate(read_lines(file, data), start=1):
         place = f"{file}: line {number}"
         line = "".join(decode_stream([encoded], place, data.errors, _suggest_encodings))
@@ -183,21 +183,49 @@ def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
             problem = "too large or too deeply nested"
             if isinstance(error, json.JSONDecodeError):
                 problem = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-            raise UserError(f"{place} is not JSON ({problem}); every line must be one JSON object") from None
-        keys = record if isinstance(record, dict) else {}
-        yield Document([_record_text(keys.get(data.text_field, 0), place, data.text_field, keys)])
+            spans_lines = re.fullmatch(r"\s*[\[{]+\s*", line)
+            hint = _suggest_lines(file, ".[]" if "[" in line else ".") if spans_lines else ""
+            raise UserError(f"{place} is not JSON ({problem}); every line must be one JSON object{hint}") from None
+        if isinstance(record, dict):
+            yield Document([_record_text(record.get(data.text_field, 0), place, data.text_field, record)])
+        else:
+            yield Document([_bare_text(record, file, place)])
 
 
 def _record_text(value: Any, place: str, text_field: str, keys: Iterable[str]) -> str:
     """Return a value as a document: text unchanged, null as no text, and a list of messages as paragraphs."""
-    if isinstance(value, list):
-        messages = [_message_text(message) for message in value]
-        if None not in messages:
-            value = "\n\n".join(map(str, messages))
+    value = _join_messages(value)
     if not isinstance(value, str | None):
-        listing = f" ({_list_names(keys)})" if keys else ""
-        raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field={listing}")
+        listing = _list_names(keys) or "it has none"
+        raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field= ({listing})")
     return replace_surrogates(value or "")
+
+
+def _bare_text(value: Any, file: Path, place: str) -> str:
+    """Return a line without keys as a document: text unchanged, and a list of messages as paragraphs."""
+    text = _join_messages(value)
+    if isinstance(text, str):
+        return replace_surrogates(text)
+    kind, hint = "a number, true, false or null", ""
+    if isinstance(value, list):
+        column = next((i for i, entry in enumerate(value) if isinstance(entry, str)), 0)
+        is_whole_text = all(isinstance(entry, dict | list | str) for entry in value)
+        kind, hint = "an array", _suggest_lines(file, ".[]" if is_whole_text else f".[{column}]")
+    raise UserError(f"{place} is {kind}; every line must be one JSON object, or a string{hint}")
+
+
+def _suggest_lines(file: Path, jq_filter: str) -> str:
+    """Return the command that makes JSON lines of other JSON, as the end of a message."""
+    name = shell_quote(str(file))
+    return f", for example with jq -c '{jq_filter}' {name} > {shell_quote(f'{file}.jsonl')}"
+
+
+def _join_messages(value: Any) -> Any:
+    """Return a list of messages as paragraphs, and any other value unchanged."""
+    if not isinstance(value, list):
+        return value
+    messages = [_message_text(message) for message in value]
+    return value if None in messages else "\n\n".join(map(str, messages))
 
 
 def _message_text(message: Any) -> str | None:

@@ -5,7 +5,9 @@ import gzip
 import json
 import lzma
 import re
+import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -295,7 +297,9 @@ NO_TEXT = " has no text under 'text'; name the key with data.text_field="
         ('{"body": "a"}', NO_TEXT + " (body)"),
         ('{"text": 7}', NO_TEXT + " (text)"),
         ('{"text": [{"role": 7, "content": "a"}], "n": 7}', NO_TEXT + " (text, n)"),
-        ('["text"]', NO_TEXT),
+        ("{}", NO_TEXT + " (it has none)"),
+        ("7", " is a number, true, false or null; every line must be one JSON object, or a string"),
+        ("null", " is a number, true, false or null; every line must be one JSON object, or a string"),
         (
             b'{"text": "caf\xe9"}',
             ": not UTF-8 (byte 0xe9 at offset 13); choose the one that reads right: data.encoding=",
@@ -308,6 +312,44 @@ def test_broken_json_line(tmp_path, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
     assert refusal(file).startswith(f"line 3{message}")
+
+
+def test_json_lines_without_keys(tmp_path):
+    """A string and a chat need no key. They may be mixed with objects."""
+    lines = ["first\n", {"text": "second"}, "", "\ud83d 😀", CHAT]
+    file = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    assert read(file) == ["first\n", "second", "", "\ufffd 😀", "user: Hello\n\nassistant: Hi!"]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ([{"text": "a"}, {"text": "b"}], "line 1 is an array"),
+        (["a", "b"], "line 1 is an array"),
+        ([1, "a"], "line 1 is an array"),
+        ([["a", 1], ["b", 2]], "line 1 is an array"),
+        ('[\n{"text": "a"},\n{"text": "b"}\n]', "line 1 is not JSON (Expecting value, column 2)"),
+        ('[{\n"text": "a"},\n{"text": "b"}]', "line 1 is not JSON (Expecting property name"),
+        ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "line 1 is not JSON (Expecting property name"),
+    ],
+    ids=lambda value: ascii(value)[:23],
+)
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the remedy is a command of jq")
+def test_other_json_becomes_lines(tmp_path, content, line):
+    """The line names a command, and running it until no line is an array gives lines that are read."""
+    file = write(tmp_path / "my a.jsonl", content if isinstance(content, str) else json.dumps(content))
+    message = refusal(file)
+    assert message.startswith(line)
+    documents = []
+    for _ in range(2):
+        subprocess.run(message.partition("for example with ")[2], shell=True, check=True)
+        file = file.with_name(f"{file.name}.jsonl")
+        try:
+            documents = read(file)
+            break
+        except UserError as error:
+            message = str(error)
+    assert documents == (["a"] if content == [1, "a"] else ["a", "b"])
 
 
 @pytest.mark.parametrize("block", [3, None])
