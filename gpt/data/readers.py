@@ -18,10 +18,19 @@ from gpt.errors import UserError
 from gpt.files import user_errors
 
 READ_BLOCK_BYTES = 1 << 20  # bytes to read at once
-# Formats that are refused: how a file begins, the name of the format, and a command that makes text of it.
-_REFUSED_FORMATS = [
-    (rb"%PDF-", "a PDF", "pdftotext {0} {0}.txt"),
-    (rb"PK\x03\x04", "a zip archive, as .docx, .odt and .epub are", "pandoc -t plain {0} -o {0}.txt"),
+# Formats that are refused: how a file begins, the name of the format, and how to make text of it.
+_CONVERT, _UNPACK = "convert it to text first, for example with", "unpack it first, and give the folder:"
+_PDF_AND_ARCHIVES = [
+    (rb"%PDF-", "a PDF", f"{_CONVERT} pdftotext {{0}} {{0}}.txt"),
+    (rb"PK\x03\x04", "a zip archive", f"{_UNPACK} unzip {{0}} -d {{0}}.d"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", f"{_UNPACK} 7z x {{0}} -o{{0}}.d"),
+    (rb"Rar!\x1a\x07", "a rar archive", f"{_UNPACK} unar -d {{0}}"),
+    (rb"(?s).{257}ustar", "a tar archive", f"{_UNPACK} mkdir {{0}}.d && tar -xf {{0}} -C {{0}}.d"),
+]
+_ZIPPED_DOCUMENT = (rb"PK\x03\x04", "a zip archive, as .docx, .odt and .epub are", f"{_CONVERT} pandoc -t plain {{0}} -o {{0}}.txt")
+_COMPRESSED = [
+    (pattern, f"compressed, and its name does not end in {suffix}", f"rename it: mv {{0}} {{0}}{suffix}")
+    for pattern, suffix in ((rb"\x1f\x8b\x08", ".gz"), (rb"BZh[1-9]1AY&SY", ".bz2"), (rb"\xfd7zXZ\0", ".xz"), (rb"\x28\xb5\x2f\xfd", ".zst"))
 ]
 # Beginnings of binary formats that may have no zero byte near the start.
 _BINARY_BEGINNINGS = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")
