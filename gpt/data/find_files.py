@@ -1,5 +1,6 @@
 """The files that a path or a URL names: one file, the files in a folder, or the matches of a glob."""
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -7,11 +8,11 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import fsspec
 
-from gpt.console import print_line
+from gpt.console import print_line, shell_quote
 from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_checked_json, write_checked_json
 from gpt.data.download import (
     MAX_WAIT_SECONDS,
@@ -24,7 +25,7 @@ from gpt.data.download import (
     store_errors,
     version_tag,
 )
-from gpt.data.readers import looks_like_text
+from gpt.data.readers import detect_skipped, looks_like_text
 from gpt.errors import ExternalError, UserError
 from gpt.files import expand_path, is_program_output, user_errors
 
@@ -66,10 +67,38 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
         if skipped := sorted(set(files) - set(text_files)):
             count = f"{len(skipped)} of {len(files)} files"
             print_line(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
+            print_formats(skipped, detect_skipped, "skipped;", print_line)
         files = text_files
     if not files:
         raise UserError(f"data.path={path!r} names no text file: give the path of a file, a folder or a quoted glob")
     return files
+
+
+def print_formats(
+    files: Iterable[Path | RemoteFile],
+    detect: Callable[[Any], tuple[str, str] | None],
+    treatment: str,
+    print_line: Callable[[str], None],
+    text_field: str = "",
+) -> None:
+    """Print which files are of other formats than plain text, and how to make text of them.
+
+    Args:
+        files: The files.
+        detect: Returns the name of a file's format, and how to make text of it, or None. In the latter, {0} stands for
+            the file and {1} for `text_field`.
+        treatment: What is done with such files, and the words before the command.
+        print_line: Prints a line.
+        text_field: The key of the text.
+    """
+    files_by_format: dict[tuple[str, str], list[Path | RemoteFile]] = {}
+    for file in files:
+        with contextlib.suppress(UserError):  # the file cannot be read: its reader raises this again
+            if detected := detect(file):
+                files_by_format.setdefault(detected, []).append(file)
+    for (format_name, hint), (first, *more) in files_by_format.items():
+        names = first.name + (f" and {len(more):,} more" if more else "")
+        print_line(f"{names}: {format_name}, {treatment} {hint.format(shell_quote(str(first)), text_field)}")
 
 
 def _holds_packages(folder: Path) -> bool:

@@ -19,19 +19,28 @@ from gpt.files import user_errors
 
 READ_BLOCK_BYTES = 1 << 20  # bytes to read at once
 # Formats that are refused: how a file begins, the name of the format, and how to make text of it.
-_CONVERT, _UNPACK = "convert it to text first, for example with", "unpack it first, and give the folder:"
-_PDF_AND_ARCHIVES = [
-    (rb"%PDF-", "a PDF", f"{_CONVERT} pdftotext {{0}} {{0}}.txt"),
-    (rb"PK\x03\x04", "a zip archive", f"{_UNPACK} unzip {{0}} -d {{0}}.d"),
-    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", f"{_UNPACK} 7z x {{0}} -o{{0}}.d"),
-    (rb"Rar!\x1a\x07", "a rar archive", f"{_UNPACK} unar -d {{0}}"),
-    (rb"(?s).{257}ustar", "a tar archive", f"{_UNPACK} mkdir {{0}}.d && tar -xf {{0}} -C {{0}}.d"),
+_UNTAR = "unpack it first, and give the folder: mkdir {0}.d && tar -xf {0} -C {0}.d"
+_REFUSED_FORMATS = [
+    (rb"%PDF-", "a PDF", "convert it to text first, for example with pdftotext {0} {0}.txt"),
+    (rb"PK\x03\x04", "a zip archive", "unpack it first, and give the folder: unzip {0} -d {0}.d"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first, and give the folder: 7z x {0} -o{0}.d"),
+    (rb"Rar!\x1a\x07", "a rar archive", "unpack it first, and give the folder: unrar x {0} {0}.d/"),
+    (rb"(?s)(?=.{1,100}\0).{257}ustar", "a tar archive", _UNTAR),
+    (rb"\x1f\x8b\x08", "compressed with gzip", "add .gz to its name: mv {0} {0}.gz"),
+    (rb"BZh[1-9]1AY&SY", "compressed with bzip2", "add .bz2 to its name: mv {0} {0}.bz2"),
+    (rb"\xfd7zXZ\0", "compressed with xz", "add .xz to its name: mv {0} {0}.xz"),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "add .zst to its name: mv {0} {0}.zst"),
 ]
-_ZIPPED_DOCUMENT = (rb"PK\x03\x04", "a zip archive, as .docx, .odt and .epub are", f"{_CONVERT} pandoc -t plain {{0}} -o {{0}}.txt")
-_COMPRESSED = [
-    (pattern, f"compressed, and its name does not end in {suffix}", f"rename it: mv {{0}} {{0}}{suffix}")
-    for pattern, suffix in ((rb"\x1f\x8b\x08", ".gz"), (rb"BZh[1-9]1AY&SY", ".bz2"), (rb"\xfd7zXZ\0", ".xz"), (rb"\x28\xb5\x2f\xfd", ".zst"))
-]
+# The same for files of some suffixes. These formats come first.
+_REFUSED_BY_SUFFIX = {
+    (".docx", ".odt", ".epub"): (
+        rb"PK\x03\x04",
+        "a zip archive, as .docx, .odt and .epub are",
+        "convert it to text first, for example with pandoc -t plain {0} -o {0}.txt",
+    ),
+    (".tgz", ".tbz2", ".txz"): (rb"\x1f\x8b|BZh|\xfd7zXZ", "a tar archive", _UNTAR),
+}
+_NAMED_SUFFIXES = (*itertools.chain(*_REFUSED_BY_SUFFIX), ".pdf", ".zip", ".7z", ".rar", ".tar")
 # Beginnings of binary formats that may have no zero byte near the start.
 _BINARY_BEGINNINGS = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")
 # Formats that are read as raw text: how a file begins, the name of the format, and a command that makes text of it.
@@ -134,13 +143,19 @@ def read_blocks(file: Path, encoding: str, errors: str, start: int = 0) -> Itera
     first = next(blocks, b"")
     if not first:
         raise UserError(f"{file}: the file is empty; give a file with text in it")
-    if refused := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED_FORMATS):
-        name, command = refused
-        command = command.format(shell_quote(str(file)))
-        raise UserError(f"{file}: {name}; convert it to text first, for example with {command}")
+    if refused := _detect_refused(file, first[:512].lstrip(LEADING_BYTES)):
+        name, remedy = refused
+        raise UserError(f"{file}: {name}; {remedy.format(shell_quote(str(file)))}")
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
     return itertools.chain([first], blocks)
+
+
+def _detect_refused(file: Path, beginning: bytes) -> tuple[str, str] | None:
+    """Return the name of a format that is refused, and how to make text of it; None for other files."""
+    suffix = format_suffix(file)
+    by_suffix = [refused for suffixes, refused in _REFUSED_BY_SUFFIX.items() if suffix in suffixes]
+    return match_beginning(beginning, by_suffix + _REFUSED_FORMATS)
 
 
 def _suggest_encodings(text: bytes, position: int) -> str:
@@ -152,7 +167,7 @@ def _suggest_encodings(text: bytes, position: int) -> str:
 
 
 def match_beginning(beginning: bytes, formats: list[tuple[bytes, str, str]]) -> tuple[str, str] | None:
-    """Return the name of the format that a file begins like, and the command that makes text of it."""
+    """Return the name of the format that a file begins like, and how to make text of it."""
     return next(((name, command) for pattern, name, command in formats if re.match(pattern, beginning)), None)
 
 
@@ -378,6 +393,14 @@ def looks_like_text(file: Path) -> bool:
     if encoding_of_mark(beginning):
         return True
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_BINARY_BEGINNINGS)
+
+
+def detect_skipped(file: Path) -> tuple[str, str] | None:
+    """Return the name of a format that folders skip, and how to make text of it; None for other files.
+
+    Many files are zip archives inside, such as checkpoints. So the suffix must fit too.
+    """
+    return _detect_refused(file, read_beginning(file)) if format_suffix(file) in _NAMED_SUFFIXES else None
 
 
 def detect_markup(file: Any, data: DataConfig) -> tuple[str, str] | None:

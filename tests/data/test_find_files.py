@@ -6,6 +6,7 @@ import gzip
 import os
 import random
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from gpt.files import mark_as_cache
 from harness import refusal
 
 NOWHERE = Path("no cache is needed")
+PDF_REMEDY = "convert it to text first, for example with pdftotext"
+DOCX_REMEDY = "convert it to text first, for example with pandoc -t plain"
 NOTHING = "names no text file: give the path of a file, a folder or a quoted glob"
 
 
@@ -55,7 +58,30 @@ def test_what_a_folder_passes_over_is_said(tmp_path, fill):
     printed: list[str] = []
     files = find_text_files(str(tmp_path), NOWHERE, printed.append)
     assert [file.name for file in files] == ["a.txt", "k.txt.gz", "l.gz", "m.parquet", "o.txt"]
-    assert printed == [f"skipping 10 of 15 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
+    assert printed == [
+        f"skipping 10 of 15 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ...",
+        f"d.pdf and 1 more: a PDF, skipped; {PDF_REMEDY} {tmp_path}/c/d.pdf {tmp_path}/c/d.pdf.txt",
+        f"g.docx: a zip archive, as .docx, .odt and .epub are, skipped; {DOCX_REMEDY} {tmp_path}/g.docx -o "
+        f"{tmp_path}/g.docx.txt",
+    ]
+
+
+def test_archives_in_a_folder(tmp_path, fill):
+    """A line names each kind, and the command that unpacks it. Checkpoints, which are zip archives, are not named."""
+    fill(tmp_path, a__txt="a", pages_in_b__txt="b", pages_in_c__txt="c")
+    for name in ("zip", "gztar", "tar", "bztar"):
+        shutil.make_archive(str(tmp_path / "books"), name, tmp_path / "pages")
+    shutil.copy(tmp_path / "books.zip", tmp_path / "model.pt")
+    shutil.copy(tmp_path / "books.tar.gz", tmp_path / "old.tgz")
+    printed: list[str] = []
+    assert found(tmp_path, printed.append) == ["a", "b", "c"]
+    assert len(printed) == 3
+    zipped, tarred = tmp_path / "books.zip", tmp_path / "books.tar"
+    assert f"books.zip: a zip archive, skipped; unpack it first, and give the folder: unzip {zipped} -d " in printed[2]
+    assert (
+        f"books.tar and 3 more: a tar archive, skipped; unpack it first, and give the folder: mkdir {tarred}.d"
+        in (printed[1])
+    )
 
 
 def test_globs(tmp_path, fill, monkeypatch):

@@ -191,6 +191,38 @@ def test_no_text_can_come_of_it(tmp_path, name):
         assert re.fullmatch(rf"a (PDF|zip archive, .*); convert it to text first, for example with {command}", line)
 
 
+@pytest.mark.parametrize("name", ["zip", "tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "download"])
+def test_archives(tmp_path, name):
+    """The line names a command that unpacks the archive, whatever its name is."""
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/page.txt", "The quiet river.")
+    kind = {"zip": "zip", "tar.gz": "gztar", "tgz": "gztar", "tar.bz2": "bztar", "tar.xz": "xztar"}.get(name, "tar")
+    file = tmp_path / f"my books.{name}"
+    shutil.move(shutil.make_archive(str(tmp_path / "made"), kind, tmp_path / "in"), file)
+    line = refusal(file)
+    kind = "zip" if kind == "zip" else "tar"
+    assert line.startswith(f"a {kind} archive; unpack it first, and give the folder: ")
+    if shutil.which("unzip") or kind == "tar":
+        subprocess.run(line.partition("folder: ")[2], shell=True, check=True, capture_output=True)
+        assert read(tmp_path / f"{file.name}.d/page.txt") == ["The quiet river."]
+
+
+@pytest.mark.parametrize(("beginning", "kind"), [(b"7z\xbc\xaf\x27\x1c\0\4", "7z"), (b"Rar!\x1a\x07\x01\0", "rar")])
+def test_archives_of_other_programs(tmp_path, beginning, kind):
+    file = write(tmp_path / f"a.{kind}", beginning + bytes(99))
+    assert refusal(file).startswith(f"a {kind} archive; unpack it first, and give the folder: ")
+
+
+@EVERY_PACKING
+def test_compressed_without_the_suffix(tmp_path, suffix):
+    """After the command of the line, the file is read."""
+    file = write(tmp_path / "book", PACKERS[suffix](b"The quiet river."))
+    line = refusal(file)
+    assert line.startswith("compressed with ")
+    subprocess.run(line.partition("name: ")[2], shell=True, check=True)
+    assert read(tmp_path / f"book{suffix}") == ["The quiet river."]
+
+
 # --- separators and encodings ---
 
 
