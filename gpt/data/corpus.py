@@ -99,7 +99,8 @@ class Corpus:
         for number in files:
             if _fingerprint(self.files[number]) != fingerprints[number]:
                 change = "has changed since the preparation of the text began"
-                raise UserError(f"{self.files[number]}: {change}: put it back, or begin again")
+                remedy = "put it back, or if a program writes to it, such as a log, leave it out of data.path"
+                raise UserError(f"{self.files[number]}: {change}: {remedy}")
 
     def sha256(self, cache: Path) -> str:
         """Return the hash of everything that determines the documents. `cache` remembers the hashes of large files."""

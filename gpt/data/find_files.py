@@ -35,7 +35,8 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
 
     Folders and globs skip hidden files, runs, the cache, and every folder below that has a CACHEDIR.TAG or holds
     installed packages. Folders also skip empty and binary files, and what Hugging Face's datasets writes beside a text.
-    A file that is named explicitly must be text. A file with several links is returned once.
+    They also skip the log of this process. A file that is named explicitly must be text. A file with several links is
+    returned once.
     """
     root = expand_path(path)
     if os.path.isfile(root):
@@ -62,6 +63,10 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
     if skipped_folders:
         count = f"{len(skipped_folders)} folder{'s' * (len(skipped_folders) > 1)}"
         print_line(f"skipping {count} below {top}, of runs, packages or the cache: {_list_files(skipped_folders, top)}")
+    if logs := [file for file in files if _is_own_output(file)]:
+        files = tuple(file for file in files if file not in logs)
+        remedy = "write it elsewhere, because a resumed run would read it as text"
+        print_line(f"skipping {_list_files(logs, top)} below {top}, the output of this program: {remedy}")
     if is_folder:
         text_files = tuple(file for file in files if looks_like_text(file) and not _describes_dataset(file))
         if skipped := sorted(set(files) - set(text_files)):
@@ -99,6 +104,15 @@ def print_formats(
     for (format_name, hint), (first, *more) in files_by_format.items():
         names = first.name + (f" and {len(more):,} more" if more else "")
         print_line(f"{names}: {format_name}, {treatment} {hint.format(shell_quote(str(first)), text_field)}")
+
+
+def _is_own_output(file: Path) -> bool:
+    """Return True if the standard output or error of this process goes to the file, which then grows."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # closed, or the file has just been deleted
+            if os.path.samestat(os.fstat(descriptor), file.stat()):
+                return True
+    return False
 
 
 def _holds_packages(folder: Path) -> bool:

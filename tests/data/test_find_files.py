@@ -8,6 +8,8 @@ import random
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +20,7 @@ from gpt.data.data_config import DataConfig
 from gpt.data.find_files import find_text_files
 from gpt.errors import UserError
 from gpt.files import mark_as_cache
-from harness import refusal
+from harness import ROOT, refusal
 
 NOWHERE = Path("no cache is needed")
 PDF_REMEDY = "convert it to text first, for example with pdftotext"
@@ -82,6 +84,24 @@ def test_archives_in_a_folder(tmp_path, fill):
         f"books.tar and 3 more: a tar archive, skipped; unpack it first, and give the folder: mkdir {tarred}.d"
         in (printed[1])
     )
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("pattern", ["", "**/*.log"])
+def test_the_log_of_this_program_is_no_text(tmp_path, fill, stream, pattern):
+    """A line names it. Other logs are text."""
+    fill(tmp_path, a__log="a", logs_in_x="x")
+    program = "import sys; from pathlib import Path; from gpt.data.find_files import find_text_files\n"
+    program += "files = find_text_files(sys.argv[1], Path('none'), lambda line: Path(sys.argv[2]).write_text(line))\n"
+    program += "assert 'run.log' not in [file.name for file in files], files\n"
+    program += "assert 'a.log' in [file.name for file in files], files"
+    command = [sys.executable, "-c", program, str(tmp_path / pattern), str(tmp_path.parent / "line.txt")]
+    with (tmp_path / "logs/run.log").open("w") as log:
+        log.write("step 1")
+        log.flush()
+        subprocess.run(command, cwd=ROOT, check=True, **{stream: log})
+    printed = (tmp_path.parent / "line.txt").read_text()
+    assert printed.startswith(f"skipping logs/run.log below {tmp_path}, the output of this program: ")
 
 
 def test_globs(tmp_path, fill, monkeypatch):
