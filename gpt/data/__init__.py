@@ -1,7 +1,7 @@
 """From files to batches. The way of a text, and where each step is:
 
 files               find_files, download, compression     from a path or URL
-documents           readers, python_docs                  one reader for each format
+documents           readers, encodings, python_docs       one reader for each format
 chunks              corpus, chunking                      of bounded size
 split               scan, split                           the validation text, in one reading
 token ids           shards, tokenizer                     each shard is encoded separately

@@ -86,15 +86,19 @@ def test_absurd_argument_is_refused(corpus_folder, tmp_path, monkeypatch, argume
     assert list(tmp_path.iterdir()) == []
 
 
+def limited(resource_name: str, size: int) -> list[str]:
+    """Return what stands before train.py in a command, so that the system limits a resource of the process."""
+    code = f"import resource; resource.setrlimit(resource.{resource_name}, ({size},) * 2)\n"
+    return ["-c", f"{code}import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"]
+
+
 @pytest.mark.promise("runs.md#second process in the same directory")
 @pytest.mark.slow
 @pytest.mark.parametrize("kibibytes", [10, 100])
 def test_full_disk_is_one_line(settings, reference, tmp_path, kibibytes):
     """A limit of the size of files imitates it. Without that limit, the run continues bit for bit."""
     run_dir = tmp_path / "run"
-    code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1024 * kibibytes},) * 2)\n"
-    code += "import sys, runpy; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
-    process = Process([*settings, f"run_dir={run_dir}"], launcher=["-c", code])
+    process = Process([*settings, f"run_dir={run_dir}"], launcher=limited("RLIMIT_FSIZE", 1024 * kibibytes))
     assert process.end() == 2
     assert "the disk is full" in process.output.strip().splitlines()[-1]
     assert "Traceback" not in process.output
@@ -106,13 +110,13 @@ LARGE = ["model.d_model=384", "model.num_layers=4", "model.context_length=512", 
 LARGE += ["trainer.tokens_per_step=4096", "trainer.precision=fp32", "horizon=2steps", "data.prompts=[]", "logger=[]"]
 
 
-def train_large(settings, micro_batch, run_dir) -> Process:
+def train_large(settings, micro_batch, run_dir, launcher=()) -> Process:
     """Start to train on `micro_batch` sequences at once, in a process whose memory is the same every time.
 
     With more than one arena, glibc reserves 64 MB for each thread that happens to allocate while another one does.
     """
     arguments = [*settings, *LARGE, f"trainer.micro_batch_size={micro_batch}", f"run_dir={run_dir}"]
-    return Process(arguments, server=fork_server(MALLOC_ARENA_MAX="1"))
+    return Process(arguments, launcher=launcher, server=fork_server(MALLOC_ARENA_MAX="1"))
 
 
 def measure_peak_memory(process: Process) -> int:
@@ -133,9 +137,7 @@ def test_lack_of_memory_shrinks_an_automatic_micro_batch(settings, tmp_path):
     """Here the address space suffices for four sequences at once, and not for eight. A step keeps its tokens."""
     one, eight = (measure_peak_memory(train_large(settings, size, tmp_path / str(size))) for size in (1, 8))
     assert eight - one > 200_000_000
-    process = train_large(settings, "auto", tmp_path / "run")
-    assert process.wait_for("writing to")
-    resource.prlimit(process.pid, resource.RLIMIT_AS, ((one + 2 * eight) // 3,) * 2)
+    process = train_large(settings, "auto", tmp_path / "run", limited("RLIMIT_AS", (one + 2 * eight) // 3))
     assert process.end() == 0, process.output
     assert "out of memory at trainer.micro_batch_size=8: continuing with 4 and as" in process.output
     assert load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["step"] == 2
