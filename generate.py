@@ -24,7 +24,7 @@ def sample(args: argparse.Namespace) -> None:
     import torch
 
     from gpt.data import dataset_cache
-    from gpt.data.token_dataset import find_cached_dataset
+    from gpt.data.token_dataset import find_cached_dataset, list_caches
     from gpt.hardware.device import choose_device
     from gpt.loading import find_checkpoint, open_checkpoint
     from gpt.sampling.insight import insight_page
@@ -40,9 +40,8 @@ def sample(args: argparse.Namespace) -> None:
     model, tokenizer, checkpoint = open_checkpoint(path)
     sources = find_cached_dataset(checkpoint, tokenizer, dataset_cache.DEFAULT_CACHE) if args.check else []
     if args.check and not sources:
-        raise UserError(
-            f"--check: the text that {path} was trained on is not in {dataset_cache.DEFAULT_CACHE}: leave --check out"
-        )
+        caches = " or ".join(map(str, list_caches(checkpoint, dataset_cache.DEFAULT_CACHE)))
+        raise UserError(f"--check: the text that {path} was trained on is not in {caches}: leave --check out")
     precision = choose_sampling_precision(args.precision, model.to(device))
     rows = len(prompts) or args.num_samples
     torch.set_num_threads(choose_threads(model, rows, args.compile))

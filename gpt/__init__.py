@@ -3,11 +3,13 @@
 `__all__` lists the names for use from Python. A name is imported when it is first used, because torch takes seconds.
 """
 
+import os
 import signal
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,7 +25,17 @@ if TYPE_CHECKING:
 _SCRIPTS = [Path(__file__).resolve().parents[1] / name for name in ("train.py", "generate.py")]
 _is_module_command = sys.argv[0] == "-m" and any(word.startswith("gpt.") for word in sys.orig_argv)
 _is_command = _is_module_command or Path(sys.argv[0]).resolve() in _SCRIPTS
-if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+
+
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """End at once. The system drops signals without a handler that are for process 1, as in a container."""
+    os._exit(128 + number)
+
+
+if _is_command and os.getpid() == 1:
+    for _number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_number, exit_on_signal)
+elif _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 _missing = [name for name in ("torch", "lightning", "hydra", "tiktoken", "yaml") if _is_command and not find_spec(name)]
 if _missing:

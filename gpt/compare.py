@@ -188,7 +188,8 @@ def read_run(folder: Path) -> RunSummary:
         loss, bits, best_loss = (float(stored[key]) for key in ("val_loss", "val_bits_per_byte", "best_val_loss"))
         metrics = {metric.name: float(stored[metric.name]) for metric in COLUMNS if metric.name in stored}
         settings["code"] = re.sub(r"^([0-9a-f]{7})[0-9a-f]{33}", r"\1", str(stored.get("git_commit")))
-    return RunSummary(name, settings, best_loss / loss * bits, metrics)
+        best = best_loss / loss * bits if best_loss else 0.0  # if the best loss is 0, the last one may be 0 too
+    return RunSummary(name, settings, best, metrics)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ from gpt.console import Parser, clean_exit, print_line, print_warning
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import add_reader_options, as_cli_options, data_config_from_args
 from gpt.data.dataset_cache import DEFAULT_CACHE
-from gpt.data.token_dataset import find_cached_dataset
+from gpt.data.token_dataset import find_cached_dataset, list_caches
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
+from gpt.files import expand_path
 from gpt.loading import find_checkpoint, open_checkpoint
 
 MAX_NATS_PER_TOKEN = 700  # of a larger loss, the perplexity overflows
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     corpus = None
     if args.text:
-        corpus = open_corpus(data_config_from_args(args), DEFAULT_CACHE, lambda line: print_line(line, sys.stderr))
+        corpus = open_corpus(data_config_from_args(args), cache_folder(args), lambda line: print_line(line, sys.stderr))
     path = find_checkpoint(args.checkpoint)
 
     from gpt.hardware.threads import limit_threads
@@ -71,7 +72,7 @@ def evaluate(args: argparse.Namespace, path: Path, corpus: Corpus | None) -> dic
     warn_of_short_sequences(path, checkpoint, context_length)
     stride = context_length if args.stride is None else args.stride
     require_range("--stride", stride, 1, context_length, note="(the model's context)")
-    texts = [encode_corpus(corpus, tokenizer)] if corpus else validation_texts(path, tokenizer, checkpoint)
+    texts = [encode_corpus(corpus, tokenizer)] if corpus else validation_texts(args, path, tokenizer, checkpoint)
     score = sum_scores(strided_score(model, text.tokens, text.bytes, stride) for text in texts)
     if not score.nats_per_token < MAX_NATS_PER_TOKEN:  # NaN fails as well
         loss = f"the model needs {score.nats_per_token:.4g} nats per token"
@@ -116,14 +117,21 @@ def encode_corpus(corpus: Corpus, tokenizer: Tokenizer) -> EncodedText:
         return EncodedText(np.asarray(np.memmap(stream, dtype, mode="r")), num_documents, num_bytes)
 
 
-def validation_texts(path: Path, tokenizer: Tokenizer, checkpoint: dict[str, Any]) -> list[EncodedText]:
+def cache_folder(args: argparse.Namespace) -> Path:
+    return Path(args.cache or DEFAULT_CACHE)
+
+
+def validation_texts(
+    args: argparse.Namespace, path: Path, tokenizer: Tokenizer, checkpoint: dict[str, Any]
+) -> list[EncodedText]:
     """Return the validation text of a checkpoint's run, as training prepared it; several of a mixture.
 
     Raises `UserError` if there is no run, or if the text is not in the cache.
     """
-    sources = find_cached_dataset(checkpoint, tokenizer, DEFAULT_CACHE)
+    sources = find_cached_dataset(checkpoint, tokenizer, cache_folder(args))
     if not sources:
-        problem = f"the validation text of its run, if any, is not in {DEFAULT_CACHE}"
+        caches = " or ".join(map(str, list_caches(checkpoint, cache_folder(args))))
+        problem = f"the validation text of its run, if any, is not in {caches}"
         raise UserError(f"{path}: {problem}: give a text with --text")
     texts = []
     for source in sources:
@@ -140,6 +148,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     text = "files, folders or quoted globs, as for data.path (default: the validation text of the checkpoint's run)"
     add("--text", metavar="PATH", nargs="+", help=text)
     add_reader_options(parser)
+    cache = "the folder of prepared text and downloads (default: that of training)"
+    add("--cache", metavar="DIR", type=expand_path, help=cache)
     add("--stride", metavar="N", type=int, help="slide the context by N tokens (default: all of it, without overlap)")
     precisions = ["fp32", "bf16", "fp16"]
     add("--precision", default="fp32", choices=precisions, help="of the products, as in training (default: fp32)")

@@ -1,6 +1,5 @@
 """A corpus: which files hold the text to train on, and its documents in chunks of bounded size."""
 
-import contextlib
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,13 +8,13 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt.console import print_line, shell_quote
+from gpt.console import print_line
 from gpt.data import python_docs
 from gpt.data.chunking import split_into_chunks, utf8_size
 from gpt.data.data_config import DataConfig, is_url
 from gpt.data.download import RemoteFile
 from gpt.data.file_hashes import hash_files
-from gpt.data.find_files import drop_duplicate_files, find_remote_files, find_text_files
+from gpt.data.find_files import drop_duplicate_files, find_remote_files, find_text_files, print_formats
 from gpt.data.readers import Document, detect_markup, read_documents, reader_for
 from gpt.errors import UserError
 from gpt.files import user_errors
@@ -100,7 +99,8 @@ class Corpus:
         for number in files:
             if _fingerprint(self.files[number]) != fingerprints[number]:
                 change = "has changed since the preparation of the text began"
-                raise UserError(f"{self.files[number]}: {change}: put it back, or begin again")
+                remedy = "put it back, or if a program writes to it, such as a log, leave it out of data.path"
+                raise UserError(f"{self.files[number]}: {change}: {remedy}")
 
     def sha256(self, cache: Path) -> str:
         """Return the hash of everything that determines the documents. `cache` remembers the hashes of large files."""
@@ -138,7 +138,8 @@ def open_corpus(data: DataConfig, cache: Path, print_line: Say = print_line) -> 
         if not files:
             raise UserError(f"data.path={data.path!r} has no text but that for validation: give text to train on")
         files += validation
-    _print_markup(files, data, print_line)
+    treatment = "read as raw text with its markup; for the text alone:"
+    print_formats(files, lambda file: detect_markup(file, data), treatment, print_line, data.text_field)
     return make_corpus(data, files, len(validation))
 
 
@@ -151,19 +152,6 @@ def _open_python_docs() -> Corpus:
             yield from (Document([text]) for text in python_docs.builtin_docs())
 
     return Corpus("python_docs", modules, read_docs, sys.version)
-
-
-def _print_markup(files: Iterable[Path | RemoteFile], data: DataConfig, print_line: Say) -> None:
-    """Print which files are read as plain text although they are markup, and how to convert them."""
-    files_by_markup: dict[tuple[str, str], list[Path | RemoteFile]] = {}
-    for file in files:
-        with contextlib.suppress(UserError):  # the file cannot be read: its reader raises this again
-            if markup := detect_markup(file, data):
-                files_by_markup.setdefault(markup, []).append(file)
-    for (format_name, hint), (first, *more) in files_by_markup.items():
-        names = first.name + (f" and {len(more):,} more" if more else "")
-        command = hint.format(shell_quote(str(first)), data.text_field)
-        print_line(f"{names}: {format_name}, read as raw text with its markup; for the text alone: {command}")
 
 
 def make_corpus(data: DataConfig, files: tuple[Path | RemoteFile, ...], validation_files: int = 0) -> Corpus:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gzip
 import hashlib
 import itertools
 import logging
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
@@ -85,7 +87,8 @@ class RemoteFile:
                 if not target.is_file():
                     part = target.with_name(f"{target.name}.part")
                     self._download(part)
-                    atomic_rename(part, target)
+                    atomic_rename(self._unpack(part) if self._is_packed(part) else part, target)
+                    part.unlink(missing_ok=True)
                 # `_make_room` needs the time of use. The time of the content stays, since it reveals a change.
                 os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
         return target
@@ -122,6 +125,23 @@ class RemoteFile:
                 keys = "the URL and data.sha256=" if self.sha256 else "the URL"
                 problem += ": the file has changed, or another server answered"
                 raise UserError(f"{self.url}: {problem}; check {keys}, and run the command again")
+
+    def _is_packed(self, part: Path) -> bool:
+        """Return True if a server packed the file (Content-Encoding: gzip), though unpacked content was requested."""
+        with part.open("rb") as stream:
+            return stream.read(3) == b"\x1f\x8b\x08" and not self.name.lower().endswith(".gz")
+
+    def _unpack(self, part: Path) -> Path:
+        """Return the path of the unpacked content. The packed file stays, because an interrupted download resumes."""
+        unpacked = part.with_suffix(".unpacked.part")
+        try:
+            with gzip.open(part) as packed, unpacked.open("wb") as stream:
+                shutil.copyfileobj(packed, stream)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            part.unlink()
+            raise ExternalError(f"{self.url}: packed with gzip, and damaged ({error}); run the command again") from None
+        self._make_room(unpacked, unpacked.stat().st_size)
+        return unpacked
 
     def _make_room(self, part: Path, size: int) -> None:
         """Delete the copies that were used longest ago, until `size` bytes fit beside the others."""

@@ -1,5 +1,6 @@
 """The files that a path or a URL names: one file, the files in a folder, or the matches of a glob."""
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -7,11 +8,11 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import fsspec
 
-from gpt.console import print_line
+from gpt.console import print_line, shell_quote
 from gpt.data.dataset_cache import CACHE_WRITE_HINT, make_cache, read_checked_json, write_checked_json
 from gpt.data.download import (
     MAX_WAIT_SECONDS,
@@ -24,7 +25,7 @@ from gpt.data.download import (
     store_errors,
     version_tag,
 )
-from gpt.data.readers import looks_like_text
+from gpt.data.readers import detect_skipped, looks_like_text
 from gpt.errors import ExternalError, UserError
 from gpt.files import expand_path, is_program_output, user_errors
 
@@ -34,7 +35,8 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
 
     Folders and globs skip hidden files, runs, the cache, and every folder below that has a CACHEDIR.TAG or holds
     installed packages. Folders also skip empty and binary files, and what Hugging Face's datasets writes beside a text.
-    A file that is named explicitly must be text. A file with several links is returned once.
+    They also skip the log of this process. A file that is named explicitly must be text. A file with several links is
+    returned once.
     """
     root = expand_path(path)
     if os.path.isfile(root):
@@ -61,11 +63,16 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
     if skipped_folders:
         count = f"{len(skipped_folders)} folder{'s' * (len(skipped_folders) > 1)}"
         print_line(f"skipping {count} below {top}, of runs, packages or the cache: {_list_files(skipped_folders, top)}")
+    if logs := [file for file in files if _is_own_output(file)]:
+        files = tuple(file for file in files if file not in logs)
+        remedy = "write it elsewhere, because a resumed run would read it as text"
+        print_line(f"skipping {_list_files(logs, top)} below {top}, the output of this program: {remedy}")
     if is_folder:
         text_files = tuple(file for file in files if looks_like_text(file) and not _describes_dataset(file))
         if skipped := sorted(set(files) - set(text_files)):
             count = f"{len(skipped)} of {len(files)} files"
             print_line(f"skipping {count} below {root}, empty or not text: {_list_files(skipped, root)}")
+            print_formats(skipped, detect_skipped, "skipped;", print_line)
         files = text_files
     if not files:
         hint = "give the path of a file, a folder or a quoted glob"
@@ -73,6 +80,42 @@ def find_text_files(path: str, cache: Path, print_line: Callable[[str], None] = 
             raise UserError(f"data.path={path!r:.60}... names no text file: {hint}, not the text itself")
         raise UserError(f"data.path={path!r} names no text file: {hint}")
     return files
+
+
+def print_formats(
+    files: Iterable[Path | RemoteFile],
+    detect: Callable[[Any], tuple[str, str] | None],
+    treatment: str,
+    print_line: Callable[[str], None],
+    text_field: str = "",
+) -> None:
+    """Print which files are of other formats than plain text, and how to make text of them.
+
+    Args:
+        files: The files.
+        detect: Returns the name of a file's format, and how to make text of it, or None. In the latter, {0} stands for
+            the file and {1} for `text_field`.
+        treatment: What is done with such files, and the words before the command.
+        print_line: Prints a line.
+        text_field: The key of the text.
+    """
+    files_by_format: dict[tuple[str, str], list[Path | RemoteFile]] = {}
+    for file in files:
+        with contextlib.suppress(UserError):  # the file cannot be read: its reader raises this again
+            if detected := detect(file):
+                files_by_format.setdefault(detected, []).append(file)
+    for (format_name, hint), (first, *more) in files_by_format.items():
+        names = first.name + (f" and {len(more):,} more" if more else "")
+        print_line(f"{names}: {format_name}, {treatment} {hint.format(shell_quote(str(first)), text_field)}")
+
+
+def _is_own_output(file: Path) -> bool:
+    """Return True if the standard output or error of this process goes to the file, which then grows."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # closed, or the file has just been deleted
+            if os.path.samestat(os.fstat(descriptor), file.stat()):
+                return True
+    return False
 
 
 def _holds_packages(folder: Path) -> bool:

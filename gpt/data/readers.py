@@ -18,11 +18,29 @@ from gpt.errors import UserError
 from gpt.files import user_errors
 
 READ_BLOCK_BYTES = 1 << 20  # bytes to read at once
-# Formats that are refused: how a file begins, the name of the format, and a command that makes text of it.
+# Formats that are refused: how a file begins, the name of the format, and how to make text of it.
+_UNTAR = "unpack it first, and give the folder: mkdir {0}.d && tar -xf {0} -C {0}.d"
 _REFUSED_FORMATS = [
-    (rb"%PDF-", "a PDF", "pdftotext {0} {0}.txt"),
-    (rb"PK\x03\x04", "a zip archive, as .docx, .odt and .epub are", "pandoc -t plain {0} -o {0}.txt"),
+    (rb"%PDF-", "a PDF", "convert it to text first, for example with pdftotext {0} {0}.txt"),
+    (rb"PK\x03\x04", "a zip archive", "unpack it first, and give the folder: unzip {0} -d {0}.d"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first, and give the folder: 7z x {0} -o{0}.d"),
+    (rb"Rar!\x1a\x07", "a rar archive", "unpack it first, and give the folder: unrar x {0} {0}.d/"),
+    (rb"(?s)(?=.{1,100}\0).{257}ustar", "a tar archive", _UNTAR),
+    (rb"\x1f\x8b\x08", "compressed with gzip", "add .gz to its name: mv {0} {0}.gz"),
+    (rb"BZh[1-9]1AY&SY", "compressed with bzip2", "add .bz2 to its name: mv {0} {0}.bz2"),
+    (rb"\xfd7zXZ\0", "compressed with xz", "add .xz to its name: mv {0} {0}.xz"),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "add .zst to its name: mv {0} {0}.zst"),
 ]
+# The same for files of some suffixes. These formats come first.
+_REFUSED_BY_SUFFIX = {
+    (".docx", ".odt", ".epub"): (
+        rb"PK\x03\x04",
+        "a zip archive, as .docx, .odt and .epub are",
+        "convert it to text first, for example with pandoc -t plain {0} -o {0}.txt",
+    ),
+    (".tgz", ".tbz2", ".txz"): (rb"\x1f\x8b|BZh|\xfd7zXZ", "a tar archive", _UNTAR),
+}
+_NAMED_SUFFIXES = (*itertools.chain(*_REFUSED_BY_SUFFIX), ".pdf", ".zip", ".7z", ".rar", ".tar")
 # Beginnings of binary formats that may have no zero byte near the start.
 _BINARY_BEGINNINGS = (b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff")
 # Formats that are read as raw text: how a file begins, the name of the format, and a command that makes text of it.
@@ -125,13 +143,19 @@ def read_blocks(file: Path, encoding: str, errors: str, start: int = 0) -> Itera
     first = next(blocks, b"")
     if not first:
         raise UserError(f"{file}: the file is empty; give a file with text in it")
-    if refused := match_beginning(first[:99].lstrip(LEADING_BYTES), _REFUSED_FORMATS):
-        name, command = refused
-        command = command.format(shell_quote(str(file)))
-        raise UserError(f"{file}: {name}; convert it to text first, for example with {command}")
+    if refused := _detect_refused(file, first[:512].lstrip(LEADING_BYTES)):
+        name, remedy = refused
+        raise UserError(f"{file}: {name}; {remedy.format(shell_quote(str(file)))}")
     if 0 in first[:4096]:
         raise UserError(f"{file}: a binary file (a zero byte at offset {first.index(0)}); give a text file in UTF-8")
     return itertools.chain([first], blocks)
+
+
+def _detect_refused(file: Path, beginning: bytes) -> tuple[str, str] | None:
+    """Return the name of a format that is refused, and how to make text of it; None for other files."""
+    suffix = format_suffix(file)
+    by_suffix = [refused for suffixes, refused in _REFUSED_BY_SUFFIX.items() if suffix in suffixes]
+    return match_beginning(beginning, by_suffix + _REFUSED_FORMATS)
 
 
 def _suggest_encodings(text: bytes, position: int) -> str:
@@ -145,7 +169,7 @@ def _suggest_encodings(text: bytes, position: int) -> str:
 
 
 def match_beginning(beginning: bytes, formats: list[tuple[bytes, str, str]]) -> tuple[str, str] | None:
-    """Return the name of the format that a file begins like, and the command that makes text of it."""
+    """Return the name of the format that a file begins like, and how to make text of it."""
     return next(((name, command) for pattern, name, command in formats if re.match(pattern, beginning)), None)
 
 
@@ -171,7 +195,7 @@ def is_json_lines(file: Path, data: DataConfig) -> bool:
 
 
 def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
-    """Read a document from each line."""
+    """Read a document from each line: an object with the key `data.text_field`, a string, or a list of messages."""
     for number, encoded in enumerate(read_lines(file, data), start=1):
         place = f"{file}: line {number}"
         line = "".join(decode_stream([encoded], place, data.errors, _suggest_encodings))
@@ -185,21 +209,49 @@ def read_json_lines(file: Path, data: DataConfig) -> Iterator[Document]:
             problem = "too large or too deeply nested"
             if isinstance(error, json.JSONDecodeError):
                 problem = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-            raise UserError(f"{place} is not JSON ({problem}); every line must be one JSON object") from None
-        keys = record if isinstance(record, dict) else {}
-        yield Document([_record_text(keys.get(data.text_field, 0), place, data.text_field, keys)])
+            spans_lines = re.fullmatch(r"\s*[\[{]+\s*", line)
+            hint = _suggest_lines(file, ".[]" if "[" in line else ".") if spans_lines else ""
+            raise UserError(f"{place} is not JSON ({problem}); every line must be one JSON object{hint}") from None
+        if isinstance(record, dict):
+            yield Document([_record_text(record.get(data.text_field, 0), place, data.text_field, record)])
+        else:
+            yield Document([_bare_text(record, file, place)])
 
 
 def _record_text(value: Any, place: str, text_field: str, keys: Iterable[str]) -> str:
     """Return a value as a document: text unchanged, null as no text, and a list of messages as paragraphs."""
-    if isinstance(value, list):
-        messages = [_message_text(message) for message in value]
-        if None not in messages:
-            value = "\n\n".join(map(str, messages))
+    value = _join_messages(value)
     if not isinstance(value, str | None):
-        listing = f" ({_list_names(keys)})" if keys else ""
-        raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field={listing}")
+        listing = _list_names(keys) or "it has none"
+        raise UserError(f"{place} has no text under {text_field!r}; name the key with data.text_field= ({listing})")
     return replace_surrogates(value or "")
+
+
+def _bare_text(value: Any, file: Path, place: str) -> str:
+    """Return a line without keys as a document: text unchanged, and a list of messages as paragraphs."""
+    text = _join_messages(value)
+    if isinstance(text, str):
+        return replace_surrogates(text)
+    kind, hint = "a number, true, false or null", ""
+    if isinstance(value, list):
+        column = next((i for i, entry in enumerate(value) if isinstance(entry, str)), 0)
+        is_whole_text = all(isinstance(entry, dict | list | str) for entry in value)
+        kind, hint = "an array", _suggest_lines(file, ".[]" if is_whole_text else f".[{column}]")
+    raise UserError(f"{place} is {kind}; every line must be one JSON object, or a string{hint}")
+
+
+def _suggest_lines(file: Path, jq_filter: str) -> str:
+    """Return the command that makes JSON lines of other JSON, as the end of a message."""
+    name = shell_quote(str(file))
+    return f", for example with jq -c '{jq_filter}' {name} > {shell_quote(f'{file}.jsonl')}"
+
+
+def _join_messages(value: Any) -> Any:
+    """Return a list of messages as paragraphs, and any other value unchanged."""
+    if not isinstance(value, list):
+        return value
+    messages = [_message_text(message) for message in value]
+    return value if None in messages else "\n\n".join(map(str, messages))
 
 
 def _message_text(message: Any) -> str | None:
@@ -343,6 +395,14 @@ def looks_like_text(file: Path) -> bool:
     if encoding_of_mark(beginning):
         return True
     return bool(beginning) and 0 not in beginning and not beginning.startswith(_BINARY_BEGINNINGS)
+
+
+def detect_skipped(file: Path) -> tuple[str, str] | None:
+    """Return the name of a format that folders skip, and how to make text of it; None for other files.
+
+    Many files are zip archives inside, such as checkpoints. So the suffix must fit too.
+    """
+    return _detect_refused(file, read_beginning(file)) if format_suffix(file) in _NAMED_SUFFIXES else None
 
 
 def detect_markup(file: Any, data: DataConfig) -> tuple[str, str] | None:

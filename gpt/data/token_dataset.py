@@ -7,9 +7,11 @@ counts are in dataset.json. Token files of other programs have none of these.
 import contextlib
 import errno
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from gpt.data.dataset_cache import load_checked_json, read_checked_json
 from gpt.data.token_files import TokenSequence, hash_tokens, map_tokens, raise_open_file_limit, token_dtype
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import ExternalError, UserError, summarize_error
-from gpt.files import user_errors
+from gpt.files import flatten, user_errors
 
 SPLITS = ("train", "validation")
 DATASET_FILE, TOKENIZER_FILE = "dataset.json", "tokenizer.json"
@@ -187,21 +189,33 @@ def _require_shape(metadata: dict) -> None:
 
 
 def find_cached_dataset(checkpoint: dict, tokenizer: Tokenizer, cache: Path) -> list[TokenSource]:
-    """Open each prepared text of a checkpoint's run. Return [] if the cache lacks one.
+    """Open each prepared text of a checkpoint's run. Return [] if the caches of `list_caches` lack one.
 
-    They are found by the hashes in the checkpoint. No path from a checkpoint is opened.
+    They are found by the hashes in the checkpoint. Nothing else is opened.
     """
     corpus = checkpoint.get("corpus")
     keys = corpus.get("mix", [corpus]) if isinstance(corpus, dict) else None
     names = [json.dumps(key, default=repr) for key in keys] if isinstance(keys, list) else []
+    caches = [folder for folder in list_caches(checkpoint, cache) if os.path.isdir(folder)]
     folders = {}
     for file_name in (MANIFEST_FILE, DATASET_FILE):
-        for file in cache.glob(f"[!.]*/{file_name}"):
+        for file in chain.from_iterable(folder.glob(f"[!.]*/{file_name}") for folder in caches):
             with contextlib.suppress(OSError, ValueError):  # a damaged text is not found
                 metadata = read_checked_json(file)
                 if metadata.get("tokenizer") == tokenizer.sha256:
                     folders[json.dumps(metadata.get("key"))] = file.parent
     return [open_cached(folders[name]) for name in names] if folders.keys() >= set(names) else []
+
+
+def list_caches(checkpoint: dict, cache: Path) -> list[Path]:
+    """Return the folders that may hold the prepared text of a checkpoint's run: its `data.cache`, after `cache`.
+
+    A folder of a network is left out: a stranger's checkpoint could name one to learn the login of this machine.
+    """
+    config = checkpoint.get("config")
+    name = flatten(config).get("data.cache") if isinstance(config, dict) else None
+    is_local = isinstance(name, str) and name and not name.startswith(("//", "\\\\"))
+    return list(dict.fromkeys([cache, Path(str(name))] if is_local else [cache]))
 
 
 def open_cached(folder: Path) -> TokenSource:

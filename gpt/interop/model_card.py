@@ -46,7 +46,8 @@ def write_model_card(model: "GPT", checkpoint: Path, name: str, folder: Path) ->
         metrics = json.loads(read_text(run / "metrics.json"))
         paths = settings["data.path"] or settings["data.name"]
         text = ", ".join(Path(path).name for path in ([paths] if isinstance(paths, str) else paths))
-        bits = round(metrics["best_val_loss"] * metrics["val_bits_per_byte"] / metrics["val_loss"], 4)
+        best_loss = metrics["best_val_loss"]  # if it is 0, the last loss may be 0 too
+        bits = round(best_loss * metrics["val_bits_per_byte"] / metrics["val_loss"], 4) if best_loss else 0.0
         eval_results = [EvalResult("text-generation", text, f"{text}, held out", "bits_per_byte", bits)]
         training = f" Trained on {text}. On a part that was held out, it needs {bits} bits per byte."
     tags: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt2"]}

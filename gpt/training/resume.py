@@ -7,6 +7,7 @@ from typing import Any
 from gpt.checkpoint import load_checkpoint
 from gpt.console import format_duration, print_line, print_warning
 from gpt.data.token_dataset import TokenDataset
+from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError
 from gpt.files import flatten
 from gpt.loading import find_path
@@ -108,7 +109,6 @@ def _resume_from(run: RunDirectory, file: Path, checkpoint: dict[str, Any], requ
         stored = parse_config(checkpoint["config"])
         planned = Schedule(**checkpoint["schedule"])
         state = TrainState.from_checkpoint(checkpoint, planned)
-        tokenizer = inherited_tokenizer(checkpoint)
         step = checkpoint["step"]
     current = state.current_schedule(planned)
     horizon = request.overrides.get("horizon", stored.horizon)
@@ -124,8 +124,7 @@ def _resume_from(run: RunDirectory, file: Path, checkpoint: dict[str, Any], requ
     require_devices(config)
     distributed.require_processes(config.trainer.devices, config.trainer.world_size)
     _announce_devices(stored, config)
-    dataset = load_dataset(with_values(config, _moved_text(request)), tokenizer, checkpoint=checkpoint)
-    _require_same_dataset(file, checkpoint, dataset)
+    dataset = _load_same_dataset(with_values(config, _moved_text(request)), file, checkpoint)
     total_steps = current.total_steps
     if is_extended:
         planned = extend_schedule(config, current, step, state.seconds, horizon, dataset.train_tokens)
@@ -266,6 +265,26 @@ def _refuse_going_back(run: RunDirectory, newest: Path, checkpoint: dict[str, An
             f"{named} is of step {step}, and the run has trained until step {newest_step}: continue it with "
             f"resume={run.path}, or start a new run from this file with init_from={named}"
         )
+
+
+def _load_same_dataset(config: Config, file: Path, checkpoint: dict[str, Any]) -> TokenDataset:
+    """Return the dataset that the run began with.
+
+    If the cache is gone and another version of the tokenizers library trains another tokenizer on the same text, encode
+    it with the tokenizer of the checkpoint.
+
+    Raises:
+        UserError: The text or its tokens are others.
+    """
+    with checkpoint_errors(file):
+        tokenizer = inherited_tokenizer(checkpoint)
+    dataset = load_dataset(config, tokenizer, checkpoint=checkpoint)
+    is_same_text = config.data.name != "tokens" and dataset.key == checkpoint["corpus"]
+    if is_same_text and dataset.tokenizer.sha256 != checkpoint["tokenizer"]["sha256"]:
+        print_line(f"{file}: the tokenizers library now trains another tokenizer on this text: the run keeps its own")
+        return load_dataset(config, Tokenizer.from_dict(checkpoint["tokenizer"]), checkpoint=checkpoint)
+    _require_same_dataset(file, checkpoint, dataset)
+    return dataset
 
 
 def _require_same_dataset(file: Path, checkpoint: dict[str, Any], dataset: TokenDataset) -> None:

@@ -211,7 +211,11 @@ class RunDirectory:
         return {file.name: file.stat().st_size for file in self._logs()}
 
     def truncate_logs(self, sizes: dict[str, int]) -> None:
-        """Truncate the logs to the sizes of a checkpoint: the steps after it are trained again."""
+        """Truncate the logs to the sizes of a checkpoint: the steps after it are trained again.
+
+        If a log is shorter, print a warning, and drop a half written line at its end.
+        """
+        incomplete = []
         for file in self._logs() if self._lock is not None else ():
             size = sizes.get(file.name)
             if size is None:
@@ -220,7 +224,18 @@ class RunDirectory:
             if file.is_file() and file.stat().st_nlink > 1:  # `cp -l` made a copy, which must not change
                 with atomic_write(file) as unlinked:
                     shutil.copyfile(file, unlinked)
-            os.truncate(file, min(size, file.stat().st_size))
+            if file.stat().st_size >= size:
+                os.truncate(file, size)
+                continue
+            incomplete.append(file.name)
+            if file.name == METRICS_FILE:
+                os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+        incomplete += [name for name in sizes if self._lock is not None and not (self.path / name).exists()]
+        if incomplete:
+            print_warning(
+                f"{self.path}: the checkpoint is newer than {', '.join(incomplete)}, as in a copy that was made during "
+                "training: the curves will lack steps; to have them, copy these files again before you resume"
+            )
 
     def _logs(self) -> list[Path]:
         files = [self.path / SAMPLES_FILE, self.path / METRICS_FILE]

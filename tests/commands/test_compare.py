@@ -109,6 +109,15 @@ def test_differences_are_compared_with_the_noise_of_seeds(runs, capsys):
     assert sorted(row["runs"] for row in read_rows(capsys, *best, "again")) == [1, 3]
 
 
+def test_a_loss_of_zero_is_the_best(runs, capsys):
+    """A text of a single letter is learned to a loss of exactly 0. Its seeds have no noise."""
+    for seed in range(2):
+        write_run(runs / f"letter-{seed}", [(2, 0.5), (4, 0.0)], {"seed": seed, "optim": {"lr": 0.3}})
+    rows = read_rows(capsys)
+    assert [(row["run"], row["best"]) for row in rows[:2]] == [("letter-0", 0.0), ("slow", 1.5)]
+    assert (rows[0]["runs"], rows[0]["std"], rows[1]["worse_by"]) == (2, 0.0, 1.5)
+
+
 @pytest.mark.parametrize(("horizon", "sizes"), [("6steps", [1, 1]), ("6min", [2])])
 def test_runs_of_one_group_have_as_many_steps(runs, capsys, horizon, sizes):
     """A run that stopped early is in no group. With a time as horizon, the number of steps varies by chance."""
@@ -152,6 +161,7 @@ def test_if_no_run_can_be_read_every_damaged_one_is_named(runs, capsys):
         ("config.yaml", "- 1", "damaged ('list' object has no attribute"),
         ("metrics.json", "{}", "damaged (it has no 'val_loss')"),
         ("metrics.json", "[" * 10**5, "damaged (it is nested too deeply"),
+        ("metrics.json", '{"val_loss": 0, "val_bits_per_byte": 0, "best_val_loss": 1}', "damaged (float division by"),
     ],
 )
 def test_a_damaged_run_is_named_and_left_out(runs, capsys, file, content, reason):

@@ -189,11 +189,11 @@ def test_strided_perplexity_equals_that_of_transformers(gpt2, home, capsys, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "other"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")])
-def test_a_runs_validation_is_reproduced_in_its_precision(tmp_path, monkeypatch, capsys, precision, other):
+def test_a_runs_validation_is_reproduced_in_its_precision(tmp_path, capsys, precision, other):
+    """The text is found in the cache that the run named."""
     write_corpus(tmp_path)
     data = [f"data.path={tmp_path}/corpus.txt", f"data.cache={tmp_path}/cache", f"run_dir={tmp_path}/run"]
     train(*TINY_RUN, *data, "horizon=20steps", "trainer.device=cpu", f"trainer.precision={precision}")
-    monkeypatch.setattr(evaluate, "DEFAULT_CACHE", tmp_path / "cache")
     metrics = json.loads((tmp_path / "run/metrics.json").read_text())
     last = tmp_path / "run/checkpoints/last.ckpt"
     figures = read_figures(capsys, "--checkpoint", last, "--precision", precision)
@@ -223,6 +223,13 @@ def test_mistakes_are_reported_with_an_option_of_this_command(home, capsys, argu
     arguments = [argument.format(home=home) for argument in arguments]
     refused = harness.command_refusal(capsys, "gpt.evaluate", "--checkpoint", home / "run", *arguments)
     assert refused == f"gpt.evaluate: {line.format(home=home)}"
+
+
+def test_the_cache_may_be_named(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "DEFAULT_CACHE", tmp_path)
+    file = home / "run/checkpoints/best.ckpt"
+    assert refusal("--checkpoint", file).endswith(f"is not in {tmp_path}: give a text with --text")
+    assert read_figures(capsys, "--checkpoint", file, "--cache", home / "cache")["checkpoint"] == str(file)
 
 
 def test_only_the_text_of_the_run_is_its_validation_text(home, gpt2, tmp_path, capsys):

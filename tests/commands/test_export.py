@@ -143,6 +143,14 @@ def test_the_hub_reads_the_model_card(exported, trained, tmp_path, capsys):
     assert f"share it: hf upload 'my novel' '{tmp_path}/my novel', once" in capsys.readouterr().out
 
 
+def test_a_model_card_may_have_a_loss_of_zero(trained, tmp_path):
+    (trained / "config.yaml").write_text(yaml.safe_dump({"data": {"name": "text", "path": "letter.txt"}}))
+    (trained / "metrics.json").write_text(json.dumps({"val_loss": 0.0, "best_val_loss": 0.0, "val_bits_per_byte": 0.0}))
+    run("--checkpoint", trained, "--to", tmp_path / "out")
+    [result] = ModelCard.load(tmp_path / "out/README.md").data.eval_results
+    assert result.metric_value == 0.0
+
+
 def test_a_huggingface_folder_becomes_a_gguf_file(exported, tmp_path, capsys):
     run("--checkpoint", exported / "out", "--to", tmp_path / "model.gguf", "--type", "f16")
     assert (tmp_path / "model.gguf").read_bytes()[:4] == b"GGUF"

@@ -1,9 +1,12 @@
-"""Ctrl-C while a command imports its libraries."""
+"""Signals while a command imports its libraries."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +42,25 @@ def test_train_py_runs_through_a_link(tmp_path):
     done = subprocess.run([sys.executable, link, "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "tokens_per_step" in done.stdout
+
+
+def can_be_process_1() -> bool:
+    """Return True if this process may start others in a namespace of their own, as a container does."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_be_process_1(), reason="needs unshare, and the rights of root")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_process_1_of_a_container_ends_at_a_signal(number):
+    """The signal arrives after the first import of gpt, and before those that take seconds."""
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [sys.executable, "-X", "importtime", "train.py", "--cfg", "job"]
+    process = subprocess.Popen([*unshare, *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    next(line for line in process.stderr if line.endswith(b" gpt.errors\n"))
+    [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(child), number)
+    _, error = process.communicate(timeout=60)
+    assert b" hydra.main\n" not in error
+    assert process.returncode == 128 + number

@@ -1,5 +1,6 @@
 """Files from a real server on loopback that cuts, stalls, lies and fails, fetched by processes that are killed."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -97,6 +98,23 @@ def test_fetched_once(tmp_path, server, way):
     assert is_program_output(cache)
     server.stop()
     assert remote(server.url(way), cache, print_line=pytest.fail).fetch() == file
+
+
+@pytest.mark.parametrize("way", ["untold", "whole"])
+def test_packed_by_the_server(tmp_path, server, way):
+    """Whether or not it tells the size, a file is unpacked unless its name says that it is packed."""
+    text = b"The quiet river.\n" * 10**5
+    server.content = gzip.compress(text)
+    file = remote(server.url(way), tmp_path, hashlib.sha256(server.content).hexdigest()).fetch()
+    assert file.read_bytes() == text
+    assert visible(file.parent) == [file]
+    assert remote(f"{server.url(way)}.gz", tmp_path, "").fetch().read_bytes() == server.content
+    small = RemoteFile(server.url(way), None, "", tmp_path, 10**6)
+    assert refusal(small.fetch).endswith(f"does not hold {small.url}, of 1,700,000 bytes: raise it")
+    server.content = server.content[:-9]
+    server.tag = "cut"
+    line = refusal(RemoteFile(server.url(way), None, "cut", tmp_path, 10**7).fetch)
+    assert line.startswith(f"{server.url(way)}: packed with gzip, and damaged (")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ import gzip
 import os
 import random
 import re
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,9 +20,11 @@ from gpt.data.data_config import DataConfig
 from gpt.data.find_files import find_text_files
 from gpt.errors import UserError
 from gpt.files import mark_as_cache
-from harness import refusal
+from harness import ROOT, refusal
 
 NOWHERE = Path("no cache is needed")
+PDF_REMEDY = "convert it to text first, for example with pdftotext"
+DOCX_REMEDY = "convert it to text first, for example with pandoc -t plain"
 NOTHING = "names no text file: give the path of a file, a folder or a quoted glob"
 
 
@@ -55,7 +60,48 @@ def test_what_a_folder_passes_over_is_said(tmp_path, fill):
     printed: list[str] = []
     files = find_text_files(str(tmp_path), NOWHERE, printed.append)
     assert [file.name for file in files] == ["a.txt", "k.txt.gz", "l.gz", "m.parquet", "o.txt"]
-    assert printed == [f"skipping 10 of 15 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ..."]
+    assert printed == [
+        f"skipping 10 of 15 files below {tmp_path}, empty or not text: b.txt, c/d.pdf, d.bin, ...",
+        f"d.pdf and 1 more: a PDF, skipped; {PDF_REMEDY} {tmp_path}/c/d.pdf {tmp_path}/c/d.pdf.txt",
+        f"g.docx: a zip archive, as .docx, .odt and .epub are, skipped; {DOCX_REMEDY} {tmp_path}/g.docx -o "
+        f"{tmp_path}/g.docx.txt",
+    ]
+
+
+def test_archives_in_a_folder(tmp_path, fill):
+    """A line names each kind, and the command that unpacks it. Checkpoints, which are zip archives, are not named."""
+    fill(tmp_path, a__txt="a", pages_in_b__txt="b", pages_in_c__txt="c")
+    for name in ("zip", "gztar", "tar", "bztar"):
+        shutil.make_archive(str(tmp_path / "books"), name, tmp_path / "pages")
+    shutil.copy(tmp_path / "books.zip", tmp_path / "model.pt")
+    shutil.copy(tmp_path / "books.tar.gz", tmp_path / "old.tgz")
+    printed: list[str] = []
+    assert found(tmp_path, printed.append) == ["a", "b", "c"]
+    assert len(printed) == 3
+    zipped, tarred = tmp_path / "books.zip", tmp_path / "books.tar"
+    assert f"books.zip: a zip archive, skipped; unpack it first, and give the folder: unzip {zipped} -d " in printed[2]
+    assert (
+        f"books.tar and 3 more: a tar archive, skipped; unpack it first, and give the folder: mkdir {tarred}.d"
+        in (printed[1])
+    )
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("pattern", ["", "**/*.log"])
+def test_the_log_of_this_program_is_no_text(tmp_path, fill, stream, pattern):
+    """A line names it. Other logs are text."""
+    fill(tmp_path, a__log="a", logs_in_x="x")
+    program = "import sys; from pathlib import Path; from gpt.data.find_files import find_text_files\n"
+    program += "files = find_text_files(sys.argv[1], Path('none'), lambda line: Path(sys.argv[2]).write_text(line))\n"
+    program += "assert 'run.log' not in [file.name for file in files], files\n"
+    program += "assert 'a.log' in [file.name for file in files], files"
+    command = [sys.executable, "-c", program, str(tmp_path / pattern), str(tmp_path.parent / "line.txt")]
+    with (tmp_path / "logs/run.log").open("w") as log:
+        log.write("step 1")
+        log.flush()
+        subprocess.run(command, cwd=ROOT, check=True, **{stream: log})
+    printed = (tmp_path.parent / "line.txt").read_text()
+    assert printed.startswith(f"skipping logs/run.log below {tmp_path}, the output of this program: ")
 
 
 def test_globs(tmp_path, fill, monkeypatch):

@@ -189,7 +189,10 @@ def test_work_of_an_earlier_version_is_discarded(tmp_path, many_files, undisturb
 # --- text that changes ---
 
 
-CHANGED = "has changed since the preparation of the text began: put it back, or begin again"
+CHANGED = (
+    "has changed since the preparation of the text began: put it back, or if a program writes to it, such as a log, "
+)
+CHANGED += "leave it out of data.path"
 
 
 @pytest.mark.parametrize("when", ["read", "encoded"])

@@ -5,7 +5,9 @@ import gzip
 import json
 import lzma
 import re
+import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +191,38 @@ def test_no_text_can_come_of_it(tmp_path, name):
         assert re.fullmatch(rf"a (PDF|zip archive, .*); convert it to text first, for example with {command}", line)
 
 
+@pytest.mark.parametrize("name", ["zip", "tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "download"])
+def test_archives(tmp_path, name):
+    """The line names a command that unpacks the archive, whatever its name is."""
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/page.txt", "The quiet river.")
+    kind = {"zip": "zip", "tar.gz": "gztar", "tgz": "gztar", "tar.bz2": "bztar", "tar.xz": "xztar"}.get(name, "tar")
+    file = tmp_path / f"my books.{name}"
+    shutil.move(shutil.make_archive(str(tmp_path / "made"), kind, tmp_path / "in"), file)
+    line = refusal(file)
+    kind = "zip" if kind == "zip" else "tar"
+    assert line.startswith(f"a {kind} archive; unpack it first, and give the folder: ")
+    if shutil.which("unzip") or kind == "tar":
+        subprocess.run(line.partition("folder: ")[2], shell=True, check=True, capture_output=True)
+        assert read(tmp_path / f"{file.name}.d/page.txt") == ["The quiet river."]
+
+
+@pytest.mark.parametrize(("beginning", "kind"), [(b"7z\xbc\xaf\x27\x1c\0\4", "7z"), (b"Rar!\x1a\x07\x01\0", "rar")])
+def test_archives_of_other_programs(tmp_path, beginning, kind):
+    file = write(tmp_path / f"a.{kind}", beginning + bytes(99))
+    assert refusal(file).startswith(f"a {kind} archive; unpack it first, and give the folder: ")
+
+
+@EVERY_PACKING
+def test_compressed_without_the_suffix(tmp_path, suffix):
+    """After the command of the line, the file is read."""
+    file = write(tmp_path / "book", PACKERS[suffix](b"The quiet river."))
+    line = refusal(file)
+    assert line.startswith("compressed with ")
+    subprocess.run(line.partition("name: ")[2], shell=True, check=True)
+    assert read(tmp_path / f"book{suffix}") == ["The quiet river."]
+
+
 # --- separators and encodings ---
 
 
@@ -295,7 +329,9 @@ NO_TEXT = " has no text under 'text'; name the key with data.text_field="
         ('{"body": "a"}', NO_TEXT + " (body)"),
         ('{"text": 7}', NO_TEXT + " (text)"),
         ('{"text": [{"role": 7, "content": "a"}], "n": 7}', NO_TEXT + " (text, n)"),
-        ('["text"]', NO_TEXT),
+        ("{}", NO_TEXT + " (it has none)"),
+        ("7", " is a number, true, false or null; every line must be one JSON object, or a string"),
+        ("null", " is a number, true, false or null; every line must be one JSON object, or a string"),
         (
             b'{"text": "caf\xe9"}',
             ": not UTF-8 (byte 0xe9 at offset 13); choose the one that reads right: data.encoding=",
@@ -308,6 +344,44 @@ def test_broken_json_line(tmp_path, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
     assert refusal(file).startswith(f"line 3{message}")
+
+
+def test_json_lines_without_keys(tmp_path):
+    """A string and a chat need no key. They may be mixed with objects."""
+    lines = ["first\n", {"text": "second"}, "", "\ud83d 😀", CHAT]
+    file = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
+    assert read(file) == ["first\n", "second", "", "\ufffd 😀", "user: Hello\n\nassistant: Hi!"]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ([{"text": "a"}, {"text": "b"}], "line 1 is an array"),
+        (["a", "b"], "line 1 is an array"),
+        ([1, "a"], "line 1 is an array"),
+        ([["a", 1], ["b", 2]], "line 1 is an array"),
+        ('[\n{"text": "a"},\n{"text": "b"}\n]', "line 1 is not JSON (Expecting value, column 2)"),
+        ('[{\n"text": "a"},\n{"text": "b"}]', "line 1 is not JSON (Expecting property name"),
+        ('{\n"text": "a"\n}\n{\n"text": "b"\n}', "line 1 is not JSON (Expecting property name"),
+    ],
+    ids=lambda value: ascii(value)[:23],
+)
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the remedy is a command of jq")
+def test_other_json_becomes_lines(tmp_path, content, line):
+    """The line names a command, and running it until no line is an array gives lines that are read."""
+    file = write(tmp_path / "my a.jsonl", content if isinstance(content, str) else json.dumps(content))
+    message = refusal(file)
+    assert message.startswith(line)
+    documents = []
+    for _ in range(2):
+        subprocess.run(message.partition("for example with ")[2], shell=True, check=True)
+        file = file.with_name(f"{file.name}.jsonl")
+        try:
+            documents = read(file)
+            break
+        except UserError as error:
+            message = str(error)
+    assert documents == (["a"] if content == [1, "a"] else ["a", "b"])
 
 
 @pytest.mark.parametrize("block", [3, None])

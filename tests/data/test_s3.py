@@ -43,3 +43,12 @@ def test_objects_equal_local_files(s3, tmp_path, fill):
     assert results[0] == results[1]
     assert len(results[0][0]) == 9
     assert results[0][-2] + results[0][-1] == list(range(256))
+
+
+def test_an_object_that_is_stored_packed(s3, tmp_path):
+    """The store unpacks nothing: an object with a Content-Encoding arrives as it is stored."""
+    text = "".join(TEXTS)
+    with s3.open("texts/book.txt", "wb", ContentEncoding="gzip") as stream:
+        stream.write(gzip.compress(text.encode()))
+    corpus = open_corpus(DataConfig("text", "s3://texts/book.txt"), tmp_path, [].append)
+    assert ["".join(blocks) for blocks, _ in corpus.read(corpus.files[0], 0)] == [text]

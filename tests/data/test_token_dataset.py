@@ -13,7 +13,7 @@ import pytest
 
 import gpt.data.token_dataset
 from gpt.data.dataset_cache import read_checked_json, write_checked_json
-from gpt.data.token_dataset import SPLITS, TokenDataset, find_cached_dataset, open_cached
+from gpt.data.token_dataset import SPLITS, TokenDataset, find_cached_dataset, list_caches, open_cached
 from gpt.data.token_files import token_dtype
 from gpt.data.tokenizer import BYTE_PATTERN, Tokenizer, byte_tokenizer, gpt2_tokenizer
 from harness import refusal
@@ -233,6 +233,27 @@ def test_what_version_0_5_prepared(tmp_path):
     write_checked_json(folder / "manifest.json", metadata | {"shards": shards})
     (folder / "train.bin").unlink()
     assert open_cached(folder).train[:].tolist() == IDS["train"].tolist()
+
+
+@pytest.mark.parametrize("name", ["cache", "cache/", None, 7, "", "no\0name", "x" * 5000, "nowhere"])
+def test_the_cache_that_a_checkpoint_names(tmp_path, name):
+    """Its text is found in the default cache, and in the folder that the run named, if it is one."""
+    key = {"corpus": "a", "tokenizer": {}}
+    write_folder(tmp_path / "cache/folder", key=key)
+    path = str(tmp_path / name) if isinstance(name, str) and name else name
+    checkpoint = {"corpus": key, "config": {"data": {"cache": path}}}
+    is_there = str(name).startswith("cache")
+    assert len(find_cached_dataset(checkpoint, byte_tokenizer(), tmp_path / "default")) == is_there
+    assert len(find_cached_dataset(checkpoint, byte_tokenizer(), tmp_path / "cache")) == 1
+    other = checkpoint | {"corpus": {"corpus": "b", "tokenizer": {}}}
+    assert find_cached_dataset(other, byte_tokenizer(), tmp_path / "default") == []
+
+
+def test_no_folder_of_a_network_is_opened(tmp_path):
+    """On Windows that would send the login of the user to a stranger."""
+    for name in ("//server/share", r"\\server\share"):
+        assert list_caches({"config": {"data": {"cache": name}}}, tmp_path) == [tmp_path]
+    assert list_caches({}, tmp_path) == list_caches({"config": 7}, tmp_path) == [tmp_path]
 
 
 # --- the validation text ---

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import tokenizers.trainers
 import torch
 
 from gpt import checkpoint
@@ -27,6 +28,7 @@ from harness import (
     resume_run,
     tiny_config,
     train,
+    write_corpus,
 )
 
 # --- a longer horizon ---
@@ -239,3 +241,30 @@ def test_run_continues_only_on_its_own_text(run_copy):
     line = refusal(resume_run, run_copy, "29steps")
     assert "the corpus was 000000" in line
     assert f"start a new run with init_from={run_copy}/checkpoints/last.ckpt" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["gone", "of a new run"])
+def test_a_run_keeps_its_tokenizer_if_the_library_trains_another(tmp_path, monkeypatch, capsys, cache):
+    """It trains on, and can be resumed again. The cache may hold the text with the other tokenizer."""
+    corpus = write_corpus(tmp_path)
+    bpe = ("tokenizer=bpe", "tokenizer.vocab_size=300")
+    paths = (f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}")
+    fit(begin_run(tiny_config(tmp_path, *bpe, *paths, "horizon=9steps", f"run_dir={tmp_path / 'run'}")))
+    tokenizer = checkpoint.load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["tokenizer"]
+    shutil.rmtree(tmp_path / "cache")
+    trainer = tokenizers.trainers.BpeTrainer
+
+    def train_otherwise(**options):
+        return trainer(**options | {"min_frequency": 150})
+
+    monkeypatch.setattr(tokenizers.trainers, "BpeTrainer", train_otherwise)
+    if cache == "of a new run":
+        fit(begin_run(tiny_config(tmp_path, *bpe, *paths, "horizon=2steps", f"run_dir={tmp_path / 'new'}")))
+    fit(resume_run(tmp_path / "run", "13steps"))
+    assert "another tokenizer on this text: the run keeps its own" in capsys.readouterr().out
+    resumed = checkpoint.load_checkpoint(tmp_path / "run/checkpoints/last.ckpt")
+    assert (resumed["step"], resumed["tokenizer"]) == (13, tokenizer)
+    shutil.rmtree(tmp_path / "cache")
+    fit(resume_run(tmp_path / "run", "15steps"))
+    assert "another tokenizer" not in capsys.readouterr().out

@@ -308,6 +308,22 @@ def test_logs_are_truncated_to_their_checkpoint(run_dir, tmp_path):
     assert (tmp_path / "backup.md").read_bytes() == b"0123456789"
 
 
+def test_logs_that_are_older_than_their_checkpoint(run_dir, capsys):
+    """A line names them, and later rows do not join a half written one. Complete logs are passed over in silence."""
+    rows = b"step,tag,value\n10,train/loss,4.5\n20,train/lo"
+    (run_dir / "metrics.csv").write_bytes(rows)
+    (run_dir / "samples.md").write_bytes(b"0123456789")
+    with RunDirectory.open(run_dir) as run:
+        run.truncate_logs({"samples.md": 10, "metrics.csv": len(rows)})
+        assert capsys.readouterr().err == ""
+        run.truncate_logs({"samples.md": 7, "metrics.csv": 997, "events.out.tfevents.1.host.1.0.run": 5})
+    assert (run_dir / "metrics.csv").read_bytes() == b"step,tag,value\n10,train/loss,4.5\n"
+    assert (run_dir / "samples.md").read_bytes() == b"0123456"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.py: {run_dir}: the checkpoint is newer than metrics.csv, events.out.tfevents.1.host")
+    assert line.endswith("copy these files again before you resume")
+
+
 @pytest.mark.promise("runs.md#The logs of a run")
 def test_logs_are_synced_before_a_checkpoint_refers_to_them(corpus_folder, tmp_path, monkeypatch):
     """Each log is synced to disk, and then the folder that has its name, and only then the checkpoint."""
