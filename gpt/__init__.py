@@ -27,14 +27,14 @@ _is_module_command = sys.argv[0] == "-m" and any(word.startswith("gpt.") for wor
 _is_command = _is_module_command or Path(sys.argv[0]).resolve() in _SCRIPTS
 
 
-def exit_on_signal(number: int, frame: FrameType | None) -> None:
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     """End at once. The system drops signals without a handler that are for process 1, as in a container."""
     os._exit(128 + number)
 
 
 if _is_command and os.getpid() == 1:
     for _number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(_number, exit_on_signal)
+        signal.signal(_number, _exit_on_signal)
 elif _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 _missing = [name for name in ("torch", "lightning", "hydra", "tiktoken", "yaml") if _is_command and not find_spec(name)]

@@ -16,7 +16,6 @@ from threading import RLock
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from gpt import exit_on_signal
 from gpt.errors import NonFiniteError, UserError, is_disk_full, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-            exit_on_signal(number, frame)  # process 1 is still there
+            os._exit(128 + number)  # process 1 of a container is still there
         caller = caller.f_back
     signal.default_int_handler(number, frame)
 
@@ -173,7 +172,7 @@ def clean_exit(
     atexit.register(lambda: None if "triton" in sys.modules else gc.freeze())
     _write_errors.clear()
     _open_standard_streams()
-    if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, exit_on_signal):  # set in gpt/__init__.py
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL or os.getpid() == 1:  # set in gpt/__init__.py
         signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -50,6 +50,7 @@ def can_be_process_1() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.promise("runs.md#also to process 1 of a container")
 @pytest.mark.skipif(not can_be_process_1(), reason="needs unshare, and the rights of root")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_process_1_of_a_container_ends_at_a_signal(number):

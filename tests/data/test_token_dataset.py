@@ -235,6 +235,7 @@ def test_what_version_0_5_prepared(tmp_path):
     assert open_cached(folder).train[:].tolist() == IDS["train"].tolist()
 
 
+@pytest.mark.promise("security.md#They open only a text with the hashes")
 @pytest.mark.parametrize("name", ["cache", "cache/", None, 7, "", "no\0name", "x" * 5000, "nowhere"])
 def test_the_cache_that_a_checkpoint_names(tmp_path, name):
     """Its text is found in the default cache, and in the folder that the run named, if it is one."""
@@ -249,6 +250,7 @@ def test_the_cache_that_a_checkpoint_names(tmp_path, name):
     assert find_cached_dataset(other, byte_tokenizer(), tmp_path / "default") == []
 
 
+@pytest.mark.promise("security.md#unless that is on a network")
 def test_no_folder_of_a_network_is_opened(tmp_path):
     """On Windows that would send the login of the user to a stranger."""
     for name in ("//server/share", r"\\server\share"):

@@ -5,6 +5,7 @@ Because of them, Hydra has an upper bound in pyproject.toml, and a newer PyTorch
 
 import argparse
 import ast
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -43,6 +44,7 @@ PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
         "Hydra on Python 3.14",
         lambda: argparse.HelpFormatter._get_help_string,
     ),
+    "os._exit": ("process 1 of a container, which its own signal does not end", lambda: os._exit),
 }
 
 

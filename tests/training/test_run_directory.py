@@ -308,6 +308,7 @@ def test_logs_are_truncated_to_their_checkpoint(run_dir, tmp_path):
     assert (tmp_path / "backup.md").read_bytes() == b"0123456789"
 
 
+@pytest.mark.promise("runs.md#A copy of a run that is training", "runs.md#It resumes, and a line names")
 def test_logs_that_are_older_than_their_checkpoint(run_dir, capsys):
     """A line names them, and later rows do not join a half written one. Complete logs are passed over in silence."""
     rows = b"step,tag,value\n10,train/loss,4.5\n20,train/lo"
