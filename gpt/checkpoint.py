@@ -77,7 +77,7 @@ def load_checkpoint(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def read_archive(path: Path, mmap: bool = False) -> Any:
-    """Read whatever `torch.save` wrote, as `load_checkpoint` does, without a check of what it is."""
+    """Read any file that `torch.save` wrote; `UserError` as in `load_checkpoint`. Do not check what it contains."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: a directory or a device, not a checkpoint; name a file or a run")

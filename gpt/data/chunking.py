@@ -35,7 +35,7 @@ def decode_argument(text: str) -> str:
     """
     try:
         return text.encode(*_KEEP_BYTES).decode("utf-8", "replace")
-    except UnicodeEncodeError:  # half a character of Windows, which is no byte
+    except UnicodeEncodeError:  # half a character, which Windows allows in a name
         return replace_surrogates(text)
 
 

@@ -1,10 +1,10 @@
-"""The encoding of a text: UTF-8, as its byte order mark says, or as the user names it. Never by a guess."""
+"""The encoding of a text: UTF-8, the one of its byte order mark, or the one that the user names. Never a guess."""
 
 import codecs
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpt.data.compression import decompress
@@ -23,7 +23,7 @@ _SIMILAR_CHAOS = 0.1  # a difference of charset-normalizer's measure that means 
 
 
 def encoding_of_mark(beginning: bytes) -> str | None:
-    """Return the encoding that the byte order mark at the beginning of a text names. The mark of UTF-8 is no news."""
+    """Return the encoding of the byte order mark that a text begins with; None without a mark, or for that of UTF-8."""
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if beginning.startswith(mark)), None)
 
 
@@ -52,29 +52,30 @@ def _decodes(file: Path, encoding: str) -> bool:
     return True
 
 
-def guess_encodings(text: bytes, position: int) -> Iterable[tuple[str, str]]:
-    """Yield up to three encodings that may be the one of a text, each with 40 characters as it decodes them.
+def guess_encodings(text: bytes, position: int) -> Iterator[tuple[str, str]]:
+    """Yield up to three likely encodings of a text, each with 40 characters that it decodes.
 
     Args:
         text: Part of the text.
-        position: Of the first byte that is not UTF-8.
+        position: The position of its first byte that is not UTF-8.
     """
     from charset_normalizer import from_bytes
 
-    start = max(text.rfind(b"\n", 0, position) + 1, position - _SAMPLE_BYTES // 2)
-    sample = text[start : start + _SAMPLE_BYTES]
-    line_end = sample.rfind(b"\n", position - start)
+    line_start = max(text.rfind(b"\n", 0, position) + 1, position - _SAMPLE_BYTES // 2)
+    sample = text[line_start : line_start + _SAMPLE_BYTES]
+    line_end = sample.rfind(b"\n", position - line_start)
     if line_end > 0:  # otherwise the sample may end within a character
         sample = sample[:line_end]
-    guesses = []
+    common: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
     matches = list(from_bytes(sample))
     for match in matches:
         alternatives = match.could_be_from_charset
         encoding = next((name for name in _COMMON_ENCODINGS if name in alternatives), match.encoding)
         is_as_good = match.chaos <= matches[0].chaos + _SIMILAR_CHAOS
-        guesses.append((not (is_as_good and encoding in _COMMON_ENCODINGS), encoding, str(match)))
-    for _, encoding, text_read in sorted(guesses, key=lambda guess: guess[0])[:_MAX_GUESSES]:
-        decoded = " ".join(text_read.split())
+        (common if is_as_good and encoding in _COMMON_ENCODINGS else others).append((encoding, str(match)))
+    for encoding, decoded in [*common, *others][:_MAX_GUESSES]:
+        decoded = " ".join(decoded.split())
         first = next((i for i, character in enumerate(decoded) if not character.isascii()), 0)
         start = max(0, first - _SHOWN_CHARS // 4)
         yield display_name(encoding), decoded[start : start + _SHOWN_CHARS]

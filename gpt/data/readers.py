@@ -181,11 +181,13 @@ def read_json(file: Path, data: DataConfig) -> Iterator[Document]:
     return (read_json_lines if is_json_lines(file, data) else read_text)(file, data)
 
 
+def _read_decoded_beginning(file: Path, data: DataConfig) -> bytes:
+    return read_beginning(file, file_encoding(file, data.encodings))
+
+
 def is_json_lines(file: Path, data: DataConfig) -> bool:
     """Return True if the first line that is not empty is a complete JSON object."""
-    if not read_beginning(file, file_encoding(file, data.encodings)).startswith(
-        b"{"
-    ):  # do not read an array, which may be one endless line
+    if not _read_decoded_beginning(file, data).startswith(b"{"):  # do not read an array: it may be one endless line
         return False
     first = next(line for line in read_lines(file, data) if line.strip(LEADING_BYTES))
     try:
@@ -271,15 +273,18 @@ def _list_names(names: Iterable[str]) -> str:
 
 def read_parquet(file: Path, data: DataConfig) -> Iterator[Document]:
     """Read a document from each row of a parquet file."""
-    return _read_table(file, data, "parquet")
+    return _read_table(file, data, "parquet", _open_parquet)
 
 
 def read_arrow(file: Path, data: DataConfig) -> Iterator[Document]:
     """Read a document from each row of an Arrow file, such as save_to_disk of Hugging Face's datasets writes."""
-    return _read_table(file, data, "Arrow")
+    return _read_table(file, data, "Arrow", _open_arrow)
 
 
-def _read_table(file: Path, data: DataConfig, format_name: str) -> Iterator[Document]:
+def _read_table(
+    file: Path, data: DataConfig, format_name: str, open_table: Callable[[IO[bytes], str], tuple[Any, Iterator[Any]]]
+) -> Iterator[Document]:
+    """Read a document from each row. `open_table` returns the schema of the file, and its rows in batches."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -288,7 +293,7 @@ def _read_table(file: Path, data: DataConfig, format_name: str) -> Iterator[Docu
         raise UserError(f"{file}: this needs pyarrow, which is not installed: pip install pyarrow") from None
     with user_errors(file), file.open("rb") as stream:
         try:
-            schema, batches = (_open_parquet if format_name == "parquet" else _open_arrow)(stream, data.text_field)
+            schema, batches = open_table(stream, data.text_field)
             names = _text_columns(schema, str(file), data.text_field)
             row = 0
             for batch in batches:
@@ -415,7 +420,7 @@ def detect_markup(file: Any, data: DataConfig) -> tuple[str, str] | None:
         return "a table", "convert it to .jsonl or .parquet and set data.text_field=COLUMN"
     if reader_for(file)[0] not in (read_text, read_json) or not isinstance(file, Path):
         return None
-    beginning = read_beginning(file, file_encoding(file, data.encodings))
+    beginning = _read_decoded_beginning(file, data)
     if beginning.startswith(b"{") and is_json_lines(file, data):
         return None if suffix == ".json" else ("JSON lines", "mv {0} {0}.jsonl")
     if suffix == ".json" and beginning.startswith(b"["):
