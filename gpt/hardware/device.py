@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from gpt.console import print_line
 from gpt.errors import UserError
+from gpt.hardware.gpu_problems import find_compile_problem, find_gpu_problem, find_triton_problem
 
 MIN_TORCH = "2.11"
 NEWEST_TESTED_TORCH = "2.15"
@@ -21,8 +21,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 # Dense bfloat16 peaks in FLOP/s from the vendors' data sheets. The whole name must match, except for ignored words. An
 # L40 is not an L4, an RTX A1000 is not an A100. A laptop's RTX 4090 or a MIG slice of an A100 is slower than the card.
 _PEAK_BF16 = {
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "H100 PCIE": 756e12, "A100": 312e12, "A100 PCIE": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "B300": 2250e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12,
+    "H100 NVL": 835e12, "H100 PCIE": 756e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A100 PCIE": 312e12,
+    "A800": 312e12, "A40": 150e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "RTX 6000 ADA GENERATION": 364e12, "RTX A6000": 155e12, "RTX 5090": 209e12, "RTX 4090": 165e12,
+    "RTX 4080": 97e12, "RTX 3090": 71e12, "RTX 3080": 60e12,
 }  # fmt: skip
 _PEAK_FP16 = _PEAK_BF16 | {"T4": 65e12, "V100": 125e12, "V100 PCIE": 112e12}  # T4 and V100 have no bf16
 
@@ -45,17 +48,31 @@ def _major_minor(version: str) -> list[int]:
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the named device. `auto` prefers CUDA, then Apple's MPS, then the CPU."""
+    """Return the named device. `auto` prefers CUDA, then Apple's MPS, then the CPU.
+
+    If `auto` cannot use a GPU of this machine, a line gives the reason. "cpu" touches no GPU.
+    """
     require_torch()
+    if name == "cpu":
+        return torch.device(name)
+    problem = find_gpu_problem()
     is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [device for device in is_available if is_available[device]]
+    available = [device for device in is_available if is_available[device] and not (device == "cuda" and problem)]
     if name == "auto":
         name = available[0]
+        if problem:
+            _print_once(f"{problem}: the device is {name}")
     if name not in available:
-        raise UserError(f"device {name!r} is not on this machine: choose from auto, {', '.join(available)}")
+        reason = f"; {problem}" if problem else ""
+        raise UserError(f"device {name!r} is not on this machine: choose from auto, {', '.join(available)}{reason}")
     if name == "cuda":  # `numerics` needs it; PyTorch reads it at the first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print_line(line, sys.stderr)
 
 
 def device_count(device: torch.device) -> int | None:
@@ -81,12 +98,21 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 def choose_compile(name: str, device: torch.device) -> bool:
-    """Return True if the model should be compiled. `auto` compiles on CUDA if there is a C compiler for Triton."""
+    """Return True if the model should be compiled. `auto` compiles on CUDA, if that works.
+
+    Raises:
+        UserError: `true` was chosen, and compiling does not work.
+    """
     if name == "true" and device.type == "cpu":
         raise UserError("trainer.compile=true is for GPUs; on a CPU it would hardly be faster: leave it out")
-    if name != "auto":
-        return name == "true"
-    return device.type == "cuda" and shutil.which("cc") is not None
+    if name == "false" or (name == "auto" and device.type != "cuda"):
+        return False
+    problem = (device.type == "cuda" and find_triton_problem(device)) or find_compile_problem(device)
+    if problem and name == "true":
+        raise UserError(f"trainer.compile=true: {problem}; leave it out to train without compiling")
+    if problem:
+        _print_once(f"trainer.compile=false, which is slower: {problem}")
+    return not problem
 
 
 @contextlib.contextmanager
@@ -113,6 +139,21 @@ def numerics(device: str, deterministic: bool) -> Iterator[None]:
         if deterministic != was_deterministic:
             torch.use_deterministic_algorithms(was_deterministic)
         debugging.fill_uninitialized_memory = fills_memory
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Let PyTorch choose no attention kernel of cuDNN in this block. The setting is restored afterwards.
+
+    cuDNN plans each new length, for about 0.4 s, so every sampled token would wait for a plan. On a B200 it also
+    corrupts sampled text (pytorch#193893). Training has fixed lengths, and cuDNN is the fastest there.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 @contextlib.contextmanager

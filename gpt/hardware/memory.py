@@ -15,10 +15,11 @@ from gpt.hardware.control_groups import control_groups
 def free_memory(device: torch.device, root: Path = Path("/")) -> float:
     """Return the free bytes of the GPU, or the bytes that the system and its containers leave to this process.
 
-    `root` holds /proc and /sys. Other systems are assumed to have 8 GB.
+    Memory of a GPU that PyTorch caches is free. `root` holds /proc and /sys. Other systems are assumed to have 8 GB.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return max(
@@ -54,7 +55,10 @@ def _free_bytes_of_containers(root: Path) -> Iterator[int]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far: of tensors on a GPU, else of the whole process. 0 on Windows."""
+    """Return the peak memory: of tensors on a GPU since `reset_peak_memory`, else of the whole process.
+
+    0 on Windows.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = read_proc_bytes(Path("/proc/self/status"), "VmHWM")
@@ -68,6 +72,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget the peak memory of throwaway models on a GPU. Does nothing on other devices."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def release_memory() -> None:
     """Return all unused memory to the system."""
     gc.collect()
@@ -76,6 +86,15 @@ def release_memory() -> None:
         torch.mps.empty_cache()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_compiled_models() -> None:
+    """Drop all compiled graphs, and the memory of throwaway models that they hold.
+
+    A run then compiles for its own shapes alone, whatever was measured before it.
+    """
+    torch.compiler.reset()
+    release_memory()
 
 
 def keep_freed_memory() -> None:

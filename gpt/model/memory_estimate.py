@@ -7,7 +7,8 @@ import math
 
 import torch
 
-from gpt.model.fast.chunked_loss import LOGITS_CHUNK_BYTES, VOCAB_SLICE
+from gpt.model.fast.chunked_loss import CPU_CHUNK_BYTES, VOCAB_SLICE
+from gpt.model.fast.gpu_loss import EAGER_COPIES, rows_per_chunk
 from gpt.model.fast.operations import prefers_fused_kernel
 from gpt.model.linear import MIN_RECAST_ELEMENTS
 from gpt.model.transformer import GPTConfig
@@ -50,11 +51,13 @@ def activation_bytes(
     temporary = C * (16 + 8 * size) + 2 * scores  # the gradients of one block, and its scores
     activations = tokens * (kept + temporary) + L * rounded * size
 
-    # A chunk of rows of the logits is kept. One slice of the vocabulary at a time is computed in fp32.
-    width = min(V, VOCAB_SLICE) if on_cpu else V
-    rows = tokens / math.ceil(tokens * V * size / LOGITS_CHUNK_BYTES.get(device, 2**27))
-    logits = rows * (V * size + width * (4 if on_cpu else 8)) + tokens * C * (4 + 2 * size) + 4 * V * C
-    return activations + logits
+    if on_cpu:  # a chunk of rows of the logits is kept; one slice of the vocabulary at a time is computed in fp32
+        rows = tokens / math.ceil(tokens * V * size / CPU_CHUNK_BYTES)
+        logits = rows * (V * size + min(V, VOCAB_SLICE) * 4)
+    else:  # eager functions take at least as much as compiled ones
+        logits = rows_per_chunk(tokens, V * size, compiled=False) * V * (size + 4 * EAGER_COPIES) + V * C * size
+    gradients = tokens * C * (4 + 2 * size) + 4 * V * C
+    return activations + logits + gradients
 
 
 def choose_micro_batch(

@@ -141,6 +141,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.d_model)
         self.output: nn.Module | None = None  # sampling with packed weights replaces the tied head
+        self.is_compiled = False  # by `compile_blocks`
         self.checkpointing = False  # recompute each block's activations in the backward pass
         self.init_weights()
 
@@ -211,6 +212,20 @@ class GPT(nn.Module):
         if self.output is not None:
             return self.output(hidden)
         return F.linear(hidden, self.token_embedding.weight.to(hidden.dtype))
+
+    def compile_blocks(self) -> None:
+        """Compile the blocks, which share their graphs, and let the loss be compiled. For training on a GPU.
+
+        Each shape of the input has its own graph. A graph for several shapes would be slower, and would differ in a
+        resumed run, which meets the shapes in another order.
+        """
+        from torch._dynamo import config  # takes seconds, and only compiling needs it
+
+        config.recompile_limit = 64  # graphs of a function; model=auto compiles for nine models
+        config.optimize_ddp = False  # it would cut each block's graph in two
+        self.is_compiled = True
+        for block in self.blocks:
+            block.compile(dynamic=False)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> "GPT":
         """Let the linear maps of the blocks multiply in `dtype`. Return the model itself.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.errors import UserError, require_range
+from gpt.hardware.device import without_cudnn_attention
 from gpt.model.transformer import GPT
 
 NON_FINITE_LOGITS = "the model's logits are not finite, so it is damaged: use another checkpoint"
@@ -145,7 +146,8 @@ def generate(
             cached_until = min(window_starts)
             offsets = [start - cached_until for start in window_starts]
             cache_starts = torch.tensor(offsets, device=idx.device) if any(offsets) else None  # (B,)
-        hidden = model.forward_features(tokens[:, cached_until:length], caches, cache_starts)  # (B, new, C)
+        with without_cudnn_attention():
+            hidden = model.forward_features(tokens[:, cached_until:length], caches, cache_starts)  # (B, new, C)
         cached_until = length
         logits = model.head(hidden[:, -1])  # (B, V)
         if on_logits is not None:

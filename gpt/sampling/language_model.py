@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt.data.chunking import token_label
 from gpt.data.tokenizer import Tokenizer
 from gpt.errors import UserError, require_range
+from gpt.hardware.device import without_cudnn_attention
 from gpt.model.transformer import GPT
 from gpt.sampling.generation import NON_FINITE_LOGITS, SamplingParams, generate, left_pad
 
@@ -176,6 +177,7 @@ class LanguageModel:
         yield completions
 
     @torch.inference_mode()
+    @without_cudnn_attention()
     def logprobs(self, text: str, top: int = 0) -> list[TokenLogprob]:
         """Return how likely each token of a text is, with the `top` likeliest in its place. The text begins a document.
 

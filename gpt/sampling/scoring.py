@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt.console import import_tqdm
 from gpt.data.batches import validation_batches
+from gpt.hardware.device import without_cudnn_attention
 from gpt.model.fast.chunked_loss import chunked_next_token_loss
 from gpt.model.loss import IGNORE_INDEX
 from gpt.model.transformer import GPT
@@ -63,6 +64,7 @@ def sum_scores(scores: Iterable[Score]) -> Score:
 
 
 @torch.no_grad()
+@without_cudnn_attention()
 def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) -> Score:
     """Score a model on batches of inputs and targets (B, T), with `IGNORE_INDEX` for targets that do not count.
 
@@ -77,7 +79,8 @@ def score(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], num_bytes: int) 
     for idx, targets in batches:
         num_targets = int((targets != IGNORE_INDEX).sum())
         idx, targets = idx.to(device), targets.to(device)
-        mean_loss = chunked_next_token_loss(model.forward_features(idx), model.token_embedding.weight, targets)
+        hidden, head_weight = model.forward_features(idx), model.token_embedding.weight
+        mean_loss = chunked_next_token_loss(hidden, head_weight, targets, compiled=model.is_compiled)
         nats += mean_loss.item() * num_targets  # summed in Python: Apple's GPUs have no float64
         num_tokens += num_targets
     model.train(was_training)

@@ -52,12 +52,9 @@ def check_device_numerics(module: GPTModule) -> None:
     cpu_loss, cpu_gradients = _loss_and_gradients(model, idx)
     model.set_compute_dtype(DTYPES[trainer.precision]).to(trainer.device)
     if trainer.compile == "true":
-        for block in model.blocks:
-            block.compile()
+        model.compile_blocks()
     loss_scale = 1024.0 if trainer.precision == "fp16" else 1.0
     loss, gradients = _loss_and_gradients(model, idx.to(trainer.device), loss_scale)
-    if trainer.compile == "true":
-        torch.compiler.reset()  # the run has other shapes, and should be compiled for them alone
 
     differences = [(a - b).norm() for a, b in zip(gradients, cpu_gradients, strict=True)]
     norms = [gradient.norm() for gradient in cpu_gradients]
@@ -80,6 +77,7 @@ def check_device_numerics(module: GPTModule) -> None:
 def _loss_and_gradients(model: GPT, idx: Tensor, scale: float = 1.0) -> tuple[float, list[Tensor]]:
     """Return the loss of idx (1, T) and the gradients, which are on the CPU. The first token follows the last."""
     model.zero_grad()
-    loss = chunked_next_token_loss(*model.features_and_head(idx), idx.roll(-1), scale)
+    hidden, head_weight = model.features_and_head(idx)
+    loss = chunked_next_token_loss(hidden, head_weight, idx.roll(-1), scale, model.is_compiled)
     (loss * scale).backward()
     return loss.item(), [p.grad.cpu() / scale for p in model.parameters() if p.grad is not None]

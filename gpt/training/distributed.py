@@ -144,8 +144,10 @@ def require_processes(devices: int | None, num_processes: int) -> None:
         )
 
 
-def init_process_group() -> None:
+def init_process_group(device: str) -> None:
     """Create the process group of all ranks, or use the existing one, as in a worker of Ray Train.
+
+    `device` is the requested one. For "cpu", GPUs of the machine are not touched.
 
     Raises:
         UserError: A rank is late, or has other arguments or other code; or the existing group does not fit.
@@ -157,9 +159,7 @@ def init_process_group() -> None:
     if world_size() == 1:
         return
     _store = _meet()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device != "cpu" and torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=PREPARATION_TIMEOUT_MINUTES)
     dist.init_process_group(backend, None, timeout, world_size(), rank(), dist.PrefixStore("group", _store))
     identities: list[Any] = [None] * world_size()
@@ -209,8 +209,6 @@ def _join_process_group() -> None:
             f"the process group has {backend}, and no backend for tensors on the CPU: create it with "
             'cpu:gloo,cuda:nccl, as with TorchConfig(backend="cpu:gloo,cuda:nccl") of Ray Train'
         )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
     set_timeout(PREPARATION_TIMEOUT_MINUTES)
 
 

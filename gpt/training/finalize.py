@@ -59,11 +59,16 @@ def check_machine(request: Request) -> Machine:
 
 
 def require_devices(config: Config) -> torch.device:
-    """Return the configured device; raise `UserError` if this machine lacks it or has too few."""
+    """Return the configured device; raise `UserError` if this machine lacks it or has too few.
+
+    With several processes, each takes its own GPU from now on.
+    """
     device, count = choose_device(config.trainer.device), config.trainer.devices or 1
     available = device_count(device)
     if available is not None and count > available:
         raise UserError(f"trainer.devices={count} is more than this machine has: at most {available} of {device.type}")
+    if device.type == "cuda" and distributed.world_size() > 1:
+        torch.cuda.set_device(distributed.local_rank())
     if (count > 1 or config.trainer.strategy != "auto") and not torch.distributed.is_available():
         raise UserError("this PyTorch was built without torch.distributed: use one device, and no trainer.strategy")
     if device.type == "mps" and config.trainer.strategy != "auto":

@@ -23,7 +23,7 @@ from gpt.checkpoint import load_checkpoint
 from gpt.console import print_warning
 from gpt.errors import is_out_of_memory
 from gpt.hardware.device import numerics
-from gpt.hardware.memory import keep_freed_memory, release_memory
+from gpt.hardware.memory import forget_compiled_models, keep_freed_memory, release_memory, reset_peak_memory
 from gpt.hardware.threads import limit_threads
 from gpt.loading import open_model
 from gpt.training import distributed
@@ -89,6 +89,10 @@ def train(spec: RunSpec, run: RunDirectory, callbacks: Sequence[Any], signals: S
         hooks.call("on_train_start", step)
         checkpoints.start(step, config_changed)
         run.write_config(config, step, spec.command)
+        if trainer.compile == "true":
+            forget_compiled_models()  # those of `check_device_numerics` and of measured candidates
+            compile_all_lengths(fabric, model, spec, schedule)
+        reset_peak_memory(fabric.device)
         clock.start()
         progress.open(run.path, step, schedule.expected_steps(step, clock.progress))
         if spec.initial_weights is not None:
@@ -277,6 +281,25 @@ def read_ahead(
     T = sequence_length(spec.config, schedule, step)
     is_cuda = fabric.device.type == "cuda"
     return reader.submit(read_micro_batches, spec.config, spec.dataset, step, T, fabric.global_rank, pin=is_cuda)
+
+
+def compile_all_lengths(fabric: Fabric, model: Any, spec: RunSpec, schedule: Schedule) -> None:
+    """Compute gradients of zeros for each sequence length of a run, so that no training step has to compile.
+
+    Otherwise the clock would count this time as training, and a horizon in time would lose its warmup. The gradients
+    are discarded, and the global random state is as before.
+    """
+    config = spec.config
+    T = config.model.context_length
+    lengths = [config.trainer.short_sequences or T, T] if schedule.full_length_from_step > 0 else [T]
+    gpus = [fabric.device] if fabric.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), fabric.no_backward_sync(model):
+        for length in lengths:
+            batch = torch.zeros(
+                config.micro_batch_size * (T // length), length, dtype=torch.int64, device=fabric.device
+            )
+            fabric.backward(model.training_step((batch, batch), 0))
+    model.zero_grad()
 
 
 def build_fabric(settings: TrainerConfig, callbacks: Sequence[Any] = ()) -> Fabric:

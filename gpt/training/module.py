@@ -54,9 +54,7 @@ class GPTModule(LightningModule):
         self.loss_scale = LossScale(config.trainer.device) if config.trainer.precision == "fp16" else None
         self.model.checkpointing = config.trainer.activation_checkpointing
         if config.trainer.compile == "true":
-            for block in self.model.blocks:  # all blocks share a graph
-                # Each sequence length has its own graph. A dynamic graph would differ in a resumed run.
-                block.compile(dynamic=False if config.trainer.short_sequences else None)
+            self.model.compile_blocks()
         self._weights = list(self.model.parameters())  # collecting them takes a third of the time for their norm
         self.grad_norm = torch.zeros(())  # of the last step, before clipping
         self.sequence_length = config.model.context_length  # of the last micro-batch
@@ -86,14 +84,15 @@ class GPTModule(LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log the mean loss of inputs and targets, each (B, T). Only a `Trainer` calls it: see validation.py."""
         idx, targets = batch
-        loss = chunked_next_token_loss(*self.model.features_and_head(idx), targets)
+        loss = self.loss(idx, targets)
         self.log("val/loss", loss, batch_size=int((targets != IGNORE_INDEX).sum()), sync_dist=True)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of inputs and targets, each (B, T), in nats per token."""
         scale = self.loss_scale.value_on(idx.device) if self.loss_scale else 1.0
         num_offsets = self.config.model.context_length // idx.shape[1]
-        return chunked_next_token_loss(*self.model.features_and_head(idx, num_offsets), targets, scale=scale)
+        hidden, head_weight = self.model.features_and_head(idx, num_offsets)
+        return chunked_next_token_loss(hidden, head_weight, targets, scale, self.model.is_compiled)
 
     @property
     def _rank(self) -> int:

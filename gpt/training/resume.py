@@ -76,7 +76,7 @@ def resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:
     - `trainer.devices`, `trainer.num_nodes`: train on other devices.
     - `data.path`, `data.validation_path`: where the text is now.
     """
-    return broadcast_run(lambda: _resume_run(request))
+    return broadcast_run(lambda: _resume_run(request), request.config.trainer.device)
 
 
 def _resume_run(request: Request) -> tuple[RunSpec, RunDirectory] | None:

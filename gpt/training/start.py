@@ -27,7 +27,7 @@ MAX_JOB_CHARS = 80  # of the varying keys of a sweep, in a run's name
 
 def start_run(request: Request) -> tuple[RunSpec, RunDirectory]:
     """Prepare a new run, and create its directory: `run_dir`, or one below runs/ named after its text and its model."""
-    started = broadcast_run(lambda: start_in_directory(None, request))
+    started = broadcast_run(lambda: start_in_directory(None, request), request.config.trainer.device)
     assert started is not None
     return started
 
@@ -146,12 +146,14 @@ def inherited_tokenizer(checkpoint: dict[str, Any]) -> Tokenizer | None:
 # --- all ranks ---
 
 
-def broadcast_run(prepare: Callable[[], tuple[RunSpec, RunDirectory] | None]) -> tuple[RunSpec, RunDirectory] | None:
+def broadcast_run(
+    prepare: Callable[[], tuple[RunSpec, RunDirectory] | None], device: str
+) -> tuple[RunSpec, RunDirectory] | None:
     """Call `prepare` on rank 0, and open the same run on the other ranks, which read text and checkpoint themselves.
 
-    Return None on every rank if `prepare` does: the run is complete.
+    `device` is the requested one. Return None on every rank if `prepare` does: the run is complete.
     """
-    distributed.init_process_group()
+    distributed.init_process_group(device)
     started = distributed.run_on_all_ranks(lambda: prepare() if distributed.is_main_process() else None)
     try:
         description = distributed.broadcast(started and _describe_run(*started))

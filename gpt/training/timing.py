@@ -14,7 +14,7 @@ from gpt.data.batches import validation_batches
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import is_out_of_memory
 from gpt.hardware.device import numerics
-from gpt.hardware.memory import keep_freed_memory, release_memory
+from gpt.hardware.memory import forget_compiled_models, keep_freed_memory, release_memory
 from gpt.hardware.threads import limit_threads
 from gpt.model.loss import IGNORE_INDEX
 from gpt.sampling.scoring import eval_batch_tokens, score
@@ -67,6 +67,9 @@ def measure_step(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+        finally:
+            if config.trainer.compile == "true":
+                forget_compiled_models()
         release_memory()
         config = config.with_smaller_micro_batch()
 
@@ -77,6 +80,8 @@ def seconds_per_step(config: Config, schedule: Schedule, dataset: TokenDataset, 
     start = time.perf_counter()
     for _, seconds in run_throwaway_steps(config, replace(schedule, total_steps=1000), dataset):
         times.append(seconds)
+        if len(times) == 1 and config.trainer.compile == "true":
+            start = time.perf_counter()  # the first step has compiled
         is_time_up = time.perf_counter() - start >= max_seconds
         if len(times) >= MIN_TIMED_STEPS and (is_time_up or len(times) >= MAX_TIMED_STEPS):
             break

@@ -20,6 +20,10 @@ from harness import ROOT
 
 # Each name as in our code, its purpose, and a function that looks it up.
 PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
+    "torch._dynamo.config": (
+        "how many graphs a function may have, and graphs without cuts for DDP",
+        lambda: (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp),
+    ),
     "torch._C": ("the library of OpenMP that PyTorch has loaded", lambda: torch._C.__file__),
     "torch._foreach_lerp": ("Muon's momentum, all matrices at once", lambda: torch._foreach_lerp),
     "torch._foreach_lerp_": ("Muon's averages, all matrices at once", lambda: torch._foreach_lerp_),

@@ -50,7 +50,7 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.fixture
 def set_rows(monkeypatch) -> Callable[..., None]:
     """Let the loss compute this many rows of logits (v) at a time."""
-    return lambda rows, v=V, itemsize=4: monkeypatch.setitem(module.LOGITS_CHUNK_BYTES, "cpu", rows * v * itemsize)
+    return lambda rows, v=V, itemsize=4: monkeypatch.setattr(module, "CPU_CHUNK_BYTES", rows * v * itemsize)
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
@@ -162,25 +162,13 @@ def test_never_holds_all_logits(dtype, width, monkeypatch, set_rows):
 def test_scored_slice_by_slice(dtype, monkeypatch):
     """Without gradients a chunk holds the logits of one slice."""
     monkeypatch.setattr(module, "VOCAB_SLICE", 128)
-    monkeypatch.setitem(module.LOGITS_CHUNK_BYTES, "cpu", dtype.itemsize * 53 * 128)
+    monkeypatch.setattr(module, "CPU_CHUNK_BYTES", dtype.itemsize * 53 * 128)
     hidden, weight, targets = make_problem(slice(5), n=53, v=1009)
     with torch.no_grad(), Recorder() as recorder:
         loss = chunked_next_token_loss(hidden.to(dtype), weight, targets)
     assert (len(recorder.products), recorder.largest) == (8, 53 * 128)
     learning = chunked_next_token_loss(hidden.to(dtype), weight, targets)
     assert loss.item() == pytest.approx(learning.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1536, 50257])
-@pytest.mark.parametrize(("device", "widest"), [("cpu", 2048), ("cuda", 50240)])
-def test_slices(vocab_size, device, widest):
-    """Slices cover the vocabulary once. On a GPU all but fewer than 64 tokens are in one slice with aligned rows."""
-    slices = module.vocab_slices(vocab_size, device)
-    assert [token for part in slices for token in range(vocab_size)[part]] == list(range(vocab_size))
-    widths = [part.stop - part.start for part in slices]
-    assert max(widths) <= widest
-    if device == "cuda":
-        assert all(width % 64 == 0 for width in widths[:-1]) and vocab_size - widths[0] < 64
 
 
 def test_scale():
