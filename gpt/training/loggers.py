@@ -1,9 +1,12 @@
 """The loggers that write curves: TensorBoard's event file, wandb and mlflow."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
@@ -31,11 +34,8 @@ def open_event_file(config: Config, run_dir: Path, step: int) -> "SummaryWriter"
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from torch.utils.tensorboard import SummaryWriter
 
-    newest = max(run_dir.glob(EVENTS_PATTERN), default=None)
-    if newest is not None and newest.name.split(".")[3] == f"{int(time.time()):010}":
-        # TensorBoard reads files in the order of their names, which begin with the second: wait for the next second.
-        time.sleep(1 - time.time() % 1)
-    writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=EVENTS_SUFFIX)
+    with _name_after(max(run_dir.glob(EVENTS_PATTERN), default=None)):
+        writer = SummaryWriter(run_dir, purge_step=step + 1, filename_suffix=EVENTS_SUFFIX)
     if step == 0:
         charts = {title: ["Multiline", patterns] for title, patterns in chart_patterns().items()}
         writer.add_custom_scalars({"Charts": charts})
@@ -43,6 +43,23 @@ def open_event_file(config: Config, run_dir: Path, step: int) -> "SummaryWriter"
         # `writer.add_hparams` would write them as another run, in a folder of its own.
         writer.file_writer.add_summary(hparams_pb(comparable_settings(config), trial_id=run_dir.name), 0)
     return writer
+
+
+@contextlib.contextmanager
+def _name_after(newest: Path | None) -> Iterator[None]:
+    """In this block, name event files by a later second than `newest`, even if the clock was set back.
+
+    TensorBoard reads files in the order of their names, which begin with the second. A later one drops the points that
+    an interrupted process wrote into those before it.
+    """
+    from tensorboard.summary.writer import event_file_writer
+
+    next_second = int(newest.name.split(".")[3]) + 1 if newest else 0
+    event_file_writer.time = SimpleNamespace(time=lambda: max(next_second, time.time()))
+    try:
+        yield
+    finally:
+        event_file_writer.time = time
 
 
 def comparable_settings(config: Config) -> dict[str, str | float | bool]:

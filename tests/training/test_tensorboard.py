@@ -151,13 +151,26 @@ def test_a_resumed_run_keeps_its_beaten_baselines_and_training_loss(run, corpus_
     assert differences(training.path, run[0].path) == []
 
 
-def test_event_files_of_one_second(tmp_path):
-    """TensorBoard reads files in the order of their names, so a writer waits for the next second."""
-    seconds = []
+def test_event_files_are_named_in_their_order(tmp_path):
+    """TensorBoard reads files in the order of their names, also those of one second and after the clock was set back.
+
+    The points of each file replace those of earlier files after its first step.
+    """
     for step in (0, 5, 9):
-        open_event_file(Config(), tmp_path, step).close()
-        seconds.append(max(file.name for file in tmp_path.glob(EVENTS_PATTERN)).split(".")[3])
-    assert len(set(seconds)) == 3
+        writer = open_event_file(Config(), tmp_path, step)
+        for later in range(step + 1, step + 8):
+            writer.add_scalar("a", step, later)
+        writer.close()
+        newest = max(tmp_path.glob(EVENTS_PATTERN))
+        prefix = f"events.out.tfevents.{int(newest.name.split('.')[3]) + 3600}."
+        newest.rename(tmp_path / (prefix + newest.name.split(".", 4)[4]))  # as if the clock had been an hour ahead
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("a")] == [
+        *((step, 0) for step in range(1, 6)),
+        *((step, 5) for step in range(6, 10)),
+        *((step, 9) for step in range(10, 17)),
+    ]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit of a file's size")
