@@ -9,7 +9,7 @@
 #          sampling, validation, and the wall clock of a run.
 #
 # Each takes at most 8 minutes. Without an argument both run, in this order. A part that reaches its time limit keeps
-# the rows that it has printed. --cpu tries every part in a tiny size, in 45 s on two cores, to test the script.
+# the rows that it has printed. --cpu tries every part in a tiny size, in 45 to 50 s on two cores, to test the script.
 #
 # A rented machine often has PyTorch, Lightning, tensorboard, tiktoken, tokenizers, transformers and pytest, but lacks
 # hydra-core, omegaconf (below 2.4), antlr4-python3-runtime 4.9.3, platformdirs and backports.zstd (until Python 3.13).
