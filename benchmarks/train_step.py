@@ -6,10 +6,12 @@ The variants take turns for --seconds (90) with each preset, in bf16 or fp32, as
 Prints tokens a second, the fraction of the matrix peak measured in the same run, and peak memory. Every variant takes
 the same steps on the same random tokens, forward, backward and update, without a trainer. `naive` is a straightforward
 implementation of the same model: fp32, the fused attention kernel, all logits at once, `torch.optim.Muon` and AdamW.
+`nanoGPT` is the recipe of nanoGPT's train.py.
 A GPU may not hold all variants at once, so each takes turns with the first alone. Variants that fail are left out.
 """
 
 import importlib.util
+import math
 import statistics
 from collections.abc import Callable
 
@@ -25,6 +27,7 @@ from measuring import (
     training_dtype,
     write_report,
 )
+from torch import nn
 
 from gpt.hardware.device import choose_compile, choose_device, choose_precision
 from gpt.hardware.memory import keep_freed_memory
@@ -124,6 +127,60 @@ def naive(preset: str) -> Callable[[], None]:
     return step
 
 
+class NanoGPTBlock(nn.Module):
+    """A block of nanoGPT, for C channels and H heads, without dropout and, as in its train.py, without biases."""
+
+    def __init__(self, C: int, H: int):
+        super().__init__()
+        self.H = H
+        self.norm_1 = nn.LayerNorm(C, bias=False)
+        self.norm_2 = nn.LayerNorm(C, bias=False)
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.projection = nn.Linear(C, C, bias=False)
+        self.expand = nn.Linear(C, 4 * C, bias=False)
+        self.contract = nn.Linear(4 * C, C, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x (B, T, C) to (B, T, C)."""
+        B, T, C = x.shape
+        heads = [part.view(B, T, self.H, C // self.H).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(C, 2)]
+        context = F.scaled_dot_product_attention(*heads, is_causal=True)  # (B, H, T, C / H)
+        x = x + self.projection(context.transpose(1, 2).reshape(B, T, C))
+        return x + self.contract(F.gelu(self.expand(self.norm_2(x))))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT's model. The vocabulary is padded to a multiple of 64, and embedding and head share their weight."""
+
+    def __init__(self, context: int, C: int, num_layers: int, H: int, vocab_size: int):
+        super().__init__()
+        self.token_embedding = nn.Embedding(math.ceil(vocab_size / 64) * 64, C)
+        self.position_embedding = nn.Embedding(context, C)
+        self.blocks = nn.Sequential(*(NanoGPTBlock(C, H) for _ in range(num_layers)))
+        self.final_norm = nn.LayerNorm(C, bias=False)
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, 0.0, 0.02)
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of idx (B, T) with all logits at once, a scalar."""
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.blocks(self.token_embedding(idx) + self.position_embedding(positions))
+        logits = F.linear(self.final_norm(x), self.token_embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def nanogpt(preset: str, autocast: bool, shape: Shape = None) -> Callable[[], None]:
+    """Return the step of nanoGPT's train.py: autocast, one compiled graph of the whole model, TF32, fused AdamW."""
+    device = choose_device().type
+    torch.set_float32_matmul_precision("high" if device == "cuda" else "highest")
+    sizes, vocab_size, _, _ = PRESETS[preset]
+    torch.manual_seed(0)
+    model = NanoGPT(*sizes, vocab_size).to(device)
+    loss = torch.compile(model) if choose_compile("auto", torch.device(device)) else model
+    return with_adamw(model.parameters(), preset, autocast, shape, loss)
+
+
 def hugging_face(preset: str, autocast: bool, shape: Shape = None) -> Callable[[], None]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -190,8 +247,8 @@ def list_variants(preset: str) -> list[tuple[str, Callable, dict]]:
         ("ours, Muon", ours, defaults | {"optim": "muon"}),
         ("ours, AdamW, checkpointing", ours, defaults | {"checkpointing": True}),
     ]
-    for name, make in (("transformers", hugging_face), ("litgpt", litgpt)):
-        if importlib.util.find_spec(name):
+    for name, make in (("nanoGPT", nanogpt), ("transformers", hugging_face), ("litgpt", litgpt)):
+        if make is nanogpt or importlib.util.find_spec(name):
             variants.append((f"{name}, autocast" if is_half else name, make, {"autocast": is_half}))
         else:
             print(f"left out: {name} is not installed")
@@ -199,9 +256,10 @@ def list_variants(preset: str) -> list[tuple[str, Callable, dict]]:
         variants.append(("ours, fp32, AdamW", ours, defaults | {"dtype": "float32"}))
     if preset == "mini":
         variants.append(("naive, fp32, Muon", naive, {}))
-    if hasattr(F, "linear_cross_entropy") and choose_device().type == "cuda":
+    if choose_device().type == "cuda":
+        if hasattr(F, "linear_cross_entropy"):
+            variants.append(("ours, AdamW, torch's loss", ours, defaults | {"loss": torch_loss}))
         variants += [
-            ("ours, AdamW, torch's loss", ours, defaults | {"loss": torch_loss}),
             ("ours, AdamW, not compiled", ours, defaults | {"compiled": False}),
             ("ours, AdamW, waits for the norm", ours, defaults | {"waits": True}),
             ("ours, TF32, AdamW", ours, defaults | {"dtype": "float32"}),
