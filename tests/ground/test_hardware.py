@@ -1,15 +1,21 @@
 """GPU names, memory limits of containers, out-of-memory errors, and the choices that follow from them."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from gpt.errors import UserError, is_out_of_memory
+from gpt.hardware import device as device_module
 from gpt.hardware.device import choose_compile, choose_device, choose_precision, peak_flops, require_torch
+from gpt.hardware.gpu_problems import find_gpu_problem, find_triton_problem
 from gpt.hardware.memory import free_memory, peak_memory_bytes
-from harness import refusal
+from harness import ROOT, refusal
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -58,11 +64,115 @@ def test_a_newer_torch_is_named_once(monkeypatch, capsys, version, is_named):
     assert capsys.readouterr().err.count(f"PyTorch {version} is newer than 2.15") == is_named
 
 
+# --- a GPU that PyTorch cannot use ---
+
+
+@pytest.fixture
+def driver(tmp_path) -> Path:
+    """The root of a system with NVIDIA's driver."""
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cuda", "remedy"),
+    [(None, "install a PyTorch built for CUDA"), ("13.0", "update the driver until nvidia-smi shows")],
+)
+def test_a_driver_that_pytorch_cannot_use(monkeypatch, driver, cuda, remedy):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    problem = find_gpu_problem(driver)
+    assert problem.startswith("this machine has NVIDIA's driver, but PyTorch ")
+    assert remedy in problem
+
+
+def test_a_mac_whose_gpu_pytorch_cannot_use(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setenv("PATH", "")
+    for is_built, remedy in ((True, "update macOS to 14 or newer"), (False, "install a PyTorch built for MPS")):
+        monkeypatch.setattr(torch.backends.mps, "is_built", lambda is_built=is_built: is_built)
+        assert remedy in find_gpu_problem(tmp_path)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert find_gpu_problem(tmp_path) == ""
+
+
+@pytest.mark.parametrize(("capability", "is_old"), [((6, 1), True), ((7, 5), False), ((12, 0), False)])
+def test_a_card_older_than_pytorch(monkeypatch, capability, is_old):
+    """PyTorch would fail at its first kernel. The line has the capability of the card, and the one it needs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90", "sm_120", "compute_120"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce GTX 1080 Ti")
+    assert (
+        re.search(r"1080 Ti has compute capability 6\.1, .* needs 7\.5", find_gpu_problem()) is not None or not is_old
+    )
+    assert (choose_device().type == "cpu") == is_old
+    if is_old:
+        assert "needs 7.5" in refusal(choose_device, "cuda")
+
+
+def test_auto_says_why_it_uses_the_cpu(monkeypatch, capsys):
+    """The line is printed once. A command that names the CPU looks for no GPU."""
+    monkeypatch.setattr(device_module, "find_gpu_problem", lambda: "the card is in the drawer")
+    assert choose_device("auto") == choose_device("auto") == CPU
+    assert capsys.readouterr().err == "the card is in the drawer: the device is cpu\n"
+    assert refusal(choose_device, "cuda").endswith("choose from auto, cpu; the card is in the drawer")
+
+    def fail():
+        raise AssertionError
+
+    monkeypatch.setattr(device_module, "find_gpu_problem", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
+    assert choose_device("cpu") == CPU
+
+
 # --- precision and compilation ---
 
 
 def test_a_cpu_does_not_compile():
     assert "trainer.compile=true is for GPUs" in refusal(choose_compile, "true", CPU)
+    assert not choose_compile("auto", CPU)
+
+
+def test_what_triton_needs(monkeypatch, tmp_path):
+    """Each thing that is missing has its remedy. CC names a compiler that is not in PATH."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in find_triton_problem(CUDA, str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert "install gcc" in find_triton_problem(CUDA, str(tmp_path))
+    monkeypatch.setenv("CC", "/opt/bin/icx")
+    assert f"{tmp_path}/Python.h is missing: install python3-dev" in find_triton_problem(CUDA, str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    assert find_triton_problem(CUDA, str(tmp_path)) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert "needs compute capability 7.0, and this card has 6.1" in find_triton_problem(CUDA, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="SKIPPED LOUDLY: PyTorch compiles for a CPU with g++")
+@pytest.mark.parametrize(("compiler", "works"), [("g++", True), ("false", False)])
+def test_compiling_is_tried(tmp_path, compiler, works):
+    """A compiler that fails becomes a reason. A CPU stands for the GPU."""
+    code = "import torch, gpt.hardware.gpu_problems as g; print(g.find_compile_problem(torch.device('cpu')))"
+    environment = os.environ | {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert (run.stdout == "\n") == works
+    assert works or re.fullmatch(r"compiling failed \(.*\)\n", run.stdout)
+
+
+def test_failed_compilation(monkeypatch, capsys):
+    """Where compile=auto, the run does not compile, and a line has the reason. Where it is true, the run is refused."""
+    monkeypatch.setattr(device_module, "find_triton_problem", lambda device: "")
+    monkeypatch.setattr(device_module, "find_compile_problem", lambda device: "no room for gcc")
+    assert not choose_compile("auto", CUDA)
+    assert capsys.readouterr().err == "trainer.compile=false, which is slower: no room for gcc\n"
+    assert refusal(choose_compile, "true", CUDA).startswith("trainer.compile=true: no room for gcc; ")
+    assert not choose_compile("false", CUDA)
 
 
 @pytest.mark.parametrize(("in_hardware", "expected"), [(True, "bf16"), (False, "fp16")])
@@ -96,7 +206,11 @@ def test_auto_precision_of_a_cpu(monkeypatch, name, flags, expected):
     ("name", "teraflops"),
     [
         ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA L40", None),  # not an L4
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA GeForce RTX 5090", 209),
+        ("NVIDIA RTX A1000", None),  # not an A100
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of an A100
         ("", None),
     ],
@@ -187,6 +301,10 @@ def test_memory_of_this_machine():
         (torch.OutOfMemoryError("Tried to allocate 20.00 GiB"), True),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False),
         (RuntimeError("MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 40000 bytes."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),

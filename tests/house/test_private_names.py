@@ -20,7 +20,7 @@ from harness import ROOT
 
 # Each name as in our code, its purpose, and a function that looks it up.
 PRIVATE: dict[str, tuple[str, Callable[[], Any]]] = {
-    "torch._dynamo.config": (
+    "torch._dynamo": (
         "how many graphs a function may have, and graphs without cuts for DDP",
         lambda: (torch._dynamo.config.recompile_limit, torch._dynamo.config.optimize_ddp),
     ),

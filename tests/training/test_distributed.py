@@ -151,7 +151,7 @@ def test_an_existing_process_group_is_used_and_left(make_group):
     make_group("gloo")
     group = torch.distributed.group.WORLD
     with distributed.distributed_errors():
-        init_process_group()
+        init_process_group("auto")
         assert torch.distributed.group.WORLD is group
     assert torch.distributed.group.WORLD is group
 
@@ -160,10 +160,12 @@ def test_a_process_group_that_does_not_fit_is_refused(make_group, set_variables,
     """The group has other ranks than the variables, or no backend for the CPU."""
     make_group("cuda:gloo")
     set_variables(TORCHRUN)
-    assert refusal(init_process_group).startswith("this is process 0 of 1 in its process group, and process 3 of 6 by")
+    assert refusal(init_process_group, "auto").startswith(
+        "this is process 0 of 1 in its process group, and process 3 of 6 by"
+    )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 6)
-    assert refusal(init_process_group).startswith(
+    assert refusal(init_process_group, "auto").startswith(
         "the process group has cuda:gloo, and no backend for tensors on the CPU"
     )
 
@@ -266,7 +268,7 @@ from gpt.training.launch import launch
 
 def fail(request):
     error, failing_ranks = request
-    init_process_group()
+    init_process_group("auto")
     if str(rank()) in failing_ranks:
         raise getattr(builtins, error)("the callback is broken")
     torch.distributed.barrier()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import gpt
+from gpt.api import read_curves
 from gpt.checkpoint import load_checkpoint
 from gpt.data.token_dataset import TokenDataset
 from gpt.errors import NonFiniteError
 from gpt.hardware.device import choose_device, numerics
+from gpt.model.transformer import TransformerBlock
+from gpt.training import loop
 from gpt.training.batch_loader import read_micro_batches
+from gpt.training.config import with_values
 from gpt.training.loop import train_step
 from gpt.training.module import GPTModule
 from gpt.training.schedule import Schedule
 from gpt.training.start import load_dataset
-from harness import Training, begin_run, fit, resume_run, tiny_config
+from harness import StopAt, Training, begin_run, fit, resume_run, tiny_config
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="SKIPPED LOUDLY: there is no GPU")
 QUIET = ["data.prompts=[]", "logger=[csv]"]
@@ -132,6 +138,149 @@ def test_late_check_names_the_steps_and_saves_nothing_after_them(
     if last.exists():
         stored = load_checkpoint(last)
         assert stored["step"] == 5 and all(w.isfinite().all() for w in stored["state_dict"].values())
+
+
+# --- compiled blocks, on a CPU ---
+
+
+class Graphs:
+    """Compiles blocks on a CPU, each as one graph, and runs them uncompiled. Records the shapes of all graphs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.shapes: list[tuple] = []  # the input's (B, T, C), and whether it is for training
+        self.on_compile = lambda: None
+        monkeypatch.setattr(
+            TransformerBlock,
+            "compile",
+            lambda block, **options: torch.nn.Module.compile(block, backend=self.backend, fullgraph=True, **options),
+        )
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        self.on_compile()
+        examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        assert not any(isinstance(example, torch.SymInt) for example in examples), "a graph for several shapes"
+        (shape,) = {tuple(tensor.shape) for tensor in inputs if tensor.dim() == 3}
+        self.shapes.append((shape, torch.is_grad_enabled()))
+        return graph.forward
+
+    def take(self) -> list[tuple]:
+        """Return the recorded shapes in order, and begin to record again. Compiling one twice is an error."""
+        shapes, self.shapes = self.shapes, []
+        assert len(shapes) == len(set(shapes))
+        return sorted(shapes)
+
+
+def compiled_run(training: Training) -> Training:
+    training.spec = replace(training.spec, config=with_values(training.config, {"trainer.compile": "true"}))
+    return training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_one_graph_for_each_shape(corpus_folder, tmp_path, monkeypatch, checkpointing):
+    """No graph is for several shapes, broken, or compiled again.
+
+    That holds for short sequences, a run that resumes, one that begins with the validation of its initial weights, and
+    one that continues with smaller micro-batches.
+    """
+    graphs = Graphs(monkeypatch)
+    changes = ["trainer.short_sequences=8", "trainer.validate_every=3", "trainer.micro_batch_size=6"]
+    changes += [f"trainer.activation_checkpointing={checkpointing}", "model.dropout=0.1"]
+    training = compiled_run(begin(corpus_folder, tmp_path / "run", *changes))
+    C = training.config.model.d_model
+    fit(training, [StopAt(5)])
+    train_shapes = [((6, 16, C), True), ((12, 8, C), True)]
+    shapes = graphs.take()
+    assert [shape for shape in shapes if shape[1]] == train_shapes
+    fit(resume_run(training.path))
+    assert [shape for shape in graphs.take() if shape[1]] == train_shapes
+
+    whole = ["trainer.short_sequences=0", "trainer.micro_batch_size=auto", *changes[1:2], *changes[3:]]
+    tuned = compiled_run(begin(corpus_folder, tmp_path / "tuned", f"init_from={training.path}", *whole))
+    (validation_shape,) = {shape for shape in shapes if shape not in train_shapes and shape[0][1] == 16}
+    at_size = {}
+    loss = GPTModule.loss
+
+    def limited(self, idx, targets):
+        if not at_size and self.grad_norm:  # after the first step
+            at_size[len(idx)] = graphs.take()
+            raise torch.OutOfMemoryError("imitated")
+        return loss(self, idx, targets)
+
+    monkeypatch.setattr(GPTModule, "loss", limited)
+    fit(tuned)
+    assert at_size == {6: [validation_shape, ((6, 16, C), True)]}
+    assert [shape for shape in graphs.take() if shape[1]] == [((3, 16, C), True)]
+
+
+@pytest.mark.slow
+def test_the_clock_does_not_count_compilation(corpus_folder, tmp_path, monkeypatch):
+    """A run for a time warms up, though compiling takes longer than the whole time. It draws no random numbers."""
+    changes = ["horizon=10s", "trainer.short_sequences=8", "trainer.log_every=1", "model.dropout=0.1"]
+    training = compiled_run(begin(corpus_folder, tmp_path / "run", *changes))
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
+    monkeypatch.setattr("gpt.training.training_clock.time", clock)
+    graphs = Graphs(monkeypatch)
+
+    def take_time() -> None:
+        now[0] += 20.0
+
+    graphs.on_compile = take_time
+    train_step = loop.train_step
+
+    def timed_step(*arguments):
+        now[0] += 0.5
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", timed_step)
+    states = []
+    compile_all_lengths = loop.compile_all_lengths
+
+    def unseen(fabric, model, *arguments):
+        states.append(torch.random.get_rng_state())
+        compile_all_lengths(fabric, model, *arguments)
+        assert graphs.shapes and all(p.grad is None for p in model.parameters())
+        assert torch.equal(states[-1], torch.random.get_rng_state())
+
+    monkeypatch.setattr(loop, "compile_all_lengths", unseen)
+    fit(training)
+    assert len(states) == 1
+    assert training.metrics["steps"] == 20
+    optim = training.config.optim
+    rates = [rate / optim.lr for _, rate in read_curves(training.path)["train/lr"]]
+    schedule = Schedule(seconds=10.0)
+    assert rates == pytest.approx([schedule.lr_multiplier(step, step / 20, optim) for step in range(20)])
+
+
+class AttentionFlags:
+    """Records whether cuDNN's attention is allowed, in training and otherwise."""
+
+    def __init__(self) -> None:
+        self.flags: dict[bool, set[bool]] = {True: set(), False: set()}
+
+    def on_train_start(self, module: GPTModule) -> None:
+        module.model.blocks[0].attention.register_forward_pre_hook(self.record)
+
+    def record(self, module: torch.nn.Module, inputs: tuple) -> None:
+        self.flags[torch.is_grad_enabled()].add(torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def test_cudnn_attention_is_for_training_only(corpus_folder, tmp_path):
+    """It is off in validations, samples, completions and scores, and as before afterwards."""
+    recorded = AttentionFlags()
+    fit(begin(corpus_folder, tmp_path / "run", "data.prompts=[x]"), [recorded])
+    assert recorded.flags == {True: {True}, False: {False}}
+    model = gpt.load(tmp_path / "run", device="cpu")
+    flags = []
+    model.model.blocks[0].attention.register_forward_pre_hook(
+        lambda *_: flags.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    for _ in model.stream("a b", max_new_tokens=3):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    model.logprobs("a b c")
+    assert set(flags) == {False} and len(flags) > 3
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 # --- arithmetic ---
