@@ -10,6 +10,7 @@ implementation of the same model: fp32, the fused attention kernel, all logits a
 A GPU may not hold all variants at once, so each takes turns with the first alone. Variants that fail are left out.
 """
 
+import functools
 import importlib.util
 import math
 import statistics
@@ -70,11 +71,11 @@ def ours(
     checkpointing: bool = False,
     shape: Shape = None,
     compiled: bool = True,
-    loss: Callable = chunked_next_token_loss,
+    loss: Callable | None = None,
     matmul: str = "high",
     waits: bool = False,
 ) -> Callable[[], None]:
-    """Return our step. On a GPU it is `compiled`, uses TF32 (`matmul="high"`), and never `waits` for a norm."""
+    """Return our step, with our loss or another. On a GPU it is `compiled`, uses TF32, and never `waits` for a norm."""
     keep_freed_memory()
     device = choose_device().type
     if device == "cuda":
@@ -83,8 +84,8 @@ def ours(
     model = GPT(make_config(preset)).set_compute_dtype(getattr(torch, dtype)).to(device)
     model.checkpointing = checkpointing
     if compiled and choose_compile("auto", torch.device(device)):
-        for block in model.blocks:
-            block.compile()
+        model.compile_blocks()
+    loss = loss or functools.partial(chunked_next_token_loss, compiled=model.is_compiled)
     weights, heads = dict(model.named_parameters()), model.config.num_heads
     trains_in_bf16 = choose_precision("auto", torch.device(device)) == "bf16"
     muon_dtype = torch.bfloat16 if trains_in_bf16 or dtype == "bfloat16" else torch.float32
