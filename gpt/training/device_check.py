@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.console import print_line
 from gpt.data.dataset_cache import DEFAULT_CACHE
-from gpt.errors import UserError
+from gpt.errors import UserError, is_out_of_memory, summarize_error
 from gpt.files import write_text
 from gpt.hardware.device import DTYPES
 from gpt.model.fast.chunked_loss import chunked_next_token_loss
@@ -31,7 +31,7 @@ def check_device_numerics(module: GPTModule) -> None:
     passed, each with its PyTorch version, precision and compile setting.
 
     Raises:
-        UserError: The gradients differ by more than rounding explains.
+        UserError: The gradients differ by more than rounding explains, or the model cannot be compiled.
     """
     config, trainer = module.model.config, module.config.trainer
     if trainer.device in TESTED_DEVICES:
@@ -54,7 +54,15 @@ def check_device_numerics(module: GPTModule) -> None:
     if trainer.compile == "true":
         model.compile_blocks()
     loss_scale = 1024.0 if trainer.precision == "fp16" else 1.0
-    loss, gradients = _loss_and_gradients(model, idx.to(trainer.device), loss_scale)
+    try:
+        loss, gradients = _loss_and_gradients(model, idx.to(trainer.device), loss_scale)
+    except Exception as error:
+        if trainer.compile != "true" or is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{setting}: compiling failed ({summarize_error(error)}): install what is missing, or start a new run with "
+            "trainer.compile=false"
+        ) from error
 
     differences = [(a - b).norm() for a, b in zip(gradients, cpu_gradients, strict=True)]
     norms = [gradient.norm() for gradient in cpu_gradients]

@@ -245,6 +245,13 @@ def write_group(folder: Path, limit: int | str, used: int, cached: int = 0) -> N
     (folder / "memory.stat").write_text(f"anon 7\n{key} {cached}\n")
 
 
+def test_memory_that_pytorch_caches_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * GB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * GB)
+    assert free_memory(CUDA) == 5 * GB
+
+
 def test_memory_of_other_systems(tmp_path):
     """macOS and Windows have no /proc/meminfo. They are assumed to have 8 GB."""
     assert free_memory(CPU, tmp_path) == 8 * GB

@@ -1,5 +1,7 @@
 """The numerics check of an untested device: the CPU serves as one, with correct and wrong kernels."""
 
+import dataclasses
+import functools
 import re
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import gpt.model.attention
+from gpt.model.transformer import TransformerBlock
 from gpt.training import device_check
-from harness import differences, tiny_arguments, train, train_refusal
+from gpt.training.config import with_values
+from harness import begin_run, differences, fit, refusal, tiny_arguments, tiny_config, train, train_refusal
 
 AGREES = r"^cpu with torch \S+, precision=(\w+), compile=false: agrees with the CPU, the loss to ([\d.]+)%, "
 AGREES += r"the gradient to ([\d.]+)%$"
@@ -76,3 +80,24 @@ def test_wrong_kernel_is_refused_before_the_first_step(arguments, untested, tmp_
         assert re.search(r"precision=bf16.*off by (\d+\.\d|nan)%, of which rounding explains 4\.7%: try ", line), line
         assert list((tmp_path / "run").rglob("*.ckpt")) == []
         arguments[-1] = f"run_dir={tmp_path / 'again'}"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+def test_a_compiler_that_fails(corpus_folder, untested, tmp_path, monkeypatch):
+    """It is one line before the first step, also where a run resumes on another machine."""
+
+    def backend(graph, inputs):
+        raise FileNotFoundError("Python.h")
+
+    compile_block = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(TransformerBlock, "compile", compile_block)
+    config = tiny_config(
+        corpus_folder, f"data.cache={tmp_path / 'cache'}", "horizon=3steps", f"run_dir={tmp_path / 'a'}"
+    )
+    training = begin_run(config)
+    compiled = with_values(training.config, {"trainer.compile": "true"})
+    training.spec = dataclasses.replace(training.spec, config=compiled)
+    line = refusal(fit, training)
+    assert re.search(r"compile=true: compiling failed \(.*Python\.h.*\): install what is missing, or start a", line)
+    assert not (tmp_path / "a/checkpoints/last.ckpt").exists()
