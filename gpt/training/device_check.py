@@ -66,17 +66,18 @@ def check_device_numerics(module: GPTModule) -> None:
 
     differences = [(a - b).norm() for a, b in zip(gradients, cpu_gradients, strict=True)]
     norms = [gradient.norm() for gradient in cpu_gradients]
-    error = float(torch.stack(differences).norm() / torch.stack(norms).norm())
+    gradient_error = float(torch.stack(differences).norm() / torch.stack(norms).norm())
     max_error = MAX_ROUNDING_ERRORS * ROUNDING_ERROR[trainer.precision]
-    if not error <= max_error:  # also if it is NaN
+    if not gradient_error <= max_error:  # also if it is NaN
         raise UserError(
             f"{setting}: the loss of a sequence is {loss:.4f} and {cpu_loss:.4f} on the CPU, and the gradient is off "
-            f"by {error:.1%}, of which rounding explains {max_error:.1%}: try trainer.compile=false, "
+            f"by {gradient_error:.1%}, of which rounding explains {max_error:.1%}: try trainer.compile=false, "
             "trainer.precision=fp32, another PyTorch or trainer.device=cpu"
         )
     if distributed.is_main_process():
         print_line(
-            f"{setting}: agrees with the CPU, the loss to {abs(loss / cpu_loss - 1):.4%}, the gradient to {error:.2%}"
+            f"{setting}: agrees with the CPU, the loss to {abs(loss / cpu_loss - 1):.4%}, "
+            f"the gradient to {gradient_error:.2%}"
         )
         with contextlib.suppress(OSError):  # the cache of somebody else: the next run checks again
             write_text(passed_file, f"{passed}{setting}\n")
