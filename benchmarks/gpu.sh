@@ -72,7 +72,7 @@ if [ -n "$missing" ]; then
 fi
 if [ -n "$cpu" ]; then
   row machine "$(date -u +%F)" "a CPU, to test the script"
-  run cpu 120 "${parts[@]%:*}" # in one process, because most of the time goes to imports
+  run cpu 300 "${parts[@]%:*}" # in one process, because most of the time goes to imports
   exit
 fi
 describe='import torch; print(torch.cuda.get_device_name(), torch.__version__, "cuDNN", torch.backends.cudnn.version())'

@@ -20,7 +20,7 @@ def test_each_part_prints_rows_on_a_cpu(tmp_path):
     temporary.mkdir()
     variables = {"OUT": str(out), "TMPDIR": str(temporary), "PYTHON": sys.executable}
     command = ["bash", str(SCRIPT), "--cpu"]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (out / "rows.tsv").read_text(encoding="utf-8")
     rows = [line.split("\t") for line in done.stdout.splitlines()]
