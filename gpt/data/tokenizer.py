@@ -5,7 +5,7 @@ import binascii
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 
 import numpy as np
@@ -137,6 +137,7 @@ def tokenizer_key(tokenizer: TokenizerConfig | Tokenizer) -> dict[str, str]:
     return {"name": tokenizer.name}
 
 
+@cache
 def gpt2_tokenizer() -> Tokenizer:
     """Return GPT-2's encoding: 50,257 tokens with end-of-text, from OpenAI's rank table in this package."""
     table = files("gpt").joinpath("assets/r50k_base.tiktoken").read_text(encoding="ascii")

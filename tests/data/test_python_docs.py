@@ -7,6 +7,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from gpt.data import python_docs as stdlib
 from gpt.data.corpus import Corpus, open_corpus
 from gpt.data.data_config import DataConfig
@@ -31,6 +33,7 @@ def assert_english(documents: list[str]) -> None:
     assert "the" in [word for word, _ in Counter(re.findall("[a-z]+", text)).most_common(3)]
 
 
+@pytest.mark.slow
 def test_python_docs():
     """More than a megabyte of English in hundreds of documents, none of them blank.
 

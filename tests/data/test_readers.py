@@ -126,13 +126,15 @@ def test_suffix_of_the_format(name, suffix):
 
 
 WHOLE_CHARACTERS = ["a", "\n", "é", "€", "😀", "\ufeff"]
+# One by one: st.binary also draws the beginnings of refused formats, which Hypothesis finds in the code.
+ANY_BYTES = st.lists(st.integers(0, 255), min_size=1, max_size=23).map(bytes)
 BROKEN = b"\xff \xfe \x80 \xc0\xaf \xe2\x82 \xed\xa0\x80 \xf0\x9f \xf0\x9f\x98 \xf4\x90".split()
 FRAGMENTS = [character.encode() for character in WHOLE_CHARACTERS] + BROKEN
 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.one_of(st.binary(min_size=1, max_size=23), st.lists(st.sampled_from(FRAGMENTS), min_size=1).map(b"".join)),
+    st.one_of(ANY_BYTES, st.lists(st.sampled_from(FRAGMENTS), min_size=1).map(b"".join)),
     st.sampled_from(TINY),
 )
 def test_any_bytes(folder, content, block):
@@ -140,8 +142,6 @@ def test_any_bytes(folder, content, block):
     file = write(folder / "a.txt", content)
     if encoding_of_mark(content):
         return  # another encoding: test_encodings
-    if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"%PDF-", b"PK\x03\x04")):
-        return  # Hypothesis finds these in the code; test_no_text_can_come_of_it is of them
     if 0 in content:
         if block > len(content):
             assert refusal(file, block, errors="replace").startswith("a binary file")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import Process, differences, fork_server, tiny_arguments, train, wait_for_file
+from harness import SAMPLES, Process, differences, fork_server, tiny_arguments, train, wait_for_file
 from processes import ForkServer
 
 pytestmark = pytest.mark.slow
-RUN = ["horizon=101steps"]
+RUN = ["horizon=101steps", SAMPLES]
 
 
 @pytest.fixture(scope="module")

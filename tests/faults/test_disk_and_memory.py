@@ -15,6 +15,7 @@ import pytest
 from gpt.checkpoint import load_checkpoint
 from gpt.errors import UserError
 from harness import (
+    SAMPLES,
     TINY_RUN,
     CallAt,
     Process,
@@ -27,7 +28,7 @@ from harness import (
     train_refusal,
 )
 
-RUN = ["horizon=23steps"]
+RUN = ["horizon=23steps", SAMPLES]
 
 
 def test_run_directory_that_was_deleted_is_not_made_again(corpus_folder, tmp_path):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from harness import (
+    SAMPLES,
     Process,
     differences,
     train,
@@ -16,7 +17,7 @@ from harness import (
     wait_for_file,
 )
 
-RUN = ["horizon=101steps"]
+RUN = ["horizon=101steps", SAMPLES]
 STOP = 29
 
 

@@ -15,6 +15,7 @@ from gpt.training.module import GPTModule
 from gpt.training.stop_signals import StopSignals
 from harness import (
     ROOT,
+    SAMPLES,
     StopAt,
     begin_run,
     command,
@@ -26,7 +27,7 @@ from harness import (
     train_in_subprocess,
 )
 
-RUN = ["horizon=23steps"]
+RUN = ["horizon=23steps", SAMPLES]
 STOP = 13
 
 

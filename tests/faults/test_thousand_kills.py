@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import Process, differences, tiny_arguments, train
+from harness import SAMPLES, Process, differences, tiny_arguments, train
 
 KILLS = int(os.environ.get("GPT_KILLS", "1000"))
 TWO = ["trainer.devices=2", "trainer.device=cpu", "trainer.micro_batch_size=3"]
@@ -70,7 +70,9 @@ def kill_at_random(training: Process, run_dir: Path, chance: random.Random, seco
 def test_run_killed_at_random_ends_as_its_reference(corpus_folder, tmp_path, capsys):
     """Each run is equal to its reference in every bit and in every point of its curves."""
     chance = random.Random(2026)
-    settings = {name: tiny_arguments(corpus_folder, "horizon=101steps", *more) for name, more in VARIANTS.items()}
+    settings = {
+        name: tiny_arguments(corpus_folder, "horizon=101steps", SAMPLES, *more) for name, more in VARIANTS.items()
+    }
     references = {}
     for i, (name, arguments) in enumerate(settings.items()):
         references[name] = tmp_path / f"reference{i}"

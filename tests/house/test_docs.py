@@ -13,7 +13,10 @@ DRAW = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(DRAW)
 
 
-@pytest.mark.parametrize("page", DRAW.PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem == "model" else ()) for page in DRAW.PAGES],
+)
 def test_pictures(page):
     """The page draws every picture in its folder. Only the last digits may differ, by the rounding of a processor."""
     pictures = DRAW.pictures(page)

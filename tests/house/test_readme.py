@@ -53,6 +53,7 @@ MEANING = {
     "FILE": "book.txt",
     "runs/NAME": "runs/first",
     "trainer.devices=8": "trainer.devices=2",
+    "trainer.devices=4": "trainer.devices=2",
     "hydra/sweeper=search": "hydra/sweeper=search hydra.sweeper.n_trials=2",
     "8000steps": "4steps",
     "1000steps": "2steps",
@@ -85,11 +86,8 @@ def adapted(command: str) -> str:
     return f"{command} trainer.device=cpu {short}" if trains else command
 
 
-RUN = list(  # some differ in nothing but the reader's names
-    dict.fromkeys(
-        adapted(command) for command in COMMANDS if command not in NOT_RUN and command.split()[0] != "tensorboard"
-    )
-)
+ADAPTED = [adapted(command) for command in COMMANDS if command not in NOT_RUN and not command.startswith("tensorboard")]
+RUN = list({frozenset(command.split()): command for command in ADAPTED}.values())  # some have the same words
 
 
 def words(command: str) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchTrainer
 
 import gpt
-from harness import wait_for_file
 
 
 def work(settings: dict[str, Any]) -> None:
     """Train on one worker. Ray calls this in a thread."""
     text = settings["data"].pop("path")
     killed = Path(settings.pop("killed"))
+    checkpoint = Path(settings["run_dir"]) / "checkpoints/best.ckpt"
 
     def kill_once() -> None:
-        wait_for_file(Path(settings["run_dir"]) / "checkpoints/best.ckpt", 300)
+        while not checkpoint.exists():
+            time.sleep(0.01)
         killed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 

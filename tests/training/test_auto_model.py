@@ -29,6 +29,7 @@ def test_calibrated_law_predicts_the_measured_loss(tokens):
         assert law.bits_per_byte(PROBE_MODEL, tokens) == pytest.approx(bits)
 
 
+@pytest.mark.slow
 def test_probe_of_a_small_text_sees_it_five_times(corpus_folder, monkeypatch):
     """A longer probe would measure how well the model memorizes it."""
     config = finalize_config(
@@ -66,6 +67,7 @@ def arguments(corpus_folder, monkeypatch):
     return [word for word in tiny_arguments(corpus_folder) if not re.match(r"model\.[dn]|trainer.micro", word)]
 
 
+@pytest.mark.slow
 def test_chosen_model_trains_in_the_time_and_is_reported(arguments, tmp_path):
     """config.yaml and metrics.json record the choice. The same command finds the run complete."""
     words = ["model=auto", "horizon=2s", "resume=auto", f"run_dir={tmp_path / 'run'}", *arguments]
@@ -92,6 +94,7 @@ def test_chosen_model_trains_in_the_time_and_is_reported(arguments, tmp_path):
     assert "by model=auto" not in train(f"resume={tmp_path / 'run'}", "horizon=3s").stdout
 
 
+@pytest.mark.slow
 def test_plan_predicts_candidates_and_other_times(arguments):
     """More time never predicts a higher loss."""
     done = train("model=auto", "horizon=2s", "plan=json", *arguments)
@@ -102,6 +105,7 @@ def test_plan_predicts_candidates_and_other_times(arguments):
     assert bits[0] >= bits[1] * 0.99 >= bits[2] * 0.98
 
 
+@pytest.mark.slow
 def test_run_ends_before_it_only_memorizes(arguments):
     done = train("model=auto", "horizon=9h", "plan=json", *arguments)
     assert re.search(

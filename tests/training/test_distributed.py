@@ -22,6 +22,7 @@ from gpt.training.distributed import init_process_group, resolve_devices
 from gpt.training.resume import with_devices
 from harness import (
     ROOT,
+    SAMPLES,
     Process,
     begin_run,
     differences,
@@ -212,7 +213,7 @@ def test_signals_of_a_launcher_count_once(monkeypatch, capfd):
 # --- real processes ---
 
 LONG = ["horizon=100000steps", "trainer.validate_every=100000"]
-EXACT = ["trainer.micro_batch_size=3", "horizon=101steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
+EXACT = [SAMPLES, "horizon=101steps", "trainer.checkpoint_every=1000", "trainer.log_every=5"]
 
 
 class Training:

@@ -17,6 +17,7 @@ from gpt import checkpoint
 from gpt.training import loop
 from gpt.training.config import load_config
 from harness import (
+    SAMPLES,
     CallAt,
     StopAt,
     begin_run,
@@ -38,9 +39,9 @@ def test_run_extended_before_its_rates_fall_is_a_longer_run(corpus_folder, tmp_p
     """It is, bit for bit, the run that had the longer horizon from the start."""
     run_dir = tmp_path / "run"
     reference = tmp_path / "whole"
-    warmup = "optim.warmup_steps=5"  # with optim.decay_from=0.3, the rates of 31 steps fall from step 10 on
-    fit(begin_run(tiny_config(corpus_folder, warmup, "horizon=31steps", f"run_dir={run_dir}")), [StopAt(6)])
-    fit(begin_run(tiny_config(corpus_folder, warmup, "horizon=41steps", f"run_dir={reference}")))
+    changes = ["optim.warmup_steps=5", SAMPLES]  # with optim.decay_from=0.3, the rates of 31 steps fall from step 10 on
+    fit(begin_run(tiny_config(corpus_folder, *changes, "horizon=31steps", f"run_dir={run_dir}")), [StopAt(6)])
+    fit(begin_run(tiny_config(corpus_folder, *changes, "horizon=41steps", f"run_dir={reference}")))
     train(f"resume={run_dir}", "horizon=41steps")
     assert [d for d in differences(run_dir, reference) if "restart_step" not in d] == []
 

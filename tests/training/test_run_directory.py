@@ -126,6 +126,7 @@ def test_run_is_found_by_path_and_by_name(run_dir, tmp_path, monkeypatch):
         assert find_run(path).resolve() == run_dir.resolve()
 
 
+@pytest.mark.slow
 def test_lock_does_not_pass_to_a_child_of_a_fork(run_dir):
     """Children of a process that holds, or has held, a run do not own its lock."""
     program = f"""

@@ -173,6 +173,7 @@ def test_event_files_are_named_in_their_order(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit of a file's size")
 def test_a_disk_that_is_full_at_the_end(tmp_path):
     """The last points raise one error in the caller. TensorBoard's thread prints nothing."""

@@ -19,6 +19,7 @@ from gpt.sampling.pictures import CELL_PX, GAP_PX, LINE_PX
 from harness import (
     ADVICE_LINES,
     ROOT,
+    SAMPLES,
     python_program,
     read_events,
     tiny_arguments,
@@ -43,7 +44,9 @@ def settings(corpus_folder) -> list[str]:
 def run(settings, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """A finished run and what it printed."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    done = train(*settings, "horizon=40steps", "tokenizer=bpe", "tokenizer.vocab_size=290", f"run_dir={run_dir}")
+    done = train(
+        *settings, SAMPLES, "horizon=40steps", "tokenizer=bpe", "tokenizer.vocab_size=290", f"run_dir={run_dir}"
+    )
     return run_dir, done
 
 
