@@ -146,6 +146,7 @@ def gpt2_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@cache
 def byte_tokenizer() -> Tokenizer:
     """Return an encoding with one token for each byte: 257 tokens with end-of-text."""
     return Tokenizer("byte", {bytes([byte]): byte for byte in range(256)}, BYTE_PATTERN)

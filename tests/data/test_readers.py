@@ -620,6 +620,7 @@ def test_arrow(tmp_path):
 # --- all of them ---
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=67)
 @given(
     st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=23), min_size=1, max_size=7),

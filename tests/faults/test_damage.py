@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gpt.checkpoint import load_checkpoint
-from harness import SAMPLES, contents, differences, flip_a_bit, train, train_refusal
+from harness import contents, differences, flip_a_bit, train, train_refusal
 
-RUN = ["horizon=23steps", SAMPLES]
+RUN = ["horizon=23steps"]
 STOP = 13
 
 

@@ -15,7 +15,6 @@ import pytest
 from gpt.checkpoint import load_checkpoint
 from gpt.errors import UserError
 from harness import (
-    SAMPLES,
     TINY_RUN,
     CallAt,
     Process,
@@ -28,7 +27,7 @@ from harness import (
     train_refusal,
 )
 
-RUN = ["horizon=23steps", SAMPLES]
+RUN = ["horizon=23steps"]
 
 
 def test_run_directory_that_was_deleted_is_not_made_again(corpus_folder, tmp_path):

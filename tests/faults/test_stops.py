@@ -15,7 +15,6 @@ from gpt.training.module import GPTModule
 from gpt.training.stop_signals import StopSignals
 from harness import (
     ROOT,
-    SAMPLES,
     StopAt,
     begin_run,
     command,
@@ -27,7 +26,7 @@ from harness import (
     train_in_subprocess,
 )
 
-RUN = ["horizon=23steps", SAMPLES]
+RUN = ["horizon=23steps"]
 STOP = 13
 
 

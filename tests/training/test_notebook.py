@@ -32,6 +32,7 @@ def settings(corpus_folder) -> dict:
     return {"model": MODEL, "trainer": TRAINER, "tokenizer": {"name": "byte"}, "data": data}
 
 
+@pytest.mark.slow
 def test_a_run_equals_that_of_the_command_line(corpus_folder, settings, tmp_path, capsys):
     """They are equal bit for bit, also if `gpt.train` was stopped and resumed. The model is the best one."""
     train(*tiny_arguments(corpus_folder, SAMPLES, "horizon=23steps", f"run_dir={tmp_path / 'a'}"))

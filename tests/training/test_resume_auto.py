@@ -114,6 +114,7 @@ def test_first_command_of_a_changed_run_may_be_repeated(corpus_folder, tmp_path)
     assert "horizon=7steps" in line
 
 
+@pytest.mark.slow
 def test_python_and_the_command_line_continue_each_other(arguments, corpus_folder, tmp_path):
     """Both set the same keys, and `gpt.train` writes the command that would do the same."""
     train(*arguments)

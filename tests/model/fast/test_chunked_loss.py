@@ -171,6 +171,7 @@ def test_scored_slice_by_slice(dtype, monkeypatch):
     assert loss.item() == pytest.approx(learning.item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_scale():
     """In fp16 the gradients of many logits need the scale of the loss: its smallest number is 6e-8."""
     hidden, weight, targets = make_problem(n=4001, v=5003)
