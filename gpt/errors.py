@@ -12,7 +12,7 @@ _OUT_OF_MEMORY_MESSAGES = (
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # what cuBLAS says on a full card
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # by cuBLAS, if the GPU's memory is full
     "CUDNN_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
     "MPS backend out of memory",

@@ -68,7 +68,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.gradients = None  # the caller owns them: a tied embedding adds its gradient to the head's in place
         loss_grad = loss_grad / ctx.scale
         if loss_grad.device.type != "cpu" or loss_grad != 1:  # a GPU multiplies faster than it compares
-            hidden_grad, weight_grad = hidden_grad.mul_(loss_grad), weight_grad.mul_(loss_grad)
+            hidden_grad.mul_(loss_grad)
+            weight_grad.mul_(loss_grad)
         return hidden_grad, weight_grad, None, None, None, None
 
 
@@ -97,7 +98,8 @@ def _loss_on_cpu(
     total = hidden.new_zeros((), dtype=torch.float32)
     for start in range(0, max(1, N), rows):
         chunk = slice(start, start + rows)
-        h, target = hidden[chunk], targets[chunk].clamp(min=0)[:, None]  # (rows, C), (rows, 1)
+        h = hidden[chunk]  # (rows, C)
+        target = targets[chunk].clamp(min=0)[:, None]  # (rows, 1)
         target_logits = torch.zeros_like(total)
         slice_sums: list[Tensor] = []
         stored: list[tuple] = []  # for the second pass, of each slice
@@ -105,11 +107,13 @@ def _loss_on_cpu(
             out = buffer[len(h) * part.start : len(h) * part.stop].view(len(h), -1) if len(buffer) else None
             product = torch.mm(h, head_weight[part].to(h.dtype).T, out=out)  # (rows, width of the slice)
             logits = product.float()
-            column, width = target - part.start, part.stop - part.start
+            width = part.stop - part.start
+            column = target - part.start
             is_inside = (column >= 0) & (column < width)
             column = column.clamp(0, width - 1)
             target_logits = target_logits + logits.gather(1, column).where(is_inside, 0)
-            max_logits, probabilities = logits.amax(-1), _softmax(logits)
+            max_logits = logits.amax(-1)
+            probabilities = _softmax(logits)  # in place
             # The most likely token's probability is 1 / sum(exp(logits - max_logits)).
             slice_sums.append(max_logits - probabilities.amax(-1).log())
             if wants_gradients:

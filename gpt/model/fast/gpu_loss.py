@@ -58,7 +58,8 @@ def loss_on_gpu(
         weight_grad = torch.zeros_like(head_weight, memory_format=torch.contiguous_format)
     for start in range(0, N, rows):
         chunk = slice(start, start + rows)
-        h, target = hidden[chunk], targets[chunk].clamp(min=0)
+        h = hidden[chunk]
+        target = targets[chunk].clamp(min=0)
         product = torch.mm(h, head.T, out=buffer[: len(h)])  # (rows, padded_V)
         logits = product[:, :V]
         log_sums, target_logits = summarize(logits, target)
