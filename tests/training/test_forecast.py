@@ -86,7 +86,7 @@ def test_plan_of_devices_a_time_horizon_and_init_from(corpus_folder, arguments, 
 def test_planned_memory_is_within_a_fifth_of_the_run(arguments, tmp_path, changes):
     """The model takes more memory than the process itself."""
     arguments = [*arguments, "model.context_length=131", "model.d_model=384", "model.num_layers=5", "model.num_heads=6"]
-    arguments += ["model.dropout=0", "trainer.tokens_per_step=4192", "trainer.micro_batch_size=auto", "horizon=2steps"]
+    arguments += ["model.dropout=0", "trainer.tokens_per_step=2096", "trainer.micro_batch_size=auto", "horizon=2steps"]
     arguments += ["trainer.short_sequences=0", *changes]
     planned = train_in_subprocess(*arguments, "plan=json")
     train_in_subprocess(*arguments, f"run_dir={tmp_path / 'run'}")
