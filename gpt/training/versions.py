@@ -48,6 +48,7 @@ def current_code_version(commits: dict[str, str]) -> str:
     return list(commits.values())[-1] if commits else ""
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions that a run depends on bit for bit. An installed package has no commit, so it is included."""
     versions = {"python": platform.python_version()}

@@ -234,6 +234,7 @@ def test_changed_since_it_was_listed(tmp_path, server, way, more, message):
 def test_http_errors(tmp_path, server, downloads, monkeypatch, way, hint):
     """Nothing is left, or all that was there; only what may pass is tried again."""
     monkeypatch.setattr(gpt.data.download, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("gpt.data.download.time.sleep", lambda seconds: None)
     message = rf"{server.url(way)}: cannot be used \(ClientResponseError: {way}, .*\); "
     with pytest.raises(UserError) as caught:
         fetch(server, way, tmp_path)
@@ -389,6 +390,7 @@ def read(cache: Path, *configs: dict) -> list:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_data_set(hub, tmp_path):
     """A glob gives the rows of its files in order, equal to local files. The second time needs no network.
 

@@ -29,6 +29,7 @@ def figures(corpus_folder, arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_planned_counts_equal_those_of_the_run(corpus_folder, arguments, figures):
     run = corpus_folder / "run"
     train(*arguments, f"run_dir={run}")
@@ -41,6 +42,7 @@ def test_planned_counts_equal_those_of_the_run(corpus_folder, arguments, figures
     assert figures["peak_memory"] > 2**27
 
 
+@pytest.mark.slow
 def test_plan_as_text_has_figures_and_warnings(figures):
     figures = figures | {"epochs": {"prose": 3.0, "verse": 4541.2}, "train_seconds": 7300.0, "warnings": ["too long"]}
     text = describe_plan(figures)

@@ -35,6 +35,7 @@ from harness import (
 # --- a longer horizon ---
 
 
+@pytest.mark.slow
 def test_run_extended_before_its_rates_fall_is_a_longer_run(corpus_folder, tmp_path):
     """It is, bit for bit, the run that had the longer horizon from the start."""
     run_dir = tmp_path / "run"

@@ -40,6 +40,7 @@ def arguments(corpus_folder, tmp_path):
     return tiny_arguments(corpus_folder, *changes, f"run_dir={tmp_path / 'run'}")
 
 
+@pytest.mark.slow
 def test_command_starts_resumes_and_completes_a_run(arguments, tmp_path):
     """A run that lost its last checkpoints ends like one that never stopped. Then nothing is left to do."""
     train(*arguments)

@@ -198,6 +198,7 @@ def test_signal_in_the_last_step(corpus_folder, tmp_path, monkeypatch):
 # --- divergence ---
 
 
+@pytest.mark.slow
 def test_diverging_run_is_warned_of_once(tmp_path, corpus_folder, capsys):
     """The warning names learning rates to try. It comes once, although the run is stopped before and after it."""
     lrs = ["optim.lr=2", "optim.matrix_lr=2", "optim.warmup_steps=100", "trainer.log_every=2"]

@@ -47,6 +47,7 @@ def failed_jobs(stderr: str) -> list[str]:
     return re.findall(r"^train\.py: job (\d) \(.*\): ", stderr, re.M)
 
 
+@pytest.mark.slow
 def test_jobs_train_report_and_return_their_loss(settings, tmp_path, monkeypatch):
     """Each job prints its settings, trains, reports in a line, and returns its bits per byte to the sweeper.
 

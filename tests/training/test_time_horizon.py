@@ -11,6 +11,7 @@ from gpt.training.timing import seconds_per_step
 from harness import begin_run, differences, finalize_config, fit, refusal, resume_run, tiny_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "horizon"), [(600, "377steps"), (1e-6, "30steps")])
 def test_auto_is_ten_epochs_or_what_fits_into_the_time(corpus_folder, tmp_path, monkeypatch, capsys, limit, horizon):
     """The run equals a run with the same horizon in steps, bit for bit."""
