@@ -77,8 +77,10 @@ class GPTModule(LightningModule):
         if probability := self._bpe_dropout(batch_idx // self.config.accumulation_steps):
             generator = torch.Generator(idx.device).manual_seed(seed)
             idx, targets = apply_bpe_dropout(idx, targets, self.merge_table, probability, generator)
-        if self.config.model.dropout:  # torch.manual_seed also records where a GPU that is not in use is to be seeded
-            (torch.default_generator.manual_seed if idx.is_cpu else torch.manual_seed)(seed)
+        if self.config.model.dropout and idx.is_cpu:
+            torch.default_generator.manual_seed(seed)
+        elif self.config.model.dropout:
+            torch.manual_seed(seed)  # without a GPU it takes 0.3 ms, because it would seed a GPU that comes later
         return self.loss(idx, targets)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
